@@ -1,0 +1,27 @@
+"""Raw click logs to Parquet shards of ids, and those to batches. Knows nothing of models."""
+
+from .batch import Batch
+from .prepare import prepare, work_bytes
+from .prepare_config import PrepareConfig
+from .reader import Reader
+from .residency import available_bytes, resident_bytes
+from .schema import MISSING, OUT_OF_VOCABULARY, DenseField, Schema, SparseField, Split
+from .synthesize import SynthesizeConfig, synthesize
+
+__all__ = [
+    "MISSING",
+    "OUT_OF_VOCABULARY",
+    "Batch",
+    "DenseField",
+    "PrepareConfig",
+    "Reader",
+    "Schema",
+    "SparseField",
+    "Split",
+    "SynthesizeConfig",
+    "available_bytes",
+    "prepare",
+    "resident_bytes",
+    "synthesize",
+    "work_bytes",
+]

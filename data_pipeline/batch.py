@@ -1,0 +1,48 @@
+"""One mini-batch as the model takes it."""
+
+from dataclasses import dataclass
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+
+@dataclass
+class Batch(Pipelineable):
+    """B samples of one rank, and the size of the global batch they are a slice of.
+
+    Attributes:
+        dense: float32 [B, N], N may be 0.
+        sparse: ids of every sparse field, keys in schema order, int32 values, lengths and offsets, stride B. With
+            float32 weights if, and only if, the schema has a weighted field.
+        label: float32 [B], 0 or 1; NaN where the split has no labels.
+        global_batch_size: samples over all ranks; by default B.
+    """
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    label: torch.Tensor
+    global_batch_size: int = -1
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 0:
+            self.global_batch_size = self.label.numel()
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """The batch on `device`; tensors already there are shared, not copied."""
+        return Batch(
+            self.dense.to(device, non_blocking=non_blocking),
+            self.sparse.to(device, non_blocking=non_blocking),
+            self.label.to(device, non_blocking=non_blocking),
+            self.global_batch_size,
+        )
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory, from which `to(cuda, non_blocking=True)` is asynchronous."""
+        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.label.pin_memory(), self.global_batch_size)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory from being reused before `stream` has caught up (CUDA only)."""
+        self.dense.record_stream(stream)
+        self.sparse.record_stream(stream)
+        self.label.record_stream(stream)

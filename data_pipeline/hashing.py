@@ -1,0 +1,65 @@
+"""Stable 64-bit hashes of integers and of strings; compiled, so that no Python loop sees a row."""
+
+import numba
+import numpy as np
+import pyarrow as pa
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FNV_OFFSET = np.uint64(0xCBF29CE484222325)
+FNV_PRIME = np.uint64(0x100000001B3)
+
+
+@numba.njit(inline="always")
+def mix(state: np.uint64) -> np.uint64:
+    """splitmix64's output function (Steele, Lea, Flood 2014): a bijection of the 64-bit integers."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+@numba.njit(inline="always")
+def uniform(bits: np.uint64) -> float:
+    """[0, 1) from the top 53 bits."""
+    return (bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _row_uniforms(key: np.uint64, rows: np.ndarray) -> np.ndarray:
+    out = np.empty(len(rows))
+    for i in range(len(rows)):
+        out[i] = uniform(mix(mix(key) + np.uint64(rows[i]) * GOLDEN))
+    return out
+
+
+@numba.njit(nogil=True, cache=True)
+def _hash(offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+    out = np.empty(len(offsets) - 1, np.uint64)
+    for i in range(len(out)):
+        state = FNV_OFFSET
+        for k in range(offsets[i], offsets[i + 1]):
+            state = (state ^ np.uint64(data[k])) * FNV_PRIME
+        out[i] = mix(state)
+    return out
+
+
+def row_uniforms(seed: int, rows: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each row number: float64 [R] from int64 [R]. Depends on (seed, row number) alone."""
+    return _row_uniforms(np.uint64(seed), rows)
+
+
+def string_hashes(text: pa.Array) -> np.ndarray:
+    """Hash of each string: uint64 [R] = splitmix64's mix of FNV-1a (64 bits) over the UTF-8 bytes.
+
+    Part of the data format (`hash_buckets`): it must never change.
+    """
+    return _hash(*string_buffers(text))
+
+
+def string_buffers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Arrow's own memory of a string array without nulls: offsets [R + 1] (int32 or int64) and bytes, uint8."""
+    wide = pa.types.is_large_string(text.type)
+    _, offsets, data = text.buffers()
+    dtype = np.dtype(np.int64 if wide else np.int32)
+    starts = np.frombuffer(offsets, dtype, len(text) + 1, text.offset * dtype.itemsize)
+    # Arrow leaves the buffer out where all strings are empty.
+    return starts, np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)

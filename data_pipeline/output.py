@@ -1,0 +1,136 @@
+"""Writing a data set so that it appears whole or not at all."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from .schema import LABEL, SCHEMA_FILE, Schema, Split
+from .shards import arrow_schema, shard_path
+
+SHARD_ROWS = 1 << 18
+"""Rows of a Parquet file by default: some 20 MB for Criteo's 39 fields."""
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to fill, which becomes `output` when the block ends well and vanishes when it does not.
+
+    It lies beside `output`, on the same disk, as `<output>.partial-<process id>`. A killed process may leave one
+    behind; it holds no schema.json, so nothing takes it for a data set.
+
+    Raises:
+        ValueError: `output` exists and is not empty; with `overwrite`, only where it holds no data set.
+        OSError: the disk is full: which one, and how much was free.
+    """
+    final = Path(output).absolute()
+    _check_target(final, overwrite)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(f"{final.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk_errors(partial):
+            partial.mkdir()
+            yield partial
+        _check_target(final, overwrite)
+        _put_in_place(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_target(final: Path, overwrite: bool) -> None:
+    if final.is_dir() and not any(final.iterdir()):
+        return
+    if not (final.exists() or final.is_symlink()):
+        return
+    if not overwrite:
+        raise ValueError(f"{final} exists and is not empty; choose another output folder or pass overwrite")
+    if not (final / SCHEMA_FILE).is_file():
+        raise ValueError(f"{final} is not a prepared data set, so it is not overwritten; choose another output folder")
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    if not final.exists():
+        partial.rename(final)
+        return
+    old = final.with_name(f"{final.name}.replaced-{os.getpid()}")
+    final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old)
+
+
+@contextmanager
+def disk_errors(place: Path) -> Iterator[None]:
+    """Turns "no space left" into a message that says on which disk, and how much was free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        free = shutil.disk_usage(place.parent).free
+        raise OSError(
+            error.errno,
+            f"no room left to write {error.filename or place} ({free:,} bytes are free on the disk of {place.parent}); "
+            "nothing was kept. Free some space or choose an output folder on another disk",
+        ) from error
+
+
+class ShardWriter:
+    """Collects rows of one split and writes them as Parquet files of `shard_rows` rows.
+
+    Args:
+        folder: the data set's folder.
+        split: name of the split, and of its sub-folder.
+        schema: dense and sparse fields (its splits are not looked at).
+        shard_rows: rows of each file; the last one may have fewer.
+        labelled: False where labels are NaN.
+    """
+
+    def __init__(self, folder: Path, split: str, schema: Schema, shard_rows: int, *, labelled: bool = True) -> None:
+        self._folder, self._name, self._shard_rows = folder, split, shard_rows
+        self._columns = arrow_schema(schema)
+        self._waiting: list[pa.Table] = []
+        self._waiting_rows = 0
+        self._shards: list[int] = []
+        self._positives: int | None = 0 if labelled else None
+        self._values = {field.name: 0 for field in schema.sparse if field.kind != "categorical"}
+        (folder / split).mkdir()
+
+    def write(self, table: pa.Table) -> None:
+        """Adds rows; the table has the columns of `arrow_schema`, in any order."""
+        table = table.select(self._columns.names).cast(self._columns)
+        self._waiting.append(table)
+        self._waiting_rows += table.num_rows
+        if self._waiting_rows >= self._shard_rows:
+            table = pa.concat_tables(self._waiting)
+            whole = table.num_rows // self._shard_rows * self._shard_rows
+            for start in range(0, whole, self._shard_rows):
+                self._write_shard(table.slice(start, self._shard_rows))
+            self._waiting = [table.slice(whole)]
+            self._waiting_rows = table.num_rows - whole
+
+    def close(self) -> Split:
+        """Writes what is left. Returns the split's size."""
+        if self._waiting_rows:
+            self._write_shard(pa.concat_tables(self._waiting))
+        self._waiting, self._waiting_rows = [], 0
+        return Split(sum(self._shards), self._positives, tuple(self._shards), self._values)
+
+    def _write_shard(self, table: pa.Table) -> None:
+        path = shard_path(self._folder, self._name, len(self._shards))
+        if self._positives is not None:
+            self._positives += int(np.rint(pc.sum(table[LABEL]).as_py()))
+        for name in self._values:
+            self._values[name] += sum(len(chunk.flatten()) for chunk in table[name].chunks)
+        # Ids compress well enough without a dictionary, and plain pages are what the reader decodes fastest.
+        pq.write_table(table, path, row_group_size=self._shard_rows, compression="zstd", use_dictionary=False)
+        self._shards.append(table.num_rows)

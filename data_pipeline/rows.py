@@ -1,0 +1,173 @@
+"""A table of samples in memory, from which any set of rows becomes a `Batch`.
+
+Sizes: R rows, N dense fields, S single-valued sparse fields, F sparse fields, B rows taken, V values of a list field.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from .batch import Batch
+from .schema import Schema
+
+
+@dataclass(frozen=True)
+class Bags:
+    """One list field: the values of row r are `values[offsets[r] : offsets[r + 1]]`.
+
+    Attributes:
+        values: int32 [V].
+        offsets: int64 [R + 1], starting at 0.
+        weights: float32 [V], or None.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [R]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def take(self, index: torch.Tensor) -> "Bags":
+        """The bags of the rows `index` [B], in that order, repetitions included."""
+        starts = self.offsets[index]
+        lengths = self.offsets[index + 1] - starts
+        offsets = _offsets(lengths)
+        # Position of each taken value: its place in the output, moved by how far its bag moved.
+        position = torch.arange(int(offsets[-1]), device=index.device)
+        position += torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=position.numel())
+        weights = None if self.weights is None else self.weights[position]
+        return Bags(self.values[position], offsets, weights)
+
+    @staticmethod
+    def concat(parts: Sequence["Bags"]) -> "Bags":
+        """All bags of the parts, one after the other; no part is no bag."""
+        if not parts:
+            return Bags(torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        weights = [part.weights for part in parts if part.weights is not None]
+        return Bags(
+            torch.cat([part.values for part in parts]),
+            _offsets(torch.cat([part.lengths for part in parts])),
+            torch.cat(weights) if weights else None,
+        )
+
+    def to(self, device: torch.device) -> "Bags":
+        weights = None if self.weights is None else self.weights.to(device)
+        return Bags(self.values.to(device), self.offsets.to(device), weights)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R samples, row by row: a shuffled gather then reads whole rows, four times as fast as column after column.
+
+    Attributes:
+        dense: float32 [R, N].
+        label: float32 [R].
+        ids: int32 [R, S], the single-valued fields in schema order.
+        bags: the list fields by name.
+    """
+
+    dense: torch.Tensor
+    label: torch.Tensor
+    ids: torch.Tensor
+    bags: dict[str, Bags]
+
+    def __len__(self) -> int:
+        return self.label.numel()
+
+    def take(self, index: torch.Tensor) -> "Rows":
+        """The rows `index`, int64 [B] on the same device, in that order."""
+        return Rows(
+            self.dense.index_select(0, index),
+            self.label.index_select(0, index),
+            self.ids.index_select(0, index),
+            {name: bags.take(index) for name, bags in self.bags.items()},
+        )
+
+    @staticmethod
+    def concat(parts: Sequence["Rows"]) -> "Rows":
+        """All rows of the parts, one after the other; at least one part."""
+        if len(parts) == 1:
+            return parts[0]
+        return Rows(
+            torch.cat([part.dense for part in parts]),
+            torch.cat([part.label for part in parts]),
+            torch.cat([part.ids for part in parts]),
+            {name: Bags.concat([part.bags[name] for part in parts]) for name in parts[0].bags},
+        )
+
+    @staticmethod
+    def assemble(schema: Schema, total: int, pieces: Iterable[tuple[int, "Rows"]], device: torch.device) -> "Rows":
+        """`total` rows on `device` from pieces (first row, rows) in order, single-valued columns never held twice."""
+        singles = sum(field.kind == "categorical" for field in schema.sparse)
+        dense = torch.empty((total, len(schema.dense)), dtype=torch.float32, device=device)
+        label = torch.empty(total, dtype=torch.float32, device=device)
+        ids = torch.empty((total, singles), dtype=torch.int32, device=device)
+        bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
+        for start, rows in pieces:
+            stop = start + len(rows)
+            dense[start:stop] = rows.dense
+            label[start:stop] = rows.label
+            ids[start:stop] = rows.ids
+            for name, parts in bags.items():
+                parts.append(rows.bags[name].to(device))
+        return Rows(dense, label, ids, {name: Bags.concat(parts) for name, parts in bags.items()})
+
+    def batch(self, schema: Schema, global_batch_size: int) -> Batch:
+        """These rows, all of them, as the model's input."""
+        sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
+        return Batch(self.dense, sparse, self.label, global_batch_size)
+
+    def _one_id_each(self, schema: Schema) -> KeyedJaggedTensor:
+        lengths, offsets = _unit_bags(self.ids.numel(), self.ids.device)
+        keys = [each.name for each in schema.sparse]
+        values = self.ids.t().contiguous().view(-1)
+        return KeyedJaggedTensor(keys, values, lengths=lengths, offsets=offsets, stride=len(self))
+
+    def _jagged(self, schema: Schema) -> KeyedJaggedTensor:
+        """Fields with lists. With weights, single-valued fields weigh 1 and mean-pooled lists 1 / length.
+
+        TorchRec's weighted collections cannot average, so the average is in the weights.
+        """
+        single = iter(self.ids.t())
+        one_each, _ = _unit_bags(len(self), self.ids.device)
+        values, lengths, weights = [], [], []
+        for field in schema.sparse:
+            if field.kind == "categorical":
+                value, length, weight = next(single), one_each, None
+            else:
+                bags = self.bags[field.name]
+                value, length, weight = bags.values, bags.lengths.int(), bags.weights
+            if weight is None and schema.is_weighted:
+                weight = torch.ones(value.numel(), device=value.device)
+                if field.pooling == "mean":
+                    weight = torch.repeat_interleave(length.clamp(min=1).float().reciprocal(), length)
+            values.append(value)
+            lengths.append(length)
+            weights.append(weight)
+        return KeyedJaggedTensor(
+            [each.name for each in schema.sparse],
+            torch.cat(values),
+            weights=torch.cat([each for each in weights if each is not None]) if schema.is_weighted else None,
+            lengths=torch.cat(lengths),
+            stride=len(self),
+        )
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """0 and the running sum: int64 [len(lengths) + 1]."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+@lru_cache(maxsize=8)
+def _unit_bags(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths and offsets of `count` bags of one value each; the same for every batch of that size, so kept."""
+    ones = torch.ones(count, dtype=torch.int32, device=device)
+    return ones, torch.arange(count + 1, dtype=torch.int32, device=device)

@@ -1,0 +1,209 @@
+"""The description of a prepared data set: `schema.json`, its fields, its splits and where they came from.
+
+A data set is a folder `schema.json` + `train/*.parquet` + `test/*.parquet` (+ `vocabulary/*.parquet`). The schema is
+written last, so a folder without it is not a data set.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+FORMAT_VERSION = 1
+SCHEMA_FILE = "schema.json"
+LABEL = "label"
+WEIGHT_SUFFIX = "__weight"
+"""Parquet column of a weighted field's weights: the field's name and this suffix."""
+
+OUT_OF_VOCABULARY = 0
+"""Row of every id that has no row of its own: never seen in training, or rarer than `min_count`."""
+MISSING = 1
+"""Row of an absent value."""
+RESERVED_ROWS = 2
+"""The rows above; the ids' own rows follow."""
+
+SparseKind = Literal["categorical", "multi", "weighted"]
+Encoding = Literal["vocabulary", "hash", "synthetic"]
+Pooling = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class DenseField:
+    """One float feature and the affine or log map that made it.
+
+    Attributes:
+        name: Parquet column.
+        transform: "minmax": (x - minimum) / (maximum - minimum), 0 where both are equal; "log": log1p(max(x - minimum,
+            0)); "none": the number as it was. Missing is 0 before the map.
+        minimum, maximum: of the rows that the transform was fitted on, in raw units.
+        source: the raw field it was made of.
+    """
+
+    name: str
+    transform: Literal["minmax", "log", "none"] = "none"
+    minimum: float = 0.0
+    maximum: float = 1.0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class SparseField:
+    """One id feature and the size of its embedding table.
+
+    Attributes:
+        name: Parquet column, and key of the `KeyedJaggedTensor`.
+        kind: "categorical" (exactly one id per sample), "multi" (a list), "weighted" (a list with float weights).
+        num_embeddings: rows of the table, the two reserved ones included.
+        pooling: how a bag becomes one vector; a weighted bag is always summed.
+        encoding: "vocabulary" (rows by decreasing training count), "hash" (2 + hash % buckets) or "synthetic".
+        source: the raw field it was made of.
+        bucketed: True where the ids are the logarithmic buckets of an integer column.
+    """
+
+    name: str
+    num_embeddings: int
+    kind: SparseKind = "categorical"
+    pooling: Pooling = "sum"
+    encoding: Encoding = "vocabulary"
+    source: str = ""
+    bucketed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_embeddings <= RESERVED_ROWS - 1:
+            raise ValueError(f"field {self.name!r}: num_embeddings must be at least 2, got {self.num_embeddings}")
+        if self.kind == "weighted" and self.pooling != "sum":
+            raise ValueError(f'field {self.name!r}: a weighted field is always summed; pooling must be "sum"')
+
+
+@dataclass(frozen=True)
+class Split:
+    """Size of one split.
+
+    Attributes:
+        rows: samples.
+        positives: samples with label 1; None where the split has no labels (a test set made for prediction).
+        shards: samples of each Parquet file, in the order of their names.
+        values: ids of each list field, over all samples.
+    """
+
+    rows: int = 0
+    positives: int | None = 0
+    shards: tuple[int, ...] = ()
+    values: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def labelled(self) -> bool:
+        """False where the labels are unknown and stored as NaN: such a split can be predicted, not evaluated."""
+        return self.positives is not None
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A raw file that went into the data set: path as given, bytes on disk (compressed, if it was), rows in all."""
+
+    path: str
+    bytes: int
+    sha256: str
+    rows: int
+    bad_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Everything a reader or a trainer needs to know about a prepared data set; `schema.json` holds exactly this.
+
+    Attributes:
+        name: the layout or generator it came from ("criteo", "avazu", "csv", "synthetic").
+        dense, sparse: the fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
+        splits: "train" and "test".
+        best: {"auc", "logloss"} of the true probabilities on the test split, for synthetic data; None elsewhere.
+        settings: the configuration that made it, as plain JSON.
+        sources: checksums of the raw files.
+        versions: of the libraries that wrote it.
+    """
+
+    name: str
+    dense: tuple[DenseField, ...]
+    sparse: tuple[SparseField, ...]
+    splits: Mapping[str, Split]
+    best: Mapping[str, float] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sources: tuple[SourceFile, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        names = [LABEL, *(dense.name for dense in self.dense), *(sparse.name for sparse in self.sparse)]
+        names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"column names must differ, but {repeated} occur more than once")
+
+    @property
+    def is_weighted(self) -> bool:
+        """True where the `KeyedJaggedTensor` carries weights: at least one field is weighted."""
+        return any(each.kind == "weighted" for each in self.sparse)
+
+    def split(self, name: str) -> Split:
+        """The split of that name. Raises ValueError naming the ones there are."""
+        if name not in self.splits:
+            raise ValueError(f"no split {name!r} in data set {self.name!r}; it has {sorted(self.splits)}")
+        return self.splits[name]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes `schema.json` into `folder`, whole or not at all."""
+        final = Path(folder) / SCHEMA_FILE
+        partial = final.with_name(f"{SCHEMA_FILE}.partial-{os.getpid()}")
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(dataclasses.asdict(self), file, indent=1, allow_nan=False)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(final)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> "Schema":
+        """Reads `folder/schema.json`. Raises ValueError where it is absent, damaged or of another format version."""
+        path = Path(folder) / SCHEMA_FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(
+                f"{folder} is not a prepared data set: it has no {SCHEMA_FILE}. An interrupted `prepare` leaves none; "
+                "run it again"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); prepare the data set again") from error
+        version = content.get("format_version") if isinstance(content, dict) else None
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has format version {version!r}, this cowrec reads {FORMAT_VERSION}; prepare the data set again"
+            )
+        try:
+            return _from_json(content)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} does not describe a data set ({error}); prepare it again") from error
+
+
+def _from_json(content: dict[str, Any]) -> Schema:
+    content = dict(content)
+    content["dense"] = tuple(DenseField(**each) for each in content["dense"])
+    content["sparse"] = tuple(SparseField(**each) for each in content["sparse"])
+    content["sources"] = tuple(SourceFile(**each) for each in content["sources"])
+    content["splits"] = {
+        name: Split(**{**each, "shards": tuple(each["shards"])}) for name, each in content["splits"].items()
+    }
+    return Schema(**content)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions to record beside the data: whatever writes or reads its bytes."""
+    import numpy
+    import pyarrow
+
+    return {"pyarrow": pyarrow.__version__, "numpy": numpy.__version__}

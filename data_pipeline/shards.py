@@ -1,0 +1,138 @@
+"""Parquet shards of a prepared data set, read into `Rows` and checked: what leaves here cannot crash a lookup."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+
+from .rows import Bags, Rows
+from .schema import LABEL, WEIGHT_SUFFIX, Schema, SparseField
+
+ID_LIST = pa.list_(pa.int32())
+WEIGHT_LIST = pa.list_(pa.float32())
+
+
+def shard_path(data_dir: Path, split: str, number: int) -> Path:
+    """Where shard `number` of a split lies."""
+    return data_dir / split / f"{number:05d}.parquet"
+
+
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """The Parquet columns of a data set: label, dense fields, sparse fields (each weighted one with its weights)."""
+    columns = [(LABEL, pa.float32())]
+    columns += [(field.name, pa.float32()) for field in schema.dense]
+    for field in schema.sparse:
+        columns.append((field.name, pa.int32() if field.kind == "categorical" else ID_LIST))
+        if field.kind == "weighted":
+            columns.append((field.name + WEIGHT_SUFFIX, WEIGHT_LIST))
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+
+
+def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[int]) -> Rows:
+    """Reads the shards `numbers` of a split, in that order, into one `Rows` on the CPU.
+
+    Raises:
+        ValueError: a shard is missing, damaged, has other columns, types or rows than the schema says, or an id outside
+            [0, num_embeddings): with the file, the column and the value.
+    """
+    sizes = [schema.split(split).shards[number] for number in numbers]
+    stops = np.cumsum(sizes, dtype=np.int64).tolist()
+
+    def pieces() -> Iterator[tuple[int, Rows]]:
+        for number, size, stop in zip(numbers, sizes, stops, strict=True):
+            yield stop - size, _load_shard(shard_path(data_dir, split, number), schema, size)
+
+    return Rows.assemble(schema, sum(sizes), pieces(), torch.device("cpu"))
+
+
+def _load_shard(path: Path, schema: Schema, size: int) -> Rows:
+    table = _read(path, schema, size)
+    single = [field.name for field in schema.sparse if field.kind == "categorical"]
+    return Rows(
+        _stacked(table, [field.name for field in schema.dense], np.float32, path),
+        _stacked(table, [LABEL], np.float32, path)[:, 0],
+        _stacked(table, single, np.int32, path),
+        {field.name: _bags(table, field, path) for field in schema.sparse if field.kind != "categorical"},
+    )
+
+
+def _read(path: Path, schema: Schema, rows: int) -> pa.Table:
+    expected = arrow_schema(schema)
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow, expected)
+            table = file.read(columns=expected.names)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, though {schema.name!r}'s schema.json lists it; prepare again") from None
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error}); prepare the data set again") from error
+    if table.num_rows != rows:
+        raise ValueError(f"{path} has {table.num_rows} rows, schema.json says {rows}; prepare the data set again")
+    for field in schema.sparse:
+        _check_ids(path, field, table[field.name])
+    return table
+
+
+def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
+    for field in expected:
+        position = found.get_field_index(field.name)
+        if position < 0:
+            raise ValueError(f"{path} has no column {field.name!r}, but schema.json does; prepare the data set again")
+        kind = found.field(position).type
+        # Parquet does not keep the name of a list's inner field, so lists are compared by what they hold.
+        if pa.types.is_list(kind):
+            kind = pa.list_(kind.value_type)
+        if kind != field.type:
+            raise ValueError(f"{path}, column {field.name!r}: type {kind}, must be {field.type}; prepare it again")
+
+
+def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
+    """An id outside its table would read or write foreign memory in FBGEMM, so none may pass."""
+    for chunk in column.chunks:
+        bounds = pc.min_max(chunk if field.kind == "categorical" else chunk.flatten()).as_py()
+        for value in bounds.values():
+            if value is not None and not 0 <= value < field.num_embeddings:
+                raise ValueError(
+                    f"{path}, column {field.name!r}: id {value} is outside [0, {field.num_embeddings}); the file and "
+                    "schema.json do not belong together, prepare the data set again"
+                )
+
+
+def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path) -> torch.Tensor:
+    """Flat columns side by side: a transposed view, [rows, len(names)], of one copy of Arrow's buffers."""
+    columns = np.empty((len(names), table.num_rows), dtype)
+    for name, target in zip(names, columns, strict=True):
+        column = table[name]
+        if column.null_count:
+            raise ValueError(f"{path}, column {name!r}: {column.null_count} values are null; prepare it again")
+        start = 0
+        for chunk in column.chunks:
+            target[start : start + len(chunk)] = chunk.to_numpy(zero_copy_only=True)
+            start += len(chunk)
+    return torch.from_numpy(columns).t()
+
+
+def _bags(table: pa.Table, field: SparseField, path: Path) -> Bags:
+    lists = _lists(table, field.name, path)
+    weights = None
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    offsets -= offsets[0]
+    if field.kind == "weighted":
+        weight_lists = _lists(table, field.name + WEIGHT_SUFFIX, path)
+        weight_offsets = weight_lists.offsets.to_numpy().astype(np.int64)
+        if not np.array_equal(weight_offsets - weight_offsets[0], offsets):
+            raise ValueError(f"{path}, column {field.name!r}: a list of weights is not as long as its list of ids")
+        weights = torch.from_numpy(weight_lists.flatten().to_numpy().copy())
+    return Bags(torch.from_numpy(lists.flatten().to_numpy().copy()), torch.from_numpy(offsets), weights)
+
+
+def _lists(table: pa.Table, name: str, path: Path) -> pa.ListArray:
+    column = table[name].combine_chunks()
+    lists = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    if lists.null_count or lists.flatten().null_count:
+        raise ValueError(f"{path}, column {name!r}: values are null; prepare the data set again")
+    return lists

@@ -1,0 +1,55 @@
+"""Deep & Cross networks: a linear model, and cross layers beside an MLP under one output kernel."""
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from .config import ModelConfig
+from .cross import MatrixCross, MixtureCross, VectorCross
+from .front import EmbeddingFront
+from .layers import LinearPart, LogitKernel, Mlp
+
+
+class CrossAndDeep(nn.Module):
+    """logit = linear + kernel . [cross(x), MLP(x)].
+
+    Args:
+        config: uses ``hidden`` and ``dropout``.
+        front: embeddings and dense features.
+        cross: a module [B, K] -> [B, K] with K = ``front.width``.
+    """
+
+    def __init__(self, config: ModelConfig, front: EmbeddingFront, cross: nn.Module) -> None:
+        super().__init__()
+        self.front = front
+        self.linear = LinearPart(front.num_dense)
+        self.cross = cross
+        self.mlp = Mlp(front.width, config.hidden, config.dropout)
+        self.output = LogitKernel(front.width + config.hidden[-1])
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Logits [B] of dense features [B, N] and the fields' ids."""
+        x = self.front(dense, sparse)
+        both = torch.cat([self.cross(x.flat), self.mlp(x.flat)], dim=1)
+        return self.linear(x.wide, dense) + self.output(both)
+
+
+class DCN(CrossAndDeep):
+    """Cross layers with a vector each (arXiv 1708.05123)."""
+
+    def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
+        super().__init__(config, front, VectorCross(front.width, config.cross_layers))
+
+
+class DCNMix(CrossAndDeep):
+    """Cross layers of low-rank experts: what the CowClip paper and its reference call DCNv2."""
+
+    def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
+        super().__init__(config, front, MixtureCross(front.width, config.cross_layers, config.experts, config.rank))
+
+
+class DCNv2(CrossAndDeep):
+    """Cross layers with a full matrix each (arXiv 2008.13535)."""
+
+    def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
+        super().__init__(config, front, MatrixCross(front.width, config.cross_layers))

@@ -1,0 +1,111 @@
+"""Dense layers that the networks share, initialised as in the CowClip reference.
+
+Sizes: B samples, N dense features, K input width of a layer.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class Regularized(Protocol):
+    """A layer with kernels that the training loss regularises; biases are never among them."""
+
+    l2_group: Literal["linear", "cross"]
+
+    def l2_kernels(self) -> list[nn.Parameter]: ...
+
+
+def l2_kernels(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The dense kernels that the CowClip reference regularises, as the model's own parameters.
+
+    Returns:
+        ``"linear"``: the linear kernel on the dense features (its ``l2_reg_linear``); ``"cross"``: the kernels of the
+        cross layers (its ``l2_reg_cross``, 1e-5). A list is empty where the model has no such part. MLP and biases are
+        in neither.
+    """
+    groups: dict[str, list[nn.Parameter]] = {"linear": [], "cross": []}
+    for module in model.modules():
+        if isinstance(module, Regularized):
+            groups[module.l2_group] += module.l2_kernels()
+    return groups
+
+
+def glorot_normal(*shape: int) -> nn.Parameter:
+    """A kernel drawn from Keras' Glorot normal: variance 2 / (fan_in + fan_out), cut at two standard deviations.
+
+    The fans are the last two sizes, in either order; as in Keras, leading sizes multiply both.
+    """
+    leading = math.prod(shape[:-2])
+    # Cutting a unit normal at +-2 leaves it a standard deviation of 0.8796.
+    std = math.sqrt(2 / (leading * (shape[-2] + shape[-1]))) / 0.87962566103423978
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std))
+
+
+class LinearPart(nn.Module):
+    """Wide weights plus a kernel on the dense features plus the global bias.
+
+    Args:
+        num_dense: N; at 0 there is no kernel.
+    """
+
+    l2_group: Literal["linear", "cross"] = "linear"
+
+    def __init__(self, num_dense: int) -> None:
+        super().__init__()
+        self.kernel = glorot_normal(num_dense, 1) if num_dense else None
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return [] if self.kernel is None else [self.kernel]
+
+    def forward(self, wide: Tensor, dense: Tensor) -> Tensor:
+        """Logits [B] of summed wide weights [B] and dense features [B, N]."""
+        logits = wide + self.bias
+        return logits if self.kernel is None else logits + (dense @ self.kernel).squeeze(1)
+
+
+class Mlp(nn.Module):
+    """ReLU layers.
+
+    Args:
+        width: K of the first layer.
+        hidden: widths of the layers.
+        dropout: after each layer, in [0, 1).
+    """
+
+    def __init__(self, width: int, hidden: Sequence[int], dropout: float) -> None:
+        super().__init__()
+        widths = [width, *hidden]
+        self.layers = nn.Sequential()
+        for fan_in, fan_out in zip(widths, hidden, strict=False):
+            layer = nn.Linear(fan_in, fan_out)
+            layer.weight = glorot_normal(fan_out, fan_in)
+            nn.init.zeros_(layer.bias)
+            self.layers.extend([layer, nn.ReLU()])
+            if dropout > 0:
+                self.layers.append(nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, K] -> [B, hidden[-1]]."""
+        return self.layers(x)
+
+
+class LogitKernel(nn.Module):
+    """The output layer, a kernel without bias: the global bias is in the linear part.
+
+    Args:
+        width: K.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.kernel = glorot_normal(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, K] -> logits [B]."""
+        return (x @ self.kernel).squeeze(1)

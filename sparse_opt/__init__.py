@@ -1,0 +1,65 @@
+"""CowClip and the embedding optimizers, usable alone in any TorchRec job.
+
+The clip and scaling functions need torch alone; ``attach_cowclip`` and ``EmbeddingAdam`` load TorchRec when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .clip import (
+    CLIP_RULES,
+    ClipRule,
+    ConstantClip,
+    CowClip,
+    NoClip,
+    ReferenceCowClip,
+    RowLimit,
+    clip_rows,
+    clip_scales,
+    cowclip_limits,
+    reference_cowclip_limits,
+)
+from .scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_hyperparameters
+
+if TYPE_CHECKING:
+    from .adam import AdamConfig, EmbeddingAdam
+    from .attach import LookupsHandle, attach_cowclip
+    from .row_updates import TableStats
+
+_NEEDS_TORCHREC = {
+    "AdamConfig": ".adam",
+    "EmbeddingAdam": ".adam",
+    "LookupsHandle": ".attach",
+    "TableStats": ".row_updates",
+    "attach_cowclip": ".attach",
+}
+
+__all__ = [
+    "CLIP_RULES",
+    "PRESETS",
+    "SCALING_RULES",
+    "AdamConfig",
+    "ClipRule",
+    "ConstantClip",
+    "CowClip",
+    "EmbeddingAdam",
+    "Hyperparameters",
+    "LookupsHandle",
+    "NoClip",
+    "Preset",
+    "ReferenceCowClip",
+    "RowLimit",
+    "TableStats",
+    "attach_cowclip",
+    "clip_rows",
+    "clip_scales",
+    "cowclip_limits",
+    "reference_cowclip_limits",
+    "scale_hyperparameters",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCHREC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_NEEDS_TORCHREC[name], __name__), name)

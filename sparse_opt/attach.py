@@ -1,0 +1,227 @@
+"""CowClip for the stock fused optimizers of any TorchRec model: ``attach_cowclip(model, CowClip(r=1.0, zeta=1e-5))``.
+
+FBGEMM updates a table inside the backward of its lookup, so the clip has to act on what that backward reads. A hook on
+the lookup's output computes each row's gradient from the output gradient and the ids, and from it the row's clip
+factor; then every id's share of the gradient is scaled by its row's factor, through the ids' weights (any bags) or,
+where bags hold one id at most, through the output gradient itself. The fused update then sees exactly the clipped row
+gradient. After input-dist a row-wise or table-wise shard has the global batch's ids of its rows, so counts are global.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .clip import ClipRule
+from .lookups import Lookup, all_table_names, find_lookups
+from .row_updates import Backward, LookupRows, TableStats
+
+
+_ATTACHED: WeakSet[nn.Module] = WeakSet()
+"""Lookups that have hooks of ours: two on one lookup would clip twice."""
+
+
+class LookupsHandle:
+    """What an attachment returns: statistics of the clipped tables, and the way back.
+
+    ``remove()`` gives the model its own lookups again; weights stay as they are.
+    """
+
+    def __init__(self, rows: Sequence[LookupRows], hooks: Sequence[RemovableHandle], mean_pooled: Sequence[Lookup]):
+        self._rows = list(rows)
+        self._hooks = list(hooks)
+        self._mean_pooled = list(mean_pooled)
+
+    def stats(self) -> dict[str, TableStats]:
+        """Statistics per table, over the rows that this process holds. Waits for the device."""
+        return {name: stats for rows in self._rows for name, stats in rows.stats().items()}
+
+    def remove(self) -> None:
+        """Detaches from the model. Calling it again does nothing."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        for lookup in self._mean_pooled:
+            lookup.pool_by_mean()
+        for row in self._rows:
+            _ATTACHED.discard(row.lookup.module)
+        self._hooks, self._mean_pooled = [], []
+
+
+def attach_cowclip(
+    model: nn.Module,
+    rule: ClipRule,
+    *,
+    exclude: Sequence[str] = (),
+    clip_columns: int | Mapping[str, int] | None = None,
+    single_id_bags: bool = False,
+) -> LookupsHandle:
+    """Clips the row gradients of every table of a model before its fused optimizer applies them.
+
+    The loss must be the mean over the global batch (TorchRec's gradient division, on by default, does its part). One
+    attachment serves forward passes until ``handle.remove()``; evaluation is not affected.
+
+    Args:
+        model: any module that holds EmbeddingBagCollections sharded row-wise or table-wise under fused optimizers
+            (SGD, Adagrad, row-wise Adagrad, and on CUDA all of FBGEMM's), usually a DistributedModelParallel.
+        rule: ``CowClip``, ``ReferenceCowClip``, ``ConstantClip`` or any other row-wise :class:`ClipRule`.
+        exclude: names of tables to leave unclipped.
+        clip_columns: leading columns that are measured and clipped, for all tables or by name; the others pass. Needs
+            ``single_id_bags`` because ids' weights scale a whole row.
+        single_id_bags: a promise that no bag holds more than one id and that lookups have no ids' weights; saves the
+            weights. Checked at every step.
+
+    Returns:
+        A handle with ``stats()`` and ``remove()``.
+
+    Raises:
+        ValueError: no table at all, a table that cannot be clipped, an unknown name, an attachment already there; and
+            at a training step: more than one id in a bag despite ``single_id_bags``, or an id outside its table.
+    """
+    lookups = clippable_lookups(model, exclude)
+    columns = columns_by_table(lookups, clip_columns)
+    if clip_columns is not None and not single_id_bags:
+        raise ValueError(
+            "clip_columns under a stock fused optimizer needs single_id_bags=True (a bag of several ids can only be scaled"
+            " by whole rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
+        )
+    rows = [LookupRows(lookup, rule, columns, exclude) for lookup in lookups]
+
+    def on_output(row: LookupRows, inputs: Mapping[str, Any], output: Tensor) -> Tensor:
+        output.register_hook(lambda grad: _clipped_output_grad(row, inputs, grad, single_id_bags))
+        return output
+
+    return hook_lookups(rows, on_output, needs_id_weights=not single_id_bags)
+
+
+def hook_lookups(
+    rows: Sequence[LookupRows],
+    on_output: Callable[[LookupRows, Mapping[str, Any], Tensor], Tensor],
+    *,
+    needs_id_weights: bool,
+) -> LookupsHandle:
+    """Installs ``on_output(rows, lookup inputs, lookup output) -> output`` on lookups, for forwards that train.
+
+    Mean pooling becomes a sum weighted with 1/length, the same on every back end of FBGEMM.
+    """
+    if any(row.lookup.module in _ATTACHED for row in rows):
+        raise ValueError("this model's tables are attached already; call remove() of the earlier handle first")
+    hooks, mean_pooled = [], []
+    for row in rows:
+        tbe, is_mean = row.lookup.module, row.lookup.is_mean_pooled
+
+        def before(_: nn.Module, args: tuple, kwargs: dict, is_mean: bool = is_mean) -> tuple[tuple, dict]:
+            return args, _with_id_weights(kwargs, is_mean=is_mean, always=needs_id_weights)
+
+        def after(_: nn.Module, args: tuple, kwargs: dict, output: Tensor, row: LookupRows = row) -> Tensor:
+            return on_output(row, kwargs, output) if output.requires_grad else output
+
+        if is_mean:
+            row.lookup.pool_by_weighted_sum()
+            mean_pooled.append(row.lookup)
+        hooks.append(tbe.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(tbe.register_forward_hook(after, with_kwargs=True))
+        _ATTACHED.add(tbe)
+    return LookupsHandle(rows, hooks, mean_pooled)
+
+
+def clippable_lookups(model: nn.Module, exclude: Sequence[str]) -> list[Lookup]:
+    """The model's lookups; ValueError for tables out of reach, unknown names and models without tables."""
+    known = all_table_names(model)
+    if not known:
+        raise ValueError(
+            f"{type(model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of a model"
+            " with EmbeddingBagCollections"
+        )
+    _refuse_unknown("exclude", exclude, known)
+    lookups, refusals = find_lookups(model)
+    for refusal in refusals:
+        if refusal.table not in exclude:
+            raise ValueError(
+                f"table {refusal.table!r} cannot be clipped: {refusal.reason}; to leave it unclipped name it in exclude"
+            )
+    return lookups
+
+
+def columns_by_table(lookups: Sequence[Lookup], clip_columns: int | Mapping[str, int] | None) -> dict[str, int]:
+    names = {shard.name for lookup in lookups for shard in lookup.shards}
+    if clip_columns is None:
+        return {}
+    if isinstance(clip_columns, int):
+        return dict.fromkeys(names, clip_columns)
+    return dict(clip_columns)
+
+
+def check_lookup_inputs(inputs: Mapping[str, Any]) -> None:
+    """Refuses the lookups whose ids cannot be told apart by the hook."""
+    if inputs.get("batch_size_per_feature_per_rank") is not None:
+        raise ValueError("variable batch size per feature cannot be clipped yet; give every feature the same batch size")
+
+
+def _clipped_output_grad(rows: LookupRows, inputs: Mapping[str, Any], grad: Tensor, single_id_bags: bool) -> Tensor:
+    check_lookup_inputs(inputs)
+    backward = Backward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"), grad)
+    if not single_id_bags:
+        factors = rows.id_factors(backward)
+        # FBGEMM saved this tensor for its backward, which reads it after this hook: scaling the data scales the update.
+        inputs["per_sample_weights"].data.mul_(factors)
+        return grad
+    _require_single_ids(backward)
+    return _scale_columns(rows, backward, rows.id_factors(backward))
+
+
+def _scale_columns(rows: LookupRows, backward: Backward, factors: Tensor) -> Tensor:
+    """The output gradient with each bag's clipped columns scaled by the factor of its only id, [B, sum D]."""
+    grad = backward.output_grad
+    lengths = (backward.offsets[1:] - backward.offsets[:-1]).long()
+    features = len(rows.lookup.feature_table)
+    bag = torch.repeat_interleave(torch.arange(lengths.numel(), device=grad.device), lengths, output_size=factors.numel())
+    bag_factor = torch.ones(lengths.numel(), dtype=factors.dtype, device=grad.device).scatter_(0, bag, factors)
+    bag_factor = bag_factor.view(features, -1)
+    scaled = grad.clone()
+    for feature, (table, column) in enumerate(
+        zip(rows.lookup.feature_table, rows.lookup.column_offsets, strict=True)
+    ):
+        part = scaled[:, column : column + rows.clip_columns[table]]
+        part.mul_(bag_factor[feature][:, None].to(grad.dtype))
+    return scaled
+
+
+def _require_single_ids(backward: Backward) -> None:
+    within = (backward.offsets[1:] - backward.offsets[:-1] <= 1).all()
+    if within.is_cuda:
+        torch._assert_async(within, "a bag holds more than one id but attach_cowclip was told single_id_bags=True")
+    elif not within:
+        raise ValueError("a bag holds more than one id; attach CowClip with single_id_bags=False")
+    if backward.id_weights is not None:
+        raise ValueError("the lookup has ids' weights or mean pooling; attach CowClip with single_id_bags=False")
+
+
+def _with_id_weights(kwargs: dict, *, is_mean: bool, always: bool) -> dict:
+    """The lookup's inputs with weights that a hook may scale: the caller's, 1/length for a mean, or ones."""
+    given, indices, offsets = kwargs.get("per_sample_weights"), kwargs["indices"], kwargs["offsets"]
+    if given is not None and is_mean:
+        raise ValueError("weighted ids with mean pooling mean different things on CPU and CUDA; use sum pooling")
+    if is_mean:
+        lengths = (offsets[1:] - offsets[:-1]).long()
+        weights = torch.repeat_interleave(1.0 / lengths.float(), lengths, output_size=indices.numel())
+    elif given is not None:
+        weights = given.float().clone()
+    elif always:
+        weights = torch.ones(indices.numel(), device=indices.device)
+    else:
+        return kwargs
+    return {**kwargs, "per_sample_weights": weights}
+
+
+def _refuse_unknown(argument: str, names: Sequence[str], known: set[str]) -> None:
+    for name in names:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known tables: {', '.join(sorted(known))}"
+            raise ValueError(f"{argument} names table {name!r}, which the model does not have{hint}")

@@ -1,0 +1,128 @@
+"""From the output gradient of a lookup to the gradients of its distinct rows: the plain torch form, on any device.
+
+No step waits for the device: the number of distinct rows U stays on it, and all rows' tensors are padded to the number
+of ids, ``nnz``. Sizes: T features, B bags each, D the widest table, nnz ids in all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """The distinct rows behind a list of ids.
+
+    Attributes:
+        slot: place of each id's row among the distinct rows, int64 [nnz].
+        occurrence: one occurrence of each distinct row, int64 [nnz].
+        count: occurrences of each distinct row, int64 [nnz].
+        real: True for the first U places, bool [nnz]. The padding behind them repeats the row at place 0.
+    """
+
+    slot: Tensor
+    occurrence: Tensor
+    count: Tensor
+    real: Tensor
+
+
+def count_rows(keys: Tensor) -> RowCounts:
+    """Distinct values of ``keys``, int64 [nnz], and how often each occurs."""
+    ordered, order = torch.sort(keys)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    slot_in_order = is_first.cumsum(0) - 1
+    slot = torch.empty_like(slot_in_order).scatter_(0, order, slot_in_order)
+    count = torch.zeros_like(slot).scatter_add_(0, slot_in_order, torch.ones_like(slot))
+    occurrence = torch.zeros_like(slot).scatter_(0, slot_in_order, order)
+    real = count > 0
+    return RowCounts(slot, torch.where(real, occurrence, occurrence[:1]), torch.where(real, count, count[:1]), real)
+
+
+@dataclass(frozen=True)
+class LookupLayout:
+    """Where the features and tables of a lookup lie in its output and its weights; int64 tensors on its device.
+
+    Attributes:
+        feature_table: table of each feature, [T].
+        feature_column: first output column of each feature, [T].
+        rows: rows of each table, [tables].
+        dim: columns of each table, [tables].
+        start: first weight of each table in the flat weights, [tables].
+        max_dim: the widest table's columns.
+    """
+
+    feature_table: Tensor
+    feature_column: Tensor
+    rows: Tensor
+    dim: Tensor
+    start: Tensor
+    max_dim: int
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """The distinct rows of one backward pass, padded to nnz as :class:`RowCounts` says.
+
+    Attributes:
+        counts: the rows' occurrences.
+        bag: bag of each id over all features, feature-major, int64 [nnz].
+        table: table of each row, int64 [nnz].
+        place: index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element.
+        inside: False where a row is narrower than D, bool [nnz, D].
+        weight: the rows, float [nnz, D], zero outside.
+        grad: their gradients, float [nnz, D], zero outside.
+    """
+
+    counts: RowCounts
+    bag: Tensor
+    table: Tensor
+    place: Tensor
+    inside: Tensor
+    weight: Tensor
+    grad: Tensor
+
+
+def row_gradients(
+    layout: LookupLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    id_weights: Tensor | None,
+    output_grad: Tensor,
+    weights: Tensor,
+) -> RowGradients:
+    """Sums the output gradient over each row's occurrences: ``g[row] = sum_i id_weight[i] * output_grad[bag(i)]``.
+
+    Args:
+        layout: the lookup's geometry.
+        indices: row of each id in its table, int [nnz].
+        offsets: start of each bag in ``indices``, feature-major, int [T * B + 1].
+        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
+        output_grad: gradient of the lookup's output, float [B, sum of the features' D].
+        weights: flat weights of the lookup, float [sum rows * D].
+    """
+    device, nnz = indices.device, indices.numel()
+    batch = output_grad.shape[0]
+    bags = torch.arange(layout.feature_table.numel() * batch, device=device)
+    bag = torch.repeat_interleave(bags, (offsets[1:] - offsets[:-1]).long(), output_size=nnz)
+    feature, sample = bag // batch, bag % batch
+    table = layout.feature_table[feature]
+    lane = torch.arange(layout.max_dim, device=device)
+
+    inside = lane < layout.dim[table][:, None]
+    column = (layout.feature_column[feature][:, None] + lane).clamp_max(output_grad.shape[1] - 1)
+    dtype = torch.promote_types(output_grad.dtype, torch.float32)
+    contribution = torch.where(inside, output_grad[sample[:, None], column].to(dtype), 0)
+    if id_weights is not None:
+        contribution = contribution * id_weights[:, None]
+
+    start = layout.start[table] + indices.long() * layout.dim[table]
+    counts = count_rows(start)
+    grad = torch.zeros(nnz, layout.max_dim, dtype=dtype, device=device).index_add_(0, counts.slot, contribution)
+    grad = torch.where(counts.real[:, None], grad, grad[:1])
+    inside = inside[counts.occurrence]
+    first = start[counts.occurrence][:, None]
+    place = torch.where(inside, first + lane, first)
+    weight = torch.where(inside, weights[place].to(dtype), 0)
+    return RowGradients(counts, bag, table[counts.occurrence], place, inside, weight, grad)

@@ -1,0 +1,183 @@
+"""A random embedding problem: trained by a sharded TorchRec model in N processes, and by plain loops in numpy."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tables f -> (rows, features) of one width; bags of each feature for each step and sample."""
+
+    seed: int = 0
+    rows: tuple[int, ...] = (40, 7, 300)
+    features: tuple[tuple[str, ...], ...] = (("a",), ("b",), ("c", "d"))  # table 2 is shared by two features
+    dim: int = 8
+    batch: int = 32  # a power of two, so that dividing by it rounds nothing
+    steps: int = 3
+    max_ids: int = 4  # per bag; 0 ids happen too
+    weighted: bool = False
+    pooling: str = "sum"
+    sharding: str = "table_wise"
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    weight_scale: float = 0.05
+    empty_half: bool = False  # the second half of the batch (rank 1 of 2) has no ids at all
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        return [name for names in self.features for name in names]
+
+    def draw(self) -> dict[str, Any]:
+        """Initial tables, and for each step the bags [feature][sample] -> (ids, weights) and the output gradients."""
+        rng = np.random.default_rng(self.seed)
+        tables = []
+        for rows in self.rows:
+            table = rng.normal(0, self.weight_scale, (rows, self.dim)) * 10 ** rng.uniform(-3, 1, (rows, 1))
+            table[::9] = 0
+            tables.append(table.astype(np.float32))
+        steps = []
+        for _ in range(self.steps):
+            bags, targets = {}, {}
+            for t, names in enumerate(self.features):
+                for name in names:
+                    counts = rng.integers(0 if self.max_ids > 1 else 1, self.max_ids + 1, self.batch)
+                    if self.empty_half:
+                        counts[self.batch // 2 :] = 0
+                    ids = [np.minimum(rng.zipf(1.3, n) - 1, self.rows[t] - 1).astype(np.int64) for n in counts]
+                    bags[name] = [(i, rng.uniform(0.5, 2, len(i)).astype(np.float32)) for i in ids]
+                    scale = 10 ** rng.uniform(-3, 1, (self.batch, 1))
+                    targets[name] = (rng.normal(size=(self.batch, self.dim)) * scale).astype(np.float32)
+            steps.append((bags, targets))
+        return {"tables": tables, "steps": steps}
+
+
+def row_gradients(case: Case, bags: dict, targets: dict, table: int) -> tuple[np.ndarray, np.ndarray]:
+    """Plain loops: gradient of mean_b sum(target_b * pooled_b) for each row of a table, and its occurrences."""
+    grads = np.zeros((case.rows[table], case.dim))
+    counts = np.zeros(case.rows[table], int)
+    for name in case.features[table]:
+        for sample, (ids, weights) in enumerate(bags[name]):
+            for i, weight in zip(ids, weights, strict=True):
+                factor = float(weight) if case.weighted else 1.0
+                if case.pooling == "mean":
+                    factor /= len(ids)
+                grads[i] += factor * targets[name][sample].astype(np.float64) / case.batch
+                counts[i] += 1
+    return grads, counts
+
+
+def run_sharded(case: Case, world_size: int, attach: Callable[[nn.Module, Case], Any]) -> list[np.ndarray]:
+    """Final tables of the case after training it in ``world_size`` gloo processes; ``attach(model, case)`` hooks in."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, args=(world_size, folder, case, attach), nprocs=world_size)
+        return torch.load(Path(folder) / "tables.pt", weights_only=False)
+
+
+def run_here(case: Case, attach: Callable[[nn.Module, Case], Any]) -> list[np.ndarray]:
+    """As :func:`run_sharded` with one process, this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        _worker(0, 1, folder, case, attach)
+        return torch.load(Path(folder) / "tables.pt", weights_only=False)
+
+
+def sharded_model(case: Case, tables: list[np.ndarray]) -> DistributedModelParallel:
+    """The case's collection, sharded over the default process group, with its initial values."""
+    configs = [
+        EmbeddingBagConfig(
+            name=f"t{t}",
+            num_embeddings=case.rows[t],
+            embedding_dim=case.dim,
+            feature_names=list(case.features[t]),
+            pooling=PoolingType(case.pooling.upper()),
+        )
+        for t in range(len(case.rows))
+    ]
+    collection = EmbeddingBagCollection(tables=configs, is_weighted=case.weighted, device=torch.device("meta"))
+    optimizers = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+                  "adagrad": EmbOptimType.EXACT_ADAGRAD}  # fmt: skip
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": optimizers[case.optimizer], "learning_rate": case.lr, "eps": 1e-8}
+    )
+    world = dist.get_world_size()
+    kinds = {
+        f"t{t}": row_wise(compute_kernel="fused")
+        if case.sharding == "row_wise"
+        else table_wise(rank=t % world, compute_kernel="fused")
+        for t in range(len(case.rows))
+    }
+    plan = construct_module_sharding_plan(
+        collection, kinds, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    model = DistributedModelParallel(
+        nn.ModuleDict({"ebc": collection}),
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan={"ebc": plan}),
+        sharders=[sharder],
+    )
+    for key, value in model.state_dict().items():
+        full = torch.from_numpy(tables[int(key.split(".")[-2][1:])])
+        for shard in value.local_shards():
+            first, _ = shard.metadata.shard_offsets
+            shard.tensor.copy_(full[first : first + shard.metadata.shard_sizes[0]])
+    return model
+
+
+def batch_of(case: Case, bags: dict, lo: int, hi: int) -> KeyedJaggedTensor:
+    mine = [bags[name][lo:hi] for name in case.keys]
+    return KeyedJaggedTensor(
+        keys=case.keys,
+        values=torch.from_numpy(np.concatenate([ids for bag in mine for ids, _ in bag] or [np.empty(0, np.int64)])),
+        weights=torch.from_numpy(np.concatenate([w for bag in mine for _, w in bag])) if case.weighted else None,
+        lengths=torch.tensor([len(ids) for bag in mine for ids, _ in bag]),
+    )
+
+
+def gather_tables(case: Case, model: nn.Module) -> list[np.ndarray]:
+    tables = []
+    state = model.state_dict()
+    for t, rows in enumerate(case.rows):
+        value = state[f"ebc.embedding_bags.t{t}.weight"]
+        out = torch.zeros(rows, case.dim) if dist.get_rank() == 0 else None
+        value.gather(0, out)
+        tables.append(out.numpy() if out is not None else None)
+    return tables
+
+
+def _worker(rank: int, world_size: int, folder: str, case: Case, attach: Callable) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    try:
+        drawn = case.draw()
+        model = sharded_model(case, drawn["tables"])
+        attach(model, case)
+        lo, hi = rank * case.batch // world_size, (rank + 1) * case.batch // world_size
+        for bags, targets in drawn["steps"]:
+            pooled = model.module["ebc"](batch_of(case, bags, lo, hi)).wait().to_dict()
+            loss = sum((pooled[name] * torch.from_numpy(targets[name][lo:hi])).sum() for name in case.keys)
+            (loss / (hi - lo)).backward()
+        tables = gather_tables(case, model)
+        if rank == 0:
+            torch.save(tables, Path(folder) / "tables.pt")
+    finally:
+        dist.destroy_process_group()

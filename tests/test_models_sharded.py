@@ -1,0 +1,162 @@
+"""Sharded networks equal the unsharded ones, and TorchRec's pipeline can trace them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from cowrec.models import MODELS, ModelConfig, build_model, l2_kernels, physical_dim
+
+ROWS = {"C1": 40, "C2": 7, "C3": 25, "C4": 12}
+DIM, NUM_DENSE, BATCH = 4, 2, 10
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Samples(Pipelineable):
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    label: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Samples":
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+
+class Training(nn.Module):
+    """What a training loop gives to the pipeline: (loss, output)."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: Samples) -> tuple[Tensor, Tensor]:
+        logits = self.network(batch.dense, batch.sparse)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.label), logits
+
+
+def samples(seed: int, size: int = BATCH) -> Samples:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.randint(0, rows, (size,), generator=generator) for rows in ROWS.values()])
+    sparse = KeyedJaggedTensor(keys=list(ROWS), values=ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+    label = torch.randint(0, 2, (size,), generator=generator).float()
+    return Samples(torch.rand(size, NUM_DENSE, generator=generator), sparse, label)
+
+
+def network(name: str, device: torch.device) -> nn.Module:
+    torch.manual_seed(5)
+    tables = [
+        EmbeddingBagConfig(name=f"t_{key}", feature_names=[key], num_embeddings=rows, embedding_dim=physical_dim(DIM))
+        for key, rows in ROWS.items()
+    ]
+    return build_model(ModelConfig(name=name, embedding_dim=DIM, hidden=(8, 8)), tables, NUM_DENSE, device=device)
+
+
+def shard(model: nn.Module) -> DistributedModelParallel:
+    """Half of the tables row-wise and half table-wise, which changes the order of the looked-up columns."""
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
+    kinds = {
+        f"t_{key}": row_wise(compute_kernel="fused") if i % 2 else table_wise(rank=0, compute_kernel="fused")
+        for i, key in enumerate(reversed(ROWS))
+    }
+    plan = construct_module_sharding_plan(
+        model.network.front.embeddings, kinds, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+    )
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=CPU,
+        plan=ShardingPlan(plan={"network.front.embeddings": plan}),
+        sharders=[sharder],
+    )
+
+
+@pytest.fixture
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def pair(name: str) -> tuple[Training, DistributedModelParallel]:
+    """The same network unsharded and sharded, with the same weights."""
+    plain = Training(network(name, CPU))
+    sharded = shard(Training(network(name, torch.device("meta"))))
+    state = sharded.state_dict()
+    for key, value in plain.state_dict().items():
+        held = state[key]
+        target = held.local_tensor() if hasattr(held, "local_tensor") else held
+        target.detach().copy_(value)
+    return plain, sharded
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_equals_unsharded(name: str) -> None:
+    """Same additions in the same order after the lookup, so equal but for the matrix library's freedom."""
+    plain, sharded = pair(name)
+    batch = samples(0)
+    looked_up = sharded.module.network.front.embeddings(batch.sparse)
+    assert list(looked_up.keys()) != list(ROWS), "the plan does not permute the columns: the test shows nothing"
+    (loss, logits), (sharded_loss, sharded_logits) = plain(batch), sharded(batch)
+    torch.testing.assert_close(sharded_logits, logits, rtol=1e-6, atol=1e-6)
+
+    loss.backward()
+    sharded_loss.backward()
+    mine = {key: p.grad for key, p in sharded.module.named_parameters() if "front.embeddings" not in key}
+    assert mine
+    for key, gradient in mine.items():
+        torch.testing.assert_close(gradient, plain.get_parameter(key).grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", MODELS)
+def test_empty_batch(name: str) -> None:
+    """A rank without samples still takes part in the step; unsharded, TorchRec refuses a batch of none itself."""
+    _, sharded = pair(name)
+    batch = samples(0, size=0)
+    logits = sharded.module.network(batch.dense, batch.sparse)
+    assert logits.shape == (0,)
+    logits.sum().backward()
+    for key, parameter in sharded.module.named_parameters():
+        if "front.embeddings" not in key:
+            assert parameter.grad is not None
+            assert not parameter.grad.any(), key
+
+
+@pytest.mark.usefixtures("one_process")
+def test_regularised_kernels_are_found_in_the_sharded_model() -> None:
+    plain, sharded = pair("dcn")
+    for group, kernels in l2_kernels(plain).items():
+        found = l2_kernels(sharded)[group]
+        assert len(found) == len(kernels) > 0
+        assert all(torch.equal(a, b) for a, b in zip(found, kernels, strict=True))
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", MODELS)
+def test_pipeline_traces_the_network_and_computes_the_same(name: str) -> None:
+    plain, sharded = pair(name)
+    batches = [samples(seed, size) for seed, size in enumerate((BATCH, BATCH, 3))]
+    optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.0)
+    pipeline = TrainPipelineSparseDist(sharded, optimizer, device=CPU)
+    stream = iter(batches)
+    for batch in batches:
+        torch.testing.assert_close(pipeline.progress(stream), plain(batch)[1], rtol=1e-6, atol=1e-6)
+    # A network that cannot be traced is silently not pipelined.
+    assert pipeline._pipelined_modules == [sharded.module.network.front.embeddings]

@@ -1,0 +1,76 @@
+"""The matched-set check, run in a child process against package metadata written to a folder of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cowrec.sparse_opt.versions
+
+CHECK = "import runpy, sys; runpy.run_path(sys.argv[1])['require_matched_set']()"
+
+
+def check_with(folder: Path, **versions: str) -> str:
+    """The last line that the check prints, empty where it is content, seeing the given distributions only."""
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        info.joinpath("METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n", encoding="utf-8"
+        )
+    # -S: no site-packages, so that nothing but the folder on PYTHONPATH holds metadata.
+    command = [sys.executable, "-S", "-c", CHECK, cowrec.sparse_opt.versions.__file__]
+    child = subprocess.run(command, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False)
+    return child.stderr.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {"torch": "2.13.0", "fbgemm_gpu": "1.8.0", "torchrec": "1.8.0"},
+        {"torch": "2.13.0+cpu", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.8.0"},
+        {"torch": "2.13.0+cu130", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.8.0"},
+        {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.6.0", "torchrec": "1.6.1"},
+        {"torch": "2.11.0+cpu", "fbgemm_gpu_cpu": "1.6.0", "torchrec": "1.6.0"},
+    ],
+)
+def test_matched_sets_pass(tmp_path: Path, versions: dict[str, str]) -> None:
+    assert check_with(tmp_path, **versions) == ""
+
+
+def test_this_environment_passes() -> None:
+    cowrec.sparse_opt.versions.require_matched_set()
+
+
+def test_wrong_fbgemm_is_named_with_the_set_of_the_installed_torch(tmp_path: Path) -> None:
+    message = check_with(tmp_path, torch="2.11.0+cu130", fbgemm_gpu="1.8.0", torchrec="1.6.1")
+    assert message == (
+        "ImportError: cowrec needs torch, fbgemm and torchrec of one matched set, "
+        "found torch 2.11.0+cu130, fbgemm-gpu 1.8.0, torchrec 1.6.1; install one with: "
+        "pip install torch==2.11.0 fbgemm-gpu==1.6.0 && pip install --no-deps torchrec==1.6.1"
+    )
+
+
+def test_missing_packages_are_named_with_both_builds_of_fbgemm(tmp_path: Path) -> None:
+    message = check_with(tmp_path, torch="2.13.0")
+    assert "fbgemm-gpu (not installed), torchrec (not installed)" in message
+    assert "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 && pip install --no-deps torchrec==1.8.0" in message
+    assert message.endswith("(on an NVIDIA GPU fbgemm-gpu instead of fbgemm-gpu-cpu)")
+
+
+def test_a_torch_of_no_set_leads_to_the_default_set(tmp_path: Path) -> None:
+    message = check_with(tmp_path, torch="2.12.0", fbgemm_gpu_cpu="1.7.0", torchrec="1.7.0")
+    assert "found torch 2.12.0, fbgemm-gpu-cpu 1.7.0, torchrec 1.7.0" in message
+    assert "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0" in message
+
+
+def test_both_builds_at_once_are_uninstalled_first(tmp_path: Path) -> None:
+    message = check_with(tmp_path, torch="2.13.0", fbgemm_gpu="1.8.0", fbgemm_gpu_cpu="1.8.0", torchrec="1.8.0")
+    assert "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install torch==2.13.0" in message
+
+
+def test_cuda_build_of_fbgemm_on_a_cpu_torch_is_refused(tmp_path: Path) -> None:
+    message = check_with(tmp_path, torch="2.13.0+cpu", fbgemm_gpu="1.8.0", torchrec="1.8.0")
+    assert "pip uninstall -y" in message
+    assert "fbgemm-gpu-cpu==1.8.0" in message

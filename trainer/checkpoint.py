@@ -1,0 +1,75 @@
+"""Checkpoints: the whole state of a run through torch.distributed.checkpoint, written beside and then renamed."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import Optimizer
+from torchrec.distributed import DistributedModelParallel
+
+from cowrec.sparse_opt import EmbeddingAdam
+
+_PREFIX = "step_"
+
+
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
+    """Writes ``folder/step_N``; it appears whole or not at all, and the oldest beyond ``keep`` go. All ranks call."""
+    final = folder / f"{_PREFIX}{step:09d}"
+    partial = folder / f"{final.name}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dcp.save(state, checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in list_checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.suffix != ".partial")
+
+
+def load_model(folder: Path, model: nn.Module) -> Path:
+    """Loads the newest checkpoint's weights into a sharded model in place; returns its path. All ranks call.
+
+    Raises:
+        ValueError: there is no checkpoint, or it does not fit the model.
+    """
+    found = list_checkpoints(folder)
+    if not found:
+        raise ValueError(f"no checkpoint in {folder}; train the run first")
+    state = {"model": model.state_dict()}
+    try:
+        dcp.load(state, checkpoint_id=found[-1])
+    except (dcp.api.CheckpointException, ValueError) as error:
+        raise ValueError(f"{found[-1]} does not hold this model: {error}") from error
+    model.load_state_dict(state["model"])
+    return found[-1]
+
+
+def run_state(
+    model: DistributedModelParallel,
+    dense_optimizer: Optimizer,
+    embedding_optimizer: EmbeddingAdam | None,
+    *,
+    step: int,
+    epoch: int,
+) -> dict[str, Any]:
+    """Everything a checkpoint holds: weights, moments of both optimizers, and the place in the data."""
+    embedding = embedding_optimizer.state_dict() if embedding_optimizer else model.fused_optimizer.state_dict()
+    return {
+        "model": model.state_dict(),
+        "embedding_optimizer": embedding,
+        "dense_optimizer": dense_optimizer.state_dict(),
+        "progress": {"step": torch.tensor(step), "epoch": torch.tensor(epoch)},
+    }

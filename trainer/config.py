@@ -1,0 +1,259 @@
+"""The configuration of a run: one TOML file, frozen dataclasses, and messages that name key, value and remedy.
+
+Each section is a dataclass beside the code it configures; this file holds the sections of the trainer itself, puts all
+of them together, and turns text into them.
+"""
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from math import inf
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from cowrec.data_pipeline import PrepareConfig
+from cowrec.models import MODELS, ModelConfig
+from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`[data]`: where batches come from.
+
+    Attributes:
+        dir: a prepared data set; `--data` overrides it.
+        resident: keep the training set on the device: "yes", "no", or "auto" where it takes at most half of what is free.
+        window_rows: rows shuffled together while streaming.
+    """
+
+    dir: str = ""
+    resident: Literal["auto", "yes", "no"] = "auto"
+    window_rows: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        _require("data.window_rows", self.window_rows, self.window_rows >= 1, "a positive number of rows")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`[train]`: how long, how large, where.
+
+    Attributes:
+        batch_size: samples per step over all processes.
+        eval_batch_size: the same at evaluation.
+        epochs: passes over the training set.
+        seed: of initial values and shuffling.
+        device: "auto" is CUDA where there is a GPU.
+        drop_last: leave out the short last batch of an epoch.
+        log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
+        keep_checkpoints: latest checkpoints kept, one an epoch.
+    """
+
+    batch_size: int = 1024
+    eval_batch_size: int = 16384
+    epochs: int = 10
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    drop_last: bool = False
+    log_every: int = 50
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "eval_batch_size", "epochs", "log_every", "keep_checkpoints"):
+            _require(f"train.{key}", getattr(self, key), getattr(self, key) >= 1, "at least 1")
+        _require("train.seed", self.seed, self.seed >= 0, "at least 0")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """`[optimizer]`: values found good at a base batch size, and the rule that carries them to another.
+
+    Attributes:
+        embedding: optimizer of the tables. "adam" is cowrec's lazy Adam with coupled L2, on CPU and CUDA; the others are
+            FBGEMM's fused ones ("fbgemm_adam" on CUDA only), which take no L2.
+        base_batch_size: the batch size that the values below belong to.
+        scaling: one of the scaling rules; "none" keeps the values.
+        embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear kernel.
+        cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
+        warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
+        betas, eps, epsilon: Adam's, dense and embedding; `epsilon` says where eps goes ("torch" or "keras").
+        embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
+    """
+
+    embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam"] = "adam"
+    base_batch_size: int = 1024
+    scaling: str = "cowclip"
+    embedding_lr: float = 1e-4
+    dense_lr: float = 8e-4
+    l2: float = 1e-5
+    cross_l2: float = 0.0
+    warmup_epochs: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    epsilon: Literal["torch", "keras"] = "torch"
+    embedding_init_std: float = 1e-2
+
+    def __post_init__(self) -> None:
+        _require("optimizer.base_batch_size", self.base_batch_size, self.base_batch_size >= 1, "at least 1")
+        _require_known("optimizer.scaling", self.scaling, SCALING_RULES)
+        for key in ("embedding_lr", "dense_lr", "l2", "cross_l2", "warmup_epochs", "embedding_init_std"):
+            value = getattr(self, key)
+            _require(f"optimizer.{key}", value, 0 <= value < inf, "at least 0 and finite")
+        _require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
+        _require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        if self.embedding != "adam" and self.l2 > 0:
+            raise ValueError(
+                f'optimizer.l2 = {self.l2} needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
+                " optimizers have no coupled L2; set optimizer.l2 = 0 or change the optimizer"
+            )
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """`[clip]`: the rule for the embedding rows; a rule takes the values it knows and refuses the others."""
+
+    rule: str = "cowclip"
+    r: float | None = None
+    zeta: float | None = None
+    bound: float | None = None
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_known("clip.rule", self.rule, CLIP_RULES)
+        self.build()
+
+    def build(self) -> ClipRule:
+        kind: Any = CLIP_RULES[self.rule]
+        given = {key: value for key, value in dataclasses.asdict(self).items() if key != "rule" and value is not None}
+        known = {each.name for each in dataclasses.fields(kind)}
+        for key, value in given.items():
+            if key not in known:
+                takes = f"it takes {', '.join(sorted(known))}" if known else "it takes no values"
+                raise ValueError(f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}")
+        return kind(**given)
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """`[sharding]`: how tables are cut over processes; "table_wise" places whole tables, "row_wise" cuts each."""
+
+    plan: Literal["table_wise", "row_wise"] = "table_wise"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+    def __post_init__(self) -> None:
+        _require_known("model.name", self.model.name, MODELS)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run's TOML and applies `section.key=value` overrides, whose values are TOML too (bare words are strings).
+
+    Raises:
+        ValueError: a file that is not there or not TOML, an unknown key, a value of the wrong type or out of range.
+    """
+    sections = read_toml(path)
+    for override in overrides:
+        _apply(sections, override)
+    try:
+        return config_from(RunConfig, sections)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ValueError with the file's name where it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; see scripts/configs for examples") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Writes a configuration as TOML, every key spelled out (keys without a value are left away)."""
+    path.write_text(tomli_w.dumps(_without_none(dataclasses.asdict(config))), encoding="utf-8")
+
+
+def config_from(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A configuration dataclass from plain values. Raises ValueError naming the key, the value and the remedy."""
+    _check_keys(kind, values, prefix)
+    try:
+        # JSON's strict mode is the one that wants exact types and still takes a list for a tuple, an int for a float.
+        return TypeAdapter(kind).validate_json(json.dumps(_without_none(values)), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ValueError):
+            raise ValueError(str(cause)) from None
+        key = prefix + ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{key} = {first['input']!r}: {_lower(first['msg'])}") from None
+
+
+def _check_keys(kind: type, values: Mapping[str, Any], prefix: str) -> None:
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            nearest = get_close_matches(key, hints, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"known here: {', '.join(sorted(hints))}"
+            raise ValueError(f"unknown key {prefix}{key} (= {value!r}); {hint}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{prefix}{key} = {value!r} must be a section; write {prefix}{key}.KEY = VALUE")
+            _check_keys(hints[key], value, f"{prefix}{key}.")
+
+
+def _apply(sections: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    section, dot, key = path.strip().partition(".")
+    if not equals or not dot or not key:
+        raise ValueError(f"--set takes section.key=value, got {override!r}; for example --set train.batch_size=8192")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    sections.setdefault(section, {})
+    if not isinstance(sections[section], dict):
+        raise ValueError(f"--set {override}: {section} is not a section")
+    sections[section][key] = value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(each) for each in value]
+    return value
+
+
+def _require(key: str, value: Any, fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(f"{key} must be {what}, got {value!r}")
+
+
+def _require_known(key: str, value: str, known: Mapping[str, Any]) -> None:
+    if value not in known:
+        nearest = get_close_matches(value, known, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+        raise ValueError(f"{key} = {value!r} is not known; {hint}")
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
