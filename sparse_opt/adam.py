@@ -31,8 +31,8 @@ class AdamConfig:
         eps: added to the root of the second moment, > 0.
         epsilon: where eps goes. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
             ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
-        l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the touched rows: ``2 * l2 * w`` joins the gradient before
-            the clip, >= 0.
+        l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the touched rows: ``2 * l2 * w`` joins the gradient
+            before the clip, >= 0.
 
     Raises:
         ValueError: a value out of range.
@@ -65,7 +65,7 @@ class AdamScalars:
 
 
 def adam_scalars(config: AdamConfig, lr: float, step: int) -> AdamScalars:
-    """Learning rate and bias corrections of step ``step`` (from 1). Source: arXiv 1412.6980, Algorithm 1 and section 2."""
+    """Learning rate and bias corrections of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section 2."""
     first, second = 1 - config.betas[0] ** step, 1 - config.betas[1] ** step
     if config.epsilon == "keras":
         return AdamScalars(lr * sqrt(second) / first, 1.0)
@@ -101,15 +101,13 @@ class EmbeddingAdam:
         for lookup in lookups:
             if not lookup.is_plain_sgd:
                 raise ValueError(
-                    f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer}, whose update EmbeddingAdam"
-                    " would bypass; shard it under EmbOptimType.EXACT_SGD"
+                    f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer.name}, whose update"
+                    " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
                 )
         columns = columns_by_table(lookups, clip_columns)
         self.config = config
         self.lr = config.lr
-        self._tables = [
-            _LookupAdam(LookupRows(lookup, rule or NoClip(), columns, exclude), self) for lookup in lookups
-        ]
+        self._tables = [_LookupAdam(LookupRows(lookup, rule or NoClip(), columns, exclude), self) for lookup in lookups]
         self._by_rows = {id(tables.rows): tables for tables in self._tables}
         self._handle: LookupsHandle = hook_lookups(
             [tables.rows for tables in self._tables], self._replace_backward, needs_id_weights=False
@@ -152,7 +150,9 @@ class EmbeddingAdam:
         id_weights = inputs.get("per_sample_weights")
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
-        return _UpdateInBackward.apply(output.detach(), self._by_rows[id(rows)], inputs, torch.ones((), requires_grad=True))
+        return _UpdateInBackward.apply(
+            output.detach(), self._by_rows[id(rows)], inputs, torch.ones((), requires_grad=True)
+        )
 
 
 class _UpdateInBackward(torch.autograd.Function):
@@ -199,9 +199,11 @@ class _LookupAdam:
         rows.grad.add_(rows.weight, alpha=2 * config.l2)
         factors = self.rows.torch_factors(rows)[:, None]
         grad = torch.where(self.rows.clipped_lanes(rows), rows.grad * factors, rows.grad)
-        exp_avg = torch.lerp(grad, self.exp_avg[rows.place], config.betas[0])
-        exp_avg_sq = torch.lerp(grad * grad, self.exp_avg_sq[rows.place], config.betas[1])
-        weight = rows.weight - scalars.step_size * exp_avg / (exp_avg_sq.sqrt() * scalars.denominator_scale + config.eps)
+        exp_avg = torch.lerp(self.exp_avg[rows.place], grad, 1 - config.betas[0])
+        exp_avg_sq = torch.lerp(self.exp_avg_sq[rows.place], grad * grad, 1 - config.betas[1])
+        weight = rows.weight - scalars.step_size * exp_avg / (
+            exp_avg_sq.sqrt() * scalars.denominator_scale + config.eps
+        )
         for flat, value in (
             (self.exp_avg, exp_avg),
             (self.exp_avg_sq, exp_avg_sq),

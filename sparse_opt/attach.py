@@ -20,7 +20,6 @@ from .clip import ClipRule
 from .lookups import Lookup, all_table_names, find_lookups
 from .row_updates import Backward, LookupRows, TableStats
 
-
 _ATTACHED: WeakSet[nn.Module] = WeakSet()
 """Lookups that have hooks of ours: two on one lookup would clip twice."""
 
@@ -87,8 +86,8 @@ def attach_cowclip(
     columns = columns_by_table(lookups, clip_columns)
     if clip_columns is not None and not single_id_bags:
         raise ValueError(
-            "clip_columns under a stock fused optimizer needs single_id_bags=True (a bag of several ids can only be scaled"
-            " by whole rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
+            "clip_columns under a stock fused optimizer needs single_id_bags=True (a bag of several ids can only be"
+            " scaled by whole rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
         )
     rows = [LookupRows(lookup, rule, columns, exclude) for lookup in lookups]
 
@@ -154,13 +153,16 @@ def columns_by_table(lookups: Sequence[Lookup], clip_columns: int | Mapping[str,
         return {}
     if isinstance(clip_columns, int):
         return dict.fromkeys(names, clip_columns)
+    _refuse_unknown("clip_columns", list(clip_columns), names)
     return dict(clip_columns)
 
 
 def check_lookup_inputs(inputs: Mapping[str, Any]) -> None:
     """Refuses the lookups whose ids cannot be told apart by the hook."""
     if inputs.get("batch_size_per_feature_per_rank") is not None:
-        raise ValueError("variable batch size per feature cannot be clipped yet; give every feature the same batch size")
+        raise ValueError(
+            "variable batch size per feature cannot be clipped yet; give every feature the same batch size"
+        )
 
 
 def _clipped_output_grad(rows: LookupRows, inputs: Mapping[str, Any], grad: Tensor, single_id_bags: bool) -> Tensor:
@@ -180,13 +182,13 @@ def _scale_columns(rows: LookupRows, backward: Backward, factors: Tensor) -> Ten
     grad = backward.output_grad
     lengths = (backward.offsets[1:] - backward.offsets[:-1]).long()
     features = len(rows.lookup.feature_table)
-    bag = torch.repeat_interleave(torch.arange(lengths.numel(), device=grad.device), lengths, output_size=factors.numel())
+    bag = torch.repeat_interleave(
+        torch.arange(lengths.numel(), device=grad.device), lengths, output_size=factors.numel()
+    )
     bag_factor = torch.ones(lengths.numel(), dtype=factors.dtype, device=grad.device).scatter_(0, bag, factors)
     bag_factor = bag_factor.view(features, -1)
     scaled = grad.clone()
-    for feature, (table, column) in enumerate(
-        zip(rows.lookup.feature_table, rows.lookup.column_offsets, strict=True)
-    ):
+    for feature, (table, column) in enumerate(zip(rows.lookup.feature_table, rows.lookup.column_offsets, strict=True)):
         part = scaled[:, column : column + rows.clip_columns[table]]
         part.mul_(bag_factor[feature][:, None].to(grad.dtype))
     return scaled
@@ -222,6 +224,6 @@ def _with_id_weights(kwargs: dict, *, is_mean: bool, always: bool) -> dict:
 def _refuse_unknown(argument: str, names: Sequence[str], known: set[str]) -> None:
     for name in names:
         if name not in known:
-            nearest = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known tables: {', '.join(sorted(known))}"
+            nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known: {', '.join(sorted(known))}"
             raise ValueError(f"{argument} names table {name!r}, which the model does not have{hint}")

@@ -189,6 +189,5 @@ def row_norms(rows: Tensor) -> Tensor:
 
 def _require(key: str, value: float, *, positive: bool) -> None:
     if not 0 <= value < inf or (positive and value == 0):
-        raise ValueError(
-            f'{key} must be {">" if positive else ">="} 0 and finite, got {value}; to train unclipped set clip.rule = "none"'
-        )
+        least = "> 0" if positive else ">= 0"
+        raise ValueError(f'{key} must be {least} and finite, got {value}; to train unclipped set clip.rule = "none"')

@@ -142,9 +142,7 @@ def adam_rows(
             g = sums[u]
             for d in range(dim):
                 g[d] += twice_l2 * w[d]
-            factor, ratios[begin + u] = clip_factor(
-                w, g, counts[u], clip_columns[t], r[t], floor[t], per_occurrence[t]
-            )
+            factor, ratios[begin + u] = clip_factor(w, g, counts[u], clip_columns[t], r[t], floor[t], per_occurrence[t])
             for d in range(clip_columns[t]):
                 g[d] *= factor
             for d in range(dim):

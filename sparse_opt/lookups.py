@@ -47,7 +47,7 @@ class Lookup:
     """One FBGEMM module of a sharded collection and the geometry of what it looks up.
 
     Attributes:
-        module: the TBE itself; its forward gets ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
+        module: the TBE; its forward takes ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
         collection: the sharded collection it belongs to.
         shards: the tables it holds, in the TBE's order.
         feature_table: table number of each feature, [T]; features of one table are neighbours.

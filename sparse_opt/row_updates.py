@@ -7,7 +7,7 @@ the statistics that a handle reports.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -120,10 +120,7 @@ class LookupRows:
         weights = self.lookup.flat_weights().numpy()
         groups = _balanced_groups(np.diff(begins), torch.get_num_threads())
         bad = _in_threads(
-            [
-                lambda group=group: kernel(group, *common, *lookup_arrays, weights, *arguments, ratios, used)
-                for group in groups
-            ]
+            [partial(kernel, group, *common, *lookup_arrays, weights, *arguments, ratios, used) for group in groups]
         )
         for place in bad:
             if place >= 0:

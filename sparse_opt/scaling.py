@@ -57,7 +57,9 @@ SCALING_RULES: dict[str, _Factors] = {
 n^2-lambda rule the paper's text and its Table 8 give different dense exponents, so both are here under their names."""
 
 
-def scale_hyperparameters(base: Hyperparameters, *, base_batch_size: int, batch_size: int, rule: str) -> Hyperparameters:
+def scale_hyperparameters(
+    base: Hyperparameters, *, base_batch_size: int, batch_size: int, rule: str
+) -> Hyperparameters:
     """The base values carried to another batch size by a scaling rule.
 
     Args:

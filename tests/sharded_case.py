@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,27 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+FUSED_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+}
+DTYPES = {torch.float32: DataType.FP32, torch.float16: DataType.FP16, torch.bfloat16: DataType.BF16}
 
 
 @dataclass(frozen=True)
@@ -85,21 +100,20 @@ def row_gradients(case: Case, bags: dict, targets: dict, table: int) -> tuple[np
     return grads, counts
 
 
-def run_sharded(case: Case, world_size: int, attach: Callable[[nn.Module, Case], Any]) -> list[np.ndarray]:
-    """Final tables of the case after training it in ``world_size`` gloo processes; ``attach(model, case)`` hooks in."""
+Attach = Callable[[nn.Module, Case], Any]
+
+
+def run_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> list[list[np.ndarray]]:
+    """Final tables of each case, trained in ``world_size`` gloo processes; ``attach(model, case)`` hooks in."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(world_size, folder, case, attach), nprocs=world_size)
-        return torch.load(Path(folder) / "tables.pt", weights_only=False)
+        if world_size == 1:
+            _worker(0, 1, folder, cases)
+        else:
+            mp.spawn(_worker, args=(world_size, folder, cases), nprocs=world_size)
+        return [list(np.load(Path(folder) / f"{i}.npz").values()) for i in range(len(cases))]
 
 
-def run_here(case: Case, attach: Callable[[nn.Module, Case], Any]) -> list[np.ndarray]:
-    """As :func:`run_sharded` with one process, this one."""
-    with tempfile.TemporaryDirectory() as folder:
-        _worker(0, 1, folder, case, attach)
-        return torch.load(Path(folder) / "tables.pt", weights_only=False)
-
-
-def sharded_model(case: Case, tables: list[np.ndarray]) -> DistributedModelParallel:
+def sharded_model(case: Case, tables: list[np.ndarray], dtype: torch.dtype = torch.float32) -> DistributedModelParallel:
     """The case's collection, sharded over the default process group, with its initial values."""
     configs = [
         EmbeddingBagConfig(
@@ -108,22 +122,21 @@ def sharded_model(case: Case, tables: list[np.ndarray]) -> DistributedModelParal
             embedding_dim=case.dim,
             feature_names=list(case.features[t]),
             pooling=PoolingType(case.pooling.upper()),
+            data_type=DTYPES[dtype],
         )
         for t in range(len(case.rows))
     ]
     collection = EmbeddingBagCollection(tables=configs, is_weighted=case.weighted, device=torch.device("meta"))
-    optimizers = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-                  "adagrad": EmbOptimType.EXACT_ADAGRAD}  # fmt: skip
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": optimizers[case.optimizer], "learning_rate": case.lr, "eps": 1e-8}
-    )
+    fused = FUSED_OPTIMIZERS.get(case.optimizer, EmbOptimType.EXACT_SGD)
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": fused, "learning_rate": case.lr, "eps": 1e-8})
     world = dist.get_world_size()
-    kinds = {
-        f"t{t}": row_wise(compute_kernel="fused")
-        if case.sharding == "row_wise"
-        else table_wise(rank=t % world, compute_kernel="fused")
-        for t in range(len(case.rows))
+    make_kind: dict[str, Callable[[int], Any]] = {
+        "row_wise": lambda t: row_wise(compute_kernel="fused"),
+        "table_wise": lambda t: table_wise(rank=t % world, compute_kernel="fused"),
+        "column_wise": lambda t: column_wise(ranks=[0, 0], compute_kernel="fused"),
+        "data_parallel": lambda t: data_parallel(),
     }
+    kinds = {f"t{t}": make_kind[case.sharding](t) for t in range(len(case.rows))}
     plan = construct_module_sharding_plan(
         collection, kinds, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
     )
@@ -136,9 +149,12 @@ def sharded_model(case: Case, tables: list[np.ndarray]) -> DistributedModelParal
     )
     for key, value in model.state_dict().items():
         full = torch.from_numpy(tables[int(key.split(".")[-2][1:])])
+        if not isinstance(value, ShardedTensor):  # data-parallel
+            value.copy_(full)
+            continue
         for shard in value.local_shards():
-            first, _ = shard.metadata.shard_offsets
-            shard.tensor.copy_(full[first : first + shard.metadata.shard_sizes[0]])
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(full[row : row + rows, column : column + columns])
     return model
 
 
@@ -157,27 +173,39 @@ def gather_tables(case: Case, model: nn.Module) -> list[np.ndarray]:
     state = model.state_dict()
     for t, rows in enumerate(case.rows):
         value = state[f"ebc.embedding_bags.t{t}.weight"]
-        out = torch.zeros(rows, case.dim) if dist.get_rank() == 0 else None
+        out = torch.zeros(rows, case.dim, dtype=value.dtype) if dist.get_rank() == 0 else None
         value.gather(0, out)
-        tables.append(out.numpy() if out is not None else None)
+        tables.append(out.float().numpy() if out is not None else None)
     return tables
 
 
-def _worker(rank: int, world_size: int, folder: str, case: Case, attach: Callable) -> None:
-    torch.set_num_threads(1)
+@contextmanager
+def gloo_group(rank: int, world_size: int, folder: str) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
-        drawn = case.draw()
-        model = sharded_model(case, drawn["tables"])
-        attach(model, case)
-        lo, hi = rank * case.batch // world_size, (rank + 1) * case.batch // world_size
-        for bags, targets in drawn["steps"]:
-            pooled = model.module["ebc"](batch_of(case, bags, lo, hi)).wait().to_dict()
-            loss = sum((pooled[name] * torch.from_numpy(targets[name][lo:hi])).sum() for name in case.keys)
-            (loss / (hi - lo)).backward()
-        tables = gather_tables(case, model)
-        if rank == 0:
-            torch.save(tables, Path(folder) / "tables.pt")
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:
+    """Backward of the mean over samples lo..hi-1 of sum(target * pooled), which updates the tables."""
+    pooled = model.module["ebc"](batch_of(case, bags, lo, hi)).wait().to_dict()
+    losses = [(pooled[name] * torch.from_numpy(targets[name][lo:hi])).sum() for name in case.keys]
+    (torch.stack(losses).sum() / (hi - lo)).backward()
+
+
+def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case, Attach]]) -> None:
+    torch.set_num_threads(1 if world_size > 1 else torch.get_num_threads())
+    with gloo_group(rank, world_size, folder):
+        for number, (case, attach) in enumerate(cases):
+            drawn = case.draw()
+            model = sharded_model(case, drawn["tables"])
+            attach(model, case)
+            lo, hi = rank * case.batch // world_size, (rank + 1) * case.batch // world_size
+            for bags, targets in drawn["steps"]:
+                train_step(case, model, bags, targets, lo, hi)
+            tables = gather_tables(case, model)
+            if rank == 0:
+                np.savez(Path(folder) / f"{number}.npz", *tables)

@@ -1,0 +1,127 @@
+"""The clip functions against the reference's recorded output, plain loops and their own edges."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from cowrec.sparse_opt import (
+    ConstantClip,
+    CowClip,
+    NoClip,
+    ReferenceCowClip,
+    clip_rows,
+    clip_scales,
+    cowclip_limits,
+    reference_cowclip_limits,
+)
+
+
+def test_equals_the_reference(golden_dir: Path) -> None:
+    files = sorted(golden_dir.glob("cow_clip_*.npz"))
+    assert files, f"no cow_clip_*.npz in {golden_dir}"
+    for file in files:
+        check_recording(file)
+
+
+def check_recording(file: Path) -> None:
+    golden = np.load(file)
+    rule = ReferenceCowClip(r=float(golden["ratio"]), bound=float(golden["bound"]))
+    counts = torch.from_numpy(golden["row_counts"])
+    for kind, tolerance in (("32", 5e-7), ("64", 1e-12)):
+        grads, weights = torch.from_numpy(golden["g" + kind]), torch.from_numpy(golden["w" + kind])
+        clipped = clip_rows(grads, weights, counts, rule)
+        assert clipped.dtype == grads.dtype
+        np.testing.assert_allclose(clipped.numpy(), golden["out" + kind], rtol=tolerance, err_msg=file.name)
+    limits = reference_cowclip_limits(torch.from_numpy(golden["w64"]), counts, r=rule.r, bound=rule.bound)
+    np.testing.assert_allclose(limits.numpy(), golden["thr64"], rtol=1e-12, err_msg=file.name)
+
+
+def test_reference_form_is_the_papers_with_another_floor() -> None:
+    weights, counts = torch.rand(50, 10, dtype=torch.float64) * 1e-4, torch.arange(1, 51)
+    zeta = 2.0**2 * 10**0.5 * 1e-5
+    torch.testing.assert_close(
+        reference_cowclip_limits(weights, counts, r=2.0, bound=1e-5),
+        cowclip_limits(weights, counts, r=2.0, zeta=zeta),
+        rtol=1e-14,
+        atol=0,
+    )
+
+
+# Below 1e-12 squares leave float32: such a gradient is measured as zero and passes as it is.
+numbers = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-12)
+
+
+@given(
+    rows=st.integers(0, 6).flatmap(
+        lambda n: st.tuples(
+            arrays(np.float32, (n, 3), elements=numbers),
+            arrays(np.float32, (n, 3), elements=numbers),
+            arrays(np.int64, n, elements=st.integers(1, 1000)),
+        )
+    ),
+    r=st.floats(1e-3, 10),
+    zeta=st.floats(0, 1),
+)
+def test_a_clipped_gradient_keeps_its_direction_and_its_limit(rows, r: float, zeta: float) -> None:
+    grads, weights, counts = map(torch.from_numpy, rows)
+    clipped = clip_rows(grads, weights, counts, CowClip(r, zeta)).double()
+    for g, w, count, got in zip(grads.double(), weights.double(), counts, clipped, strict=True):
+        limit = count * max(r * w.norm(), zeta)
+        expected = g * min(1.0, float(limit / g.norm())) if g.norm() > 0 else g
+        # Relative to the gradient's norm: norms are measured in float32.
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6 * float(expected.norm()) + 1e-37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_measured_in_float32(dtype: torch.dtype) -> None:
+    # 300^2 is beyond float16's largest number: the norm would be infinite and the gradient would vanish.
+    grads = torch.full((2, 8), 300.0, dtype=dtype)
+    clipped = clip_rows(grads, torch.full((2, 8), 0.5, dtype=dtype), torch.tensor([1, 4]), CowClip(1.0, 0.0))
+    assert clipped.dtype == dtype
+    torch.testing.assert_close(clipped.float(), torch.tensor([[0.5], [2.0]]).expand(2, 8), rtol=1e-2, atol=0)
+
+
+def test_zero_rows_use_the_floor_and_zero_gradients_stay_zero() -> None:
+    weights, counts = torch.zeros(2, 4), torch.tensor([1, 3])
+    grads = torch.tensor([[0.0] * 4, [1.0, 0, 0, 0]])
+    clipped = clip_rows(grads, weights, counts, CowClip(r=1.0, zeta=0.1))
+    torch.testing.assert_close(clipped, torch.tensor([[0.0] * 4, [0.3, 0, 0, 0]]))
+    assert not clip_rows(grads, weights, counts, CowClip(r=1.0, zeta=0.0)).any()
+
+
+def test_constant_and_none() -> None:
+    grads, weights, counts = torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.ones(2, 2), torch.tensor([7, 7])
+    torch.testing.assert_close(
+        clip_rows(grads, weights, counts, ConstantClip(1.0)), torch.tensor([[0.6, 0.8], [0.3, 0.4]])
+    )
+    assert torch.equal(clip_rows(grads, weights, counts, NoClip()), grads)
+
+
+def test_what_is_not_finite_stays_visible() -> None:
+    grads = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0]])
+    clipped = clip_rows(grads, torch.ones(2, 2), torch.tensor([1, 1]), CowClip())
+    assert clipped.isnan().any(1).all()
+    assert clip_scales(torch.zeros(1, 2), torch.zeros(1)).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CowClip(r=0.0), r'clip.r must be > 0 and finite, got 0.0; to train unclipped set clip.rule = "none"'),
+        (lambda: CowClip(zeta=-1.0), "clip.zeta must be >= 0"),
+        (lambda: ReferenceCowClip(r=float("nan")), "clip.r must be > 0"),
+        (lambda: ConstantClip(float("inf")), "clip.max_norm must be > 0 and finite"),
+        (
+            lambda: clip_rows(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3), NoClip()),
+            r"\[2, 3\], \[2, 3\] and \[3\]",
+        ),
+    ],
+)
+def test_refuses(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

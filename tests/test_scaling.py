@@ -1,0 +1,72 @@
+"""The scaling rules against the paper's table of them, and the presets against the reference's numbers."""
+
+import pytest
+
+from cowrec.sparse_opt import (
+    PRESETS,
+    SCALING_RULES,
+    Hyperparameters,
+    ReferenceCowClip,
+    scale_hyperparameters,
+)
+
+BASE = Hyperparameters(embedding_lr=1e-4, dense_lr=8e-4, l2=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "embedding_lr", "l2", "dense_lr"),
+    [  # multiples at s = 16
+        ("none", 1, 1, 1),
+        ("sqrt", 4, 4, 4),
+        ("sqrt_star", 4, 1, 4),
+        ("linear", 16, 1, 16),
+        ("n2_lambda", 1, 256, 4),
+        ("n2_lambda_table8", 1, 256, 16),
+        ("cowclip", 1, 16, 4),
+    ],
+)
+def test_rules(rule: str, embedding_lr: float, l2: float, dense_lr: float) -> None:
+    scaled = scale_hyperparameters(BASE, base_batch_size=1024, batch_size=16 * 1024, rule=rule)
+    assert scaled.embedding_lr == pytest.approx(embedding_lr * 1e-4, rel=1e-12)
+    assert scaled.l2 == pytest.approx(l2 * 1e-5, rel=1e-12)
+    assert scaled.dense_lr == pytest.approx(dense_lr * 8e-4, rel=1e-12)
+
+
+def test_every_rule_is_the_identity_at_the_base_batch() -> None:
+    for rule in SCALING_RULES:
+        assert scale_hyperparameters(BASE, base_batch_size=512, batch_size=512, rule=rule) == BASE
+
+
+def test_presets_are_the_references() -> None:
+    criteo = PRESETS["criteo"](128 * 1024)
+    assert criteo.hyperparameters.embedding_lr == 1e-4
+    assert criteo.hyperparameters.l2 == pytest.approx(128e-5, rel=1e-12)
+    assert criteo.hyperparameters.dense_lr == pytest.approx(8e-4 * 128**0.5, rel=1e-12)
+    assert criteo.clip == ReferenceCowClip(r=1.0, bound=1e-5)
+    assert (criteo.epochs, criteo.warmup_epochs, criteo.embedding_init_std) == (10, 1.0, 1e-2)
+
+    avazu = PRESETS["avazu"]
+    assert avazu(2048).clip == ReferenceCowClip(r=10.0, bound=1e-3)
+    assert avazu(4096).clip == ReferenceCowClip(r=1.0, bound=1e-4)
+    assert avazu(1024).hyperparameters == Hyperparameters(1e-4, 1e-4, 1e-5)
+    assert avazu(64 * 1024).hyperparameters.dense_lr == pytest.approx(8e-4, rel=1e-12)
+    assert avazu(128 * 1024).hyperparameters == Hyperparameters(1e-4, 16e-4, 96e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": "cowclop"}, "scaling rule must be one of none, sqrt, .*got 'cowclop'"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"base_batch_size": -1}, "base_batch_size must be at least 1, got -1"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scale_hyperparameters(BASE, **{"base_batch_size": 1024, "batch_size": 2048, "rule": "cowclip"} | change)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_refuses_values_that_are_no_rates(value: float) -> None:
+    with pytest.raises(ValueError, match="dense_lr must be >= 0 and finite"):
+        Hyperparameters(1e-4, value, 0.0)
