@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from . import cpu_kernels
-from .attach import LookupsHandle, check_lookup_inputs, clippable_lookups, columns_by_table, hook_lookups
+from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
 from .lookups import sharded_like_weights
 from .row_updates import Backward, LookupRows, TableStats
@@ -97,18 +97,18 @@ class EmbeddingAdam:
         exclude: Sequence[str] = (),
         clip_columns: int | Mapping[str, int] | None = None,
     ):
-        lookups = clippable_lookups(model, ())
-        for lookup in lookups:
+        self.config = config
+        self.lr = config.lr
+        self._tables = [
+            _LookupAdam(rows, self) for rows in rows_to_clip(model, rule or NoClip(), exclude, clip_columns)
+        ]
+        for lookup in (tables.rows.lookup for tables in self._tables):
             if not lookup.is_plain_sgd:
                 raise ValueError(
                     f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer.name}, whose update"
                     " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
                 )
-        columns = columns_by_table(lookups, clip_columns)
-        self.config = config
-        self.lr = config.lr
-        self._tables = [_LookupAdam(LookupRows(lookup, rule or NoClip(), columns, exclude), self) for lookup in lookups]
-        self._by_rows = {id(tables.rows): tables for tables in self._tables}
+        self._by_rows = {tables.rows: tables for tables in self._tables}
         self._handle: LookupsHandle = hook_lookups(
             [tables.rows for tables in self._tables], self._replace_backward, needs_id_weights=False
         )
@@ -151,7 +151,7 @@ class EmbeddingAdam:
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
         return _UpdateInBackward.apply(
-            output.detach(), self._by_rows[id(rows)], inputs, torch.ones((), requires_grad=True)
+            output.detach(), self._by_rows[rows], inputs, torch.ones((), requires_grad=True)
         )
 
 

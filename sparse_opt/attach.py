@@ -82,14 +82,12 @@ def attach_cowclip(
         ValueError: no table at all, a table that cannot be clipped, an unknown name, an attachment already there; and
             at a training step: more than one id in a bag despite ``single_id_bags``, or an id outside its table.
     """
-    lookups = clippable_lookups(model, exclude)
-    columns = columns_by_table(lookups, clip_columns)
     if clip_columns is not None and not single_id_bags:
         raise ValueError(
             "clip_columns under a stock fused optimizer needs single_id_bags=True (a bag of several ids can only be"
             " scaled by whole rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
         )
-    rows = [LookupRows(lookup, rule, columns, exclude) for lookup in lookups]
+    rows = rows_to_clip(model, rule, exclude, clip_columns, optional=exclude)
 
     def on_output(row: LookupRows, inputs: Mapping[str, Any], output: Tensor) -> Tensor:
         output.register_hook(lambda grad: _clipped_output_grad(row, inputs, grad, single_id_bags))
@@ -129,32 +127,34 @@ def hook_lookups(
     return LookupsHandle(rows, hooks, mean_pooled)
 
 
-def clippable_lookups(model: nn.Module, exclude: Sequence[str]) -> list[Lookup]:
-    """The model's lookups; ValueError for tables out of reach, unknown names and models without tables."""
+def rows_to_clip(
+    model: nn.Module,
+    rule: ClipRule,
+    exclude: Sequence[str],
+    clip_columns: int | Mapping[str, int] | None,
+    *,
+    optional: Sequence[str] = (),
+) -> list[LookupRows]:
+    """The model's lookups under a rule; ValueError for tables out of reach, unknown names and models without tables.
+
+    Tables named in ``optional`` may be out of reach.
+    """
     known = all_table_names(model)
     if not known:
         raise ValueError(
             f"{type(model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of a model"
             " with EmbeddingBagCollections"
         )
+    columns = dict.fromkeys(known, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
     _refuse_unknown("exclude", exclude, known)
+    _refuse_unknown("clip_columns", list(columns), known)
     lookups, refusals = find_lookups(model)
     for refusal in refusals:
-        if refusal.table not in exclude:
+        if refusal.table not in optional:
             raise ValueError(
                 f"table {refusal.table!r} cannot be clipped: {refusal.reason}; to leave it unclipped name it in exclude"
             )
-    return lookups
-
-
-def columns_by_table(lookups: Sequence[Lookup], clip_columns: int | Mapping[str, int] | None) -> dict[str, int]:
-    names = {shard.name for lookup in lookups for shard in lookup.shards}
-    if clip_columns is None:
-        return {}
-    if isinstance(clip_columns, int):
-        return dict.fromkeys(names, clip_columns)
-    _refuse_unknown("clip_columns", list(clip_columns), names)
-    return dict(clip_columns)
+    return [LookupRows(lookup, rule, columns, exclude) for lookup in lookups]
 
 
 def check_lookup_inputs(inputs: Mapping[str, Any]) -> None:
@@ -181,17 +181,12 @@ def _scale_columns(rows: LookupRows, backward: Backward, factors: Tensor) -> Ten
     """The output gradient with each bag's clipped columns scaled by the factor of its only id, [B, sum D]."""
     grad = backward.output_grad
     lengths = (backward.offsets[1:] - backward.offsets[:-1]).long()
-    features = len(rows.lookup.feature_table)
     bag = torch.repeat_interleave(
         torch.arange(lengths.numel(), device=grad.device), lengths, output_size=factors.numel()
     )
     bag_factor = torch.ones(lengths.numel(), dtype=factors.dtype, device=grad.device).scatter_(0, bag, factors)
-    bag_factor = bag_factor.view(features, -1)
-    scaled = grad.clone()
-    for feature, (table, column) in enumerate(zip(rows.lookup.feature_table, rows.lookup.column_offsets, strict=True)):
-        part = scaled[:, column : column + rows.clip_columns[table]]
-        part.mul_(bag_factor[feature][:, None].to(grad.dtype))
-    return scaled
+    of_column = bag_factor.view(len(rows.lookup.feature_table), -1).t()[:, rows.column_feature]
+    return grad * torch.where(rows.column_is_clipped, of_column, 1).to(grad.dtype)
 
 
 def _require_single_ids(backward: Backward) -> None:

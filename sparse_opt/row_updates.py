@@ -29,7 +29,8 @@ class TableStats:
     Attributes:
         rows: rows updated since attaching; a row counts once in each step that has its id.
         clipped: share of them whose gradient was over its limit, in [0, 1].
-        median_ratio: median of ``||g|| / limit`` over the rows of the latest step; above 1 means clipped. NaN without rows.
+        median_ratio: median of ``||g|| / limit`` over the rows of the latest step, above 1 where most were clipped;
+            NaN without rows.
     """
 
     rows: int
@@ -56,6 +57,10 @@ class LookupRows:
         clip_columns: for each table name how many leading columns are measured and clipped; all where absent.
         exclude: tables left unclipped.
 
+    Attributes:
+        column_feature: feature of each output column, int64 [sum D].
+        column_is_clipped: whether that column is measured and clipped, bool [sum D].
+
     Raises:
         ValueError: more clip columns than the table has.
     """
@@ -80,6 +85,12 @@ class LookupRows:
             start=torch.tensor(lookup.weight_offsets, device=device),
             max_dim=max(dims),
         )
+        features, starts = lookup.feature_table, lookup.column_offsets
+        widths = torch.tensor([dims[table] for table in features], device=device)
+        self.column_feature = torch.repeat_interleave(torch.arange(len(features), device=device), widths)
+        lane = torch.arange(int(widths.sum()), device=device) - torch.tensor(starts, device=device)[self.column_feature]
+        clipped = torch.tensor([self.clip_columns[table] for table in features], device=device)
+        self.column_is_clipped = lane < clipped[self.column_feature]
         self._clip_columns = torch.tensor(self.clip_columns, device=device)
         self._r = torch.tensor([limit.r for limit in limits], device=device)
         self._floor = torch.tensor([limit.floor for limit in limits], device=device)
@@ -119,9 +130,8 @@ class LookupRows:
         lookup_arrays = (indices, offsets, id_weights, backward.output_grad.contiguous().numpy())
         weights = self.lookup.flat_weights().numpy()
         groups = _balanced_groups(np.diff(begins), torch.get_num_threads())
-        bad = _in_threads(
-            [partial(kernel, group, *common, *lookup_arrays, weights, *arguments, ratios, used) for group in groups]
-        )
+        inputs = (*common, *lookup_arrays, weights, *arguments, ratios, used)
+        bad = _in_threads([partial(kernel, group, *inputs) for group in groups])
         for place in bad:
             if place >= 0:
                 self._raise_bad_id(int(np.searchsorted(begins, place, side="right")) - 1, int(indices[place]))

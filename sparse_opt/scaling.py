@@ -105,7 +105,7 @@ def criteo_preset(batch_size: int) -> Preset:
 
 
 def avazu_preset(batch_size: int) -> Preset:
-    """CowClip's settings for Avazu: base 1K, both lr 1e-4, l2 1e-5; r = 10, bound 1e-3 up to 2K, then r = 1, bound 1e-4.
+    """CowClip's settings for Avazu: base 1K, both lr 1e-4, l2 1e-5; r 10 and bound 1e-3 up to 2K, then r 1, bound 1e-4.
 
     At 128K and above the reference leaves the rule: dense lr 16e-4 and l2 96e-5.
     """

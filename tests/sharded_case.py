@@ -33,7 +33,9 @@ FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "fbgemm_adam": EmbOptimType.ADAM,
 }
+CPU = torch.device("cpu")
 DTYPES = {torch.float32: DataType.FP32, torch.float16: DataType.FP16, torch.bfloat16: DataType.BF16}
 
 
@@ -113,7 +115,12 @@ def run_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> l
         return [list(np.load(Path(folder) / f"{i}.npz").values()) for i in range(len(cases))]
 
 
-def sharded_model(case: Case, tables: list[np.ndarray], dtype: torch.dtype = torch.float32) -> DistributedModelParallel:
+def sharded_model(
+    case: Case,
+    tables: list[np.ndarray],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> DistributedModelParallel:
     """The case's collection, sharded over the default process group, with its initial values."""
     configs = [
         EmbeddingBagConfig(
@@ -138,12 +145,12 @@ def sharded_model(case: Case, tables: list[np.ndarray], dtype: torch.dtype = tor
     }
     kinds = {f"t{t}": make_kind[case.sharding](t) for t in range(len(case.rows))}
     plan = construct_module_sharding_plan(
-        collection, kinds, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+        collection, kinds, sharder=sharder, local_size=world, world_size=world, device_type=device.type
     )
     model = DistributedModelParallel(
         nn.ModuleDict({"ebc": collection}),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
+        device=device,
         plan=ShardingPlan(plan={"ebc": plan}),
         sharders=[sharder],
     )
@@ -173,16 +180,16 @@ def gather_tables(case: Case, model: nn.Module) -> list[np.ndarray]:
     state = model.state_dict()
     for t, rows in enumerate(case.rows):
         value = state[f"ebc.embedding_bags.t{t}.weight"]
-        out = torch.zeros(rows, case.dim, dtype=value.dtype) if dist.get_rank() == 0 else None
+        out = torch.zeros(rows, case.dim, dtype=value.dtype, device=model.device) if dist.get_rank() == 0 else None
         value.gather(0, out)
-        tables.append(out.float().numpy() if out is not None else None)
+        tables.append(out.float().cpu().numpy() if out is not None else None)
     return tables
 
 
 @contextmanager
-def gloo_group(rank: int, world_size: int, folder: str) -> Iterator[None]:
+def process_group(rank: int, world_size: int, folder: str, backend: str = "gloo") -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -191,14 +198,15 @@ def gloo_group(rank: int, world_size: int, folder: str) -> Iterator[None]:
 
 def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:
     """Backward of the mean over samples lo..hi-1 of sum(target * pooled), which updates the tables."""
-    pooled = model.module["ebc"](batch_of(case, bags, lo, hi)).wait().to_dict()
-    losses = [(pooled[name] * torch.from_numpy(targets[name][lo:hi])).sum() for name in case.keys]
+    device = model.device
+    pooled = model.module["ebc"](batch_of(case, bags, lo, hi).to(device)).wait().to_dict()
+    losses = [(pooled[name] * torch.from_numpy(targets[name][lo:hi]).to(device)).sum() for name in case.keys]
     (torch.stack(losses).sum() / (hi - lo)).backward()
 
 
 def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case, Attach]]) -> None:
     torch.set_num_threads(1 if world_size > 1 else torch.get_num_threads())
-    with gloo_group(rank, world_size, folder):
+    with process_group(rank, world_size, folder):
         for number, (case, attach) in enumerate(cases):
             drawn = case.draw()
             model = sharded_model(case, drawn["tables"])

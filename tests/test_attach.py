@@ -23,7 +23,7 @@ from sharded_case import (
     Case,
     batch_of,
     gather_tables,
-    gloo_group,
+    process_group,
     row_gradients,
     run_in_processes,
     sharded_model,
@@ -127,6 +127,7 @@ def test_two_processes_equal_plain_loops_and_one_process() -> None:
         for optimizer in ("sgd", "rowwise_adagrad", "adam")
         for sharding in ("table_wise", "row_wise")
     ]
+    cases += [Case(optimizer=name, rows=(40,), features=(("a",),)) for name in ("sgd", "adam")]  # rank 1: no table
     alone = run_in_processes([(case, attach) for case in cases], 1)
     for case, tables, expected in zip(
         cases, run_in_processes([(case, attach) for case in cases], 2), alone, strict=True
@@ -139,7 +140,7 @@ def test_two_processes_equal_plain_loops_and_one_process() -> None:
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with gloo_group(0, 1, str(tmp_path_factory.mktemp("group"))):
+    with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
         yield
 
 
@@ -325,6 +326,26 @@ class TestRefusals:
     def test_variable_batch(self) -> None:
         with pytest.raises(ValueError, match="variable batch size"):
             check_lookup_inputs({"batch_size_per_feature_per_rank": [[1]]})
+
+
+@pytest.mark.usefixtures("group")
+def test_embedding_adam_equals_torch_sparse_adam() -> None:
+    """torch's SparseAdam moves touched rows only, corrects the bias by step, and places eps as Keras does."""
+    case = Case(steps=5, optimizer="sgd")
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"])
+    EmbeddingAdam(model, AdamConfig(lr=1e-2, eps=1e-6, epsilon="keras"))
+    tables = [nn.Parameter(torch.from_numpy(table).double()) for table in drawn["tables"]]
+    oracle = torch.optim.SparseAdam(tables, lr=1e-2, eps=1e-6)
+    for bags, targets in drawn["steps"]:
+        train_step(case, model, bags, targets, 0, case.batch)
+        for t, table in enumerate(tables):
+            grad = torch.from_numpy(row_gradients(case, bags, targets, t)[0])
+            present = torch.from_numpy(np.flatnonzero(row_gradients(case, bags, targets, t)[1]))
+            table.grad = torch.sparse_coo_tensor(present[None], grad[present], table.shape)
+        oracle.step()
+    for got, expected in zip(gather_tables(case, model), tables, strict=True):
+        np.testing.assert_allclose(got, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("group")

@@ -1,0 +1,87 @@
+"""Shows CowClip at work: one synthetic data set, a small batch, and a 64 times larger one scaled in two ways."""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from cowrec.data_pipeline import SynthesizeConfig, synthesize
+from cowrec.trainer.cli import quiet_libraries
+from cowrec.trainer.config import load_config
+from cowrec.trainer.loop import train
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+CONFIG = Path(__file__).parent / "configs" / "demo.toml"
+BASE_BATCH, TIMES = 512, 64
+RUNS = {
+    "small batch": ("train.batch_size=512", "optimizer.scaling=none", "clip.rule=none"),
+    "large, linear scaling": ("train.batch_size=32768", "optimizer.scaling=linear", "clip.rule=none"),
+    "large, CowClip": ("train.batch_size=32768",),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to (re)make")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="training rows to synthesize")
+    arguments = parser.parse_args()
+    output: Path = arguments.output
+    quiet_libraries()
+    shutil.rmtree(output, ignore_errors=True)
+    print(f"synthesizing {arguments.rows:,} rows in {output / 'data'}", flush=True)
+    synthesize(output / "data", SynthesizeConfig(rows=arguments.rows))
+    reports = {}
+    for name, overrides in RUNS.items():
+        print(f"\n{name}", flush=True)
+        reports[name] = train(load_config(CONFIG, overrides), output / "data", output / name.replace(", ", "_").replace(" ", "_"))
+    print(f"\n{table(reports)}\n\nplot: {plot(reports, output / 'demo.png')}")
+
+
+def table(reports: dict[str, dict[str, Any]]) -> str:
+    rows = [("run", "batch", "rule", "steps", "samples/s", "test AUC", "logloss", "best possible AUC")]
+    for name, report in reports.items():
+        best = report["best_possible"]["auc"]
+        rows.append(
+            (
+                name,
+                f"{report['batch_size']:,}",
+                report["scaling"],
+                f"{report['steps']:,}",
+                f"{report['samples_per_second']:,.0f}",
+                f"{report['auc']:.4f}",
+                f"{report['logloss']:.4f}",
+                f"{best:.4f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def plot(reports: dict[str, dict[str, Any]], path: Path) -> Path:
+    figure, (quality, speed) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
+    for name, report in reports.items():
+        epochs = report["epochs"]
+        quality.plot([each["epoch"] for each in epochs], [each["auc"] for each in epochs], "o-", label=label(name, report))
+    quality.axhline(next(iter(reports.values()))["best_possible"]["auc"], color="gray", ls="--", label="best possible")
+    quality.set(xlabel="epoch", ylabel="test AUC", xticks=range(1, len(epochs) + 1))
+    quality.legend(loc="center right")
+    colors = [f"C{number}" for number in range(len(reports))]
+    speed.barh(list(reports), [report["samples_per_second"] for report in reports.values()], color=colors)
+    speed.invert_yaxis()
+    speed.set_xlabel("training samples per second")
+    device = next(iter(reports.values()))["device"]
+    figure.suptitle(f"DeepFM on synthetic Criteo-shaped data, {device}")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def label(name: str, report: dict[str, Any]) -> str:
+    return f"{name} ({report['batch_size']:,})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""On CUDA: CowClip under FBGEMM's fused optimizers and EmbeddingAdam equal plain loops, as they do on CPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cowrec.sparse_opt import AdamConfig, EmbeddingAdam, NoClip, attach_cowclip
+from cowrec.sparse_opt.lookups import find_lookups
+from cowrec.sparse_opt.row_updates import Backward, LookupRows
+from sharded_case import gather_tables, process_group, sharded_model, train_step
+from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.usefixtures("group"),
+]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    torch.cuda.set_device(CUDA)
+    with process_group(0, 1, str(tmp_path_factory.mktemp("group")), backend="nccl"):
+        yield
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad", "adam", "keras_adam"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_plain_loops(kind: str, optimizer: str) -> None:
+    case = case_of(kind, optimizer)
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], device=CUDA)
+    attach(model, case)
+    for bags, targets in drawn["steps"]:
+        train_step(case, model, bags, targets, 0, case.batch)
+    assert_follows_loops(case, gather_tables(case, model))
+
+
+def test_embedding_adam_means_what_fbgemms_adam_means() -> None:
+    """Touched rows only, bias correction by step, the same place of epsilon."""
+    case = replace(case_of("weights", "fbgemm_adam", steps=5), lr=1e-2)
+    drawn = case.draw()
+    fused = sharded_model(case, drawn["tables"], device=CUDA)
+    attach_cowclip(fused, NoClip())
+    ours = sharded_model(replace(case, optimizer="sgd"), drawn["tables"], device=CUDA)
+    EmbeddingAdam(ours, AdamConfig(lr=1e-2, eps=1e-8))
+    for bags, targets in drawn["steps"]:
+        for model in (fused, ours):
+            train_step(case, model, bags, targets, 0, case.batch)
+    for expected, got in zip(gather_tables(case, fused), gather_tables(case, ours), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_row_work_never_waits_for_the_device() -> None:
+    case = case_of("weights", "adam")
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], device=CUDA)
+    rows = LookupRows(find_lookups(model)[0][0], RULE, {})
+    features = len(rows.lookup.feature_table)
+    backward = Backward(
+        indices=torch.tensor([0, 1, 0, 2], device=CUDA),
+        offsets=torch.tensor([0, 1, 2, 3, 4], device=CUDA),
+        id_weights=None,
+        output_grad=torch.randn(4 // features, features * case.dim, device=CUDA),
+    )
+    rows.id_factors(backward)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows.id_factors(backward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
