@@ -1,12 +1,12 @@
 """Raw click logs to Parquet shards of ids, and those to batches. Knows nothing of models."""
 
 from .batch import Batch
-from .prepare import prepare, work_bytes
+from .preparation import prepare, work_bytes
 from .prepare_config import PrepareConfig
 from .reader import Reader
 from .residency import available_bytes, resident_bytes
 from .schema import MISSING, OUT_OF_VOCABULARY, DenseField, Schema, SparseField, Split
-from .synthesize import SynthesizeConfig, synthesize
+from .synthetic import SynthesizeConfig, synthesize
 
 __all__ = [
     "MISSING",

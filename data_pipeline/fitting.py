@@ -1,6 +1,7 @@
 """The first pass: counts ids and finds the range of numbers, block by block."""
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -50,14 +51,15 @@ def fit(
     ranges = {each.name: DenseRange() for each in numeric}
     counters = {each.name: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
     train_rows = 0
-    for seen in ordered_map(lambda block: _see(block, layout, config, split, sparse), blocks):
-        ledger.add(seen.bad)
-        train_rows += seen.train_rows
-        for name, span in seen.ranges.items():
-            ranges[name].merge(span)
-        for name, counted in seen.counted.items():
-            counters[name].add(counted)
-        progress(seen.file_bytes)
+    with closing(ordered_map(lambda block: _see(block, layout, config, split, sparse), blocks)) as results:
+        for seen in results:
+            ledger.add(seen.bad)
+            train_rows += seen.train_rows
+            for name, span in seen.ranges.items():
+                ranges[name].merge(span)
+            for name, counted in seen.counted.items():
+                counters[name].add(counted)
+            progress(seen.file_bytes)
     if not train_rows:
         raise ValueError("no training row: all rows are test rows or bad; lower test_fraction or test_rows")
     vocabularies = dict(

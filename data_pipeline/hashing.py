@@ -60,6 +60,7 @@ def string_buffers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     wide = pa.types.is_large_string(text.type)
     _, offsets, data = text.buffers()
     dtype = np.dtype(np.int64 if wide else np.int32)
+    if offsets is None:  # Arrow leaves out buffers that would be empty
+        return np.zeros(1, dtype), np.zeros(0, np.uint8)
     starts = np.frombuffer(offsets, dtype, len(text) + 1, text.offset * dtype.itemsize)
-    # Arrow leaves the buffer out where all strings are empty.
     return starts, np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -15,7 +15,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ordered_map(work: Callable[[Item], Result], items: Iterable[Item], workers: int = 0) -> Iterator[Result]:
+def ordered_map(
+    work: Callable[[Item], Result], items: Iterable[Item], workers: int = 0
+) -> Generator[Result, None, None]:
     """Yields `work(item)` in the order of the items, computed by threads; at most workers + 1 results exist at a time.
 
     Meant for work that leaves the interpreter lock (Arrow, NumPy, compiled loops). `workers` = 0: one per core, at

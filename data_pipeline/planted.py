@@ -106,7 +106,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class PlantedModel:
-    """The model's parameters; `calibrated` finds the intercept.
+    """The model's parameters.
 
     Attributes:
         seed: of everything.
@@ -135,9 +135,10 @@ class PlantedModel:
         ids = np.empty((len(self.sizes), rows), np.int32)
         dense = np.empty((self.num_dense, rows), np.float32)
         logits, uniforms = np.empty(rows), np.empty(rows)
-        keys = _keys(self.seed, len(self.sizes) + self.num_dense)
+        effects = _keys((self.seed, 0), len(self.sizes) + self.num_dense)
+        (row_key,) = _keys((self.seed, 1, stream), 1)
         _draw(
-            first_row, _keys(self.seed ^ 0x5EED << 32, stream + 1)[stream], keys, self.sizes, self.skew,
+            first_row, row_key, effects, self.sizes, self.skew,
             self.id_scale, self.pair_scale, self.rank, self.dense_scale, ids, dense, logits, uniforms,
         )  # fmt: skip
         logits += self.intercept
@@ -157,6 +158,6 @@ class PlantedModel:
         return (low + high) / 2
 
 
-def _keys(seed: int, count: int) -> np.ndarray:
+def _keys(seed: tuple[int, ...], count: int) -> np.ndarray:
     """Independent 64-bit keys: uint64 [count]."""
     return np.random.SeedSequence(seed).generate_state(count, np.uint64)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -141,11 +142,12 @@ def _write(
     fields = Schema(layout.name, encoder.dense, encoder.sparse, {})
     labelled = layout.label in layout.columns
     writers = [ShardWriter(folder, name, fields, shard_rows, labelled=labelled) for name in ("train", "test")]
-    for *tables, bad, file_bytes in ordered_map(encoded, blocks):
-        ledger.add(bad)
-        for writer, table in zip(writers, tables, strict=True):
-            writer.write(table)
-        report(file_bytes)
+    with closing(ordered_map(encoded, blocks)) as results:
+        for train, test, bad, file_bytes in results:
+            ledger.add(bad)
+            writers[0].write(train)
+            writers[1].write(test)
+            report(file_bytes)
     return {"train": writers[0].close(), "test": writers[1].close()}
 
 

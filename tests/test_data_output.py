@@ -1,0 +1,95 @@
+"""A data set appears whole or not at all: full disks, killed processes, folders that are in use."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
+
+SMALL = SynthesizeConfig(rows=3000, test_rows=500, vocabulary_scale=1e-4)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A real file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tiny_disk):
+    with pytest.raises(OSError, match=r"no room left for .*out\.partial.* bytes are free after .* were written"):
+        synthesize(tiny_disk / "out", SynthesizeConfig(rows=20_000, vocabulary_scale=1e-4, shard_rows=1000))
+    assert list(tiny_disk.iterdir()) == []
+
+
+def test_a_file_over_the_limit_is_told_and_nothing_is_left(tmp_path):
+    """The same without the right to mount: a limit on file sizes, in a process of its own."""
+    script = f"""
+        import resource
+        from cowrec.data_pipeline import SynthesizeConfig, synthesize
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        synthesize({str(tmp_path / "out")!r}, SynthesizeConfig(rows=20_000, vocabulary_scale=1e-4))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no room left for" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_leaves_nothing_that_loads(tmp_path):
+    script = f"""
+        import os, signal
+        from cowrec.data_pipeline import SynthesizeConfig, synthesize
+        done = []
+        def progress(rows):
+            done.append(rows)
+            if sum(done) > 200_000:
+                os.kill(os.getpid(), signal.SIGKILL)
+        synthesize({str(tmp_path / "out")!r}, SynthesizeConfig(rows=400_000, vocabulary_scale=1e-4, shard_rows=9999),
+            progress=progress)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("out.partial-")
+    assert list((left / "train").iterdir())
+    with pytest.raises(ValueError, match="not a prepared data set"):
+        Reader(left, "train", batch_size=8)
+    synthesize(tmp_path / "out", SMALL)
+    assert Schema.load(tmp_path / "out").splits["train"].rows == 3000
+
+
+def test_only_a_data_set_is_overwritten_and_only_when_asked(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    synthesize(out, SMALL)
+    with pytest.raises(ValueError, match="exists and is not empty; choose another output folder"):
+        synthesize(out, SMALL)
+    synthesize(out, SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4), overwrite=True)
+    assert Schema.load(out).splits["train"].rows == 100
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="is not a prepared data set, so it is not overwritten"):
+        synthesize(mine, SMALL, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+
+
+def test_an_interrupted_run_cleans_up(tmp_path):
+    def interrupt(rows):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(tmp_path / "out", SMALL, progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
