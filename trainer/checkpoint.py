@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torchrec.distributed import DistributedModelParallel
 
@@ -43,7 +44,7 @@ def load_model(folder: Path, model: nn.Module) -> Path:
     """Loads the newest checkpoint's weights into a sharded model in place; returns its path. All ranks call.
 
     Raises:
-        ValueError: there is no checkpoint, or it does not fit the model.
+        ValueError: there is no checkpoint, it is damaged, or it does not fit the model.
     """
     found = list_checkpoints(folder)
     if not found:
@@ -51,8 +52,10 @@ def load_model(folder: Path, model: nn.Module) -> Path:
     state = {"model": model.state_dict()}
     try:
         dcp.load(state, checkpoint_id=found[-1])
-    except (dcp.api.CheckpointException, ValueError) as error:
-        raise ValueError(f"{found[-1]} does not hold this model: {error}") from error
+    except (CheckpointException, Exception) as error:  # damaged files raise whatever their decoder does
+        raise ValueError(
+            f"{found[-1]} is damaged or of another model ({_cause(error)}); remove it to use the checkpoint before it"
+        ) from error
     model.load_state_dict(state["model"])
     return found[-1]
 
@@ -73,3 +76,10 @@ def run_state(
         "dense_optimizer": dense_optimizer.state_dict(),
         "progress": {"step": torch.tensor(step), "epoch": torch.tensor(epoch)},
     }
+
+
+def _cause(error: BaseException) -> str:
+    """The first failure of a rank, without the tracebacks that the library puts into its message."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -3,18 +3,23 @@
 Commands import what they need when they run, so that ``--help`` answers at once.
 """
 
+import dataclasses
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from tqdm import tqdm
+
+from .processes import launched_rank, launched_world_size
 
 app = typer.Typer(
     name="cowrec",
@@ -25,136 +30,91 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
 )
-prepare_app = typer.Typer(
-    no_args_is_help=True,
-    help="Turns raw click logs into Parquet shards of ids and a schema.json.",
-    rich_markup_mode="markdown",
-)
-app.add_typer(prepare_app, name="prepare")
 
 
-class DenseTransform(StrEnum):
-    minmax = "minmax"
-    log = "log"
-    buckets = "buckets"
-    none = "none"
+class LayoutName(StrEnum):
+    criteo = "criteo"
+    avazu = "avazu"
+    csv = "csv"
 
 
-class FitOn(StrEnum):
-    train = "train"
-    all = "all"
-
-
-class SplitKind(StrEnum):
-    random = "random"
-    tail = "tail"
-
-
-class OnBadRow(StrEnum):
-    error = "error"
-    skip = "skip"
-
-
-Inputs = Annotated[
-    list[Path], typer.Option("--input", "-i", help="Raw file, plain or gz, xz, zst; repeat it for several.")
-]
+RunDir = Annotated[Path, typer.Argument(help="Folder of a trained run.")]
+RunData = Annotated[Path, typer.Option(help="Data set prepared with the run's ids.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A run's TOML; its [prepare] section is used.")]
-Like = Annotated[
-    Path | None, typer.Option(help="Run or data set whose ids and scales to apply; all rows become the test split.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a data set that is there.")]
-MinCount = Annotated[int | None, typer.Option(help="Ids rarer than this in training share one row. [default: 1]")]
-HashBuckets = Annotated[
-    int | None, typer.Option(help="Rows per field by a stateless hash, instead of a vocabulary. [default: 0, off]")
-]
-Dense = Annotated[DenseTransform | None, typer.Option(help="What becomes of numbers. [default: minmax]")]
-Fit = Annotated[FitOn | None, typer.Option(help="Rows whose minimum and maximum count. [default: train]")]
-Split = Annotated[SplitKind | None, typer.Option(help="Random rows for testing, or the last ones. [default: random]")]
-TestFraction = Annotated[
-    float | None, typer.Option(help="Of the random split. [default: 0.1, for Avazu 0.2]")
-]
-TestRows = Annotated[int | None, typer.Option(help="Of the tail split.")]
-Seed = Annotated[int | None, typer.Option(help="Of the random split. [default: 0]")]
-BadRow = Annotated[OnBadRow | None, typer.Option("--on-bad-row", help="Stop, or leave it out. [default: error]")]
-MaxBadRows = Annotated[int | None, typer.Option(help="How many may be left out. [default: 1000]")]
-ShardRows = Annotated[int | None, typer.Option(help="Rows of a Parquet file.")]
 
 
-def _prepare(layout: str, inputs: list[Path], output: Path, config: Path | None, flags: dict[str, Any]) -> None:
-    from cowrec.data_pipeline import PrepareConfig, prepare, work_bytes
+@app.command()
+def prepare(
+    layout: Annotated[LayoutName, typer.Argument(help="What the raw files look like.")],
+    inputs: Annotated[
+        list[Path], typer.Option("--input", "-i", help="Raw file, plain or gz, xz, zst; repeat it for several.")
+    ],
+    output: Output,
+    csv_schema: Annotated[
+        Path | None, typer.Option("--schema", help="For csv: TOML file that describes the columns; not with --like.")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="Run or data set whose ids and scales to apply; all rows become the test split.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a data set that is there.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A run's TOML, for its [prepare]; flags go before it.")] = None,
+    min_count: Annotated[int | None, typer.Option(help="Ids rarer than this in training share one row. [1]")] = None,
+    hash_buckets: Annotated[
+        int | None, typer.Option(help="Rows per field by a stateless hash, instead of a vocabulary. [0, off]")
+    ] = None,
+    dense: Annotated[str | None, typer.Option(help="What becomes of numbers: [minmax], log, buckets, none.")] = None,
+    fit_on: Annotated[str | None, typer.Option(help="Rows whose minimum and maximum count: [train], all.")] = None,
+    split: Annotated[str | None, typer.Option(help="Rows for testing: [random], tail (the last ones).")] = None,
+    test_fraction: Annotated[float | None, typer.Option(help="Of the random split. [0.1, for avazu 0.2]")] = None,
+    test_rows: Annotated[int | None, typer.Option(help="Of the tail split.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random split. [0]")] = None,
+    on_bad_row: Annotated[str | None, typer.Option(help="At a bad row: [error], skip.")] = None,
+    max_bad_rows: Annotated[int | None, typer.Option(help="How many may be skipped. [1000]")] = None,
+    shard_rows: Annotated[int | None, typer.Option(help="Rows of a Parquet file.")] = None,
+) -> None:
+    """Turns raw click logs into a data set: Parquet shards of ids and a schema.json.
 
-    from .config import config_from, load_config
+    The layouts criteo (label, I1..I13, C1..C26, tabs, no header) and avazu (a header, then id, click, hour, C1,
+    banner_pos ... C21) are Kaggle's; csv is your own delimited files, with numeric, categorical, multi-valued and
+    weighted fields.
 
-    settings: dict[str, Any] = {}
-    if config is not None:
-        load_config(config)  # the whole file is checked, so that a run does not fail on it later
-        from .config import read_toml
+    Example: `cowrec prepare criteo --input train.txt.gz --output data/criteo --min-count 4`
 
-        settings = dict(read_toml(config).get("prepare", {}))
-    csv_schema, like, overwrite = flags.pop("csv_schema", None), flags.pop("like"), flags.pop("overwrite")
-    given = {key: value for key, value in flags.items() if value is not None}
-    if given.get("split", settings.get("split")) != settings.get("split"):
-        # Another kind of split than the file's: the size that belonged to the file's has no meaning any more.
-        settings.pop("test_rows", None)
-        settings.pop("test_fraction", None)
-    chosen = config_from(PrepareConfig, settings | given, "prepare.")
-    total = work_bytes(inputs, chosen, like=like)
-    with _bar(total, "B", f"prepare {layout}") as bar:
-        schema = prepare(
-            layout, inputs, output, chosen, csv_schema=csv_schema, like=like, overwrite=overwrite, progress=bar.update
+    Example: `cowrec prepare csv --schema columns.toml --input ratings.csv --output data/ratings`
+    """
+    flags = {
+        "min_count": min_count,
+        "hash_buckets": hash_buckets,
+        "dense": dense,
+        "fit_on": fit_on,
+        "split": split,
+        "test_fraction": test_fraction,
+        "test_rows": test_rows,
+        "seed": seed,
+        "on_bad_row": on_bad_row,
+        "max_bad_rows": max_bad_rows,
+        "shard_rows": shard_rows,
+    }
+    from cowrec.data_pipeline import prepare as run
+    from cowrec.data_pipeline import work_bytes
+
+    settings = _prepare_config(config, {key: value for key, value in flags.items() if value is not None})
+    with _bar(work_bytes(inputs, settings, like=like), "B", f"prepare {layout}") as bar:
+        schema = run(
+            layout.value,
+            inputs,
+            output,
+            settings,
+            csv_schema=csv_schema,
+            like=like,
+            overwrite=overwrite,
+            progress=bar.update,
         )
     rows = ", ".join(f"{split.rows:,} {name} rows" for name, split in schema.splits.items())
     bad = sum(source.bad_rows for source in schema.sources)
     skipped = f"; {bad:,} bad rows left out" if bad else ""
     ids = sum(field.num_embeddings for field in schema.sparse)
     print(f"{output}: {rows}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids:,} ids{skipped}")
-
-
-@prepare_app.command("criteo")
-def prepare_criteo(
-    inputs: Inputs, output: Output, config: ConfigFile = None, like: Like = None, overwrite: Overwrite = False,
-    min_count: MinCount = None, hash_buckets: HashBuckets = None, dense: Dense = None, fit_on: Fit = None,
-    split: Split = None, test_fraction: TestFraction = None, test_rows: TestRows = None, seed: Seed = None,
-    on_bad_row: BadRow = None, max_bad_rows: MaxBadRows = None, shard_rows: ShardRows = None,
-) -> None:  # fmt: skip
-    """Kaggle's Criteo Display Advertising layout: label, I1..I13, C1..C26, tabs, no header.
-
-    Example: `cowrec prepare criteo --input train.txt.gz --output data/criteo --min-count 4`
-    """
-    _prepare("criteo", **_flags(locals()))
-
-
-@prepare_app.command("avazu")
-def prepare_avazu(
-    inputs: Inputs, output: Output, config: ConfigFile = None, like: Like = None, overwrite: Overwrite = False,
-    min_count: MinCount = None, hash_buckets: HashBuckets = None, dense: Dense = None, fit_on: Fit = None,
-    split: Split = None, test_fraction: TestFraction = None, test_rows: TestRows = None, seed: Seed = None,
-    on_bad_row: BadRow = None, max_bad_rows: MaxBadRows = None, shard_rows: ShardRows = None,
-) -> None:  # fmt: skip
-    """Kaggle's Avazu layout: a header, then id, click, hour, C1, banner_pos ... C21.
-
-    Example: `cowrec prepare avazu --input train.gz --output data/avazu`
-    """
-    _prepare("avazu", **_flags(locals()))
-
-
-@prepare_app.command("csv")
-def prepare_csv(
-    inputs: Inputs, output: Output,
-    csv_schema: Annotated[
-        Path | None, typer.Option("--schema", help="TOML file that describes the columns; not with --like.")
-    ] = None,
-    config: ConfigFile = None, like: Like = None, overwrite: Overwrite = False,
-    min_count: MinCount = None, hash_buckets: HashBuckets = None, dense: Dense = None, fit_on: Fit = None,
-    split: Split = None, test_fraction: TestFraction = None, test_rows: TestRows = None, seed: Seed = None,
-    on_bad_row: BadRow = None, max_bad_rows: MaxBadRows = None, shard_rows: ShardRows = None,
-) -> None:  # fmt: skip
-    """Your own delimited files: numeric, categorical, multi-valued and weighted fields.
-
-    Example: `cowrec prepare csv --schema scripts/configs/movielens_schema.toml --input ratings.csv --output data/ml`
-    """
-    _prepare("csv", **_flags(locals()))
 
 
 @app.command()
@@ -182,8 +142,8 @@ def synthesize(
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
-    data: Annotated[Path | None, typer.Option(help="Prepared data set; default: data.dir of the TOML.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME-DATE]")] = None,
+    data: Annotated[Path | None, typer.Option(help="Prepared data set. [data.dir of the TOML]")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run, new or empty. [runs/NAME-DATE]")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value over the TOML; repeat it for several.")
     ] = None,
@@ -201,20 +161,18 @@ def train(
     data_dir = data or (Path(loaded.data.dir) if loaded.data.dir else None)
     if data_dir is None:
         raise ValueError("no data set: pass --data DIR or set data.dir in the TOML")
-    folder = run_dir or _new_run_dir(config.stem)
+    if run_dir is None and launched_world_size() > 1:
+        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
+    folder = run_dir or Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     report = run(loaded, data_dir, folder)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(
-            f"AUC {_number(report['auc'], '.4f')}  logloss {_number(report['logloss'], '.4f')}  "
-            f"{report['samples_per_second']:,.0f} samples/s  run {folder}"
-        )
+    if launched_rank() == 0:
+        auc, logloss, speed = report["auc"], report["logloss"], report["samples_per_second"]
+        print(f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed:,.0f} samples/s  run {folder}")
 
 
 @app.command()
 def evaluate(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a trained run.")],
-    data: Annotated[Path, typer.Option(help="Data set prepared with the run's ids.")],
-    split: Annotated[str, typer.Option(help="Which rows.")] = "test",
+    run_dir: RunDir, data: RunData, split: Annotated[str, typer.Option(help="Which rows: test, train.")] = "test"
 ) -> None:
     """Prints AUC, logloss and rows of a data set under a run's newest checkpoint, as JSON.
 
@@ -224,16 +182,16 @@ def evaluate(
     from .saved_run import evaluate_run
 
     quality = evaluate_run(run_dir, data, split)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if launched_rank() == 0:
         print(to_json(quality))
 
 
 @app.command()
 def predict(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a trained run.")],
-    data: Annotated[Path, typer.Option(help="Data set prepared with the run's ids.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.")],
-    split: Annotated[str, typer.Option(help="Which rows.")] = "test",
+    run_dir: RunDir,
+    data: RunData,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write; replaced where it is there.")],
+    split: Annotated[str, typer.Option(help="Which rows: test, train.")] = "test",
 ) -> None:
     """Writes the click probability of every row, in order, to a Parquet file.
 
@@ -247,50 +205,63 @@ def predict(
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake ends in one line and exit code 2, Ctrl-C in 130."""
-    # Deprecations inside libraries are not the user's concern, and say nothing about their data.
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    """Runs the command line; a user's mistake or a run gone astray ends in one line and exit code 2, Ctrl-C in 130."""
+    quiet_libraries()
     try:
         app()
-    except KeyboardInterrupt as stopped:
-        print(f"cowrec: {stopped or 'interrupted'}", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except Exception as error:
+        from .stopping import Interrupted
+
+        rank = f" (rank {launched_rank()})" if launched_world_size() > 1 else ""
+        if isinstance(error, Interrupted):
+            # All processes stop at the same step; one of them says so.
+            if launched_rank() == 0:
+                print(f"cowrec: {error}", file=sys.stderr)
+            _exit(130)
         if not _is_message(error):
-            raise
-        print(f"cowrec: error: {error}", file=sys.stderr)
-        sys.exit(2)
+            traceback.print_exc()
+            _exit(1)
+        print(f"cowrec{rank}: error: {error}", file=sys.stderr)
+        _exit(2)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process; one of several at once, since Python would first wait for what the others will never send."""
+    if launched_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def quiet_libraries() -> None:
+    """Hides what libraries say about themselves: their deprecations tell a user nothing about the data or the run."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torchmetrics")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def _is_message(error: Exception) -> bool:
-    """True for errors that are written for users; a RuntimeError of a library keeps its traceback."""
-    return not isinstance(error, RuntimeError) or type(error).__module__.startswith("cowrec.")
+    """True for errors written for users: cowrec's own and the system's about files; others keep their traceback."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, OSError) or innermost.f_globals["__name__"].startswith("cowrec.")
 
 
-def _flags(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A command's arguments as keywords of _prepare: where to, and the flags."""
-    where = {key: arguments.pop(key) for key in ("inputs", "output", "config")}
-    return {**where, "flags": {key: getattr(value, "value", value) for key, value in arguments.items()}}
+def _prepare_config(toml: Path | None, flags: dict[str, Any]) -> Any:
+    """The `[prepare]` section of a run's TOML, which must be right as a whole, with flags put over it."""
+    from cowrec.data_pipeline import PrepareConfig
 
+    from .config import load_config
 
-def _new_run_dir(name: str) -> Path:
-    from datetime import datetime
-
-    launched = os.environ.get("WORLD_SIZE", "1") != "1"
-    if launched:
-        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    section = load_config(toml).prepare if toml else PrepareConfig()
+    if flags.get("split", section.split) != section.split:
+        # The file's sizes belong to the file's kind of split.
+        flags = {"test_rows": None, "test_fraction": None, **flags}
+    return dataclasses.replace(section, **flags)
 
 
 @contextmanager
 def _bar(total: int, unit: str, what: str) -> Iterator[tqdm]:
-    with tqdm(
-        total=total, unit=unit, desc=what, unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
+    with tqdm(total=total, unit=unit, desc=what, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
         yield bar
-
-
-def _number(value: float | None, form: str) -> str:
-    return "undefined" if value is None or value != value else format(value, form)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.models import MODELS, ModelConfig
-from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule
+from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class DataConfig:
 
     Attributes:
         dir: a prepared data set; `--data` overrides it.
-        resident: keep the training set on the device: "yes", "no", or "auto" where it takes at most half of what is free.
+        resident: keep the training set on the device: "yes", "no", or "auto", where it takes at most half of what is
+            free.
         window_rows: rows shuffled together while streaming.
     """
 
@@ -67,7 +68,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("batch_size", "eval_batch_size", "epochs", "log_every", "keep_checkpoints"):
             _require(f"train.{key}", getattr(self, key), getattr(self, key) >= 1, "at least 1")
-        _require("train.seed", self.seed, self.seed >= 0, "at least 0")
+        _require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,12 @@ class OptimizerConfig:
     """`[optimizer]`: values found good at a base batch size, and the rule that carries them to another.
 
     Attributes:
-        embedding: optimizer of the tables. "adam" is cowrec's lazy Adam with coupled L2, on CPU and CUDA; the others are
-            FBGEMM's fused ones ("fbgemm_adam" on CUDA only), which take no L2.
+        embedding: optimizer of the tables. "adam" is cowrec's lazy Adam with coupled L2, on CPU and CUDA; the others
+            are FBGEMM's fused ones ("fbgemm_adam" on CUDA only), which take no L2.
         base_batch_size: the batch size that the values below belong to.
         scaling: one of the scaling rules; "none" keeps the values.
-        embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear kernel.
+        embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
+            kernel.
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
         betas, eps, epsilon: Adam's, dense and embedding; `epsilon` says where eps goes ("torch" or "keras").
@@ -116,7 +118,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """`[clip]`: the rule for the embedding rows; a rule takes the values it knows and refuses the others."""
+    """`[clip]`: the rule for the embedding rows.
+
+    A rule takes the values it knows and refuses the others; "none" ignores them.
+    """
 
     rule: str = "cowclip"
     r: float | None = None
@@ -129,6 +134,8 @@ class ClipConfig:
         self.build()
 
     def build(self) -> ClipRule:
+        if self.rule == NoClip.name:  # one override, clip.rule=none, switches any run's clip off
+            return NoClip()
         kind: Any = CLIP_RULES[self.rule]
         given = {key: value for key, value in dataclasses.asdict(self).items() if key != "rule" and value is not None}
         known = {each.name for each in dataclasses.fields(kind)}
@@ -168,42 +175,48 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ValueError: a file that is not there or not TOML, an unknown key, a value of the wrong type or out of range.
     """
-    sections = read_toml(path)
+    sections = _read_toml(path)
     for override in overrides:
         _apply(sections, override)
     try:
-        return config_from(RunConfig, sections)
+        return config_from(sections)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ValueError with the file's name where it cannot be read."""
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; see scripts/configs for examples") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def save_config(config: RunConfig, path: Path) -> None:
-    """Writes a configuration as TOML, every key spelled out (keys without a value are left away)."""
-    path.write_text(tomli_w.dumps(_without_none(dataclasses.asdict(config))), encoding="utf-8")
+def save_config(config: RunConfig, path: Path, comment: str = "") -> None:
+    """Writes a configuration as TOML, every key spelled out (those without a value are left out), below a comment."""
+    above = "".join(f"# {line}\n" for line in comment.splitlines())
+    path.write_text(above + tomli_w.dumps(_without_none(dataclasses.asdict(config))), encoding="utf-8")
 
 
-def config_from(kind: type, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """A configuration dataclass from plain values. Raises ValueError naming the key, the value and the remedy."""
-    _check_keys(kind, values, prefix)
+def config_from(values: Mapping[str, Any]) -> RunConfig:
+    """A run's configuration from plain values. Raises ValueError naming the key, the value and the remedy."""
+    _check_keys(RunConfig, values, "")
+    # JSON's strict mode is the one that wants exact types and still takes a list for a tuple, an int for a float. What
+    # JSON lacks (TOML's dates) becomes a string, which the message then shows.
+    text = json.dumps(_without_none(values), default=str)
     try:
-        # JSON's strict mode is the one that wants exact types and still takes a list for a tuple, an int for a float.
-        return TypeAdapter(kind).validate_json(json.dumps(_without_none(values)), strict=True)
+        return TypeAdapter(RunConfig).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, ValueError):
-            raise ValueError(str(cause)) from None
-        key = prefix + ".".join(str(part) for part in first["loc"])
+            # A section's own check; where its message does not say which section that is, this does.
+            named = not key or f"{key}." in str(cause)
+            raise ValueError(str(cause) if named else f"[{key}] {cause}") from None
         raise ValueError(f"{key} = {first['input']!r}: {_lower(first['msg'])}") from None
 
 
@@ -211,13 +224,19 @@ def _check_keys(kind: type, values: Mapping[str, Any], prefix: str) -> None:
     hints = get_type_hints(kind)
     for key, value in values.items():
         if key not in hints:
-            nearest = get_close_matches(key, hints, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"known here: {', '.join(sorted(hints))}"
-            raise ValueError(f"unknown key {prefix}{key} (= {value!r}); {hint}")
+            raise ValueError(f"unknown key {prefix}{key} (= {value!r}); {_nearest_keys(key, hints, prefix)}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{prefix}{key} = {value!r} must be a section; write {prefix}{key}.KEY = VALUE")
             _check_keys(hints[key], value, f"{prefix}{key}.")
+
+
+def _nearest_keys(key: str, known: Mapping[str, Any], prefix: str) -> str:
+    """The key of that name in other sections, else the nearest in this one."""
+    sections = {each.name: each.default_factory for each in dataclasses.fields(RunConfig)}
+    found = [f"{name}.{key}" for name, kind in sections.items() if key in get_type_hints(kind)]
+    found = found or [prefix + near for near in get_close_matches(key, known, n=1, cutoff=0.5)]
+    return f"did you mean {' or '.join(found)}?" if found else f"known here: {', '.join(sorted(known))}"
 
 
 def _apply(sections: dict[str, Any], override: str) -> None:
@@ -229,10 +248,10 @@ def _apply(sections: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    sections.setdefault(section, {})
-    if not isinstance(sections[section], dict):
-        raise ValueError(f"--set {override}: {section} is not a section")
-    sections[section][key] = value
+    values = sections.setdefault(section.strip(), {})
+    if not isinstance(values, dict):
+        raise ValueError(f"--set {override}: {section} = {values!r} in the file is not a section")
+    values[key.strip()] = value
 
 
 def _without_none(value: Any) -> Any:

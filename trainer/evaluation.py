@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import nan
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
 from torchrec.distributed import TrainPipelineSparseDist
 
 from cowrec.data_pipeline import Batch, Reader
+
+from .readers import even_slices
 
 Pipeline: TypeAlias = TrainPipelineSparseDist[Batch, tuple[Tensor, Tensor, Tensor]]
 """TorchRec's pipeline over a TrainTask: ``progress`` returns (loss, logits [B], label [B])."""
@@ -32,41 +36,35 @@ class Quality:
     rows: int
 
 
-def evaluate(pipeline: Pipeline, reader: Reader) -> Quality:
-    """AUC and logloss over a whole split; all processes call together and get the same numbers.
-
-    Raises:
-        ValueError: the split has no rows or no labels.
-    """
+def evaluate(model: nn.Module, pipeline: Pipeline, reader: Reader) -> Quality:
+    """AUC and logloss over a split that has rows and labels; all processes call together and get the same numbers."""
     split = reader.schema.split(reader.split)
-    if not split.labelled:
-        raise ValueError(f"the {reader.split} split has no labels: it can be predicted, not evaluated")
-    if not split.rows:
-        raise ValueError(f"the {reader.split} split has no rows; prepare it with a larger test fraction")
     auc = BinaryAUROC(thresholds=None, validate_args=False).to(reader.device)
     logloss = MeanMetric().set_dtype(torch.float64).to(reader.device)
-    for logits, label in predictions(pipeline, reader):
-        if label.numel():
-            auc.update(logits.double().sigmoid(), label.long())
-            losses = F.binary_cross_entropy_with_logits(logits.double(), label.double(), reduction="none")
-            logloss.update(losses)
+    for logits, label in predictions(model, pipeline, reader):
+        # Also where this process has no rows: a metric that was never updated does not take part in the gathering, and
+        # the other processes would wait for it.
+        auc.update(logits.double().sigmoid(), label.long())
+        logloss.update(F.binary_cross_entropy_with_logits(logits.double(), label.double(), reduction="none"))
     one_class = split.positives in (0, split.rows)
-    return Quality(float("nan") if one_class else auc.compute().item(), logloss.compute().item(), split.rows)
+    return Quality(nan if one_class else auc.compute().item(), logloss.compute().item(), split.rows)
 
 
-def predictions(pipeline: Pipeline, reader: Reader) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [B], label [B]) of each batch of this process, in the reader's order, on its device."""
-    model = pipeline._model
+def predictions(model: nn.Module, pipeline: Pipeline, reader: Reader) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits [B], label [B]) of each batch of this process, in the reader's order, on its device.
+
+    Args:
+        model: what the pipeline drives; it is put in evaluation mode meanwhile.
+        pipeline: of the model.
+        reader: of the split.
+    """
     was_training = model.training
     model.eval()
-    batches = reader.epoch(0)
+    batches = even_slices(reader.epoch(0), dist.get_world_size())
     try:
         with torch.no_grad():
-            while True:
-                try:
-                    _, logits, label = pipeline.progress(batches)
-                except StopIteration:
-                    return
+            for _ in range(len(reader)):
+                _, logits, label = pipeline.progress(batches)
                 yield logits, label
     finally:
         model.train(was_training)

@@ -1,177 +1,150 @@
 """Training: the story of a run, from a configuration and a prepared data set to a report."""
 
 import dataclasses
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from math import ceil
+from math import ceil, isfinite, nan
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torchrec.distributed import TrainPipelineSparseDist
 from tqdm import tqdm
 
-from cowrec.data_pipeline import Reader, Schema, available_bytes, resident_bytes
-from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
-
-from .assembly import build_sharded, dense_parameters, describe, embedding_optimizer
+from .assembly import build_sharded, dense_parameters, derived_hyperparameters, describe, embedding_optimizer
 from .checkpoint import run_state, save_checkpoint
 from .config import RunConfig
-from .evaluation import Quality, evaluate
-from .processes import Process, process_group
-from .run_dir import CHECKPOINTS, RunLog, create_run_dir, environment, write_report
+from .evaluation import evaluate
+from .processes import Process, on_first, process_group
+from .readers import even_slices, training_readers
+from .run_dir import CHECKPOINTS, RunLog, create_run_dir, environment, require_unused, write_report
 from .schedule import DenseAdam
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss became NaN or infinite; the message says where and what is left."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, after a checkpoint was saved; the message names it."""
+from .stopping import Interrupted, LossWatch, NonFiniteLoss, StopRequest, stop_requests
 
 
 def train(config: RunConfig, data_dir: Path, run_dir: Path) -> dict[str, Any]:
     """Trains a model, evaluating and saving after every epoch; returns the report that ``run_dir`` then holds.
 
+    The report's ``samples_per_second`` and ``train_seconds`` are of the training steps alone, without evaluations and
+    checkpoints, and without the run's very first step, in which kernels are compiled or loaded; ``wall_seconds`` is all
+    of it, from the joining of the processes on.
+
     Raises:
         ValueError: a setting or data set that does not work; nothing has been trained then.
-        NonFiniteLoss: training went astray.
-        Interrupted: it was asked to stop.
+        NonFiniteLoss: training went astray; the checkpoints of earlier epochs are kept.
+        Interrupted: it was asked to stop, and has saved a checkpoint.
     """
+    started = time.perf_counter()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
     with process_group(config.train.device) as process:
-        run = _Run(config, data_dir, run_dir, process)
-        started = time.time()
-        with RunLog(run_dir if process.is_first else None) as log, _stop_requests() as stop:
+        on_first(process, lambda: require_unused(run_dir))
+        run = _Run(config, run_dir, process)
+        on_first(process, lambda: create_run_dir(run_dir, config, describe(config)))
+        run.say(run.summary())
+        with RunLog(run_dir if process.is_first else None) as log, stop_requests(process) as stop:
             for epoch in range(config.train.epochs):
                 run.train_epoch(epoch, log, stop)
                 run.evaluate(epoch, log)
                 run.save(epoch + 1)
-        report = run.report(time.time() - started)
-        if process.is_first:
-            write_report(run_dir, report)
+        report = run.report() | {"wall_seconds": time.perf_counter() - started}
+        on_first(process, lambda: write_report(run_dir, report))
         return report
 
 
 class _Run:
     """A run in progress: its data, its model, its optimizers and what it has measured."""
 
-    def __init__(self, config: RunConfig, data_dir: Path, run_dir: Path, process: Process):
+    def __init__(self, config: RunConfig, run_dir: Path, process: Process):
         self.config, self.run_dir, self.process = config, run_dir, process
-        self.schema = Schema.load(data_dir)
-        self.train_reader = self._reader(data_dir, "train")
-        self.test_reader = self._reader(data_dir, "test")
-        self.hyperparameters = derived_hyperparameters(config)
-        self.model = build_sharded(config, self.schema, process, self.hyperparameters)
-        self.embedding_optimizer = embedding_optimizer(config, self.schema, self.model, self.hyperparameters)
-        warmup_steps = ceil(config.optimizer.warmup_epochs * len(self.train_reader))
+        self.train_reader, self.test_reader = training_readers(config, Path(config.data.dir), process)
+        self.schema = self.train_reader.schema
+        self.model = build_sharded(config, self.schema, process)
+        self.embedding_optimizer = embedding_optimizer(config, self.schema, self.model)
         self.dense_optimizer = DenseAdam(
-            dense_parameters(self.model), config.optimizer, self.hyperparameters.dense_lr, warmup_steps
+            dense_parameters(self.model),
+            config.optimizer,
+            derived_hyperparameters(config).dense_lr,
+            warmup_steps=ceil(config.optimizer.warmup_epochs * len(self.train_reader)),
         )
         self.pipeline = TrainPipelineSparseDist(self.model, self.dense_optimizer, process.device)
         self.step = 0
-        self.train_seconds = 0.0
-        self.samples = 0
+        self.speed = _Speed()
         self.epochs: list[dict[str, Any]] = []
         self.last_checkpoint: Path | None = None
-        if process.is_first:
-            create_run_dir(run_dir, config, data_dir)
-            tqdm.write(_summary(config, self), file=sys.stderr)
-        dist.barrier()
 
-    def train_epoch(self, epoch: int, log: RunLog, stop: "_StopRequest") -> None:
-        """One pass over the training set. The loop body never waits for the device; every ``log_every`` steps do."""
-        batches, every = self.train_reader.epoch(epoch), self.config.train.log_every
-        watch = _LossWatch(self.process.device)
-        started = time.perf_counter()
-        with self._progress(epoch) as bar:
-            for index in range(len(self.train_reader)):
+    def train_epoch(self, epoch: int, log: RunLog, stop: StopRequest) -> None:
+        """One pass over the training set. No step waits for the device but those after which metrics are written."""
+        steps, every, size = len(self.train_reader), self.config.train.log_every, self.config.train.batch_size
+        batches = even_slices(self.train_reader.epoch(epoch), self.process.world_size)
+        watch = LossWatch(self.process)
+        self.speed.start()
+        with self._bar(epoch) as bar:
+            for index in range(1, steps + 1):
                 lr = self.dense_optimizer.prepare(self.step)
                 loss, _, _ = self.pipeline.progress(batches)
                 watch.add(loss, self.step)
                 self.step += 1
-                if self.step % every and index + 1 < len(self.train_reader):
-                    if self.process.world_size == 1 and stop.requested:
-                        self._stop(epoch, watch)
+                stopping = stop.agreed()
+                if not (stopping or self.step == 1 or self.step % every == 0 or index == steps):
                     continue
-                mean_loss = self._check(watch, epoch)
-                done = min((index + 1) * self.config.train.batch_size, self.train_reader.num_rows)
-                rate = done / (time.perf_counter() - started)
+                mean_loss = self._checked_loss(watch, epoch)
+                done = min(index * size, self.train_reader.num_rows)
+                rate = self.speed.measure(done, counts=self.step > 1)
                 log.write("train", self.step, epoch=epoch, loss=mean_loss, samples_per_second=rate, dense_lr=lr)
                 bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
                 bar.update(done - bar.n)
-                if self._anyone(stop.requested):
-                    self._stop(epoch, watch)
-        self.train_seconds += time.perf_counter() - started
-        self.samples += done
+                if stopping:
+                    self.save(epoch)
+                    raise Interrupted(f"stopped at step {self.step}; saved {self.last_checkpoint}")
 
-    def evaluate(self, epoch: int, log: RunLog) -> Quality:
-        quality = evaluate(self.pipeline, self.test_reader)
+    def evaluate(self, epoch: int, log: RunLog) -> None:
+        """Measures the test split after an epoch (from 0)."""
+        quality = evaluate(self.model, self.pipeline, self.test_reader)
+        if not isfinite(quality.logloss):
+            raise self._non_finite(f"on the test split after step {self.step}", epoch)
         log.write("eval", self.step, epoch=epoch, **dataclasses.asdict(quality))
         self.epochs.append({"epoch": epoch + 1, "step": self.step, **dataclasses.asdict(quality)})
-        if self.process.is_first:
-            tqdm.write(
-                f"epoch {epoch + 1}/{self.config.train.epochs}  step {self.step}  "
-                f"test AUC {quality.auc:.4f}  logloss {quality.logloss:.4f}",
-                file=sys.stderr,
-            )
-        return quality
+        self.say(
+            f"epoch {epoch + 1}/{self.config.train.epochs}  step {self.step}  "
+            f"test AUC {quality.auc:.4f}  logloss {quality.logloss:.4f}"
+        )
 
     def save(self, epochs_done: int) -> None:
-        state = run_state(
-            self.model, self.dense_optimizer, self.embedding_optimizer, step=self.step, epoch=epochs_done
-        )
+        state = run_state(self.model, self.dense_optimizer, self.embedding_optimizer, step=self.step, epoch=epochs_done)
         keep = self.config.train.keep_checkpoints
         self.last_checkpoint = save_checkpoint(self.run_dir / CHECKPOINTS, self.step, state, keep=keep)
 
-    def report(self, wall_seconds: float) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         last = self.epochs[-1]
         return {
             "auc": last["auc"],
             "logloss": last["logloss"],
-            "samples_per_second": self.samples / self.train_seconds,
-            "train_seconds": self.train_seconds,
-            "wall_seconds": wall_seconds,
+            "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
+            "train_seconds": self.speed.seconds,
             "steps": self.step,
             "best_possible": dict(self.schema.best) if self.schema.best else None,
             "seed": self.config.train.seed,
             "world_size": self.process.world_size,
-            **describe(self.hyperparameters, self.config),
-            "model": self.config.model.name,
+            **describe(self.config),
             "epochs": self.epochs,
             **environment(self.process.device),
         }
 
-    def _reader(self, data_dir: Path, split: str) -> Reader:
-        train = split == "train"
-        return Reader(
-            data_dir,
-            split,
-            batch_size=self.config.train.batch_size if train else self.config.train.eval_batch_size,
-            rank=self.process.rank,
-            world_size=self.process.world_size,
-            shuffle=train,
-            seed=self.config.train.seed,
-            drop_last=train and self.config.train.drop_last,
-            device=self.process.device,
-            resident=train and self._keeps_resident(),
-            window_rows=self.config.data.window_rows,
+    def summary(self) -> str:
+        derived = derived_hyperparameters(self.config)
+        table_rows = sum(field.num_embeddings for field in self.schema.sparse)
+        return (
+            f"{self.config.model.name} on {self.schema.name}: {self.train_reader.num_rows:,} training rows, "
+            f"{len(self.schema.sparse)} fields, {table_rows:,} table rows\n"
+            f"batch {self.config.train.batch_size} ({len(self.train_reader)} steps an epoch), "
+            f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: "
+            f"embedding lr {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}"
         )
 
-    def _keeps_resident(self) -> bool:
-        if self.config.data.resident != "auto":
-            return self.config.data.resident == "yes"
-        free = available_bytes(self.process.device)
-        copies = self.process.local_world_size if self.process.device.type == "cpu" else 1
-        return free is not None and copies * resident_bytes(self.schema) <= free // 2
+    def say(self, text: str) -> None:
+        if self.process.is_first:
+            tqdm.write(text, file=sys.stderr)
 
-    def _progress(self, epoch: int) -> tqdm:
+    def _bar(self, epoch: int) -> tqdm:
         return tqdm(
             total=self.train_reader.num_rows,
             desc=f"epoch {epoch + 1}",
@@ -181,96 +154,41 @@ class _Run:
             disable=not (self.process.is_first and sys.stderr.isatty()),
         )
 
-    def _check(self, watch: "_LossWatch", epoch: int) -> float:
-        """Mean loss over all ranks since the last check; raises on all of them where one had a loss that is not finite."""
-        mean_loss, bad_step = watch.read(self.process.world_size)
-        if bad_step is None:
-            return mean_loss
-        kept = f"the last good checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
-        raise NonFiniteLoss(
-            f"the loss was not finite at step {bad_step} (epoch {epoch + 1}), after {self.samples} samples of earlier"
-            f" epochs; {kept}. Lower optimizer.dense_lr (now {self.hyperparameters.dense_lr:g}) or"
-            f" optimizer.embedding_lr (now {self.hyperparameters.embedding_lr:g}), or clip with clip.rule"
+    def _checked_loss(self, watch: LossWatch, epoch: int) -> float:
+        """Mean loss over all ranks since the last check; raises on all of them where one had a loss not finite."""
+        mean_loss, bad_step = watch.read()
+        if bad_step is not None:
+            raise self._non_finite(f"at step {bad_step + 1}", epoch)
+        return mean_loss
+
+    def _non_finite(self, place: str, epoch: int) -> NonFiniteLoss:
+        derived, last = derived_hyperparameters(self.config), self.last_checkpoint
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
+        return NonFiniteLoss(
+            f"the loss was not finite {place} (epoch {epoch + 1}); {kept}. Look for values that are not finite in the"
+            f" data, lower optimizer.dense_lr (now {derived.dense_lr:g}) or optimizer.embedding_lr (now"
+            f" {derived.embedding_lr:g}), or clip with clip.rule"
         )
 
-    def _anyone(self, flag: bool) -> bool:
-        if self.process.world_size == 1:
-            return flag
-        flags = torch.tensor(float(flag), device=self.process.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags.item())
 
-    def _stop(self, epoch: int, watch: "_LossWatch") -> None:
-        self._check(watch, epoch)
-        self.save(epoch)
-        raise Interrupted(f"stopped at step {self.step}; saved {self.last_checkpoint}")
+class _Speed:
+    """Samples and seconds of training steps, added up over stretches of an epoch."""
 
+    def __init__(self) -> None:
+        self.samples = 0
+        self.seconds = 0.0
+        self.start()
 
-def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
-    """The run's learning rates and L2: the base values, scaled by the rule to its batch size."""
-    optimizer = config.optimizer
-    base = Hyperparameters(optimizer.embedding_lr, optimizer.dense_lr, optimizer.l2)
-    return scale_hyperparameters(
-        base,
-        base_batch_size=optimizer.base_batch_size,
-        batch_size=config.train.batch_size,
-        rule=optimizer.scaling,
-    )
+    def start(self) -> None:
+        """An epoch's first step begins now."""
+        self._done, self._since = 0, time.perf_counter()
 
-
-class _LossWatch:
-    """Sums losses and remembers the first that was not finite, on the device, so that no step waits for it."""
-
-    def __init__(self, device: torch.device):
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._bad = torch.full((), float("inf"), dtype=torch.float64, device=device)
-        self._count = 0
-
-    def add(self, loss: Tensor, step: int) -> None:
-        self._sum += loss
-        self._bad = torch.where(torch.isfinite(loss), self._bad, self._bad.clamp_max(step))
-        self._count += 1
-
-    def read(self, world_size: int) -> tuple[float, int | None]:
-        """(mean loss, first step with a bad one) over all ranks; starts a new mean. Waits for the device."""
-        if world_size > 1:
-            dist.all_reduce(self._sum)
-            dist.all_reduce(self._bad, dist.ReduceOp.MIN)
-        total, bad = torch.stack([self._sum, self._bad]).tolist()
-        mean = total / max(self._count, 1) / world_size
-        self._sum.zero_()
-        self._count = 0
-        return mean, None if bad == float("inf") else int(bad)
-
-
-class _StopRequest:
-    requested = False
-
-
-@contextmanager
-def _stop_requests() -> Iterator[_StopRequest]:
-    """Turns the first Ctrl-C or SIGTERM into a request; a second one interrupts at once."""
-    stop = _StopRequest()
-
-    def request(number: int, _: FrameType | None) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-
-    earlier = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-
-
-def _summary(config: RunConfig, run: _Run) -> str:
-    derived = run.hyperparameters
-    return (
-        f"{config.model.name} on {run.schema.name}: {run.train_reader.num_rows:,} training rows, "
-        f"{len(run.schema.sparse)} fields, {sum(field.num_embeddings for field in run.schema.sparse):,} table rows\n"
-        f"batch {config.train.batch_size} ({len(run.train_reader)} steps an epoch), scaling {config.optimizer.scaling}, "
-        f"clip {config.clip.rule}: embedding lr {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, "
-        f"l2 {derived.l2:g}"
-    )
+    def measure(self, done: int, *, counts: bool) -> float:
+        """Samples per second since the last call, where ``done`` of the epoch's are done; adds them up if it counts."""
+        now = time.perf_counter()
+        samples, seconds = done - self._done, now - self._since
+        self._done, self._since = done, now
+        if counts:
+            self.samples += samples
+            self.seconds += seconds
+        return samples / seconds

@@ -1,6 +1,6 @@
 """The folder of a run: resolved configuration, metrics, TensorBoard events, checkpoints, data description, report.
 
-    config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json
+config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json
 """
 
 import json
@@ -9,9 +9,9 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,44 +21,53 @@ from cowrec.data_pipeline import Schema
 
 from .config import RunConfig, save_config
 
-CONFIG, REPORT, CHECKPOINTS, METRICS = "config.toml", "report.json", "checkpoints", "metrics.jsonl"
+CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
+METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 
 
-def create_run_dir(path: Path, config: RunConfig, data_dir: Path) -> None:
-    """Starts a run's folder with its configuration and all that is needed to use the run without its training data.
-
-    Raises:
-        ValueError: the folder holds something already.
-    """
+def require_unused(path: Path) -> None:
+    """Raises ValueError where a run's folder holds something already."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run folder {path} is a file; choose another with --run-dir")
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"run folder {path} is not empty; choose another with --run-dir or remove it")
+
+
+def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:
+    """Starts a run's folder: its configuration and all that is needed to use the run without its training data.
+
+    Args:
+        path: the folder.
+        config: as resolved; ``config.data.dir`` is the data set.
+        derived: what follows from the configuration, written above it as comments.
+    """
+    data_dir = Path(config.data.dir)
     path.mkdir(parents=True, exist_ok=True)
-    save_config(config, path / CONFIG)
+    save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
     Schema.load(data_dir).save(path)
-    if (data_dir / "vocabulary").is_dir():
-        shutil.copytree(data_dir / "vocabulary", path / "vocabulary")
+    if (data_dir / VOCABULARY).is_dir():
+        shutil.copytree(data_dir / VOCABULARY, path / VOCABULARY)
 
 
 class RunLog:
     """Metrics of a run, to ``metrics.jsonl`` and TensorBoard; writes nothing where ``path`` is None (other ranks)."""
 
     def __init__(self, path: Path | None):
-        self._file = open(path / METRICS, "a", encoding="utf-8") if path else None
-        self._board = SummaryWriter(str(path / "tensorboard")) if path else None
+        self._path = path
+        self._board = SummaryWriter(str(path / BOARD)) if path else None
 
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file and self._board:
-            self._file.close()
+    def __exit__(self, *_: object) -> None:
+        if self._board:
             self._board.close()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One line ``{"kind": "train" | "eval", "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
-        if self._file and self._board:
-            self._file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
-            self._file.flush()
+        if self._path and self._board:
+            with (self._path / METRICS).open("a", encoding="utf-8") as file:
+                file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
             for key, value in values.items():
                 self._board.add_scalar(f"{kind}/{key}", value, step)
 

@@ -1,6 +1,7 @@
 """A saved run put to use, without its training data: evaluation and prediction."""
 
 import dataclasses
+import filecmp
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,18 +9,19 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch import nn
+from torch.optim import SGD
 from torchrec.distributed import TrainPipelineSparseDist
 
 from cowrec.data_pipeline import Reader, Schema
 
 from .assembly import build_sharded, dense_parameters
 from .checkpoint import load_model
-from .config import RunConfig, load_config
+from .config import load_config
 from .evaluation import Pipeline, evaluate, predictions
-from .loop import derived_hyperparameters
-from .processes import Process, process_group
-from .run_dir import CHECKPOINTS, CONFIG
-from .schedule import DenseAdam
+from .processes import launched_world_size, process_group
+from .readers import require_labelled_rows
+from .run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 
 
 def evaluate_run(run_dir: Path, data_dir: Path, split: str = "test") -> dict[str, Any]:
@@ -28,9 +30,9 @@ def evaluate_run(run_dir: Path, data_dir: Path, split: str = "test") -> dict[str
     Raises:
         ValueError: a folder that is no run, data with other ids than the run's, or a split without labels.
     """
-    with _saved_run(run_dir, data_dir, split) as (pipeline, reader, process):
-        del process
-        return dataclasses.asdict(evaluate(pipeline, reader))
+    with _saved_run(run_dir, data_dir, split) as (model, pipeline, reader):
+        require_labelled_rows(reader.schema, split, data_dir)
+        return dataclasses.asdict(evaluate(model, pipeline, reader))
 
 
 def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test") -> int:
@@ -39,14 +41,14 @@ def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test"
     Raises:
         ValueError: as :func:`evaluate_run`, or more than one process.
     """
+    if launched_world_size() > 1:
+        raise ValueError("predict runs in one process; start it without torchrun")
     schema = pa.schema([("prediction", pa.float32())])
-    with _saved_run(run_dir, data_dir, split) as (pipeline, reader, process):
-        if process.world_size > 1:
-            raise ValueError("predict runs in one process; start it without torchrun")
+    with _saved_run(run_dir, data_dir, split) as (model, pipeline, reader):
         partial = output.with_name(f"{output.name}.partial")
         try:
             with pq.ParquetWriter(partial, schema) as writer:
-                for logits, _ in predictions(pipeline, reader):
+                for logits, _ in predictions(model, pipeline, reader):
                     writer.write(pa.record_batch([logits.sigmoid().float().cpu().numpy()], schema=schema))
             partial.rename(output)
         finally:
@@ -55,11 +57,12 @@ def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test"
 
 
 @contextmanager
-def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[Pipeline, Reader, Process]]:
+def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.Module, Pipeline, Reader]]:
+    """A run's model with its newest weights, and a reader of a split of data that has its ids."""
     if not (run_dir / CONFIG).is_file():
         raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
     config, schema = load_config(run_dir / CONFIG), Schema.load(run_dir)
-    _check_same_ids(schema, Schema.load(data_dir), run_dir, data_dir)
+    _require_same_ids(run_dir, schema, data_dir, Schema.load(data_dir))
     with process_group(config.train.device) as process:
         reader = Reader(
             data_dir,
@@ -69,21 +72,43 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[Pipe
             world_size=process.world_size,
             device=process.device,
         )
-        yield _loaded_pipeline(config, schema, process, run_dir), reader, process
+        model = build_sharded(config, schema, process)
+        load_model(run_dir / CHECKPOINTS, model)
+        never_steps = SGD(dense_parameters(model))
+        yield model, TrainPipelineSparseDist(model, never_steps, process.device), reader
 
 
-def _loaded_pipeline(config: RunConfig, schema: Schema, process: Process, run_dir: Path) -> Pipeline:
-    hyperparameters = derived_hyperparameters(config)
-    model = build_sharded(config, schema, process, hyperparameters)
-    load_model(run_dir / CHECKPOINTS, model)
-    optimizer = DenseAdam(dense_parameters(model), config.optimizer, hyperparameters.dense_lr, 0)
-    return TrainPipelineSparseDist(model, optimizer, process.device)
-
-
-def _check_same_ids(of_run: Schema, of_data: Schema, run_dir: Path, data_dir: Path) -> None:
-    """Refuses data whose ids or dense values were made by another preparation than the run's."""
+def _require_same_ids(run_dir: Path, of_run: Schema, data_dir: Path, of_data: Schema) -> None:
+    """Raises ValueError where data have ids or dense values that another preparation made than the run's."""
+    different = None
     if (of_run.dense, of_run.sparse) != (of_data.dense, of_data.sparse):
+        different = "its fields, their sizes or scales differ"
+    elif _planted(of_run) != _planted(of_data):
+        different = "it is synthetic, of another seed or shape"
+    else:
+        for field in of_run.sparse:
+            file = Path(VOCABULARY) / f"{field.name}.parquet"
+            if field.encoding == "vocabulary" and not _same_vocabulary(run_dir / file, data_dir / file):
+                different = f"the ids of field {field.name!r} differ"
+                break
+    if different:
         raise ValueError(
-            f"{data_dir} was not prepared like the data of {run_dir}: its fields, vocabularies or scales differ;"
-            f" prepare it with --like {run_dir}"
+            f"{data_dir} was not prepared like the data of {run_dir}: {different}; prepare it with --like {run_dir}"
         )
+
+
+def _planted(schema: Schema) -> dict[str, Any] | None:
+    """What decides the meaning of synthetic ids: all settings but the sizes of the splits."""
+    if schema.name != "synthetic":
+        return None
+    return {key: value for key, value in schema.settings.items() if key not in ("rows", "test_rows", "shard_rows")}
+
+
+def _same_vocabulary(one: Path, other: Path) -> bool:
+    """The same ids in the same order, whichever version of the Parquet library wrote the files."""
+    for path in (one, other):
+        if not path.is_file():
+            raise ValueError(f"vocabulary file {path} is missing; prepare the data set, or train the run, again")
+    return filecmp.cmp(one, other, shallow=False) or pq.read_table(one, columns=["value"]).equals(
+        pq.read_table(other, columns=["value"])
+    )

@@ -1,0 +1,124 @@
+"""Two processes under torchrun train what one process trains, and what ends one of them ends both."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainer_cases
+from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data, train_case
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
+
+# name -> (data set, --set). A name's part before "/" is the run of one process that it must equal.
+CASES = {
+    "adam/table_wise": ("weighted", ["sharding.plan=table_wise"]),
+    "adam/row_wise": ("weighted", ["sharding.plan=row_wise"]),
+    "stock/table_wise": ("unweighted", [*STOCK, "sharding.plan=table_wise"]),
+    "stock/row_wise": ("unweighted", [*STOCK, "sharding.plan=row_wise"]),
+    "one_test_row/row_wise": ("one_test_row", ["sharding.plan=row_wise", "train.epochs=1"]),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``runs1/NAME`` of one process, ``runs2/NAME_PLAN`` of two in one launch; the ranks' outcomes in cases.rank*."""
+    folder = tmp_path_factory.mktemp("processes")
+    config_file(folder)
+    make_data(folder / "weighted")
+    make_data(folder / "unweighted", UNWEIGHTED)
+    make_data(folder / "one_test_row", test_rows=1)
+
+    def case(name: str, data: str, overrides: list[str], world_size: int) -> dict:
+        run_dir = folder / f"runs{world_size}" / name.replace("/", "_")
+        data_dir = folder / data / "data"
+        places = {"config": f"{folder}/run.toml", "data": str(data_dir), "run_dir": str(run_dir)}
+        return {**places, "set": overrides, "port": free_port()}
+
+    for name, (data, overrides) in CASES.items():
+        if name.endswith("row_wise"):
+            assert train_case(case(name.split("/")[0], data, overrides, 1)) == "ok"
+    double = [case(name, *what, 2) for name, what in CASES.items()]
+    double.append(double[0])  # again into a folder that holds a run
+    (folder / "cases.json").write_text(json.dumps(double))
+    script = str(Path(trainer_cases.__file__))
+    done = subprocess.run(
+        [*TORCHRUN, script, str(folder / "cases.json")],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_what_one_does(folder: Path, name: str) -> None:
+    one, two = folder / "runs1" / name.split("/")[0], folder / "runs2" / name.replace("/", "_")
+    reports = [json.loads((run / "report.json").read_text()) for run in (one, two)]
+    assert [report["world_size"] for report in reports] == [1, 2]
+    for first, second in zip(*(report["epochs"] for report in reports), strict=True):
+        assert first == pytest.approx(second, abs=1e-6)
+    states = [checkpoint(run) for run in (one, two)]
+    assert states[0]["progress"] == states[1]["progress"]
+    weights = [state["model"] for state in states]
+    assert weights[0].keys() == weights[1].keys()
+    for key, value in weights[0].items():
+        torch.testing.assert_close(
+            weights[1][key], value, rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+        )
+    assert any("embedding_bags" in key for key in weights[0])
+    assert any("embedding_bags" not in key for key in weights[0])
+
+
+def test_all_ranks_end_with_the_first_ones_error(folder: Path) -> None:
+    for rank in (0, 1):
+        *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
+        assert good == ["ok"] * len(CASES)
+        assert "is not empty; choose another with --run-dir" in refused
+
+
+def test_two_processes_write_one_report_and_one_log(folder: Path) -> None:
+    run = folder / "runs2" / "adam_row_wise"
+    assert not list(run.rglob("*.partial"))
+    kinds = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("eval") == 2
+
+
+def test_ctrl_c_ends_both_ranks_with_one_checkpoint(folder: Path) -> None:
+    """The terminal sends SIGINT to every process of its group, and torchrun then sends it to the ranks once more."""
+    run = folder / "stopped"
+    command = [*TORCHRUN, "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/weighted/data"]
+    command += ["--run-dir", str(run), "--set", "train.epochs=100000", "--set", "train.log_every=1000000"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if line.startswith("epoch 1/"):
+            os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) != 0
+    assert seen.count("cowrec: stopped at step") == 1, seen
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    assert f"saved {newest}" in seen
+    assert not list(run.rglob("*.partial"))
+    assert int(checkpoint(run)["progress"]["step"]) == int(newest.name.removeprefix("step_"))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
