@@ -27,7 +27,7 @@ RUNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to (re)make")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="training rows to synthesize")
+    parser.add_argument("--rows", type=int, default=600_000, help="training rows to synthesize")
     arguments = parser.parse_args()
     output: Path = arguments.output
     quiet_libraries()
@@ -37,7 +37,7 @@ def main() -> None:
     reports = {}
     for name, overrides in RUNS.items():
         print(f"\n{name}", flush=True)
-        reports[name] = train(load_config(CONFIG, overrides), output / "data", output / name.replace(", ", "_").replace(" ", "_"))
+        reports[name] = train(load_config(CONFIG, overrides), output / "data", output / folder(name))
     print(f"\n{table(reports)}\n\nplot: {plot(reports, output / 'demo.png')}")
 
 
@@ -65,7 +65,8 @@ def plot(reports: dict[str, dict[str, Any]], path: Path) -> Path:
     figure, (quality, speed) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
     for name, report in reports.items():
         epochs = report["epochs"]
-        quality.plot([each["epoch"] for each in epochs], [each["auc"] for each in epochs], "o-", label=label(name, report))
+        label = f"{name} ({report['batch_size']:,})"
+        quality.plot([each["epoch"] for each in epochs], [each["auc"] for each in epochs], "o-", label=label)
     quality.axhline(next(iter(reports.values()))["best_possible"]["auc"], color="gray", ls="--", label="best possible")
     quality.set(xlabel="epoch", ylabel="test AUC", xticks=range(1, len(epochs) + 1))
     quality.legend(loc="center right")
@@ -79,8 +80,8 @@ def plot(reports: dict[str, dict[str, Any]], path: Path) -> Path:
     return path
 
 
-def label(name: str, report: dict[str, Any]) -> str:
-    return f"{name} ({report['batch_size']:,})"
+def folder(name: str) -> str:
+    return name.replace(",", "").replace(" ", "_")
 
 
 if __name__ == "__main__":

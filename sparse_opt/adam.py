@@ -150,9 +150,7 @@ class EmbeddingAdam:
         id_weights = inputs.get("per_sample_weights")
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
-        return _UpdateInBackward.apply(
-            output.detach(), self._by_rows[rows], inputs, torch.ones((), requires_grad=True)
-        )
+        return _UpdateInBackward.apply(output.detach(), self._by_rows[rows], inputs, torch.ones((), requires_grad=True))
 
 
 class _UpdateInBackward(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """The process group of a run: torchrun's where it launched us, otherwise a group of one. One code path for both."""
 
+import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -70,6 +71,8 @@ def process_group(device: str) -> Iterator[Process]:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if local_world_size == world_size:
         _meet_on_loopback()
+    if kind == "cpu":
+        _keep_freed_memory()
     _join(kind, place, None if launched else dist.HashStore())
     process = Process(rank, world_size, local_world_size, launched, place)
     try:
@@ -93,6 +96,21 @@ def on_first(process: Process, action: Callable[[], None]) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise failure[0]
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep large freed blocks: by default each large tensor is mapped anew, at a page fault per 4 KiB.
+
+    Seen to save up to a third of the step at batches of 32K and above. Elsewhere than on glibc nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+# From glibc's malloc.h, whose values are part of its binary interface.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def _join(kind: str, device: torch.device, store: dist.Store | None) -> None:
