@@ -69,12 +69,12 @@ def plot(reports: dict[str, dict[str, Any]], path: Path) -> Path:
         quality.plot([each["epoch"] for each in epochs], [each["auc"] for each in epochs], "o-", label=label)
     quality.axhline(next(iter(reports.values()))["best_possible"]["auc"], color="gray", ls="--", label="best possible")
     quality.set(xlabel="epoch", ylabel="test AUC", xticks=range(1, len(epochs) + 1))
-    quality.legend(loc="center right")
     colors = [f"C{number}" for number in range(len(reports))]
     speed.barh(list(reports), [report["samples_per_second"] for report in reports.values()], color=colors)
     speed.invert_yaxis()
     speed.set_xlabel("training samples per second")
     device = next(iter(reports.values()))["device"]
+    figure.legend(loc="outside lower center", ncols=2)
     figure.suptitle(f"DeepFM on synthetic Criteo-shaped data, {device}")
     figure.savefig(path, dpi=120)
     return path
