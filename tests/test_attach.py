@@ -342,7 +342,7 @@ def test_embedding_adam_equals_torch_sparse_adam() -> None:
         for t, table in enumerate(tables):
             grad = torch.from_numpy(row_gradients(case, bags, targets, t)[0])
             present = torch.from_numpy(np.flatnonzero(row_gradients(case, bags, targets, t)[1]))
-            table.grad = torch.sparse_coo_tensor(present[None], grad[present], table.shape)
+            table.grad = torch.sparse_coo_tensor(present[None], grad[present], table.shape, check_invariants=True)
         oracle.step()
     for got, expected in zip(gather_tables(case, model), tables, strict=True):
         np.testing.assert_allclose(got, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
