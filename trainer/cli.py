@@ -238,7 +238,9 @@ def quiet_libraries() -> None:
     """Hides what libraries say about themselves: their deprecations tell a user nothing about the data or the run."""
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torchmetrics")
+    warnings.filterwarnings("ignore", category=UserWarning, module="torchmetrics|torchrec")
+    # fbgemm 1.6 does not know the torch that it was built for; require_matched_set does.
+    logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table" not in record.getMessage())
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
