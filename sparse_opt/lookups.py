@@ -15,9 +15,8 @@ from .versions import require_matched_set
 require_matched_set()  # before the imports that fail in riddles without it
 
 # ruff: noqa: E402
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
@@ -87,16 +86,12 @@ class Lookup:
     @cached_property
     def weight_offsets(self) -> list[int]:
         """Place of each table's first weight in :meth:`flat_weights`, in elements, [number of shards]."""
-        views = self.module.split_embedding_weights()
-        first = min(view.storage_offset() for view in views)
-        return [view.storage_offset() - first for view in views]
+        first = self.flat_weights().storage_offset()
+        return [view.storage_offset() - first for view in self.module.split_embedding_weights()]
 
     def flat_weights(self) -> Tensor:
         """All weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
-        views = self.module.split_embedding_weights()
-        size = max(offset + view.numel() for offset, view in zip(self.weight_offsets, views, strict=True))
-        first = min(view.storage_offset() for view in views)
-        return torch.as_strided(views[0].detach(), (size,), (1,), first)
+        return _memory_of(self.module).detach().view(-1)
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
         """One table's part of a flat tensor laid out like :meth:`flat_weights`, [rows, D]."""
@@ -200,6 +195,8 @@ def _why_not_kernel(kernel: Any) -> str | None:
         if table.local_cols != table.embedding_dim:
             return "it is sharded column-wise and the norm of a row needs all its columns; shard it row- or table-wise"
     tbe = kernel.emb_module
+    if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
+        return 'its rows are cached on the device, apart from their memory; shard it with compute_kernel="fused"'
     if len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1:
         return "tables of its group lie in different memories; give them one placement"
     if len({view.dtype for view in tbe.split_embedding_weights()}) != 1 or not all(
@@ -207,3 +204,8 @@ def _why_not_kernel(kernel: Any) -> str | None:
     ):
         return "its weights are quantised; use float32, float16 or bfloat16"
     return None
+
+
+def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Tensor:
+    """The one memory that all tables of a lookup lie in; _why_not_kernel refuses several."""
+    return next(memory for memory in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if memory.numel())

@@ -95,6 +95,10 @@ class LookupRows:
         self._r = torch.tensor([limit.r for limit in limits], device=device)
         self._floor = torch.tensor([limit.floor for limit in limits], device=device)
         self._per_occurrence = torch.tensor([limit.per_occurrence for limit in limits], device=device)
+        self._limits = (self._clip_columns, self._r, self._floor, self._per_occurrence)
+        # First and one past the last feature of each table.
+        tables = np.arange(len(dims))
+        self._features = np.searchsorted(features, tables, "left"), np.searchsorted(features, tables, "right")
         self._rows_seen = torch.zeros(len(dims), dtype=torch.int64, device=device)
         self._rows_clipped = torch.zeros(len(dims), dtype=torch.int64, device=device)
         self._latest = (torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device))
@@ -115,18 +119,15 @@ class LookupRows:
 
     def run_kernel(self, kernel: Callable[..., int], backward: Backward, *arguments: Any) -> None:
         """Runs a kernel of cpu_kernels.py over all tables, on as many threads as torch uses, and keeps the ratios."""
-        features, batch = len(self.lookup.feature_table), backward.output_grad.shape[0]
-        tables = len(self.lookup.shards)
-        first = np.searchsorted(self.lookup.feature_table, np.arange(tables), side="left")
-        last = np.searchsorted(self.lookup.feature_table, np.arange(tables), side="right")
+        batch, (first, last) = backward.output_grad.shape[0], self._features
         indices = backward.indices.long().numpy()
         offsets = backward.offsets.long().numpy()
-        begins = offsets[np.append(first, features) * batch]
-        ratios, used = np.empty(len(indices), np.float32), np.zeros(tables, np.int64)
+        begins = offsets[np.append(first, last[-1]) * batch]
+        ratios, used = np.empty(len(indices), np.float32), np.zeros(len(first), np.int64)
         id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
-        per_table = [tensor.numpy() for tensor in (self.layout.rows, self.layout.dim, self.layout.start)]
-        limits = [tensor.numpy() for tensor in (self._clip_columns, self._r, self._floor, self._per_occurrence)]
-        common = (begins, first, last, self.layout.feature_column.numpy(), batch, *per_table, *limits)
+        layout = self.layout
+        per_table = [tensor.numpy() for tensor in (layout.rows, layout.dim, layout.start, *self._limits)]
+        common = (begins, first, last, layout.feature_column.numpy(), batch, *per_table)
         lookup_arrays = (indices, offsets, id_weights, backward.output_grad.contiguous().numpy())
         weights = self.lookup.flat_weights().numpy()
         groups = _balanced_groups(np.diff(begins), torch.get_num_threads())

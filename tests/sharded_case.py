@@ -140,6 +140,7 @@ def sharded_model(
     make_kind: dict[str, Callable[[int], Any]] = {
         "row_wise": lambda t: row_wise(compute_kernel="fused"),
         "table_wise": lambda t: table_wise(rank=t % world, compute_kernel="fused"),
+        "cached": lambda t: table_wise(rank=t % world, compute_kernel="fused_uvm_caching"),
         "column_wise": lambda t: column_wise(ranks=[0, 0], compute_kernel="fused"),
         "data_parallel": lambda t: data_parallel(),
     }

@@ -73,3 +73,10 @@ def test_row_work_never_waits_for_the_device() -> None:
         rows.id_factors(backward)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_rows_cached_apart_from_their_memory_are_refused() -> None:
+    case = case_of("weights", "sgd", sharding="cached")
+    model = sharded_model(case, case.draw()["tables"], device=CUDA)
+    with pytest.raises(ValueError, match="its rows are cached on the device"):
+        attach_cowclip(model, RULE)

@@ -140,7 +140,7 @@ def test_data_of_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
 def test_synthetic_data_of_another_seed_are_refused(folder: Path, tmp_path: Path) -> None:
     sizes = {"rows": 60, "test_rows": 40, "vocabulary_scale": 1e-6}
     for name, seed in (("one", 0), ("two", 1)):
-        synthesize(tmp_path / name, SynthesizeConfig(seed=seed, **sizes))  # type: ignore[arg-type]
+        synthesize(tmp_path / name, SynthesizeConfig(seed=seed, **sizes))
     report = train(load_config(folder / "run.toml", ["train.epochs=1"]), tmp_path / "one", tmp_path / "run")
     assert report["best_possible"]["auc"] > 0.5
     assert evaluate_run(tmp_path / "run", tmp_path / "one")["rows"] == 40

@@ -52,7 +52,8 @@ def load_model(folder: Path, model: nn.Module) -> Path:
     state = {"model": model.state_dict()}
     try:
         dcp.load(state, checkpoint_id=found[-1])
-    except (CheckpointException, Exception) as error:  # damaged files raise whatever their decoder does
+    # Damaged files raise whatever their decoder does, and CheckpointException is not an Exception.
+    except (CheckpointException, Exception) as error:
         raise ValueError(
             f"{found[-1]} is damaged or of another model ({_cause(error)}); remove it to use the checkpoint before it"
         ) from error

@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline import PrepareConfig
-from cowrec.models import MODELS, ModelConfig
+from cowrec.models import ModelConfig
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
 
@@ -164,9 +164,6 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-
-    def __post_init__(self) -> None:
-        _require_known("model.name", self.model.name, MODELS)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
