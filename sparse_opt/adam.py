@@ -29,7 +29,7 @@ class AdamConfig:
         lr: learning rate, per step, >= 0.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, > 0.
-        epsilon: where eps goes. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
+        adam_epsilon: where eps goes. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
             ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
         l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the touched rows: ``2 * l2 * w`` joins the gradient
             before the clip, >= 0.
@@ -41,7 +41,7 @@ class AdamConfig:
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    epsilon: Literal["torch", "keras"] = "torch"
+    adam_epsilon: Literal["torch", "keras"] = "torch"
     l2: float = 0.0
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class AdamConfig:
             ("lr", self.lr, 0 <= self.lr < inf),
             ("betas", self.betas, all(0 <= beta < 1 for beta in self.betas)),
             ("eps", self.eps, 0 < self.eps < inf),
-            ("epsilon", self.epsilon, self.epsilon in ("torch", "keras")),
+            ("adam_epsilon", self.adam_epsilon, self.adam_epsilon in ("torch", "keras")),
             ("l2", self.l2, 0 <= self.l2 < inf),
         ):
             if not fits:
@@ -67,7 +67,7 @@ class AdamScalars:
 def adam_scalars(config: AdamConfig, lr: float, step: int) -> AdamScalars:
     """Learning rate and bias corrections of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section 2."""
     first, second = 1 - config.betas[0] ** step, 1 - config.betas[1] ** step
-    if config.epsilon == "keras":
+    if config.adam_epsilon == "keras":
         return AdamScalars(lr * sqrt(second) / first, 1.0)
     return AdamScalars(lr / first, 1 / sqrt(second))
 

@@ -33,7 +33,7 @@ from sharded_case import (
 RULE = CowClip(r=1.0, zeta=1e-3)
 ADAM = {
     "adam": AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6),
-    "keras_adam": AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, epsilon="keras"),
+    "keras_adam": AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, adam_epsilon="keras"),
 }
 # Relative to the row. Adagrad and Adam divide each element by a root of its squares, which magnifies the float32
 # rounding of sums whose terms nearly cancel (seen: 1.9e-6 for FBGEMM's Adagrad, 8.7e-6 for Adam's torch form).
@@ -73,7 +73,7 @@ def train_in_loops(case: Case) -> list[np.ndarray]:
                 b1, b2 = adam.betas
                 first[present] = b1 * first[present] + (1 - b1) * grads[present]
                 second[present] = b2 * second[present] + (1 - b2) * grads[present] ** 2
-                if adam.epsilon == "keras":
+                if adam.adam_epsilon == "keras":
                     size = adam.lr * np.sqrt(1 - b2**step) / (1 - b1**step)
                     moved = size * first / (np.sqrt(second) + adam.eps)
                 else:
@@ -334,7 +334,7 @@ def test_embedding_adam_equals_torch_sparse_adam() -> None:
     case = Case(steps=5, optimizer="sgd")
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"])
-    EmbeddingAdam(model, AdamConfig(lr=1e-2, eps=1e-6, epsilon="keras"))
+    EmbeddingAdam(model, AdamConfig(lr=1e-2, eps=1e-6, adam_epsilon="keras"))
     tables = [nn.Parameter(torch.from_numpy(table).double()) for table in drawn["tables"]]
     oracle = torch.optim.SparseAdam(tables, lr=1e-2, eps=1e-6)
     for bags, targets in drawn["steps"]:

@@ -127,7 +127,7 @@ run_configs = st.builds(
         dense_lr=rates,
         l2=rates,
         betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
-        epsilon=st.sampled_from(["torch", "keras"]),
+        adam_epsilon=st.sampled_from(["torch", "keras"]),
     ),
     clip=st.builds(ClipConfig, r=st.none() | st.floats(1e-9, 1e9), zeta=st.none() | st.floats(0, 1e9)),
     sharding=st.builds(ShardingConfig, plan=st.sampled_from(["table_wise", "row_wise"])),
@@ -152,7 +152,7 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
     assert config.train.epochs == preset.epochs
     assert config.optimizer.warmup_epochs == preset.warmup_epochs
     assert config.optimizer.embedding_init_std == preset.embedding_init_std
-    assert (config.optimizer.eps, config.optimizer.epsilon) == (1e-7, "keras")
+    assert (config.optimizer.eps, config.optimizer.adam_epsilon) == (1e-7, "keras")
     if name == "criteo" or 2048 < batch_size < 131072:
         assert config.clip.build() == preset.clip
         derived = dataclasses.asdict(derived_hyperparameters(config))

@@ -21,7 +21,7 @@ def plain_adam(weights: np.ndarray, grads: list, lr: float, warmup_steps: int, c
         m = beta1 * m + (1 - beta1) * grad
         v = beta2 * v + (1 - beta2) * grad**2
         first, second = 1 - beta1 ** (k + 1), 1 - beta2 ** (k + 1)
-        if config.epsilon == "keras":
+        if config.adam_epsilon == "keras":
             w = w - rate * math.sqrt(second) / first * m / (np.sqrt(v) + config.eps)
         else:
             w = w - rate * (m / first) / (np.sqrt(v / second) + config.eps)
@@ -35,7 +35,7 @@ def test_dense_adam_is_the_references(epsilon: str, warmup_steps: int) -> None:
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=40) * 10 ** rng.uniform(-8, 0, 40) for _ in range(7)]
     weights = rng.normal(size=40).astype(np.float32)
-    config = OptimizerConfig(eps=1e-5, epsilon=epsilon, betas=(0.8, 0.99))
+    config = OptimizerConfig(eps=1e-5, adam_epsilon=epsilon, betas=(0.8, 0.99))
     parameter = nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = DenseAdam([parameter], config, lr=0.1, warmup_steps=warmup_steps)
     for step, grad in enumerate(grads):
@@ -49,7 +49,7 @@ def test_dense_adam_is_the_references(epsilon: str, warmup_steps: int) -> None:
 def test_the_two_places_of_epsilon_differ() -> None:
     grads, weights = [np.full(1, 1e-6)] * 2, np.zeros(1)
     keras, torchs = (
-        plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, epsilon=place)) for place in ("keras", "torch")
+        plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, adam_epsilon=place)) for place in ("keras", "torch")
     )
     assert abs(keras[0]) < 0.5 * abs(torchs[0])
 

@@ -108,7 +108,7 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
             lr=hyperparameters.embedding_lr,
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
-            epsilon=config.optimizer.epsilon,
+            adam_epsilon=config.optimizer.adam_epsilon,
             l2=hyperparameters.l2,
         )
         return EmbeddingAdam(model, adam, rule, clip_columns=columns)

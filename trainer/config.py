@@ -84,7 +84,7 @@ class OptimizerConfig:
             kernel.
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
-        betas, eps, epsilon: Adam's, dense and embedding; `epsilon` says where eps goes ("torch" or "keras").
+        betas, eps, adam_epsilon: Adam's, dense and embedding; `adam_epsilon` says where eps goes ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
     """
 
@@ -98,7 +98,7 @@ class OptimizerConfig:
     warmup_epochs: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    epsilon: Literal["torch", "keras"] = "torch"
+    adam_epsilon: Literal["torch", "keras"] = "torch"
     embedding_init_std: float = 1e-2
 
     def __post_init__(self) -> None:

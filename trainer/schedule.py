@@ -34,7 +34,7 @@ class DenseAdam(Adam):
         share = min(step, self._warmup_steps) / self._warmup_steps if self._warmup_steps else 1.0
         lr = _WARMUP_START + (self._lr - _WARMUP_START) * share if self._warmup_steps else self._lr
         eps = self._config.eps
-        if self._config.epsilon == "keras":
+        if self._config.adam_epsilon == "keras":
             eps /= sqrt(1 - self._config.betas[1] ** (step + 1))
         for group in self.param_groups:
             group["lr"], group["eps"] = lr, eps
