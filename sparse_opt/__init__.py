@@ -8,26 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 from .clip import (
     CLIP_RULES,
+    AdaptiveFieldClip,
     ClipRule,
     ConstantClip,
     CowClip,
+    FieldClip,
+    GlobalClip,
     NoClip,
     ReferenceCowClip,
     RowLimit,
     clip_rows,
     clip_scales,
+    clip_tables,
     cowclip_limits,
     reference_cowclip_limits,
 )
-from .scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_hyperparameters
+from .scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
 
 if TYPE_CHECKING:
-    from .adam import AdamConfig, EmbeddingAdam
+    from .adam import EmbeddingAdam
+    from .adam_formula import AdamConfig
     from .attach import LookupsHandle, attach_cowclip
     from .row_updates import TableStats
 
 _NEEDS_TORCHREC = {
-    "AdamConfig": ".adam",
+    "AdamConfig": ".adam_formula",
     "EmbeddingAdam": ".adam",
     "LookupsHandle": ".attach",
     "TableStats": ".row_updates",
@@ -39,10 +44,13 @@ __all__ = [
     "PRESETS",
     "SCALING_RULES",
     "AdamConfig",
+    "AdaptiveFieldClip",
     "ClipRule",
     "ConstantClip",
     "CowClip",
     "EmbeddingAdam",
+    "FieldClip",
+    "GlobalClip",
     "Hyperparameters",
     "LookupsHandle",
     "NoClip",
@@ -53,8 +61,10 @@ __all__ = [
     "attach_cowclip",
     "clip_rows",
     "clip_scales",
+    "clip_tables",
     "cowclip_limits",
     "reference_cowclip_limits",
+    "scale_clip",
     "scale_hyperparameters",
 ]
 

@@ -1,81 +1,44 @@
-"""Adam for sharded embedding tables that moves only the rows of the batch, with CowClip and coupled L2, on any device.
+"""Adam for sharded embedding tables, with CowClip and coupled L2, on any device; absent rows wait, move, or catch up.
 
-The same meaning as FBGEMM's Adam, which exists for CUDA alone: touched rows only, bias correction by the number of
-steps. The lookup's own backward is replaced; its fused optimizer (plain SGD, which has no state) never runs.
+The lookup's own backward is replaced; its fused optimizer (plain SGD, which has no state) never runs. FBGEMM's Adam
+exists for CUDA alone, moves touched rows only and decays weights apart from the gradient.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf, sqrt
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from . import cpu_kernels
+from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
+from .dense_adam import dense_adam_, exact_root
 from .lookups import sharded_like_weights
+from .replay import Replay, StepHistory
+from .row_gradients import RowGradients
 from .row_updates import Backward, LookupRows, TableStats
 
-
-@dataclass(frozen=True)
-class AdamConfig:
-    """Adam's settings.
-
-    Attributes:
-        lr: learning rate, per step, >= 0.
-        betas: decay of the first and second moment, each in [0, 1).
-        eps: added to the root of the second moment, > 0.
-        adam_epsilon: where eps goes. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
-            ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
-        l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the touched rows: ``2 * l2 * w`` joins the gradient
-            before the clip, >= 0.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    adam_epsilon: Literal["torch", "keras"] = "torch"
-    l2: float = 0.0
-
-    def __post_init__(self) -> None:
-        for key, value, fits in (
-            ("lr", self.lr, 0 <= self.lr < inf),
-            ("betas", self.betas, all(0 <= beta < 1 for beta in self.betas)),
-            ("eps", self.eps, 0 < self.eps < inf),
-            ("adam_epsilon", self.adam_epsilon, self.adam_epsilon in ("torch", "keras")),
-            ("l2", self.l2, 0 <= self.l2 < inf),
-        ):
-            if not fits:
-                raise ValueError(f"adam {key} is out of range, got {value!r}; see AdamConfig")
-
-
-@dataclass(frozen=True)
-class AdamScalars:
-    """One step's Adam in the form ``w -= step_size * m / (sqrt(v) * denominator_scale + eps)``."""
-
-    step_size: float
-    denominator_scale: float
-
-
-def adam_scalars(config: AdamConfig, lr: float, step: int) -> AdamScalars:
-    """Learning rate and bias corrections of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section 2."""
-    first, second = 1 - config.betas[0] ** step, 1 - config.betas[1] ** step
-    if config.adam_epsilon == "keras":
-        return AdamScalars(lr * sqrt(second) / first, 1.0)
-    return AdamScalars(lr / first, 1 / sqrt(second))
+_NO_ROWS = np.empty(0, np.int32)
+_ROWS_AT_ONCE = 1 << 20
 
 
 class EmbeddingAdam:
-    """Lazy Adam over all sharded tables of a model, clipped by a rule.
+    """Adam over all sharded tables of a model, clipped by a rule; ``config.absent_rows`` says which rows a step moves.
 
     The tables must have been sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this replaces.
+    Set ``lr`` between steps to follow a schedule. Every lookup must take part in every step.
+
+    Under ``absent_rows = "replay"`` rows are brought up to date when a forward pass looks them up, in training and in
+    evaluation, and all of them when the model's ``state_dict()`` is taken; neither changes a bit of what training then
+    does. Other ways of reading the tables' memory need :meth:`flush` first. Weights loaded by the model's
+    ``load_state_dict`` count as those after the latest step.
 
     Args:
         model: as in :func:`attach_cowclip`.
@@ -85,7 +48,7 @@ class EmbeddingAdam:
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
 
     Raises:
-        ValueError: as :func:`attach_cowclip`, or a table under another fused optimizer.
+        ValueError: as :func:`attach_cowclip`, a table under another fused optimizer, or one that cannot be replayed.
     """
 
     def __init__(
@@ -99,51 +62,125 @@ class EmbeddingAdam:
     ):
         self.config = config
         self.lr = config.lr
-        self._tables = [
-            _LookupAdam(rows, self) for rows in rows_to_clip(model, rule or NoClip(), exclude, clip_columns)
-        ]
-        for lookup in (tables.rows.lookup for tables in self._tables):
+        rows = rows_to_clip(model, rule or NoClip(), exclude, clip_columns)
+        for lookup in (each.lookup for each in rows):
             if not lookup.is_plain_sgd:
                 raise ValueError(
                     f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer.name}, whose update"
                     " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
                 )
+        self.history = StepHistory(config, _device_of(model))
+        self._tables = [_LookupAdam(each, self) for each in rows]
         self._by_rows = {tables.rows: tables for tables in self._tables}
-        self._handle: LookupsHandle = hook_lookups(
-            [tables.rows for tables in self._tables], self._replace_backward, needs_id_weights=False
-        )
+        self._handle: LookupsHandle = hook_lookups(rows, self._replace_backward, needs_id_weights=False)
+        self._raw = False
+        self._hooks = self._replay_hooks() if config.absent_rows == "replay" else []
 
     def stats(self) -> dict[str, TableStats]:
         """As :meth:`LookupsHandle.stats`."""
         return self._handle.stats()
 
     def remove(self) -> None:
-        """Detaches from the model, which then trains by its fused SGD again."""
+        """Detaches from the model, with all rows up to date; it then trains by its fused SGD again."""
+        if self._hooks:
+            self.flush()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._handle.remove()
+
+    def flush(self) -> None:
+        """Brings every row and its moments up to date; nothing to do unless rows are replayed."""
+        for tables in self._tables:
+            if tables.replay:
+                tables.replay.flush(tables.step)
+
+    @contextmanager
+    def as_stored(self) -> Iterator[None]:
+        """Within it the model's ``state_dict()`` has the rows as they lie in memory, some of them behind.
+
+        For checkpoints, which hold this optimizer's state too (it says how far each row has come), and for loading them.
+        """
+        self._raw = True
+        try:
+            yield
+        finally:
+            self._raw = False
 
     def state_dict(self) -> dict[str, Any]:
         """Moments as ShardedTensors ``<table>.exp_avg`` and ``<table>.exp_avg_sq``, and the number of steps.
 
-        The tensors share the optimizer's memory: loading into them in place (as torch.distributed.checkpoint does)
-        restores them. All ranks must call together.
+        Under "replay" also ``<table>.last_step``, int32 [rows, 1] (see :class:`Replay`), and the steps' ``lrs``,
+        float64 [steps]. The sharded tensors share the optimizer's memory. All ranks must call together.
+
+        Raises:
+            ValueError: under "replay", lookups that have not taken the same steps.
         """
         lookups = [tables.rows.lookup for tables in self._tables]
-        state: dict[str, Any] = {"step": torch.tensor(self.steps)}
+        steps, lrs = self._agreed_steps()
+        state: dict[str, Any] = {"step": torch.tensor(steps)}
+        if self.config.absent_rows == "replay":
+            if any(tables.step != steps for tables in self._tables):
+                raise ValueError(
+                    f"lookups have taken {[tables.step for tables in self._tables]} of {steps} steps; rows can only be"
+                    " replayed where every table takes part in every training step"
+                )
+            state["lrs"] = lrs
+            with self.as_stored():
+                last_steps = [tables.replay.last_step for tables in self._tables if tables.replay]
+                of_rows = sharded_like_weights(lookups, last_steps, torch.int32, per_row=True)
+            state |= {f"{table}.last_step": value for table, value in of_rows.items()}
         for moment in ("exp_avg", "exp_avg_sq"):
             flats = [getattr(tables, moment) for tables in self._tables]
-            sharded: dict[str, ShardedTensor] = sharded_like_weights(lookups, flats)
-            state |= {f"{table}.{moment}": value for table, value in sharded.items()}
+            with self.as_stored():
+                of_elements = sharded_like_weights(lookups, flats, torch.float32)
+            state |= {f"{table}.{moment}": value for table, value in of_elements.items()}
         return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a state of :meth:`state_dict`, sharded as this optimizer's.
+
+        Set :attr:`steps` to the checkpoint's before torch.distributed.checkpoint loads into a state, so that ``lrs`` has
+        its size.
+
+        Raises:
+            ValueError: a table or moment is missing.
+        """
+        own = self.state_dict()
+        missing = sorted(own.keys() - state.keys())
+        if missing:
+            raise ValueError(f"the optimizer's state has no {missing[0]!r}; it is of another model or absent_rows")
+        for key, value in own.items():
+            if isinstance(value, ShardedTensor):
+                for mine, given in zip(value.local_shards(), state[key].local_shards(), strict=True):
+                    mine.tensor.copy_(given.tensor)
+        self.steps = int(state["step"])
+        if "lrs" in own:
+            self.history.replace(state["lrs"].numpy())
 
     @property
     def steps(self) -> int:
-        """Steps taken so far."""
+        """Steps taken so far. Setting it takes the configured learning rate for that of all of them."""
         return max((tables.step for tables in self._tables), default=0)
 
     @steps.setter
     def steps(self, value: int) -> None:
         for tables in self._tables:
             tables.step = value
+        if self.config.absent_rows == "replay":
+            self.history.replace(np.full(value, self.config.lr))
+
+    def _agreed_steps(self) -> tuple[int, Tensor]:
+        """Steps taken, and their learning rates (float64 [steps]), also on ranks that hold no table and saw none."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.steps, self.history.lrs.clone()
+        device = self.history.step_sizes.device
+        steps = torch.tensor(self.steps, device=device)
+        dist.all_reduce(steps, dist.ReduceOp.MAX)
+        lrs = torch.full((int(steps),), -1.0, dtype=torch.float64, device=device)
+        lrs[: len(self.history.lrs)] = self.history.lrs.to(device)
+        dist.all_reduce(lrs, dist.ReduceOp.MAX)
+        return int(steps), lrs.cpu()
 
     def _replace_backward(self, rows: LookupRows, inputs: Mapping[str, Any], output: Tensor) -> Tensor:
         check_lookup_inputs(inputs)
@@ -151,6 +188,36 @@ class EmbeddingAdam:
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
         return _UpdateInBackward.apply(output.detach(), self._by_rows[rows], inputs, torch.ones((), requires_grad=True))
+
+    def _replay_hooks(self) -> list[Any]:
+        """Hooks that bring rows up to date: before a lookup its ids', before a state_dict all."""
+
+        def before_lookup(tables: "_LookupAdam", replay: Replay) -> Any:
+            def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
+                check_lookup_inputs(kwargs)
+                replay.bring_current(kwargs["indices"], kwargs["offsets"], tables.step)
+
+            return hook
+
+        def before_state_dict(*_: Any) -> None:
+            for tables, replay in replayed:
+                if not self._raw:
+                    replay.bring_all_current(tables.step)
+
+        def after_loading(*_: Any) -> None:
+            for tables, replay in replayed:
+                if not self._raw:
+                    replay.mark_current(tables.step)
+
+        replayed = [(tables, tables.replay) for tables in self._tables if tables.replay]
+        hooks: list[Any] = []
+        for tables, replay in replayed:
+            tbe = tables.rows.lookup.module
+            hooks.append(tbe.register_forward_pre_hook(before_lookup(tables, replay), with_kwargs=True))
+        for collection in dict.fromkeys(tables.rows.lookup.collection for tables in self._tables):
+            hooks.append(collection.register_state_dict_pre_hook(before_state_dict))
+            hooks.append(collection.register_load_state_dict_post_hook(after_loading))
+        return hooks
 
 
 class _UpdateInBackward(torch.autograd.Function):
@@ -179,33 +246,79 @@ class _LookupAdam:
         self.exp_avg = torch.zeros(weights.numel(), device=weights.device)
         self.exp_avg_sq = torch.zeros(weights.numel(), device=weights.device)
         self.step = 0
+        self.replay: Replay | None = None
+        if optimizer.config.absent_rows == "replay":
+            self.replay = Replay(rows, optimizer.config, optimizer.history, self.exp_avg, self.exp_avg_sq)
 
     def update(self, backward: Backward) -> None:
+        config, lr, replay = self.optimizer.config, self.optimizer.lr, self.replay
+        if replay:
+            # Rows are behind here only where another forward pass came between this one and its backward.
+            replay.bring_current(backward.indices, backward.offsets, self.step)
         self.step += 1
-        config = self.optimizer.config
-        scalars = adam_scalars(config, self.optimizer.lr, self.step)
-        if self.rows.runs_compiled(backward):
-            decays = [number for beta in config.betas for number in (beta, 1 - beta)]
-            numbers = (*decays, scalars.step_size, scalars.denominator_scale, config.eps, 2 * config.l2)
+        scalars = adam_scalars(config, lr, self.step)
+        if config.absent_rows == "dense":
+            self._update_all_rows(backward, scalars)
+        elif self.rows.runs_compiled(backward):
             moments = (self.exp_avg.numpy(), self.exp_avg_sq.numpy())
-            self.rows.run_kernel(cpu_kernels.adam_rows, backward, *moments, *map(np.float32, numbers))
+            numbers = map(np.float32, (*astuple(adam_constants(config)), *astuple(scalars)))
+            tracked = (_NO_ROWS, _NO_ROWS.astype(np.int64), self.step, 0.0)
+            if replay:
+                tracked = (replay.last_step.numpy(), replay.first_rows, self.step, replay.log_beta2)
+            self.rows.run_kernel(cpu_kernels.adam_rows, backward, *moments, *numbers, *tracked)
         elif backward.indices.numel():
             self._update_in_torch(backward, scalars)
+        if replay:
+            self.optimizer.history.record(self.step, lr)
 
     def _update_in_torch(self, backward: Backward, scalars: AdamScalars) -> None:
-        config, rows = self.optimizer.config, self.rows.torch_gradients(backward)
-        rows.grad.add_(rows.weight, alpha=2 * config.l2)
+        rows, constants = self.rows.torch_gradients(backward), adam_constants(self.optimizer.config)
+        rows.grad.add_(constants.twice_l2 * rows.weight)
         factors = self.rows.torch_factors(rows)[:, None]
         grad = torch.where(self.rows.clipped_lanes(rows), rows.grad * factors, rows.grad)
-        exp_avg = torch.lerp(self.exp_avg[rows.place], grad, 1 - config.betas[0])
-        exp_avg_sq = torch.lerp(self.exp_avg_sq[rows.place], grad * grad, 1 - config.betas[1])
-        weight = rows.weight - scalars.step_size * exp_avg / (
-            exp_avg_sq.sqrt() * scalars.denominator_scale + config.eps
+        exp_avg_sq = self.exp_avg_sq[rows.place]
+        if self.replay:
+            exp_avg_sq *= self.replay.take_step(rows, self.step)[:, None]
+        stepped = adam_element(
+            rows.weight,
+            self.exp_avg[rows.place],
+            exp_avg_sq,
+            grad,
+            *(constants.beta1, constants.rest1, constants.beta2, constants.rest2, constants.eps),
+            *(scalars.step_size, scalars.denominator_scale),
+            exact_root,
+            torch.div,
         )
-        for flat, value in (
-            (self.exp_avg, exp_avg),
-            (self.exp_avg_sq, exp_avg_sq),
-            (self.rows.lookup.flat_weights(), weight),
-        ):
+        for flat, value in zip((self.rows.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq), stepped, strict=True):
             # Padding repeats a real row and its values, so that a place written twice is written the same.
             flat[rows.place] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)
+
+    def _update_all_rows(self, backward: Backward, scalars: AdamScalars) -> None:
+        """The dense oracle on every table, a part of its rows at a time."""
+        rows = self.rows.torch_gradients(backward) if backward.indices.numel() else None
+        if rows:
+            # For the statistics of the batch's rows; dense_adam_ clips all rows by itself.
+            with_l2 = rows.grad + 2 * self.optimizer.config.l2 * rows.weight
+            self.rows.torch_factors(replace(rows, grad=with_l2))
+        lookup = self.rows.lookup
+        for table, (limit, columns) in enumerate(zip(self.rows.limits, self.rows.clip_columns, strict=True)):
+            views = [lookup.view_of(flat, table) for flat in (lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)]
+            grad, counts = _dense_gradient(rows, table, lookup.weight_offsets[table], views[1])
+            for parts in zip(*(each.split(_ROWS_AT_ONCE) for each in (*views, grad, counts)), strict=True):
+                dense_adam_(*parts, limit=limit, clip_columns=columns, config=self.optimizer.config, scalars=scalars)
+
+
+def _dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A table's gradient, float32 [V, D], and counts, int64 [V], with absent rows as dense_adam_ wants them."""
+    grad, counts = torch.zeros_like(like), torch.ones(len(like), dtype=torch.int64, device=like.device)
+    if rows:
+        here = rows.counts.real & (rows.table == table)
+        row = (rows.place[here, 0] - start) // like.shape[1]
+        grad[row] = rows.grad[here, : like.shape[1]].to(grad.dtype)
+        counts[row] = rows.counts.count[here]
+    return grad, counts
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """The device that a sharded model's collectives run on."""
+    return next(model.parameters()).device

@@ -9,6 +9,7 @@ gradient. After input-dist a row-wise or table-wise shard has the global batch's
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .clip import ClipRule
-from .lookups import Lookup, all_table_names, find_lookups
+from .lookups import Lookup, all_table_names, find_lookups, lookups_of_ranks, partly_spread_tables
+from .output_gradients import clipped_output_grad
 from .row_updates import Backward, LookupRows, TableStats
 
 _ATTACHED: WeakSet[nn.Module] = WeakSet()
@@ -59,38 +61,53 @@ def attach_cowclip(
     exclude: Sequence[str] = (),
     clip_columns: int | Mapping[str, int] | None = None,
     single_id_bags: bool = False,
+    l2: float = 0.0,
 ) -> LookupsHandle:
     """Clips the row gradients of every table of a model before its fused optimizer applies them.
 
     The loss must be the mean over the global batch (TorchRec's gradient division, on by default, does its part). One
     attachment serves forward passes until ``handle.remove()``; evaluation is not affected.
 
+    Rules for tables or for all of them take the norm over the rows of the batch. Several processes then add their norms
+    up in each backward pass, so all must train on every step.
+
     Args:
         model: any module that holds EmbeddingBagCollections sharded row-wise or table-wise under fused optimizers
             (SGD, Adagrad, row-wise Adagrad, and on CUDA all of FBGEMM's), usually a DistributedModelParallel.
-        rule: ``CowClip``, ``ReferenceCowClip``, ``ConstantClip`` or any other row-wise :class:`ClipRule`.
+        rule: one of :data:`CLIP_RULES` or another :class:`ClipRule`.
         exclude: names of tables to leave unclipped.
         clip_columns: leading columns that are measured and clipped, for all tables or by name; the others pass. Needs
             ``single_id_bags`` because ids' weights scale a whole row.
         single_id_bags: a promise that no bag holds more than one id and that lookups have no ids' weights; saves the
             weights. Checked at every step.
+        l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the rows of the batch alone: ``2 * l2 * w`` joins their
+            gradient before the clip, in all columns and in excluded tables too. Rows without an id in the batch stay as
+            they are, which is not what the paper trained with. Needs ``single_id_bags``.
 
     Returns:
         A handle with ``stats()`` and ``remove()``.
 
     Raises:
-        ValueError: no table at all, a table that cannot be clipped, an unknown name, an attachment already there; and
-            at a training step: more than one id in a bag despite ``single_id_bags``, or an id outside its table.
+        ValueError: no table at all, a table that cannot be clipped, an unknown name, an attachment already there,
+            tables whose norms cannot be added up as the rule wants; and at a training step: more than one id in a bag
+            despite ``single_id_bags``, or an id outside its table.
     """
+    if not 0 <= l2 < inf:
+        raise ValueError(f"l2 must be >= 0 and finite, got {l2}")
+    if l2 > 0 and not single_id_bags:
+        raise ValueError(
+            f"l2 = {l2} under a stock fused optimizer needs single_id_bags=True (the ids of a bag share one output"
+            " gradient, and each row's L2 is its own); for other bags use cowrec's EmbeddingAdam, or l2 = 0"
+        )
     if clip_columns is not None and not single_id_bags:
         raise ValueError(
             "clip_columns under a stock fused optimizer needs single_id_bags=True (a bag of several ids can only be"
             " scaled by whole rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
         )
-    rows = rows_to_clip(model, rule, exclude, clip_columns, optional=exclude)
+    rows = rows_to_clip(model, rule, exclude, clip_columns, optional=() if l2 > 0 else exclude)
 
     def on_output(row: LookupRows, inputs: Mapping[str, Any], output: Tensor) -> Tensor:
-        output.register_hook(lambda grad: _clipped_output_grad(row, inputs, grad, single_id_bags))
+        output.register_hook(lambda grad: _on_output_grad(row, inputs, grad, single_id_bags, l2))
         return output
 
     return hook_lookups(rows, on_output, needs_id_weights=not single_id_bags)
@@ -151,9 +168,11 @@ def rows_to_clip(
     lookups, refusals = find_lookups(model)
     for refusal in refusals:
         if refusal.table not in optional:
-            raise ValueError(
-                f"table {refusal.table!r} cannot be clipped: {refusal.reason}; to leave it unclipped name it in exclude"
-            )
+            remedy = "to leave it unclipped name it in exclude"
+            if refusal.table in exclude:
+                remedy = "exclude leaves it unclipped, but L2 or the optimizer still has to reach it"
+            raise ValueError(f"table {refusal.table!r} cannot be clipped: {refusal.reason}; {remedy}")
+    _refuse_norms_out_of_reach(model, rule, exclude)
     return [LookupRows(lookup, rule, columns, exclude) for lookup in lookups]
 
 
@@ -165,28 +184,38 @@ def check_lookup_inputs(inputs: Mapping[str, Any]) -> None:
         )
 
 
-def _clipped_output_grad(rows: LookupRows, inputs: Mapping[str, Any], grad: Tensor, single_id_bags: bool) -> Tensor:
+def _refuse_norms_out_of_reach(model: nn.Module, rule: ClipRule, exclude: Sequence[str]) -> None:
+    """Refuses rules whose norms a lookup's backward cannot know; on all ranks alike, so that none waits for another."""
+    for table in sorted(partly_spread_tables(model) - set(exclude)) if rule.scope == "field" else ():
+        raise ValueError(
+            f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, whose rows lie on some ranks but"
+            " not on all; shard it row- or table-wise, or name it in exclude"
+        )
+    for rank, lookups in enumerate(lookups_of_ranks(model)) if rule.scope == "global" else ():
+        if len(lookups) > 1:
+            raise ValueError(
+                f"clip.rule = {rule.name!r} needs the norm over all tables before the first is updated, but rank {rank}"
+                f" looks up {lookups[0][0]!r} and {lookups[1][0]!r} apart; give all tables one collection, sharding,"
+                ' pooling and data type, or set clip.rule = "field"'
+            )
+        if not lookups:
+            raise ValueError(
+                f"clip.rule = {rule.name!r} adds up the norms of all ranks, but rank {rank} holds no table and takes no"
+                ' part in the backward pass; shard row-wise, train in fewer processes, or set clip.rule = "field"'
+            )
+
+
+def _on_output_grad(
+    rows: LookupRows, inputs: Mapping[str, Any], grad: Tensor, single_id_bags: bool, l2: float
+) -> Tensor:
     check_lookup_inputs(inputs)
     backward = Backward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"), grad)
-    if not single_id_bags:
-        factors = rows.id_factors(backward)
-        # FBGEMM saved this tensor for its backward, which reads it after this hook: scaling the data scales the update.
-        inputs["per_sample_weights"].data.mul_(factors)
-        return grad
-    _require_single_ids(backward)
-    return _scale_columns(rows, backward, rows.id_factors(backward))
-
-
-def _scale_columns(rows: LookupRows, backward: Backward, factors: Tensor) -> Tensor:
-    """The output gradient with each bag's clipped columns scaled by the factor of its only id, [B, sum D]."""
-    grad = backward.output_grad
-    lengths = (backward.offsets[1:] - backward.offsets[:-1]).long()
-    bag = torch.repeat_interleave(
-        torch.arange(lengths.numel(), device=grad.device), lengths, output_size=factors.numel()
-    )
-    bag_factor = torch.ones(lengths.numel(), dtype=factors.dtype, device=grad.device).scatter_(0, bag, factors)
-    of_column = bag_factor.view(len(rows.lookup.feature_table), -1).t()[:, rows.column_feature]
-    return grad * torch.where(rows.column_is_clipped, of_column, 1).to(grad.dtype)
+    if single_id_bags:
+        _require_single_ids(backward)
+        return clipped_output_grad(rows, backward, l2)
+    # FBGEMM saved this tensor for its backward, which reads it after this hook: scaling the data scales the update.
+    inputs["per_sample_weights"].data.mul_(rows.id_factors(backward))
+    return grad
 
 
 def _require_single_ids(backward: Backward) -> None:

@@ -8,6 +8,8 @@ is row_gradients.py; tests hold the two against each other. Sizes: U distinct ro
 import numpy as np
 from numba import njit
 
+from .adam_formula import adam_element
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -71,10 +73,11 @@ def row_gradients(slots, used, dim, first, last, columns, bags, offsets, id_weig
 
 @njit(nogil=True, cache=True)
 def _norm(row, width):
-    total = np.float32(0)
+    # In float64, as row_norms in clip.py: the order of the sum then does not show.
+    total = 0.0
     for d in range(width):
-        total += row[d] * row[d]
-    return np.sqrt(total)
+        total += np.float64(row[d]) * np.float64(row[d])
+    return np.float32(np.sqrt(total))
 
 
 @njit(nogil=True, cache=True)
@@ -117,15 +120,30 @@ def factors_of_ids(
     return -1
 
 
+@njit(nogil=True, cache=True, inline="always")
+def root(value):
+    return np.sqrt(value)
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def divide(numerator, denominator):
+    return numerator / denominator
+
+
+step_of_element = njit(nogil=True, cache=True, inline="always")(adam_element)
+
+
 @njit(nogil=True, cache=True)
 def adam_rows(
     tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
     indices, offsets, id_weights, grad, weights,
-    exp_avg, exp_avg_sq, beta1, rest1, beta2, rest2, step_size, denominator_scale, eps, twice_l2, ratios, used_rows,
+    exp_avg, exp_avg_sq, beta1, rest1, beta2, rest2, eps, twice_l2, step_size, denominator_scale,
+    last_step, first_rows, step, log_beta2, ratios, used_rows,
 ):  # fmt: skip
-    """One Adam step on the rows of the given tables that the batch touches: L2, clip, moments, weights, in one pass.
+    """Adam step ``step`` on the rows of the tables that the batch touches: L2, clip, moments, weights, in one pass.
 
-    ``rest`` is 1 - beta, rounded from double: in float32 1 - 0.999 is already 1e-5 off.
+    ``last_step`` is empty where nobody replays; else it is written, and a row at rest (see replay_kernels.py) first
+    takes the decay of its second moment.
     Returns the place in ``indices`` of an id outside its table, or -1; nothing of that table is then changed.
     """
     for t in tables:
@@ -139,6 +157,13 @@ def adam_rows(
             start = starts[t] + rows[u] * dim
             stop = start + dim
             w, m, v = weights[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop]
+            if len(last_step) > 0:
+                last = last_step[first_rows[t] + rows[u]]
+                if last < 0 and ~last < step - 1:
+                    decay = np.float32(np.exp(log_beta2 * (step - 1 - ~last)))
+                    for d in range(dim):
+                        v[d] *= decay
+                last_step[first_rows[t] + rows[u]] = step
             g = sums[u]
             for d in range(dim):
                 g[d] += twice_l2 * w[d]
@@ -146,8 +171,8 @@ def adam_rows(
             for d in range(clip_columns[t]):
                 g[d] *= factor
             for d in range(dim):
-                m[d] = beta1 * m[d] + rest1 * g[d]
-                v[d] = beta2 * v[d] + rest2 * g[d] * g[d]
-                w[d] -= step_size * m[d] / (np.sqrt(v[d]) * denominator_scale + eps)
+                w[d], m[d], v[d] = step_of_element(
+                    w[d], m[d], v[d], g[d], beta1, rest1, beta2, rest2, eps, step_size, denominator_scale, root, divide
+                )
         used_rows[t] = used
     return -1

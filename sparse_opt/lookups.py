@@ -6,7 +6,7 @@ several tables and reads T features (a table may serve several) for B bags each.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +18,13 @@ require_matched_set()  # before the imports that fail in riddles without it
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed import ProcessGroup
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -74,6 +77,20 @@ class Lookup:
     def is_plain_sgd(self) -> bool:
         return self.module.optimizer == EmbOptimType.EXACT_SGD
 
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The processes that its collection is sharded over."""
+        return self.collection._env.process_group
+
+    @property
+    def num_ranks(self) -> int:
+        return self.collection._env.world_size
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks hold further rows of its tables."""
+        return any(_is_split(self.collection, shard.name) for shard in self.shards)
+
     @cached_property
     def column_offsets(self) -> list[int]:
         """First output column of each feature, [T]."""
@@ -94,8 +111,15 @@ class Lookup:
         return _memory_of(self.module).detach().view(-1)
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
-        """One table's part of a flat tensor laid out like :meth:`flat_weights`, [rows, D]."""
-        shard, start = self.shards[table], self.weight_offsets[table]
+        """One table's part of a flat tensor: laid out like :meth:`flat_weights`, [rows, D], or one value a row, [rows, 1].
+
+        The latter are numbered from the first table's first row on.
+        """
+        shard = self.shards[table]
+        if flat.numel() == sum(each.rows for each in self.shards):
+            first = sum(each.rows for each in self.shards[:table])
+            return flat[first : first + shard.rows].view(shard.rows, 1)
+        start = self.weight_offsets[table]
         return flat[start : start + shard.rows * shard.embedding_dim].view(shard.rows, shard.embedding_dim)
 
 
@@ -130,12 +154,41 @@ def all_table_names(model: nn.Module) -> set[str]:
     return {name for module in _outermost_collections(model) for name in _table_names(module)}
 
 
-def sharded_like_weights(lookups: Sequence[Lookup], flats: Sequence[Tensor]) -> dict[str, ShardedTensor]:
+def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
+    """Table names of each fused lookup of each rank, [rank][lookup][table]; the same answer on all ranks."""
+    ranks: list[list[list[str]]] = []
+    for module in _outermost_collections(model):
+        for sharding in getattr(module, "_embedding_shardings", ()):
+            for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
+                ranks += [[] for _ in range(rank + 1 - len(ranks))]
+                ranks[rank] += [
+                    [table.name for table in group.embedding_tables]
+                    for group in groups
+                    if group.compute_kernel == EmbeddingComputeKernel.FUSED
+                ]
+    return ranks
+
+
+def partly_spread_tables(model: nn.Module) -> set[str]:
+    """Tables whose rows lie on some of the ranks, but neither on one nor on all; the same answer on all ranks."""
+    return {
+        name
+        for module in _outermost_collections(model)
+        for name in getattr(module, "module_sharding_plan", ())
+        if _is_split(module, name) and len(set(module.module_sharding_plan[name].ranks)) != module._env.world_size
+    }
+
+
+def sharded_like_weights(
+    lookups: Sequence[Lookup], flats: Sequence[Tensor], dtype: torch.dtype, *, per_row: bool = False
+) -> dict[str, ShardedTensor]:
     """State of the rows as sharded tensors, cut over the processes just as the weights are.
 
     Args:
         lookups: every lookup of the model on this rank.
-        flats: for each of them a flat tensor laid out like its weights; the result shares its memory.
+        flats: for each of them a flat tensor as :meth:`Lookup.view_of` takes it; the result shares its memory.
+        dtype: of the flat tensors.
+        per_row: whether they hold one value a row.
 
     Returns:
         One ShardedTensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
@@ -148,11 +201,30 @@ def sharded_like_weights(lookups: Sequence[Lookup], flats: Sequence[Tensor]) -> 
     for collection in dict.fromkeys(lookup.collection for lookup in lookups):
         for key, weight in collection.state_dict().items():
             if isinstance(weight, ShardedTensor):
-                shards = [Shard(by_address[s.tensor.data_ptr()], s.metadata) for s in weight.local_shards()]
-                result[key.split(".")[-2]] = ShardedTensor._init_from_local_shards_and_global_metadata(
-                    shards, weight.metadata(), process_group=weight._process_group
-                )
+                parts = [by_address[each.tensor.data_ptr()] for each in weight.local_shards()]
+                result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
     return result
+
+
+def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
+    """A sharded tensor cut over the rows like a weight, of its width or of one column."""
+
+    def narrow(sizes: Sequence[int]) -> list[int]:
+        return [sizes[0], 1] if per_row else list(sizes)
+
+    whole = weight.metadata()
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[replace(each, shard_sizes=narrow(each.shard_sizes)) for each in whole.shards_metadata],
+        size=torch.Size(narrow(whole.size)),
+        tensor_properties=replace(whole.tensor_properties, dtype=dtype),
+    )
+    shards = [
+        Shard(part, replace(each.metadata, shard_sizes=narrow(each.metadata.shard_sizes)))
+        for part, each in zip(parts, weight.local_shards(), strict=True)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=weight._process_group
+    )
 
 
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
@@ -177,6 +249,11 @@ def _table_names(collection: nn.Module) -> list[str]:
         if hasattr(collection, attribute):
             return [config.name for config in getattr(collection, attribute)]
     return [type(collection).__name__]
+
+
+def _is_split(collection: Any, table: str) -> bool:
+    spec = collection.module_sharding_plan[table].sharding_spec
+    return spec is not None and len({shard.shard_offsets[0] for shard in spec.shards}) > 1
 
 
 def _why_not(collection: nn.Module) -> str:

@@ -104,8 +104,7 @@ def row_gradients(
     """
     device, nnz = indices.device, indices.numel()
     batch = output_grad.shape[0]
-    bags = torch.arange(layout.feature_table.numel() * batch, device=device)
-    bag = torch.repeat_interleave(bags, (offsets[1:] - offsets[:-1]).long(), output_size=nnz)
+    bag = bag_of_ids(offsets, nnz)
     feature, sample = bag // batch, bag % batch
     table = layout.feature_table[feature]
     lane = torch.arange(layout.max_dim, device=device)
@@ -113,16 +112,23 @@ def row_gradients(
     inside = lane < layout.dim[table][:, None]
     column = (layout.feature_column[feature][:, None] + lane).clamp_max(output_grad.shape[1] - 1)
     dtype = torch.promote_types(output_grad.dtype, torch.float32)
-    contribution = torch.where(inside, output_grad[sample[:, None], column].to(dtype), 0)
+    # Summed in float64, so that a row's gradient does not depend on the order of its occurrences.
+    contribution = torch.where(inside, output_grad[sample[:, None], column].double(), 0)
     if id_weights is not None:
         contribution = contribution * id_weights[:, None]
 
     start = layout.start[table] + indices.long() * layout.dim[table]
     counts = count_rows(start)
-    grad = torch.zeros(nnz, layout.max_dim, dtype=dtype, device=device).index_add_(0, counts.slot, contribution)
+    grad = torch.zeros_like(contribution).index_add_(0, counts.slot, contribution).to(dtype)
     grad = torch.where(counts.real[:, None], grad, grad[:1])
     inside = inside[counts.occurrence]
     first = start[counts.occurrence][:, None]
     place = torch.where(inside, first + lane, first)
     weight = torch.where(inside, weights[place].to(dtype), 0)
     return RowGradients(counts, bag, table[counts.occurrence], place, inside, weight, grad)
+
+
+def bag_of_ids(offsets: Tensor, nnz: int) -> Tensor:
+    """Bag of each id over all features, feature-major, int64 [nnz]; ``offsets`` int [T * B + 1]."""
+    bags = torch.arange(offsets.numel() - 1, device=offsets.device)
+    return torch.repeat_interleave(bags, (offsets[1:] - offsets[:-1]).long(), output_size=nnz)

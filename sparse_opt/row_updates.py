@@ -1,7 +1,7 @@
 """What CowClip and the embedding optimizers share: one lookup, its rule, and the work on the rows of a backward pass.
 
-On CPU in float32 the numba kernels do it, elsewhere row_gradients.py in torch. Both give a clip factor per row and keep
-the statistics that a handle reports.
+On CPU in float32 the numba kernels do it, elsewhere row_gradients.py in torch, and so for rules that bound more than a
+row's norm. Both give a clip factor per row and keep the statistics that a handle reports.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import cpu_kernels
-from .clip import ClipRule, NoClip, clip_scales, row_norms
+from .clip import ClipRule, NoClip, row_norms, scales_of_norms
 from .lookups import Lookup
 from .row_gradients import LookupLayout, RowGradients, row_gradients
 
@@ -28,7 +29,8 @@ class TableStats:
 
     Attributes:
         rows: rows updated since attaching; a row counts once in each step that has its id.
-        clipped: share of them whose gradient was over its limit, in [0, 1].
+        clipped: share of them whose gradient was over its limit, in [0, 1]; where the limit is their table's or that of
+            all tables, so is the gradient.
         median_ratio: median of ``||g|| / limit`` over the rows of the latest step, above 1 where most were clipped;
             NaN without rows.
     """
@@ -58,8 +60,9 @@ class LookupRows:
         exclude: tables left unclipped.
 
     Attributes:
-        column_feature: feature of each output column, int64 [sum D].
-        column_is_clipped: whether that column is measured and clipped, bool [sum D].
+        waits_for_ranks: whether :meth:`torch_factors` adds norms up over the ranks, which then all call it at every
+            step, with ids or without.
+        limits: each table's limit.
 
     Raises:
         ValueError: more clip columns than the table has.
@@ -67,12 +70,14 @@ class LookupRows:
 
     def __init__(self, lookup: Lookup, rule: ClipRule, clip_columns: Mapping[str, int], exclude: Sequence[str] = ()):
         self.lookup = lookup
+        self.scope = rule.scope
+        self.waits_for_ranks = {"row": False, "field": lookup.is_split, "global": lookup.num_ranks > 1}[rule.scope]
         dims = [shard.embedding_dim for shard in lookup.shards]
         self.clip_columns = [
             _checked_columns(shard.name, clip_columns.get(shard.name, shard.embedding_dim), shard.embedding_dim)
             for shard in lookup.shards
         ]
-        limits = [
+        self.limits = [
             (NoClip() if shard.name in exclude else rule).limit(columns)
             for shard, columns in zip(lookup.shards, self.clip_columns, strict=True)
         ]
@@ -85,19 +90,14 @@ class LookupRows:
             start=torch.tensor(lookup.weight_offsets, device=device),
             max_dim=max(dims),
         )
-        features, starts = lookup.feature_table, lookup.column_offsets
-        widths = torch.tensor([dims[table] for table in features], device=device)
-        self.column_feature = torch.repeat_interleave(torch.arange(len(features), device=device), widths)
-        lane = torch.arange(int(widths.sum()), device=device) - torch.tensor(starts, device=device)[self.column_feature]
-        clipped = torch.tensor([self.clip_columns[table] for table in features], device=device)
-        self.column_is_clipped = lane < clipped[self.column_feature]
         self._clip_columns = torch.tensor(self.clip_columns, device=device)
-        self._r = torch.tensor([limit.r for limit in limits], device=device)
-        self._floor = torch.tensor([limit.floor for limit in limits], device=device)
-        self._per_occurrence = torch.tensor([limit.per_occurrence for limit in limits], device=device)
-        self._limits = (self._clip_columns, self._r, self._floor, self._per_occurrence)
+        self._r = torch.tensor([limit.r for limit in self.limits], device=device)
+        self._floor = torch.tensor([limit.floor for limit in self.limits], device=device)
+        self._per_occurrence = torch.tensor([limit.per_occurrence for limit in self.limits], device=device)
+        self._is_excluded = torch.tensor([shard.name in exclude for shard in lookup.shards], device=device)
         # First and one past the last feature of each table.
         tables = np.arange(len(dims))
+        features = lookup.feature_table
         self._features = np.searchsorted(features, tables, "left"), np.searchsorted(features, tables, "right")
         self._rows_seen = torch.zeros(len(dims), dtype=torch.int64, device=device)
         self._rows_clipped = torch.zeros(len(dims), dtype=torch.int64, device=device)
@@ -115,28 +115,46 @@ class LookupRows:
 
     def runs_compiled(self, backward: Backward) -> bool:
         weights, grad = self.lookup.flat_weights(), backward.output_grad
-        return weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
+        return self.scope == "row" and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
 
     def run_kernel(self, kernel: Callable[..., int], backward: Backward, *arguments: Any) -> None:
         """Runs a kernel of cpu_kernels.py over all tables, on as many threads as torch uses, and keeps the ratios."""
         batch, (first, last) = backward.output_grad.shape[0], self._features
         indices = backward.indices.long().numpy()
         offsets = backward.offsets.long().numpy()
-        begins = offsets[np.append(first, last[-1]) * batch]
+        begins = self.begins(offsets)
         ratios, used = np.empty(len(indices), np.float32), np.zeros(len(first), np.int64)
         id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
         layout = self.layout
-        per_table = [tensor.numpy() for tensor in (layout.rows, layout.dim, layout.start, *self._limits)]
+        per_table = [tensor.numpy() for tensor in (layout.rows, layout.dim, layout.start, *self.limit_tensors)]
         common = (begins, first, last, layout.feature_column.numpy(), batch, *per_table)
         lookup_arrays = (indices, offsets, id_weights, backward.output_grad.contiguous().numpy())
         weights = self.lookup.flat_weights().numpy()
-        groups = _balanced_groups(np.diff(begins), torch.get_num_threads())
         inputs = (*common, *lookup_arrays, weights, *arguments, ratios, used)
-        bad = _in_threads([partial(kernel, group, *inputs) for group in groups])
+        bad = in_threads([partial(kernel, group, *inputs) for group in balanced_groups(np.diff(begins))])
+        self.raise_bad_ids(bad, begins, indices)
+        self._record_compiled(ratios, used, begins)
+
+    def begins(self, offsets: np.ndarray) -> np.ndarray:
+        """Place of each table's first id, and one past the last table's, [tables + 1]; ``offsets`` as the lookup's."""
+        first, last = self._features
+        return offsets[np.append(first, last[-1]) * ((len(offsets) - 1) // len(self.lookup.feature_table))]
+
+    @property
+    def limit_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Clip columns, r, floor and whether per occurrence, each [tables]."""
+        return self._clip_columns, self._r, self._floor, self._per_occurrence
+
+    def raise_bad_ids(self, bad: Sequence[int], begins: np.ndarray, indices: np.ndarray) -> None:
+        """Raises ValueError for the first place in ``indices`` that a kernel found outside its table; -1 is none."""
         for place in bad:
             if place >= 0:
-                self._raise_bad_id(int(np.searchsorted(begins, place, side="right")) - 1, int(indices[place]))
-        self._record_compiled(ratios, used, begins)
+                table = int(np.searchsorted(begins, place, side="right")) - 1
+                shard = self.lookup.shards[table]
+                raise ValueError(
+                    f"id {int(indices[place])} is outside table {shard.name!r}, which holds {shard.rows} rows here; "
+                    "map ids into [0, num_embeddings) before the lookup"
+                )
 
     def torch_gradients(self, backward: Backward) -> RowGradients:
         return row_gradients(
@@ -150,16 +168,37 @@ class LookupRows:
 
     def torch_factors(self, rows: RowGradients) -> Tensor:
         """Clip factor of each row, float [nnz], padded like the rows."""
+        if self.scope != "row":
+            return self.factors_of_norms(rows, *self._group_norms(rows))
         measured = self.clipped_lanes(rows)
-        grad, weight = rows.grad.where(measured, 0), rows.weight.where(measured, 0)
-        limits = (self._r[rows.table] * row_norms(weight)).clamp_min(self._floor[rows.table])
+        return self.factors_of_norms(rows, *(row_norms(part.where(measured, 0)) for part in (rows.grad, rows.weight)))
+
+    def factors_of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
+        """As :meth:`torch_factors`, from the norms of the gradient and weights that bound each row, float [nnz]."""
+        limits = (self._r[rows.table] * weight_norms).clamp_min(self._floor[rows.table])
         limits = torch.where(self._per_occurrence[rows.table], limits * rows.counts.count, limits)
-        ratios = torch.nan_to_num(row_norms(grad) / limits, nan=0.0, posinf=torch.inf)
+        ratios = torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf)
         ones = rows.counts.real.long()
         self._rows_seen.scatter_add_(0, rows.table, ones)
         self._rows_clipped.scatter_add_(0, rows.table, ones * (ratios > 1))
         self._latest = (ratios.float(), torch.where(rows.counts.real, rows.table, -1))
-        return clip_scales(grad, limits)
+        return scales_of_norms(norms, limits)
+
+    def table_squares(self, rows: RowGradients) -> Tensor:
+        """Squared norms of each table's gradients and weights, over its rows here; float64 [2, T], 0 where excluded."""
+        measured = self.clipped_lanes(rows) & rows.counts.real[:, None] & ~self._is_excluded[rows.table, None]
+        squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
+        zeros = torch.zeros(2, len(self.lookup.shards), dtype=torch.float64, device=measured.device)
+        return zeros.index_add_(1, rows.table, torch.stack(squares))
+
+    def _group_norms(self, rows: RowGradients) -> Tensor:
+        """Norms of each row's table, or of all tables, over all ranks: of the gradients and weights, float [2, nnz]."""
+        squares = self.table_squares(rows)
+        if self.scope == "global":  # ranks may hold different tables: no more than the sum has the same shape on them
+            squares = squares.sum(1, keepdim=True)
+        if self.waits_for_ranks:
+            dist.all_reduce(squares, group=self.lookup.process_group)
+        return squares.sqrt().to(rows.grad.dtype).expand(-1, len(self.lookup.shards))[:, rows.table]
 
     def clipped_lanes(self, rows: RowGradients) -> Tensor:
         """True for the columns that the clip measures and scales, bool [nnz, D]."""
@@ -182,13 +221,6 @@ class LookupRows:
         self._rows_clipped += torch.from_numpy(np.bincount(tables[kept > 1], minlength=len(used)))
         self._latest = (torch.from_numpy(kept), torch.from_numpy(tables))
 
-    def _raise_bad_id(self, table: int, row: int) -> None:
-        shard = self.lookup.shards[table]
-        raise ValueError(
-            f"id {row} is outside table {shard.name!r}, which holds {shard.rows} rows here; "
-            "map ids into [0, num_embeddings) before the lookup"
-        )
-
 
 def _checked_columns(table: str, columns: int, dim: int) -> int:
     if not 1 <= columns <= dim:
@@ -196,15 +228,15 @@ def _checked_columns(table: str, columns: int, dim: int) -> int:
     return columns
 
 
-def _balanced_groups(work: np.ndarray, groups: int) -> list[np.ndarray]:
-    """Table numbers in at most ``groups`` groups of about the same work: the largest next to the least loaded."""
-    members: list[list[int]] = [[] for _ in range(min(groups, len(work)))]
+def balanced_groups(work: np.ndarray) -> list[np.ndarray]:
+    """Table numbers in groups of about the same work, one a thread: the largest next to the least loaded."""
+    members: list[list[int]] = [[] for _ in range(min(torch.get_num_threads(), len(work)))]
     load = np.zeros(len(members))
     for table in np.argsort(work, kind="stable")[::-1]:
         lightest = int(load.argmin())
         members[lightest].append(int(table))
         load[lightest] += work[table]
-    return [np.array(group) for group in members]
+    return [np.array(group) for group in members if group]
 
 
 @cache
@@ -212,7 +244,8 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="cowrec-rows")
 
 
-def _in_threads(jobs: list[Callable[[], int]]) -> list[int]:
+def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Results of the jobs, each run in a thread of its own."""
     if len(jobs) == 1:
         return [jobs[0]()]
     others = [_threads(len(jobs) - 1).submit(job) for job in jobs[1:]]

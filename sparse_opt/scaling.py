@@ -6,9 +6,9 @@ where its reference code differs, the code's values are used, because the publis
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, sqrt
 
-from .clip import ReferenceCowClip
+from .clip import ClipRule, ConstantClip, ReferenceCowClip
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,36 @@ def scale_hyperparameters(
     Raises:
         ValueError: an unknown rule, or a batch size below 1.
     """
-    if rule not in SCALING_RULES:
-        raise ValueError(f"scaling rule must be one of {', '.join(SCALING_RULES)}, got {rule!r}")
-    for key, value in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{key} must be at least 1, got {value}")
-    s = batch_size / base_batch_size
+    s = _checked_scale(base_batch_size, batch_size, rule)
     factors = SCALING_RULES[rule]
     return Hyperparameters(
         embedding_lr=base.embedding_lr * s**factors.embedding_lr,
         dense_lr=base.dense_lr * s**factors.dense_lr,
         l2=base.l2 * s**factors.l2,
     )
+
+
+def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str) -> ClipRule:
+    """A clip rule carried to another batch size: a constant threshold grows with sqrt(s), the other rules stay.
+
+    The paper scales the thresholds of its constant clips so (at Table 6), whatever scales the rest. Under the scaling
+    rule "none", which keeps every value, they stay too.
+
+    Args and raises as :func:`scale_hyperparameters`.
+    """
+    s = _checked_scale(base_batch_size, batch_size, rule)
+    if rule == "none" or not isinstance(clip, ConstantClip):
+        return clip
+    return replace(clip, max_norm=clip.max_norm * sqrt(s))
+
+
+def _checked_scale(base_batch_size: int, batch_size: int, rule: str) -> float:
+    if rule not in SCALING_RULES:
+        raise ValueError(f"scaling rule must be one of {', '.join(SCALING_RULES)}, got {rule!r}")
+    for key, value in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{key} must be at least 1, got {value}")
+    return batch_size / base_batch_size
 
 
 @dataclass(frozen=True)

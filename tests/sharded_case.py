@@ -120,6 +120,7 @@ def sharded_model(
     tables: list[np.ndarray],
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    fused_params: dict[str, Any] | None = None,
 ) -> DistributedModelParallel:
     """The case's collection, sharded over the default process group, with its initial values."""
     configs = [
@@ -135,7 +136,8 @@ def sharded_model(
     ]
     collection = EmbeddingBagCollection(tables=configs, is_weighted=case.weighted, device=torch.device("meta"))
     fused = FUSED_OPTIMIZERS.get(case.optimizer, EmbOptimType.EXACT_SGD)
-    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": fused, "learning_rate": case.lr, "eps": 1e-8})
+    fused_params = fused_params or {"optimizer": fused, "learning_rate": case.lr, "eps": 1e-8}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
     world = dist.get_world_size()
     make_kind: dict[str, Callable[[int], Any]] = {
         "row_wise": lambda t: row_wise(compute_kernel="fused"),

@@ -63,8 +63,7 @@ def train_in_loops(case: Case) -> list[np.ndarray]:
         for t, weights in enumerate(tables):
             grads, counts = row_gradients(case, bags, targets, t)
             present, adam = counts > 0, ADAM.get(case.optimizer)
-            if adam:
-                grads[present] += 2 * adam.l2 * weights[present]
+            grads[present] += 2 * (adam.l2 if adam else case.extra.get("l2", 0)) * weights[present]
             clip_in_loops(grads, weights, counts, case.extra.get("clip_columns", case.dim))
             first, second = state[t]
             if case.optimizer == "sgd":
@@ -100,14 +99,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "mean": {"pooling": "mean"},
     "no ids in half of the batch": {"empty_half": True},
     "only the leading columns": {"max_ids": 1, "extra": {"clip_columns": 5, "single_id_bags": True}},
+    "L2": {"max_ids": 1, "extra": {"clip_columns": 5, "single_id_bags": True, "l2": 3e-3}},
 }
 OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad", "adam", "keras_adam"]
 
 
 def case_of(kind: str, optimizer: str, **more: Any) -> Case:
     case = Case(optimizer=optimizer, **KINDS[kind], **more)
-    if optimizer in ADAM:  # needs no promise about the bags
-        case = replace(case, extra={key: value for key, value in case.extra.items() if key != "single_id_bags"})
+    if optimizer in ADAM:  # needs no promise about the bags, and has an L2 of its own
+        case = replace(case, extra={key: case.extra[key] for key in case.extra.keys() - {"single_id_bags", "l2"}})
     return case
 
 

@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from cowrec.sparse_opt import (
+    CLIP_RULES,
+    AdaptiveFieldClip,
     ConstantClip,
     CowClip,
+    FieldClip,
+    GlobalClip,
     NoClip,
     ReferenceCowClip,
     clip_rows,
     clip_scales,
+    clip_tables,
     cowclip_limits,
     reference_cowclip_limits,
 )
@@ -116,6 +121,14 @@ def test_what_is_not_finite_stays_visible() -> None:
         (lambda: CowClip(zeta=-1.0), "clip.zeta must be >= 0"),
         (lambda: ReferenceCowClip(r=float("nan")), "clip.r must be > 0"),
         (lambda: ConstantClip(float("inf")), "clip.max_norm must be > 0 and finite"),
+        (lambda: GlobalClip(0.0), "clip.max_norm must be > 0 and finite"),
+        (lambda: FieldClip(-1.0), "clip.max_norm must be > 0 and finite"),
+        (lambda: AdaptiveFieldClip(r=0.0), "clip.r must be > 0"),
+        (lambda: AdaptiveFieldClip(zeta=-1.0), "clip.zeta must be >= 0"),
+        (
+            lambda: clip_rows(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2), GlobalClip(1.0)),
+            "clip.rule = 'global' bounds more than one row's norm; use clip_tables",
+        ),
         (
             lambda: clip_rows(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3), NoClip()),
             r"\[2, 3\], \[2, 3\] and \[3\]",
@@ -125,3 +138,52 @@ def test_what_is_not_finite_stays_visible() -> None:
 def test_refuses(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def some_tables() -> list[list[torch.Tensor]]:
+    """Gradients, weights and counts of three tables of different shapes, one without rows."""
+    torch.manual_seed(0)
+    shapes = ((5, 4), (0, 4), (3, 8))
+    tables = [[torch.randn(shape, dtype=torch.float64) for shape in shapes] for _ in range(2)]
+    return [*tables, [torch.randint(1, 9, (rows,)) for rows, _ in shapes]]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_global_and_field_rules_equal_torch(max_norm: float) -> None:
+    grads, weights, counts = some_tables()
+
+    def by_torch(groups: list[list[int]]) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(weight) for weight in weights]
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad.clone()
+        for group in groups:
+            torch.nn.utils.clip_grad_norm_([parameters[t] for t in group], max_norm)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    for rule, groups in ((GlobalClip(max_norm), [[0, 1, 2]]), (FieldClip(max_norm), [[0], [1], [2]])):
+        # torch adds 1e-6 to the norm before it divides.
+        torch.testing.assert_close(clip_tables(grads, weights, counts, rule), by_torch(groups), rtol=1e-6, atol=0)
+
+
+def test_adaptive_field_rule_bounds_a_table_by_its_weights() -> None:
+    grads, weights, counts = some_tables()
+    weights[2] = torch.zeros_like(weights[2])
+    clipped = clip_tables(grads, weights, counts, AdaptiveFieldClip(r=0.1, zeta=0.01))
+    assert clipped[0].norm().item() == pytest.approx(0.1 * weights[0].norm().item(), rel=1e-12)
+    assert clipped[1].shape == (0, 4)
+    assert clipped[2].norm().item() == pytest.approx(0.01, rel=1e-12)
+    torch.testing.assert_close(clipped[0] / clipped[0].norm(), grads[0] / grads[0].norm())
+
+
+def test_row_rules_clip_each_table_by_itself() -> None:
+    tables = some_tables()
+    clipped = clip_tables(*tables, CowClip(r=0.1))
+    for got, table in zip(clipped, zip(*tables, strict=True), strict=True):
+        assert torch.equal(got, clip_rows(*table, CowClip(r=0.1)))
+
+
+def test_every_rule_is_under_its_name() -> None:
+    assert {name: rule.name for name, rule in CLIP_RULES.items()} == {name: name for name in CLIP_RULES}
+    assert CLIP_RULES.keys() == {
+        *("none", "cowclip", "cowclip_reference", "constant", "field", "adaptive_field", "global")
+    }

@@ -16,7 +16,7 @@ LEAVES = ("data_pipeline", "models", "sparse_opt")
 MAY_IMPORT = {
     "data_pipeline": {"torch", "torchrec", "numpy", "pyarrow", "numba"},
     "models": {"torch", "torchrec", "fbgemm_gpu"},
-    "sparse_opt": {"torch", "torchrec", "fbgemm_gpu", "numpy", "numba"},
+    "sparse_opt": {"torch", "torchrec", "fbgemm_gpu", "numpy", "numba", "triton"},
 }
 NEVER_IMPORTED = {"tests", "scripts"}
 

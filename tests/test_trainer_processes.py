@@ -88,6 +88,22 @@ def test_two_processes_train_what_one_does(folder: Path, name: str) -> None:
     assert any("embedding_bags" not in key for key in weights[0])
 
 
+@pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
+def test_clip_statistics_cover_the_tables_of_all_processes(folder: Path, plan: str) -> None:
+    """Counts are exact, but for a row at its limit. Over the parts of a row-wise table the median is an estimate."""
+    readings = []
+    for run in (folder / "runs1" / "adam", folder / "runs2" / f"adam_{plan}"):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        readings.append([line for line in lines if line["kind"] == "clip"])
+    assert len(readings[0]) == len(readings[1]) > 0
+    for one, two in zip(*readings, strict=True):
+        for first, second in ((one, two), *((one["fields"][name], two["fields"][name]) for name in one["fields"])):
+            assert first["rows"] == second["rows"]
+            assert first["clipped"] == pytest.approx(second["clipped"], abs=1.5 / first["rows"])
+            if plan == "table_wise":
+                assert first["limit_to_norm"] == pytest.approx(second["limit_to_norm"], rel=1e-3)
+
+
 def test_all_ranks_end_with_the_first_ones_error(folder: Path) -> None:
     for rank in (0, 1):
         *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())

@@ -8,6 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterWeightDecayMode,
+    CowClipDefinition,
+    WeightDecayMode,
+)
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -16,7 +21,16 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.models import build_model, l2_kernels
-from cowrec.sparse_opt import AdamConfig, EmbeddingAdam, Hyperparameters, attach_cowclip, scale_hyperparameters
+from cowrec.sparse_opt import (
+    AdamConfig,
+    ClipRule,
+    EmbeddingAdam,
+    Hyperparameters,
+    LookupsHandle,
+    attach_cowclip,
+    scale_clip,
+    scale_hyperparameters,
+)
 
 from .config import RunConfig
 from .processes import Process
@@ -28,6 +42,7 @@ FUSED_OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "fbgemm_adam": EmbOptimType.ADAM,
+    "fbgemm_cowclip": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 
 
@@ -72,15 +87,7 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         config.model, tables, len(schema.dense), is_weighted=schema.is_weighted, device=torch.device("meta")
     )
     task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2)
-    fused_params: dict[str, Any] = {
-        "optimizer": FUSED_OPTIMIZERS[config.optimizer.embedding],
-        "learning_rate": hyperparameters.embedding_lr,
-        "eps": config.optimizer.eps,
-        "bounds_check_mode": BoundsCheckMode.FATAL,
-    }
-    if config.optimizer.embedding == "fbgemm_adam":
-        fused_params |= {"beta1": config.optimizer.betas[0], "beta2": config.optimizer.betas[1]}
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -92,17 +99,39 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     return sharded
 
 
-def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | None:
+def fused_params(config: RunConfig) -> dict[str, Any]:
+    """What TorchRec passes on to FBGEMM's tables: the fused optimizer and its settings."""
+    optimizer = config.optimizer
+    params: dict[str, Any] = {
+        "optimizer": FUSED_OPTIMIZERS[optimizer.embedding],
+        "learning_rate": derived_hyperparameters(config).embedding_lr,
+        "eps": optimizer.eps,
+        "bounds_check_mode": BoundsCheckMode.FATAL,
+    }
+    if optimizer.embedding == "fbgemm_adam":
+        params |= {"beta1": optimizer.betas[0], "beta2": optimizer.betas[1]}
+    if optimizer.embedding == "fbgemm_cowclip":
+        params["weight_decay_mode"] = WeightDecayMode.COWCLIP
+        params["cowclip_regularization"] = CowClipDefinition(
+            counter_weight_decay_mode=CounterWeightDecayMode.NONE,
+            counter_halflife=optimizer.counter_halflife,
+            weight_norm_coefficient=optimizer.weight_norm_coefficient,
+            lower_bound=optimizer.lower_bound,
+        )
+    return params
+
+
+def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
     """Puts the tables under their clip rule and optimizer; the wide weight behind the embedding is not clipped.
 
     Returns:
-        The optimizer, or None where FBGEMM's fused one does the work.
+        The optimizer; where FBGEMM's fused one does the work, the handle of its clip, or None unclipped.
 
     Raises:
-        ValueError: a clip rule that the fused optimizer cannot follow on this data.
+        ValueError: a clip rule or L2 that the fused optimizer cannot follow on this data.
     """
     hyperparameters = derived_hyperparameters(config)
-    rule, columns = config.clip.build(), config.model.embedding_dim
+    rule, columns = derived_clip(config), config.model.embedding_dim
     if config.optimizer.embedding == "adam":
         adam = AdamConfig(
             lr=hyperparameters.embedding_lr,
@@ -110,19 +139,19 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
             eps=config.optimizer.eps,
             adam_epsilon=config.optimizer.adam_epsilon,
             l2=hyperparameters.l2,
+            absent_rows=config.optimizer.absent_rows or "replay",
         )
         return EmbeddingAdam(model, adam, rule, clip_columns=columns)
-    if config.clip.rule == "none":
+    if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None
     several = [field.name for field in schema.sparse if field.kind != "categorical"]
     if several:
         raise ValueError(
-            f'optimizer.embedding = "{config.optimizer.embedding}" cannot clip the embedding apart from the wide weight'
-            f" where samples have several ids (field {several[0]!r});"
-            ' set optimizer.embedding = "adam" or clip.rule = "none"'
+            f'optimizer.embedding = "{config.optimizer.embedding}" can neither clip the embedding apart from the wide'
+            f" weight nor give each row its L2 where samples have several ids (field {several[0]!r}); set"
+            ' optimizer.embedding = "adam", or clip.rule = "none" and optimizer.l2 = 0'
         )
-    attach_cowclip(model, rule, clip_columns=columns, single_id_bags=True)
-    return None
+    return attach_cowclip(model, rule, clip_columns=columns, single_id_bags=True, l2=hyperparameters.l2)
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -142,6 +171,17 @@ def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
     )
 
 
+def derived_clip(config: RunConfig) -> ClipRule:
+    """The run's clip rule, its threshold (if it has one) scaled to the batch size."""
+    optimizer = config.optimizer
+    return scale_clip(
+        config.clip.build(),
+        base_batch_size=optimizer.base_batch_size,
+        batch_size=config.train.batch_size,
+        rule=optimizer.scaling,
+    )
+
+
 def describe(config: RunConfig) -> dict[str, Any]:
     """What was trained, with which derived values, as saved with a run."""
     return {
@@ -149,5 +189,6 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "batch_size": config.train.batch_size,
         "scaling": config.optimizer.scaling,
         "clip": config.clip.rule,
+        "clip_values": dataclasses.asdict(derived_clip(config)),
         **dataclasses.asdict(derived_hyperparameters(config)),
     }

@@ -1,6 +1,7 @@
 """Checkpoints: the whole state of a run through torch.distributed.checkpoint, written beside and then renamed."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.suffix != ".partial")
 
 
-def load_model(folder: Path, model: nn.Module) -> Path:
+def load_model(folder: Path, model: nn.Module, replayed: EmbeddingAdam | None = None) -> Path:
     """Loads the newest checkpoint's weights into a sharded model in place; returns its path. All ranks call.
+
+    Args:
+        folder: of a run's checkpoints.
+        model: with tables like the run's.
+        replayed: the tables' optimizer where rows of the checkpoint may be behind; it then brings them up to date.
 
     Raises:
         ValueError: there is no checkpoint, it is damaged, or it does not fit the model.
@@ -49,16 +55,31 @@ def load_model(folder: Path, model: nn.Module) -> Path:
     found = list_checkpoints(folder)
     if not found:
         raise ValueError(f"no checkpoint in {folder}; train the run first")
-    state = {"model": model.state_dict()}
     try:
-        dcp.load(state, checkpoint_id=found[-1])
+        if replayed:
+            _load_behind(found[-1], model, replayed)
+        else:
+            state = {"model": model.state_dict()}
+            dcp.load(state, checkpoint_id=found[-1])
+            model.load_state_dict(state["model"])
     # Damaged files raise whatever their decoder does, and CheckpointException is not an Exception.
     except (CheckpointException, Exception) as error:
         raise ValueError(
             f"{found[-1]} is damaged or of another model ({_cause(error)}); remove it to use the checkpoint before it"
         ) from error
-    model.load_state_dict(state["model"])
     return found[-1]
+
+
+def _load_behind(checkpoint: Path, model: nn.Module, replayed: EmbeddingAdam) -> None:
+    """Weights as they were stored, and how far each row had come."""
+    progress = {"progress": {"step": torch.tensor(0)}}
+    dcp.load(progress, checkpoint_id=checkpoint)
+    replayed.steps = int(progress["progress"]["step"])
+    with replayed.as_stored():
+        state = {"model": model.state_dict(), "embedding_optimizer": replayed.state_dict()}
+        dcp.load(state, checkpoint_id=checkpoint)
+        model.load_state_dict(state["model"])
+        replayed.load_state_dict(state["embedding_optimizer"])
 
 
 def run_state(
@@ -69,10 +90,15 @@ def run_state(
     step: int,
     epoch: int,
 ) -> dict[str, Any]:
-    """Everything a checkpoint holds: weights, moments of both optimizers, and the place in the data."""
-    embedding = embedding_optimizer.state_dict() if embedding_optimizer else model.fused_optimizer.state_dict()
+    """Everything a checkpoint holds: weights, moments of both optimizers, and the place in the data.
+
+    Rows that are behind stay so, and the embedding optimizer's state says how far they are.
+    """
+    with embedding_optimizer.as_stored() if embedding_optimizer else nullcontext():
+        weights = model.state_dict()
+        embedding = embedding_optimizer.state_dict() if embedding_optimizer else model.fused_optimizer.state_dict()
     return {
-        "model": model.state_dict(),
+        "model": weights,
         "embedding_optimizer": embedding,
         "dense_optimizer": dense_optimizer.state_dict(),
         "progress": {"step": torch.tensor(step), "epoch": torch.tensor(epoch)},

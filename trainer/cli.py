@@ -1,4 +1,4 @@
-"""The command line: ``cowrec prepare | synthesize | train | evaluate | predict``.
+"""The command line: ``cowrec prepare | synthesize | train | sweep | evaluate | predict | bench``.
 
 Commands import what they need when they run, so that ``--help`` answers at once.
 """
@@ -38,6 +38,11 @@ class LayoutName(StrEnum):
     csv = "csv"
 
 
+RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]
+TrainData = Annotated[Path | None, typer.Option(help="Prepared data set. [data.dir of the TOML]")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value over the TOML; repeat it for several.")
+]
 RunDir = Annotated[Path, typer.Argument(help="Folder of a trained run.")]
 RunData = Annotated[Path, typer.Option(help="Data set prepared with the run's ids.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")]
@@ -141,12 +146,10 @@ def synthesize(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
-    data: Annotated[Path | None, typer.Option(help="Prepared data set. [data.dir of the TOML]")] = None,
+    config: RunToml,
+    data: TrainData = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run, new or empty. [runs/NAME-DATE]")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value over the TOML; repeat it for several.")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Trains a model; batch size means the global batch, over all processes.
 
@@ -154,13 +157,9 @@ def train(
 
     Several GPUs: `torchrun --nproc-per-node 8 -m cowrec.trainer train CONFIG.toml --data DIR --run-dir RUN`
     """
-    from .config import load_config
     from .loop import train as run
 
-    loaded = load_config(config, overrides or ())
-    data_dir = data or (Path(loaded.data.dir) if loaded.data.dir else None)
-    if data_dir is None:
-        raise ValueError("no data set: pass --data DIR or set data.dir in the TOML")
+    loaded, data_dir = _loaded(config, overrides, data)
     if run_dir is None and launched_world_size() > 1:
         raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
     folder = run_dir or Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -168,6 +167,37 @@ def train(
     if launched_rank() == 0:
         auc, logloss, speed = report["auc"], report["logloss"], report["samples_per_second"]
         print(f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed:,.0f} samples/s  run {folder}")
+
+
+@app.command()
+def sweep(
+    config: RunToml,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of the sweep; one that was interrupted is continued.")
+    ],
+    batch_sizes: Annotated[str, typer.Option(help="Such as 1K,8K,64K; K is 1024.")],
+    data: TrainData = None,
+    rules: Annotated[str, typer.Option(help="Scaling rules.")] = "cowclip,linear,none",
+    clip: Annotated[str, typer.Option(help="With the TOML's clip rule (on), without (off), or both.")] = "on,off",
+    seeds: Annotated[int, typer.Option(help="Runs of each combination, with seeds from train.seed on.")] = 3,
+    overrides: Overrides = None,
+) -> None:
+    """Trains a grid of batch sizes, scaling rules, clip on and off; writes sweep.jsonl and sweep.png, prints a table.
+
+    The same command goes on where it was interrupted, and with more values adds to what is there.
+
+    Example: `cowrec sweep scripts/configs/criteo.toml --data data/criteo --batch-sizes 1K,8K,64K --output sweeps/1`
+    """
+    from .sweep import sweep as run
+    from .sweep_grid import Grid
+    from .sweep_plot import PLOT, plot, table
+
+    if launched_world_size() > 1:
+        raise ValueError("sweep starts its runs itself; start it without torchrun")
+    grid = Grid([_size(each) for each in _listed(batch_sizes)], _listed(rules), _listed(clip), seeds)
+    loaded, data_dir = _loaded(config, overrides, data)
+    lines = run(loaded, data_dir, output, grid)
+    print(f"{table(lines)}\n\nplot: {plot(lines, output / PLOT)}")
 
 
 @app.command()
@@ -202,6 +232,48 @@ def predict(
     from .saved_run import predict_run
 
     print(f"{output}: {predict_run(run_dir, data, output, split):,} rows")
+
+
+@app.command()
+def bench(
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines to write; the plot goes beside them.")],
+    absent_rows: Annotated[str, typer.Option(help="What the rows do that a batch lacks.")] = "replay,lazy,dense",
+    batch_sizes: Annotated[str, typer.Option(help="Such as 1K,8K,64K; K is 1024.")] = "1K,8K,64K",
+    model: Annotated[str, typer.Option(help="Network: wdl, deepfm, dcn, dcnmix, dcnv2.")] = "deepfm",
+    rows: Annotated[
+        str, typer.Option(help="Rows of a table at most, such as 100K; K is 1000. full: Criteo's 33.8 million in all.")
+    ] = "full",
+    spacing: Annotated[
+        str, typer.Option(help="Tables so many times larger than their ids need, which lie that far apart.")
+    ] = "1",
+    epoch_share: Annotated[
+        float, typer.Option(help="Share of an epoch that the ids have run before the clock starts.")
+    ] = 0.9,
+    seconds: Annotated[float, typer.Option(help="Measured in each combination, at least 5 steps.")] = 20.0,
+) -> None:
+    """Measures training on this machine's CPU in the steady state, with ids as frequent as Criteo's, made in memory.
+
+    The settings are the published ones for Criteo. A line of the output is a combination, with its speed, its memory,
+    how long the rows of its batches had been absent, configuration, versions and hardware; at the end come the ratios.
+
+    Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
+    """
+    from .bench import Bench
+    from .bench import bench as run
+    from .bench_plot import table
+
+    if launched_world_size() > 1:
+        raise ValueError("bench starts its processes itself; start it without torchrun")
+    settings = Bench(
+        _listed(absent_rows),
+        [_size(each) for each in _listed(batch_sizes)],
+        model,
+        None if rows == "full" else _number(rows, 1000, "--rows is full or a number, with K for 1000, such as 100K"),
+        [_number(each, 1, "--spacing is a whole number, such as 10") for each in _listed(spacing)],
+        epoch_share,
+        seconds,
+    )
+    print(f"{table(run(settings, output))}\n\n{output}, plot: {output.with_suffix('.png')}")
 
 
 def main() -> None:
@@ -261,6 +333,33 @@ def _prepare_config(toml: Path | None, flags: dict[str, Any]) -> Any:
         # The file's sizes belong to the file's kind of split.
         flags = {"test_rows": None, "test_fraction": None, **flags}
     return dataclasses.replace(section, **flags)
+
+
+def _loaded(config: Path, overrides: list[str] | None, data: Path | None) -> tuple[Any, Path]:
+    """A run's configuration and its data set."""
+    from .config import load_config
+
+    loaded = load_config(config, overrides or ())
+    if data is None and not loaded.data.dir:
+        raise ValueError("no data set: pass --data DIR or set data.dir in the TOML")
+    return loaded, data or Path(loaded.data.dir)
+
+
+def _listed(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",")]
+
+
+def _size(text: str) -> int:
+    """8K as 8192."""
+    return _number(text, 1024, "a batch size is a number, with K for 1024, such as 512 or 8K")
+
+
+def _number(text: str, kilo: int, what: str) -> int:
+    """A whole number, K standing for so many; raises ValueError saying what it is elsewhere."""
+    number, factor = (text[:-1], kilo) if text[-1:] in ("K", "k") else (text, 1)
+    if not number.isdecimal():
+        raise ValueError(f"{what}; got {text!r}")
+    return int(number) * factor
 
 
 @contextmanager

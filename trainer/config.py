@@ -76,8 +76,15 @@ class OptimizerConfig:
     """`[optimizer]`: values found good at a base batch size, and the rule that carries them to another.
 
     Attributes:
-        embedding: optimizer of the tables. "adam" is cowrec's lazy Adam with coupled L2, on CPU and CUDA; the others
-            are FBGEMM's fused ones ("fbgemm_adam" on CUDA only), which take no L2.
+        embedding: optimizer of the tables. "adam" is cowrec's Adam with coupled L2, on CPU and CUDA; the others are
+            FBGEMM's fused ones ("fbgemm_adam" on CUDA only), whose gradients get clip and L2 of the batch's rows,
+            where every field has one id a sample. "fbgemm_cowclip" is row-wise Adagrad with FBGEMM's own COWCLIP mode,
+            which is not the paper's: it counts the steps in which a row appeared, decayed or cumulative, instead of its
+            occurrences in the batch, and Adagrad accumulates the unclipped gradient. It measures and scales whole rows,
+            the wide weight included.
+        absent_rows: under "adam", what rows without an id in the batch do. "replay", the default, is the published
+            algorithm: L2 and momentum move every row at every step, computed when a row is next needed. "dense" is the
+            same, computed at once, at the cost of the whole table. "lazy": they wait, and have then missed those steps.
         base_batch_size: the batch size that the values below belong to.
         scaling: one of the scaling rules; "none" keeps the values.
         embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
@@ -86,9 +93,14 @@ class OptimizerConfig:
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
         betas, eps, adam_epsilon: Adam's, dense and embedding; `adam_epsilon` says where eps goes ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
+        weight_norm_coefficient, lower_bound: of "fbgemm_cowclip", whose limit of a row is
+            ``counter * max(weight_norm_coefficient * ||w||, lower_bound)``.
+        counter_halflife: of "fbgemm_cowclip": steps after which a step that a row appeared in counts half; -1 counts
+            every such step fully, 0 the present one alone.
     """
 
-    embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam"] = "adam"
+    embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam", "fbgemm_cowclip"] = "adam"
+    absent_rows: Literal["replay", "dense", "lazy"] | None = None
     base_batch_size: int = 1024
     scaling: str = "cowclip"
     embedding_lr: float = 1e-4
@@ -100,20 +112,28 @@ class OptimizerConfig:
     eps: float = 1e-8
     adam_epsilon: Literal["torch", "keras"] = "torch"
     embedding_init_std: float = 1e-2
+    weight_norm_coefficient: float = 1.0
+    lower_bound: float = 1e-5
+    counter_halflife: int = -1
 
     def __post_init__(self) -> None:
         _require("optimizer.base_batch_size", self.base_batch_size, self.base_batch_size >= 1, "at least 1")
         _require_known("optimizer.scaling", self.scaling, SCALING_RULES)
-        for key in ("embedding_lr", "dense_lr", "l2", "cross_l2", "warmup_epochs", "embedding_init_std"):
+        for key in (
+            *("embedding_lr", "dense_lr", "l2", "cross_l2", "warmup_epochs", "embedding_init_std"),
+            *("weight_norm_coefficient", "lower_bound"),
+        ):
             value = getattr(self, key)
             _require(f"optimizer.{key}", value, 0 <= value < inf, "at least 0 and finite")
         _require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
         _require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
-        if self.embedding != "adam" and self.l2 > 0:
+        if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):
             raise ValueError(
-                f'optimizer.l2 = {self.l2} needs optimizer.embedding = "adam", got {self.embedding!r}: FBGEMM\'s fused'
-                " optimizers have no coupled L2; set optimizer.l2 = 0 or change the optimizer"
+                f'optimizer.absent_rows = "{self.absent_rows}" needs optimizer.embedding = "adam", got'
+                f" {self.embedding!r}: FBGEMM's fused optimizers move the rows of the batch alone; leave it out or change"
+                " the optimizer"
             )
+        _require("optimizer.counter_halflife", self.counter_halflife, self.counter_halflife >= -1, "at least -1")
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,13 @@ class ClipConfig:
     """`[clip]`: the rule for the embedding rows.
 
     A rule takes the values it knows and refuses the others; "none" ignores them.
+
+    Attributes:
+        rule: one of the clip rules. "field", "adaptive_field" and "global" need optimizer.absent_rows = "lazy" or one
+            of FBGEMM's optimizers.
+        r, zeta, bound: as the rule says.
+        max_norm: threshold of "constant", "field" and "global" at optimizer.base_batch_size; at s times that batch it
+            is sqrt(s) times as much, unless optimizer.scaling = "none".
     """
 
     rule: str = "cowclip"
@@ -143,6 +170,9 @@ class ClipConfig:
             if key not in known:
                 takes = f"it takes {', '.join(sorted(known))}" if known else "it takes no values"
                 raise ValueError(f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}")
+        for each in dataclasses.fields(kind):
+            if each.default is dataclasses.MISSING and each.name not in given:
+                raise ValueError(f"clip.rule = {self.rule!r} needs clip.{each.name}")
         return kind(**given)
 
 
@@ -164,6 +194,19 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+    def __post_init__(self) -> None:
+        if self.optimizer.embedding == "fbgemm_cowclip" and self.clip.rule != NoClip.name:
+            raise ValueError(
+                f'optimizer.embedding = "fbgemm_cowclip" clips by itself, and not by clip.rule = {self.clip.rule!r};'
+                ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
+            )
+        moves_all_rows = self.optimizer.embedding == "adam" and self.optimizer.absent_rows != "lazy"
+        if moves_all_rows and self.clip.build().scope != "row":
+            raise ValueError(
+                f"clip.rule = {self.clip.rule!r} takes the norm over the rows of the batch, but every row moves with"
+                f" optimizer.absent_rows = {self.optimizer.absent_rows or 'replay'!r}; set it to 'lazy'"
+            )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -10,8 +10,11 @@ from typing import Any
 from torchrec.distributed import TrainPipelineSparseDist
 from tqdm import tqdm
 
+from cowrec.sparse_opt import EmbeddingAdam
+
 from .assembly import build_sharded, dense_parameters, derived_hyperparameters, describe, embedding_optimizer
 from .checkpoint import run_state, save_checkpoint
+from .clip_statistics import ClipWatch
 from .config import RunConfig
 from .evaluation import evaluate
 from .processes import Process, on_first, process_group
@@ -59,6 +62,10 @@ class _Run:
         self.schema = self.train_reader.schema
         self.model = build_sharded(config, self.schema, process)
         self.embedding_optimizer = embedding_optimizer(config, self.schema, self.model)
+        self.clip_watch: ClipWatch | None = None
+        if self.embedding_optimizer is not None and config.clip.rule != "none":
+            fields = [field.name for field in self.schema.sparse]
+            self.clip_watch = ClipWatch(self.embedding_optimizer.stats, fields, process)
         self.dense_optimizer = DenseAdam(
             dense_parameters(self.model),
             config.optimizer,
@@ -90,6 +97,8 @@ class _Run:
                 done = min(index * size, self.train_reader.num_rows)
                 rate = self.speed.measure(done, counts=self.step > 1)
                 log.write("train", self.step, epoch=epoch, loss=mean_loss, samples_per_second=rate, dense_lr=lr)
+                if self.clip_watch:
+                    log.write("clip", self.step, epoch=epoch, **self.clip_watch.read())
                 bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
                 bar.update(done - bar.n)
                 if stopping:
@@ -109,7 +118,8 @@ class _Run:
         )
 
     def save(self, epochs_done: int) -> None:
-        state = run_state(self.model, self.dense_optimizer, self.embedding_optimizer, step=self.step, epoch=epochs_done)
+        adam = self.embedding_optimizer if isinstance(self.embedding_optimizer, EmbeddingAdam) else None
+        state = run_state(self.model, self.dense_optimizer, adam, step=self.step, epoch=epochs_done)
         keep = self.config.train.keep_checkpoints
         self.last_checkpoint = save_checkpoint(self.run_dir / CHECKPOINTS, self.step, state, keep=keep)
 
@@ -121,6 +131,7 @@ class _Run:
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
             "steps": self.step,
+            "clip_statistics": self.clip_watch.total() if self.clip_watch else None,
             "best_possible": dict(self.schema.best) if self.schema.best else None,
             "seed": self.config.train.seed,
             "world_size": self.process.world_size,

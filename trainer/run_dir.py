@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,12 @@ class RunLog:
             self._board.close()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line ``{"kind": "train" | "eval", "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
+        """One line ``{"kind": "train" | "clip" | "eval", "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
         if self._path and self._board:
             with (self._path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
-            for key, value in values.items():
-                self._board.add_scalar(f"{kind}/{key}", value, step)
+            for tag, value in _scalars(kind, values):
+                self._board.add_scalar(tag, value, step)
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
@@ -100,6 +100,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(tag: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """(tag/key, number) of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(f"{tag}/{key}", value)
+        else:
+            yield f"{tag}/{key}", value
 
 
 def _versions() -> dict[str, str]:

@@ -5,7 +5,7 @@ import filecmp
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,8 +14,9 @@ from torch.optim import SGD
 from torchrec.distributed import TrainPipelineSparseDist
 
 from cowrec.data_pipeline import Reader, Schema
+from cowrec.sparse_opt import EmbeddingAdam
 
-from .assembly import build_sharded, dense_parameters
+from .assembly import build_sharded, dense_parameters, embedding_optimizer
 from .checkpoint import load_model
 from .config import load_config
 from .evaluation import Pipeline, evaluate, predictions
@@ -73,7 +74,9 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.M
             device=process.device,
         )
         model = build_sharded(config, schema, process)
-        load_model(run_dir / CHECKPOINTS, model)
+        optimizer = embedding_optimizer(config, schema, model)
+        replays = isinstance(optimizer, EmbeddingAdam) and optimizer.config.absent_rows == "replay"
+        load_model(run_dir / CHECKPOINTS, model, cast(EmbeddingAdam, optimizer) if replays else None)
         never_steps = SGD(dense_parameters(model))
         yield model, TrainPipelineSparseDist(model, never_steps, process.device), reader
 

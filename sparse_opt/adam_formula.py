@@ -1,0 +1,117 @@
+"""Adam for embedding rows, defined once: settings, the scalars of a step, and the update of one element.
+
+Every back end runs :func:`adam_element` itself (torch, numba and Triton), in float32 and in the order written here,
+with a correctly rounded root and quotient. So the dense oracle, the replay of missed steps and the lazy update agree to
+the last bit wherever they do the same steps.
+"""
+
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class AdamConfig:
+    """Adam's settings.
+
+    Attributes:
+        lr: learning rate, per step, >= 0; under a schedule its largest.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment, > 0.
+        adam_epsilon: where eps goes. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
+            ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
+        l2: coefficient of ``l2 * sum(w^2)`` in the loss: ``2 * l2 * w`` joins the gradient before the clip, >= 0.
+        absent_rows: what becomes of rows without an id in the batch. "lazy": nothing, until their ids come. "dense":
+            they take the step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence (the published
+            algorithm; every step costs the whole table). "replay": the same numbers at the cost of the batch's rows: a
+            row takes the steps that it missed when its id comes next, or when it is read.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    adam_epsilon: Literal["torch", "keras"] = "torch"
+    l2: float = 0.0
+    absent_rows: Literal["lazy", "dense", "replay"] = "lazy"
+
+    def __post_init__(self) -> None:
+        for key, value, fits in (
+            ("lr", self.lr, 0 <= self.lr < inf),
+            ("betas", self.betas, all(0 <= beta < 1 for beta in self.betas)),
+            ("eps", self.eps, 0 < self.eps < inf),
+            ("adam_epsilon", self.adam_epsilon, self.adam_epsilon in ("torch", "keras")),
+            ("l2", self.l2, 0 <= self.l2 < inf),
+            ("absent_rows", self.absent_rows, self.absent_rows in ("lazy", "dense", "replay")),
+        ):
+            if not fits:
+                raise ValueError(f"adam {key} is out of range, got {value!r}; see AdamConfig")
+
+
+@dataclass(frozen=True)
+class AdamScalars:
+    """One step's Adam in the form ``w -= step_size * m / (sqrt(v) * denominator_scale + eps)``."""
+
+    step_size: float
+    denominator_scale: float
+
+
+def adam_scalars(config: AdamConfig, lr: float, step: int) -> AdamScalars:
+    """Learning rate and bias corrections of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section 2."""
+    first, second = 1 - config.betas[0] ** step, 1 - config.betas[1] ** step
+    if config.adam_epsilon == "keras":
+        return AdamScalars(lr * sqrt(second) / first, 1.0)
+    return AdamScalars(lr / first, 1 / sqrt(second))
+
+
+@dataclass(frozen=True)
+class AdamConstants:
+    """What does not change from step to step.
+
+    ``rest`` is ``1 - beta`` rounded from double: in float32, 1 - 0.999 is already 1e-5 off.
+    """
+
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    eps: float
+    twice_l2: float
+
+
+def adam_constants(config: AdamConfig) -> AdamConstants:
+    """The constants of a configuration, in double; back ends round each to float32."""
+    beta1, beta2 = config.betas
+    return AdamConstants(beta1, 1 - beta1, beta2, 1 - beta2, config.eps, 2 * config.l2)
+
+
+def adam_element(
+    weight: Any,
+    first: Any,
+    second: Any,
+    gradient: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    step_size: Any,
+    denominator_scale: Any,
+    root: Any,
+    divide: Any,
+) -> Any:
+    """One step of one element, or of tensors of them: (weight, first moment, second moment) after it.
+
+    Args:
+        weight, first, second: before the step.
+        gradient: with L2 in it, clipped.
+        beta1, rest1, beta2, rest2, eps: of :class:`AdamConstants`.
+        step_size, denominator_scale: of :class:`AdamScalars`.
+        root, divide: the back end's correctly rounded square root and division.
+    """
+    first = beta1 * first + rest1 * gradient
+    second = beta2 * second + rest2 * (gradient * gradient)
+    weight = weight - divide(step_size * first, root(second) * denominator_scale + eps)
+    return weight, first, second

@@ -1,0 +1,60 @@
+"""The published algorithm as it was published: Adam over every row of a table at every step. Slow, and right.
+
+It is what ``absent_rows = "dense"`` runs, and what the faster ways are held against. V is the number of a table's rows,
+D its width.
+"""
+
+import torch
+from torch import Tensor
+
+from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element
+from .clip import RowLimit, clip_scales, row_norms
+
+
+def dense_adam_(
+    weights: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    counts: Tensor,
+    *,
+    limit: RowLimit,
+    clip_columns: int,
+    config: AdamConfig,
+    scalars: AdamScalars,
+) -> None:
+    """One step on a whole table, in place: L2 into the gradient, the clip, moments, weights.
+
+    Source: the CowClip reference, whose L2 term is in the loss, so that every row has a gradient at every step, and
+    whose clip counts an absent row once.
+
+    Args:
+        weights, exp_avg, exp_avg_sq: the table and its moments, float [V, D].
+        grad: gradient of the mean loss over the global batch, without L2, float [V, D]; zero in absent rows.
+        counts: occurrences of each row in the global batch, int [V]; 1 for absent rows.
+        limit: the clip's.
+        clip_columns: leading columns that are measured and clipped; the others are only regularised.
+        config: Adam's settings.
+        scalars: of this step.
+    """
+    constants = adam_constants(config)
+    grad = grad + constants.twice_l2 * weights
+    clipped, passed = grad[:, :clip_columns], grad[:, clip_columns:]
+    scales = clip_scales(clipped, limit.of(row_norms(weights[:, :clip_columns]), counts))
+    stepped = adam_element(
+        weights,
+        exp_avg,
+        exp_avg_sq,
+        torch.cat([clipped * scales[:, None], passed], dim=1),
+        *(constants.beta1, constants.rest1, constants.beta2, constants.rest2, constants.eps),
+        *(scalars.step_size, scalars.denominator_scale),
+        exact_root,
+        torch.div,
+    )
+    for state, value in zip((weights, exp_avg, exp_avg_sq), stepped, strict=True):
+        state.copy_(value)
+
+
+def exact_root(values: Tensor) -> Tensor:
+    """Square root rounded correctly; torch's own of float32 on CPU may be off by a bit."""
+    return values.double().sqrt().to(values.dtype)

@@ -1,0 +1,47 @@
+"""CPU kernel for bags of one id at most: each row's gradient with L2 and clip, laid out as an output gradient.
+
+Compiled by numba as cpu_kernels.py is, from its parts. The plain definition is in output_gradients.py.
+Sizes: U distinct rows, D columns, B bags per feature.
+"""
+
+from numba import njit
+
+from .cpu_kernels import clip_factor, distinct, row_gradients
+
+
+@njit(nogil=True, cache=True)
+def place_row_gradients(
+    tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
+    indices, offsets, id_weights, grad, weights, placed, twice_l2, ratios, used_rows,
+):  # fmt: skip
+    """Writes the gradients of the given tables' rows into ``placed`` [B, sum D], each at its first id; zeros are there.
+
+    Returns the place in ``indices`` of an id outside its table, or -1.
+    """
+    for t in tables:
+        begin, end = begins[t], begins[t + 1]
+        bad, used, rows, counts, slots = distinct(indices[begin:end], num_rows[t])
+        if bad >= 0:
+            return begin + bad
+        dim = dims[t]
+        sums = row_gradients(slots, used, dim, firsts[t], lasts[t], columns, bags, offsets, id_weights, grad)
+        next_row = 0  # distinct rows are numbered in the order of their first ids
+        for feature in range(firsts[t], lasts[t]):
+            column = columns[feature]
+            for bag in range(bags):
+                for i in range(offsets[feature * bags + bag], offsets[feature * bags + bag + 1]):
+                    u = slots[i - begin]
+                    if u < next_row:
+                        continue
+                    next_row += 1
+                    start = starts[t] + rows[u] * dim
+                    w, g = weights[start : start + dim], sums[u]
+                    for d in range(dim):
+                        g[d] += twice_l2 * w[d]
+                    factor, ratios[begin + u] = clip_factor(
+                        w, g, counts[u], clip_columns[t], r[t], floor[t], per_occurrence[t]
+                    )
+                    for d in range(dim):
+                        placed[bag, column + d] = g[d] * factor if d < clip_columns[t] else g[d]
+        used_rows[t] = used
+    return -1

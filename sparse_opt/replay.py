@@ -1,0 +1,252 @@
+"""Replay: embedding rows take the Adam steps that they missed when they are needed, not before.
+
+A row without an id in the batch still moves in the published algorithm, by L2 and by its first moment, but what it does
+depends on nothing but itself and the steps' learning rates. So it can do so later: when its id comes next, when it is
+evaluated, or when the table is read as a whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import partial
+from math import inf, log
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .adam_formula import AdamConfig, adam_constants, adam_scalars
+from .replay_kernels import replay_clipped_rows, replay_rows, stale_rows
+from .row_gradients import RowGradients, bag_of_ids, count_rows
+from .row_updates import LookupRows, balanced_groups, in_threads
+
+REST = 1e-11
+"""A weight this small is at rest where L2 draws it to zero, and so is a first moment that can move it no further."""
+REST_WITHOUT_L2 = 1e-20
+"""Without L2 a weight stays where its first moment leaves it, so that may move it less than its last digit."""
+REST_OF_FLOOR = 1e-6
+"""Nor is a weight at rest before it is this small a share of the clip's floor: its norm then decides nothing."""
+_ROWS_AT_ONCE = 1 << 22
+
+
+class StepHistory:
+    """Learning rates of the steps so far, and the scalars that follow from them, where the kernels read them.
+
+    Attributes:
+        step_sizes, denominator_scales: of :class:`AdamScalars`, float32 [at least the steps so far].
+    """
+
+    def __init__(self, config: AdamConfig, device: torch.device):
+        self._config = config
+        self._lrs = np.empty(0)
+        self._steps = 0
+        self.step_sizes = torch.empty(0, device=device)
+        self.denominator_scales = torch.empty(0, device=device)
+
+    @property
+    def lrs(self) -> Tensor:
+        """Learning rate of each step so far, float64 [steps], on CPU; shares the history's memory."""
+        return torch.from_numpy(self._lrs[: self._steps])
+
+    def record(self, step: int, lr: float) -> None:
+        """Adds step ``step``, from 1, unless another lookup of the same step has done so."""
+        if step <= self._steps:
+            return
+        self._reserve(step)
+        self._lrs[step - 1], self._steps = lr, step
+        scalars = adam_scalars(self._config, lr, step)
+        self.step_sizes[step - 1] = scalars.step_size
+        self.denominator_scales[step - 1] = scalars.denominator_scale
+
+    def replace(self, lrs: np.ndarray) -> None:
+        """Sets the learning rates of all steps so far, float64 [steps]."""
+        self._steps = len(lrs)
+        self._reserve(self._steps)
+        self._lrs[: self._steps] = lrs
+        scalars = [astuple(adam_scalars(self._config, lr, step)) for step, lr in enumerate(lrs.tolist(), 1)]
+        both = torch.tensor(scalars, dtype=torch.float32).view(-1, 2)
+        self.step_sizes[: self._steps], self.denominator_scales[: self._steps] = both[:, 0], both[:, 1]
+
+    def _reserve(self, steps: int) -> None:
+        room = len(self._lrs)
+        if steps > room:
+            more = max(steps, 2 * room, 1024) - room
+            self._lrs = np.append(self._lrs, np.empty(more))
+            self.step_sizes = torch.cat([self.step_sizes, self.step_sizes.new_zeros(more)])
+            self.denominator_scales = torch.cat([self.denominator_scales, self.denominator_scales.new_zeros(more)])
+
+
+class Replay:
+    """The last step of every row of one lookup, and the way to bring rows up to date.
+
+    Args:
+        rows: the lookup under its clip rule.
+        config: Adam's settings.
+        history: the optimizer's steps.
+        exp_avg, exp_avg_sq: the rows' moments, laid out like the weights; updated in place.
+
+    Attributes:
+        last_step: step that each row took last, int32 [rows of all tables]; ``~t`` (negative) for a row that came to
+            rest at step t.
+        first_rows: number of each table's first row.
+
+    Raises:
+        ValueError: tables that are not float32, or a clip rule that looks beyond the row.
+    """
+
+    def __init__(self, rows: LookupRows, config: AdamConfig, history: StepHistory, exp_avg: Tensor, exp_avg_sq: Tensor):
+        weights, shards = rows.lookup.flat_weights(), rows.lookup.shards
+        if weights.dtype != torch.float32:
+            raise ValueError(
+                f"replay computes missed steps in float32, but table {shards[0].name!r} is {weights.dtype}, which"
+                ' rounds each step anew; make the table float32 or set absent_rows = "lazy"'
+            )
+        self._rows, self._config, self._history = rows, config, history
+        self._state = (weights, exp_avg, exp_avg_sq)
+        self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
+        self.first_rows = np.cumsum([0, *(shard.rows for shard in shards[:-1])])
+        self._first_rows = torch.from_numpy(self.first_rows).to(weights.device)
+        self.log_beta2 = log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
+        limits = rows.limits
+        # An absent row counts once, so its limit is at least r * ||w||, or the floor.
+        self._absent_clip_binds = any(
+            2 * config.l2 > 0.999 * limit.r and 2 * config.l2 > 0 and limit.floor < inf for limit in limits
+        )
+        self._rest = _rest(config, [limit.floor for limit in limits])
+
+    def bring_current(self, indices: Tensor, offsets: Tensor, step: int) -> None:
+        """Brings the rows of a lookup's ids to ``step``; their second moments at rest stay as they are.
+
+        Raises:
+            ValueError: an id outside its table (on CPU).
+        """
+        if indices.device.type == "cpu":
+            self._bring_current_on_cpu(indices.long().numpy(), offsets.long().numpy(), step)
+        elif indices.numel():
+            self._bring_current_on_cuda(indices.long(), offsets, step)
+
+    def bring_all_current(self, step: int) -> None:
+        """Brings every row to ``step``; second moments of rows at rest stay as they are."""
+        for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
+            last = self.last_step[first : first + _ROWS_AT_ONCE]
+            places = ((last >= 0) & (last < step)).nonzero().flatten() + first
+            if len(places):
+                self._replay(places, self.last_step[places], step)
+
+    def flush(self, step: int) -> None:
+        """Brings every row and all its moments to ``step``."""
+        self.bring_all_current(step)
+        for table, shard in enumerate(self._rows.lookup.shards):
+            first = int(self.first_rows[table])
+            last = self.last_step[first : first + shard.rows]
+            second = self._rows.lookup.view_of(self._state[2], table)
+            for some, of_some in zip(last.split(_ROWS_AT_ONCE), second.split(_ROWS_AT_ONCE), strict=True):
+                of_some.mul_(self.decay_at_rest(some, step)[:, None])
+                some.fill_(step)
+
+    def decay_at_rest(self, last: Tensor, step: int) -> Tensor:
+        """What the second moment of rows with these last steps has missed up to ``step``, float32; 1 for the others."""
+        asleep = torch.where(last < 0, step - ~last, 0)
+        return torch.where(asleep > 0, (asleep.double() * self.log_beta2).exp(), 1).float()
+
+    def mark_current(self, step: int) -> None:
+        """Takes the rows as they are for those after ``step``."""
+        self.last_step.fill_(step)
+
+    def take_step(self, rows: RowGradients, step: int) -> Tensor:
+        """Marks rows as being at ``step``; returns the factor that their second moments missed before it, [nnz]."""
+        layout = self._rows.layout
+        row = (rows.place[:, 0] - layout.start[rows.table]) // layout.dim[rows.table]
+        places = self._first_rows[rows.table] + row
+        decay = self.decay_at_rest(self.last_step[places], step - 1)
+        self.last_step[places] = step
+        return decay
+
+    def _bring_current_on_cpu(self, indices: np.ndarray, offsets: np.ndarray, step: int) -> None:
+        begins = self._rows.begins(offsets)
+        places, lasts = np.empty(len(indices), np.int64), np.empty(len(indices), np.int32)
+        used = np.zeros(len(begins) - 1, np.int64)
+        rows = self._rows.layout.rows.numpy()
+        last_step = self.last_step.numpy()
+        groups = balanced_groups(np.diff(begins))
+        common = (begins, rows, self.first_rows, indices, last_step, step, places, lasts, used)
+        bad = in_threads([partial(stale_rows, group, *common) for group in groups])
+        found = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(begins, used, strict=False)])
+        # Rows that were marked before the bad id was met are brought up to date too: no row is lost.
+        if len(found):
+            self._replay(torch.from_numpy(places[found]), torch.from_numpy(lasts[found]), step)
+        self._rows.raise_bad_ids(bad, begins, indices)
+
+    def _bring_current_on_cuda(self, indices: Tensor, offsets: Tensor, step: int) -> None:
+        """Does not wait for the device: distinct rows are padded to the number of ids, and what is current stays."""
+        layout = self._rows.layout
+        table = layout.feature_table[
+            bag_of_ids(offsets, indices.numel()) // ((len(offsets) - 1) // len(layout.feature_table))
+        ]
+        place = self._first_rows[table] + indices
+        counts = count_rows(place)
+        place = place[counts.occurrence]
+        self._replay(place, self.last_step[place].where(counts.real, step), step)
+
+    def _replay(self, places: Tensor, lasts: Tensor, step: int) -> None:
+        """Brings distinct rows up to date, those with the same last step side by side.
+
+        Args:
+            places: rows' numbers, int64 [n]; on CUDA some may be there twice, if ``lasts`` says that they are current.
+            lasts: their last steps, int32 [n].
+        """
+        layout = self._rows.layout
+        lasts, order = torch.where(lasts < 0, step, lasts).sort(stable=True)
+        places = places[order]
+        table = torch.searchsorted(self._first_rows, places, right=True) - 1
+        dims = layout.dim[table]
+        starts = layout.start[table] + (places - self._first_rows[table]) * dims
+        if not places.is_cuda:
+            for dim in dims.unique().tolist():
+                kept = (
+                    (dims == dim).nonzero().flatten() if dim != layout.max_dim or (dims != dim).any() else slice(None)
+                )
+                self._replay_on_cpu(dim, table[kept], starts[kept], places[kept], lasts[kept], step)
+            return
+        from .triton_kernels import replay_rows_on_device
+
+        replay_rows_on_device(
+            *(starts, places, lasts, dims),
+            layout.max_dim,
+            *(*self._state, self.last_step),
+            step,
+            *(self._history.step_sizes, self._history.denominator_scales),
+            self._scalars(),
+            limits=[each[table] for each in self._rows.limit_tensors] if self._absent_clip_binds else None,
+        )
+
+    def _replay_on_cpu(self, dim: int, table: Tensor, starts: Tensor, places: Tensor, lasts: Tensor, step: int) -> None:
+        tensors = (starts, places, lasts, *self._state, self.last_step)
+        scalars = (self._history.step_sizes.numpy(), self._history.denominator_scales.numpy())
+        common = (dim, *(each.numpy() for each in tensors), step, *scalars, *map(np.float32, self._scalars()))
+        parts = torch.get_num_threads()
+        if self._absent_clip_binds:
+            limits = (table.numpy(), *(each.numpy() for each in self._rows.limit_tensors))
+            in_threads([partial(replay_clipped_rows, part, parts, *limits, *common) for part in range(parts)])
+        else:
+            in_threads([partial(replay_rows, part, parts, *common) for part in range(parts)])
+
+    def _scalars(self) -> tuple[float, ...]:
+        """The numbers that the kernels take behind the steps' scalars."""
+        constants = adam_constants(self._config)
+        rest_motion = self._rest * constants.eps * constants.rest1
+        return (*astuple(constants), self._config.lr, self._rest, rest_motion)
+
+
+def _rest(config: AdamConfig, floors: Sequence[float]) -> float:
+    """The largest weight that is at rest; 0 where none but zero itself is.
+
+    Near zero Adam under L2 is the heavy-ball method on ``l2 * w^2`` with step ``lr / (sqrt(v) + eps)``, at most
+    ``lr / eps``. It converges where ``2 * l2 * lr / eps < 2 * (1 + b1) / (1 - b1)`` (Polyak 1964, with the moment's factor 1 - b1);
+    elsewhere a row may swell again from next to nothing once its second moment has decayed.
+    """
+    if config.l2 == 0:
+        return REST_WITHOUT_L2
+    beta1 = config.betas[0]
+    if 2 * config.l2 * config.lr / config.eps > 0.9 * 2 * (1 + beta1) / (1 - beta1):
+        return 0.0
+    return min(REST, *(REST_OF_FLOOR * floor for floor in floors))

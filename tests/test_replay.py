@@ -1,0 +1,336 @@
+"""Replayed rows are the rows of the dense oracle, whenever they come back and whoever looks at them in between.
+
+Where no row has come to rest the two are equal to the last bit: they run the same float32 operations. A row at rest is
+set to zero, which the oracle only tends to; the tolerance is for that: 1e-6 of the largest value that the row ever had.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import cos
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from cowrec.sparse_opt import AdamConfig, ClipRule, ConstantClip, CowClip, EmbeddingAdam, NoClip, ReferenceCowClip
+from sharded_case import Case, batch_of, process_group, sharded_model, train_step
+
+Tensors = dict[str, np.ndarray]
+State = Mapping[str, ShardedTensor]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Ids that come back after fixed numbers of steps: row i of a table does every ``periods[i % len(periods)]`` steps.
+
+    Period 0 is never. A row that comes has one to three occurrences, in any samples, also twice in a bag.
+    """
+
+    steps: int = 450
+    periods: tuple[int, ...] = (1, 10, 37, 300, 0)
+    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-3, l2=1e-3, eps=1e-7, adam_epsilon="keras"))
+    rule: ClipRule = field(default_factory=lambda: CowClip(r=1.0, zeta=1e-5))
+    schedule: Callable[[int], float] | None = None
+    gradients: float = 1e-3
+    clip_columns: int = 6
+    sharding: str = "row_wise"
+    looked_at: tuple[int, ...] = ()
+    compared_at: tuple[int, ...] = ()
+    case: Case = field(default_factory=lambda: Case(rows=(20, 5, 60), batch=8, dim=8))
+
+    def batch(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Bags and output gradients of step ``step``, from 1, as sharded_case.py has them."""
+        rng = np.random.default_rng((self.case.seed, step))
+        bags, targets = {}, {}
+        for rows, names in zip(self.case.rows, self.case.features, strict=True):
+            due = [
+                row for row in range(rows) if (period := self.periods[row % len(self.periods)]) and step % period == 0
+            ]
+            for name in names:
+                places: list[list[int]] = [[] for _ in range(self.case.batch)]
+                for row in due:
+                    for sample in rng.integers(0, self.case.batch, rng.integers(1, 4)):
+                        places[sample].append(row)
+                bags[name] = [(np.array(ids, np.int64), np.ones(len(ids), np.float32)) for ids in places]
+                shape = (self.case.batch, self.case.dim)
+                targets[name] = (rng.normal(size=shape) * self.gradients).astype(np.float32)
+        return bags, targets
+
+
+KEYS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors]:
+    """States at ``compared_at`` and the end, and the largest values that rows ever had, over the default group."""
+    case = replace(stream.case, sharding=stream.sharding)
+    model = sharded_model(case, case.draw()["tables"])
+    config = replace(stream.adam, absent_rows=absent_rows)
+    optimizer = EmbeddingAdam(model, config, stream.rule, clip_columns=stream.clip_columns)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    low, high = rank * case.batch // world, (rank + 1) * case.batch // world
+    states: dict[int, Tensors] = {}
+    shards = {key: value.local_shards() for key, value in current(model, optimizer).items()}
+    largest = {key: [abs(shard.tensor).amax(1) for shard in of_key] for key, of_key in shards.items()}
+    for step in range(stream.steps + 1):
+        if step and stream.schedule:
+            optimizer.lr = stream.schedule(step)
+        if step:
+            train_step(case, model, *stream.batch(step), low, high)
+        if absent_rows == "dense":
+            for key, of_key in shards.items():
+                for most, shard in zip(largest[key], of_key, strict=True):
+                    torch.maximum(most, abs(shard.tensor).amax(1), out=most)
+        if step in stream.looked_at:
+            look_at(model, stream, step, low, high)
+        if step in (*stream.compared_at, stream.steps):
+            states[step] = {key: gathered(value) for key, value in current(model, optimizer).items()}
+    scales = {key: np.concatenate([each.numpy() for each in of_key]) for key, of_key in largest.items() if of_key}
+    optimizer.remove()
+    return states, scales
+
+
+def look_at(model: nn.Module, stream: Stream, step: int, low: int, high: int) -> None:
+    """Evaluates the ids of other steps, and takes the model's state."""
+    with torch.no_grad():
+        bags, _ = stream.batch(step // 37 * 37 or 37)
+        model.module["ebc"](batch_of(stream.case, bags, low, high)).wait()
+    model.state_dict()
+
+
+def current(model: nn.Module, optimizer: EmbeddingAdam) -> State:
+    optimizer.flush()
+    weights = {f"{key.split('.')[-2]}.weight": value for key, value in model.state_dict().items()}
+    return weights | {key: value for key, value in optimizer.state_dict().items() if "exp_avg" in key}
+
+
+def gathered(value: ShardedTensor) -> np.ndarray:
+    """The whole tensor on the first rank."""
+    whole = torch.zeros(value.size()) if dist.get_rank() == 0 else None
+    value.gather(0, whole)
+    return np.empty(0) if whole is None else whole.numpy()
+
+
+def in_one_process(work: Callable[[], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
+        return work()
+
+
+def assert_close(replayed: dict[int, Tensors], dense: dict[int, Tensors], scales: Tensors) -> None:
+    for step, state in dense.items():
+        for key, expected in state.items():
+            error = abs(replayed[step][key] - expected).max(1) / np.maximum(scales[key], 1e-30)
+            assert error.max() <= 1e-6, f"{key} at step {step}: row {error.argmax()} is off by {error.max():.1e}"
+
+
+def warm_up_then_cosine(step: int) -> float:
+    return 1e-3 * min(step / 50, 1) * (0.55 + 0.45 * cos(step / 200))
+
+
+STREAMS = {
+    "clip never binds": Stream(gradients=1e-7),
+    "clip binds": Stream(gradients=1.0, rule=ReferenceCowClip(r=0.3, bound=1e-4), clip_columns=8),
+    "absent rows are clipped": Stream(adam=AdamConfig(lr=1e-3, l2=0.1), rule=CowClip(r=0.05, zeta=1e-4)),
+    "constant": Stream(adam=AdamConfig(lr=1e-3, l2=0.1), rule=ConstantClip(max_norm=1e-3)),
+    "no floor": Stream(steps=400, rule=CowClip(r=1.0, zeta=0.0)),
+    "no clip, no L2": Stream(adam=AdamConfig(lr=1e-2), rule=NoClip()),
+    "a schedule": Stream(adam=AdamConfig(lr=1e-3, l2=1e-4), schedule=warm_up_then_cosine),
+    "paper": Stream(
+        adam=AdamConfig(lr=1e-4, l2=1e-5, eps=1e-7, adam_epsilon="keras"),
+        rule=ReferenceCowClip(1.0, 1e-5),
+        gradients=1e-4,
+    ),
+    "unusual betas": Stream(adam=AdamConfig(lr=1e-3, l2=1e-2, betas=(0.0, 0.0)), steps=300),
+    "table-wise": Stream(sharding="table_wise", compared_at=(100, 401)),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_replay_equals_the_dense_oracle(name: str) -> None:
+    def both() -> None:
+        dense, scales = train(STREAMS[name], "dense")
+        replayed, _ = train(STREAMS[name], "replay")
+        assert_close(replayed, dense, scales)
+
+    in_one_process(both)
+
+
+def test_rows_that_come_back_after_ten_thousand_steps() -> None:
+    """The paper's settings: rows come back after 9 to 10,000 steps; those that do not come die out and rest."""
+    stream = replace(STREAMS["paper"], steps=10_700, periods=(9, 1000, 4000, 10_000, 0), compared_at=(0, 9_999, 10_001))
+
+    def both() -> None:
+        dense, scales = train(stream, "dense")
+        replayed, _ = train(stream, "replay")
+        assert_close(replayed, dense, scales)
+        at_rest = ~replayed[10_700]["t2.weight"].any(1) & dense[0]["t2.weight"].any(1)
+        assert at_rest.sum() >= 5
+        assert abs(dense[10_700]["t2.weight"][at_rest]).max() < 1e-11
+
+    in_one_process(both)
+
+
+def test_equal_to_the_last_bit_while_nothing_rests() -> None:
+    stream = replace(STREAMS["paper"], compared_at=(1, 17, 301))
+
+    def both() -> None:
+        dense, _ = train(stream, "dense")
+        replayed, _ = train(stream, "replay")
+        for step, state in dense.items():
+            for key, expected in state.items():
+                np.testing.assert_array_equal(replayed[step][key], expected, err_msg=f"{key} at step {step}")
+
+    in_one_process(both)
+
+
+def test_looking_changes_nothing() -> None:
+    """Evaluations and state_dicts, at odd steps and while rows come to rest, leave every bit as it would be."""
+    stream = replace(STREAMS["clip binds"], steps=700)
+    looked = replace(stream, looked_at=(1, 5, 16, 100, 333, 334, 600, 640, 699))
+
+    def both() -> None:
+        (without, _), (with_looks, _) = train(stream, "replay"), train(looked, "replay")
+        for key, expected in without[700].items():
+            np.testing.assert_array_equal(with_looks[700][key], expected, err_msg=key)
+
+    in_one_process(both)
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+def test_two_processes(sharding: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_two_processes, args=(folder, sharding), nprocs=2)
+
+
+def _two_processes(rank: int, folder: str, sharding: str) -> None:
+    torch.set_num_threads(1)
+    with process_group(rank, 2, folder):
+        stream = replace(STREAMS["clip binds"], steps=320, sharding=sharding, looked_at=(100,), compared_at=(301,))
+        dense, _ = train(stream, "dense")
+        replayed, _ = train(stream, "replay")
+        for step, state in dense.items() if rank == 0 else ():
+            for key, expected in state.items():
+                # The scale of what is seen: a float32 row of this size has no finer steps.
+                np.testing.assert_allclose(replayed[step][key], expected, rtol=1e-6, atol=1e-11, err_msg=key)
+
+
+def test_a_checkpoint_has_rows_as_they_are_and_training_goes_on_from_it(tmp_path: Path) -> None:
+    """Half of the steps, a checkpoint, a fresh model, the other half: equal in every bit to training without a stop."""
+    stream = replace(STREAMS["a schedule"], steps=400)
+    assert stream.schedule
+
+    def steps(model: nn.Module, optimizer: EmbeddingAdam, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            optimizer.lr = stream.schedule(step)  # type: ignore[misc]
+            train_step(stream.case, model, *stream.batch(step), 0, stream.case.batch)
+
+    def fresh() -> tuple[nn.Module, EmbeddingAdam]:
+        model = sharded_model(stream.case, stream.case.draw()["tables"])
+        return model, EmbeddingAdam(model, replace(stream.adam, absent_rows="replay"), stream.rule)
+
+    def state_of(model: nn.Module, optimizer: EmbeddingAdam) -> dict[str, Any]:
+        with optimizer.as_stored():
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def work() -> None:
+        model, optimizer = fresh()
+        steps(model, optimizer, 1, 200)
+        saved = state_of(model, optimizer)
+        never = saved["optimizer"]["t2.last_step"].local_shards()[0].tensor[4::5]
+        assert (never == 0).all(), "a checkpoint must not move rows"
+        dcp.save(saved, checkpoint_id=tmp_path)
+        steps(model, optimizer, 201, 400)
+        expected = {key: gathered(value) for key, value in current(model, optimizer).items()}
+        optimizer.remove()
+
+        model, optimizer = fresh()
+        optimizer.steps = 200
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=tmp_path)
+        with optimizer.as_stored():
+            model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        steps(model, optimizer, 201, 400)
+        for key, value in current(model, optimizer).items():
+            np.testing.assert_array_equal(gathered(value), expected[key], err_msg=key)
+
+    in_one_process(work)
+
+
+def test_two_forward_passes_before_their_backward() -> None:
+    """The second backward's rows have missed the first's step; they take it, as the oracle's do at once."""
+    stream = STREAMS["clip binds"]
+
+    def two_steps(absent_rows: str) -> dict[str, np.ndarray]:
+        case = stream.case
+        model = sharded_model(case, case.draw()["tables"])
+        optimizer = EmbeddingAdam(model, replace(stream.adam, absent_rows=absent_rows), stream.rule)
+        losses = []
+        for step in (300, 37):
+            bags, targets = stream.batch(step)
+            pooled = model.module["ebc"](batch_of(case, bags, 0, case.batch)).wait().to_dict()
+            losses.append(sum((pooled[name] * torch.from_numpy(targets[name])).sum() for name in case.keys))
+        for loss in losses:
+            loss.backward()
+        state = {key: gathered(value) for key, value in current(model, optimizer).items()}
+        optimizer.remove()
+        return state
+
+    def both() -> None:
+        dense, replayed = two_steps("dense"), two_steps("replay")
+        for key, expected in dense.items():
+            np.testing.assert_array_equal(replayed[key], expected, err_msg=key)
+
+    in_one_process(both)
+
+
+def test_loaded_weights_count_as_current() -> None:
+    def work() -> None:
+        stream = STREAMS["paper"]
+        model = sharded_model(stream.case, stream.case.draw()["tables"])
+        optimizer = EmbeddingAdam(model, replace(stream.adam, absent_rows="replay"))
+        for step in range(1, 50):
+            train_step(stream.case, model, *stream.batch(step), 0, stream.case.batch)
+        given = dict(model.state_dict().items())
+        for value in given.values():
+            value.local_shards()[0].tensor.fill_(0.25)
+        model.load_state_dict(given)
+        for value in model.state_dict().values():
+            assert (value.local_shards()[0].tensor == 0.25).all()
+        assert optimizer.steps == 49
+
+    in_one_process(work)
+
+
+def test_an_id_outside_its_table_stops_the_forward_and_harms_no_row() -> None:
+    def work() -> None:
+        stream = STREAMS["clip binds"]
+        model = sharded_model(stream.case, stream.case.draw()["tables"])
+        optimizer = EmbeddingAdam(model, replace(stream.adam, absent_rows="replay"))
+        train_step(stream.case, model, *stream.batch(300), 0, stream.case.batch)
+        expected = {key: gathered(value) for key, value in current(model, optimizer).items()}
+        bags, targets = stream.batch(300)
+        bags["b"][3] = (np.array([1, 5]), np.ones(2, np.float32))
+        with pytest.raises(ValueError, match="id 5 is outside table 't1', which holds 5 rows"):
+            train_step(stream.case, model, bags, targets, 0, stream.case.batch)
+        for key, value in current(model, optimizer).items():
+            np.testing.assert_array_equal(gathered(value), expected[key], err_msg=key)
+
+    in_one_process(work)
+
+
+def test_half_precision_tables_are_refused() -> None:
+    def work() -> None:
+        case = Case()
+        model = sharded_model(case, case.draw()["tables"], dtype=torch.float16)
+        with pytest.raises(ValueError, match='make the table float32 or set absent_rows = "lazy"'):
+            EmbeddingAdam(model, AdamConfig(absent_rows="replay"))
+
+    in_one_process(work)

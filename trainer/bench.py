@@ -1,0 +1,217 @@
+"""`cowrec bench`: training throughput and memory in the steady state, with ids as frequent as Criteo's.
+
+Every combination is measured in a process of its own, so that its peak memory is its own. The stream of ids runs once
+ahead of them all and leaves the last sample of every row.
+"""
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from cowrec.data_pipeline.criteo_ids import CriteoIds
+from cowrec.models import ModelConfig
+from cowrec.sparse_opt import PRESETS, AdamConfig, ReferenceCowClip
+
+from .bench_plot import plot, short
+from .config import ClipConfig, OptimizerConfig, RunConfig, TrainConfig
+from .gaps import Gaps, last_steps, measure_gaps
+from .own_process import ProcessFailed, run_apart
+from .run_dir import environment, to_json
+from .steady_state import WARMUP_STEPS, Case, Measurement, measure
+from .stopping import Interrupted
+
+EPOCH_SAMPLES = 41_256_555
+"""Rows of Criteo's training split as published: nine tenths of 45,840,617."""
+_BASE_BATCH_SIZE = 1024
+_LAST_SAMPLES = "last_samples.npy"
+_MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
+"""Steps of a combination at most, so that their batches fit into memory."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured; every combination of modes, batch sizes and spacings is one line.
+
+    Attributes:
+        modes: values of optimizer.absent_rows.
+        batch_sizes: samples per step.
+        model: name of the network.
+        max_rows: rows of a table at most; None for Criteo's full vocabulary.
+        spacings: tables are so many times larger than their ids need, which lie that far apart.
+        epoch_share: how much of an epoch the ids have run before the clock starts.
+        seconds: measured in each combination, at least 5 steps.
+
+    Raises:
+        ValueError: a value that is unknown, out of range or there twice.
+    """
+
+    modes: Sequence[str] = ("replay", "lazy", "dense")
+    batch_sizes: Sequence[int] = (1024, 8192, 65536)
+    model: str = "deepfm"
+    max_rows: int | None = None
+    spacings: Sequence[int] = (1,)
+    epoch_share: float = 0.9
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        known = get_args(get_type_hints(AdamConfig)["absent_rows"])
+        for mode in self.modes:
+            if mode not in known:
+                raise ValueError(f"--absent-rows {mode!r} is not known; known: {', '.join(known)}")
+        for flag, values in (
+            ("absent-rows", self.modes),
+            ("batch-sizes", self.batch_sizes),
+            ("spacing", self.spacings),
+        ):
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"--{flag} needs one value or several different ones, got {values}")
+        for flag, value, fits, what in (
+            ("batch-sizes", min(self.batch_sizes), min(self.batch_sizes) >= 1, "at least 1"),
+            ("spacing", min(self.spacings), min(self.spacings) >= 1, "at least 1"),
+            ("rows", self.max_rows, self.max_rows is None or self.max_rows >= 2, "full or at least 2"),
+            ("epoch-share", self.epoch_share, 0 < self.epoch_share <= 40, "above 0 and at most 40"),
+            ("seconds", self.seconds, 0 <= self.seconds < inf, "at least 0"),
+        ):
+            if not fits:
+                raise ValueError(f"--{flag} must be {what}, got {value}")
+
+    @property
+    def samples(self) -> int:
+        """Of the stream before the clock starts: whole steps of the largest batch."""
+        largest = max(self.batch_sizes)
+        return max(round(self.epoch_share * EPOCH_SAMPLES / largest), 1) * largest
+
+
+def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
+    """Measures every combination; writes one JSON object a line as they come, and at the end a plot beside them.
+
+    Returns:
+        The lines. Of each combination:
+
+        * mode, batch_size, spacing, model, max_rows; table_rows, table_bytes, moments_bytes;
+        * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps on the clock;
+        * peak_memory_bytes of the process, rss_ready_bytes before the first step, rss_before_tables_bytes;
+        * steps_before the clock starts; gaps, rows per sample whose last step was 2^k to 2^(k+1) - 1 steps back;
+          never_seen rows per sample; missed_row_steps per sample, from the first step on for rows never seen; and
+          replayed_row_steps, those of them that were computed before the row had come to rest (None but for replay);
+        * config, versions, device, threads, git_commit.
+
+    Raises:
+        ValueError: a combination could not be measured, for want of memory, say.
+        Interrupted: by Ctrl-C; what had been measured is in the file.
+    """
+    ids = CriteoIds(max_rows=settings.max_rows)
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, output.open("w", encoding="utf-8", buffering=1) as file:
+        last_samples = _run_ids(ids, settings.samples)
+        np.save(Path(folder) / _LAST_SAMPLES, last_samples)
+        try:
+            for case in _cases(settings, ids, Path(folder) / _LAST_SAMPLES):
+                measured = _measured(case)
+                lines.append(_line(settings, case, measured, _gaps(case, last_samples, len(measured.step_seconds))))
+                file.write(to_json(lines[-1]) + "\n")
+                print(short(lines[-1]), file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped; {output} holds the {len(lines)} combinations measured before") from None
+    plot(lines, output.with_suffix(".png"))
+    return lines
+
+
+def criteo_config(model: str, batch_size: int, mode: str) -> RunConfig:
+    """The published settings for Criteo, as in scripts/configs/criteo.toml, at a batch size."""
+    preset = PRESETS["criteo"](_BASE_BATCH_SIZE)
+    return RunConfig(
+        model=ModelConfig(name=model),
+        train=TrainConfig(batch_size=batch_size, epochs=preset.epochs, device="cpu"),
+        optimizer=OptimizerConfig(
+            base_batch_size=_BASE_BATCH_SIZE,
+            scaling="cowclip",
+            **dataclasses.asdict(preset.hyperparameters),
+            warmup_epochs=preset.warmup_epochs,
+            eps=1e-7,
+            adam_epsilon="keras",
+            embedding_init_std=preset.embedding_init_std,
+            absent_rows=mode,  # type: ignore[arg-type]
+        ),
+        clip=ClipConfig(ReferenceCowClip.name, **dataclasses.asdict(preset.clip)),
+    )
+
+
+def _run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
+    total = samples * len(ids.table_rows)
+    hidden = not sys.stderr.isatty()
+    with tqdm(total=total, unit=" ids", desc="ids before", unit_scale=True, leave=False, disable=hidden) as bar:
+        return ids.last_samples(samples, bar.update)
+
+
+def _cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
+    """Batch size by batch size, so that what is compared is measured close together."""
+    for batch_size, spacing, mode in product(settings.batch_sizes, settings.spacings, settings.modes):
+        steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
+        yield Case(
+            criteo_config(settings.model, batch_size, mode),
+            ids,
+            spacing,
+            EPOCH_SAMPLES,
+            settings.samples,
+            last_samples,
+            steps,
+            settings.seconds,
+        )
+
+
+def _measured(case: Case) -> Measurement:
+    try:
+        return run_apart(measure, case)
+    except ProcessFailed as error:
+        rows = int(case.ids.table_rows.sum()) * case.spacing
+        raise ValueError(
+            f"{case.config.optimizer.absent_rows} at batch size {case.batch_size}: {error}; its {rows:,} table rows and"
+            f" their moments take {rows * 144 / 1e9:.1f} GB of memory, lower --rows or --spacing if that is too much"
+        ) from None
+
+
+def _gaps(case: Case, last_samples: np.ndarray, steps: int) -> Gaps:
+    first = case.steps_before * case.batch_size
+    rows = case.ids.rows(first, (WARMUP_STEPS + steps) * case.batch_size)
+    last = last_steps(last_samples, case.batch_size, case.steps_before)
+    tables = np.split(last, np.cumsum(case.ids.table_rows)[:-1])
+    return measure_gaps(rows, tables, case.batch_size, case.steps_before, WARMUP_STEPS)
+
+
+def _line(settings: Bench, case: Case, measured: Measurement, gaps: Gaps) -> dict[str, Any]:
+    low, median, high = np.quantile(measured.step_seconds, (0.25, 0.5, 0.75)).tolist()
+    return {
+        "mode": case.config.optimizer.absent_rows,
+        "batch_size": case.batch_size,
+        "spacing": case.spacing,
+        "model": settings.model,
+        "max_rows": settings.max_rows,
+        "samples_per_second": case.batch_size / median,
+        "samples_per_second_quartiles": [case.batch_size / high, case.batch_size / low],
+        "step_ms": 1e3 * median,
+        "steps": len(measured.step_seconds),
+        "table_rows": measured.table_rows,
+        "table_bytes": measured.table_bytes,
+        "moments_bytes": measured.moments_bytes,
+        "rss_before_tables_bytes": measured.rss_before_tables,
+        "rss_ready_bytes": measured.rss_ready,
+        "peak_memory_bytes": measured.peak_memory,
+        "steps_before": case.steps_before,
+        "gaps": {str(least): rows for least, rows in gaps.seen.items()},
+        "never_seen": gaps.never_seen,
+        "missed_row_steps": gaps.missed_row_steps,
+        "replayed_row_steps": measured.replayed_row_steps,
+        "config": {key: dataclasses.asdict(getattr(case.config, key)) for key in ("model", "optimizer", "clip")},
+        **environment(torch.device("cpu")),
+    }

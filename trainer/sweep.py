@@ -1,0 +1,223 @@
+"""A sweep: one configuration trained over a grid of batch sizes, scaling rules, clip on and off, and seeds.
+
+config.toml  sweep.jsonl  sweep.png  runs/RULE-BATCH-clip_on-seed0/ and so on
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cowrec.data_pipeline import Schema
+from cowrec.sparse_opt import SCALING_RULES
+
+from .assembly import derived_hyperparameters
+from .cli import quiet_libraries
+from .config import RunConfig, save_config
+from .loop import train
+from .run_dir import CHECKPOINTS, CONFIG, REPORT, environment, to_json
+from .stopping import Interrupted
+from .sweep_grid import Cell, Grid
+
+RESULTS, RUNS = "sweep.jsonl", "runs"
+
+
+def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
+    """Trains a grid; every run has a process of its own, so that one that fails is recorded and the others go on.
+
+    A run that has its line in ``sweep.jsonl`` is not trained again: the same call goes on where it was interrupted, and
+    with a larger grid adds to it. To repeat a failed run, delete its line. At the base batch size all scaling rules are
+    the same run, which is trained once. Of the runs' folders everything is kept but the checkpoints.
+
+    Returns:
+        The grid's lines: rule, batch_size, clip, seed; auc and logloss (of the last epoch), best_epoch_auc, steps,
+        epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), best_possible, or error
+        in place of them; the derived hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
+
+    Raises:
+        ValueError: settings that cannot work, or a folder that another configuration, or something else, has filled.
+        Interrupted: by Ctrl-C; the run in progress is lost, the others are kept.
+    """
+    if "on" in grid.clips and config.clip.rule == "none":
+        raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
+    Schema.load(data_dir)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    cells = grid.cells(config.train.seed)
+    with _alone_in(output):
+        config_hash = _keep_config(config, output / CONFIG)
+        lines = _read_lines(output / RESULTS)
+        for number, cell in enumerate(cells, 1):
+            if _find(lines, cell):
+                continue
+            print(f"\nrun {number} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
+            same = _same_run(lines, cell, config.optimizer.base_batch_size)
+            result = same or _trained(cell.config(config), output / RUNS / cell.name)
+            lines.append({**result, **dataclasses.asdict(cell), "config_sha256": config_hash})
+            _write_lines(output / RESULTS, lines)
+            print(_in_short(lines[-1]), file=sys.stderr, flush=True)
+    return [line for cell in cells if (line := _find(lines, cell))]
+
+
+def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
+    """What a run's line says of it, trained in a process of its own, unless it had been and only the line was lost."""
+    error = None if (run_dir / REPORT).exists() else _train_apart(config, run_dir)
+    what = {
+        "model": config.model.name,
+        "data": Path(config.data.dir).name,
+        **dataclasses.asdict(derived_hyperparameters(config)),
+    }
+    if error is not None:
+        on_cuda = config.train.device != "cpu" and torch.cuda.is_available()
+        return {"error": error, **what, **environment(torch.device("cuda" if on_cuda else "cpu"))}
+    report = json.loads((run_dir / REPORT).read_text(encoding="utf-8"))
+    shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
+    clip_statistics = report["clip_statistics"]
+    aucs = [epoch["auc"] for epoch in report["epochs"] if epoch["auc"] is not None]
+    return {
+        "auc": report["auc"],
+        "logloss": report["logloss"],
+        "best_epoch_auc": max(aucs, default=None),
+        "steps": report["steps"],
+        "epochs": len(report["epochs"]),
+        "samples_per_second": report["samples_per_second"],
+        "train_seconds": report["train_seconds"],
+        "clipped": clip_statistics["clipped"] if clip_statistics else None,
+        "best_possible": report["best_possible"],
+        **what,
+        **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},
+    }
+
+
+def _train_apart(config: RunConfig, run_dir: Path) -> str | None:
+    """Trains in a process of its own; the text of the error that it ended in, or None."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    # Forked from a server that has imported everything, started no thread and never touched the GPU.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_train_here, args=(config, run_dir, sender))
+    process.start()
+    sender.close()
+    try:
+        error: str | None = receiver.recv()
+        process.join()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        error = f"the process was ended by signal {-code}" if code < 0 else f"the process ended with exit code {code}"
+    except KeyboardInterrupt:
+        process.kill()
+        process.join()
+        raise Interrupted(f"stopped in run {run_dir.name}; the same command goes on there") from None
+    return error
+
+
+def _train_here(config: RunConfig, run_dir: Path, result: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Its own lock would be a semaphore, which a run that is killed leaves behind.
+    tqdm.set_lock(threading.RLock())
+    quiet_libraries()
+    try:
+        train(config, Path(config.data.dir), run_dir)
+    except Exception as error:
+        result.send(f"{type(error).__name__}: {error}")
+    else:
+        result.send(None)
+
+
+def _end_with_parent() -> None:
+    """A sweep that was killed is not to leave a run behind, into whose folder the next one would write."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Makes the sweep's folder and keeps other sweeps out of it."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG).exists() and any(each.suffix != ".partial" for each in folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and not a sweep's folder; choose another --output")
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another sweep is at work in {folder}; wait for it or choose another --output") from None
+
+
+def _keep_config(config: RunConfig, file: Path) -> str:
+    """Writes the configuration that all runs share, or checks that it is there already; returns the file's SHA-256."""
+    fresh = file.with_suffix(".partial")
+    save_config(config, fresh)
+    if file.exists() and file.read_bytes() != fresh.read_bytes():
+        there, given = (tomllib.loads(each.read_text(encoding="utf-8")) for each in (file, fresh))
+        fresh.unlink()
+        raise ValueError(f"{file} is of another configuration: {_difference(there, given)}; choose another --output")
+    fresh.rename(file)
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _difference(there: dict[str, Any], given: dict[str, Any]) -> str:
+    """The first key in which two configurations differ, with both values."""
+    for section in sorted(there.keys() | given.keys()):
+        one, other = there.get(section, {}), given.get(section, {})
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                return f"it has {section}.{key} = {one.get(key)!r}, now {other.get(key)!r} is asked for"
+    return "its text differs"
+
+
+def _find(lines: list[dict[str, Any]], cell: Cell) -> dict[str, Any] | None:
+    wanted = dataclasses.asdict(cell)
+    return next((line for line in lines if wanted.items() <= line.items()), None)
+
+
+def _same_run(lines: list[dict[str, Any]], cell: Cell, base_batch_size: int) -> dict[str, Any] | None:
+    """The line of another rule's run that is this run too: at the base batch size no rule changes anything."""
+    if cell.batch_size != base_batch_size:
+        return None
+    twins = (dataclasses.replace(cell, rule=rule) for rule in SCALING_RULES)
+    return next((line for twin in twins if (line := _find(lines, twin))), None)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def _write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    """Replaces the file at once, so that it never holds half a line."""
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(to_json(line) + "\n" for line in lines), encoding="utf-8")
+    partial.rename(file)
+
+
+def _in_short(line: dict[str, Any]) -> str:
+    if "error" in line:
+        return f"failed: {line['error']}"
+    shown = {key: float("nan") if line[key] is None else line[key] for key in ("auc", "logloss", "samples_per_second")}
+    return "AUC {auc:.4f}  logloss {logloss:.4f}  {samples_per_second:,.0f} samples/s".format(**shown)
