@@ -84,8 +84,8 @@ def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     """Alias table (Walker 1977) over classes [C, 2] of (ids, share), filled up to 2^_CLASS_BITS with empty ones.
 
     Returns:
-        For each column: keep, uint64, the numbers of _KEEP_BITS below which the column's own class is drawn; the class drawn
-        else, int64. For each class: its first id and its ids, int64.
+        For each column: keep, uint64, below which a number of _KEEP_BITS draws the column's own class; the class that
+        is drawn else, int64. For each class: its first id and its ids, int64.
     """
     columns = 1 << _CLASS_BITS
     assert len(classes) <= columns

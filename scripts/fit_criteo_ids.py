@@ -3,8 +3,8 @@
     python scripts/fit_criteo_ids.py SAMPLE     # the first rows of train.txt or dac_sample, plain or compressed
 
 Ids that more than one row in 2^5 has are classes of their own; those that more than one row in 2^11 has are put into
-classes by their counts, a class for each halving. The rest of a field's lookups is shared out over classes of ids of the
-frequencies 2^-(k + 1/2), k = 11, 12, ..., so that
+classes by their counts, a class for each halving. The rest of a field's lookups is shared out over classes of ids of
+the frequencies 2^-(k + 1/2), k = 11, 12, ..., so that
 
 * n draws see as many ids once, twice, 3-4, 5-8, 9-16 and 17-27 times as the sample of n rows does;
 * 45,840,617 draws see as many distinct ids as Criteo's training set of that many rows has (CRITEO_SIZES);

@@ -48,7 +48,8 @@ class EmbeddingAdam:
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
 
     Raises:
-        ValueError: as :func:`attach_cowclip`, a table under another fused optimizer, or one that cannot be replayed.
+        ValueError: as :func:`attach_cowclip`, a table under another fused optimizer or one that cannot be replayed, or
+            a rule for more than a row unless ``absent_rows = "lazy"``.
     """
 
     def __init__(
@@ -62,7 +63,13 @@ class EmbeddingAdam:
     ):
         self.config = config
         self.lr = config.lr
-        rows = rows_to_clip(model, rule or NoClip(), exclude, clip_columns)
+        rule = rule or NoClip()
+        if rule.scope != "row" and config.absent_rows != "lazy":
+            raise ValueError(
+                f"clip.rule = {rule.name!r} takes the norm over the rows of the batch, but every row moves under"
+                f' absent_rows = {config.absent_rows!r}; set it to "lazy" or choose a rule for rows'
+            )
+        rows = rows_to_clip(model, rule, exclude, clip_columns)
         for lookup in (each.lookup for each in rows):
             if not lookup.is_plain_sgd:
                 raise ValueError(
@@ -99,7 +106,7 @@ class EmbeddingAdam:
     def as_stored(self) -> Iterator[None]:
         """Within it the model's ``state_dict()`` has the rows as they lie in memory, some of them behind.
 
-        For checkpoints, which hold this optimizer's state too (it says how far each row has come), and for loading them.
+        For checkpoints, which hold this optimizer's state too (it says how far each row is), and for loading them.
         """
         self._raw = True
         try:
@@ -140,8 +147,8 @@ class EmbeddingAdam:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a state of :meth:`state_dict`, sharded as this optimizer's.
 
-        Set :attr:`steps` to the checkpoint's before torch.distributed.checkpoint loads into a state, so that ``lrs`` has
-        its size.
+        Set :attr:`steps` to the checkpoint's before torch.distributed.checkpoint loads into a state, so that ``lrs``
+        has its size.
 
         Raises:
             ValueError: a table or moment is missing.
@@ -266,7 +273,7 @@ class _LookupAdam:
             if replay:
                 tracked = (replay.last_step.numpy(), replay.first_rows, self.step, replay.log_beta2)
             self.rows.run_kernel(cpu_kernels.adam_rows, backward, *moments, *numbers, *tracked)
-        elif backward.indices.numel():
+        elif backward.indices.numel() or self.rows.waits_for_ranks:
             self._update_in_torch(backward, scalars)
         if replay:
             self.optimizer.history.record(self.step, lr)

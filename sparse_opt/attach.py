@@ -2,9 +2,10 @@
 
 FBGEMM updates a table inside the backward of its lookup, so the clip has to act on what that backward reads. A hook on
 the lookup's output computes each row's gradient from the output gradient and the ids, and from it the row's clip
-factor; then every id's share of the gradient is scaled by its row's factor, through the ids' weights (any bags) or,
-where bags hold one id at most, through the output gradient itself. The fused update then sees exactly the clipped row
-gradient. After input-dist a row-wise or table-wise shard has the global batch's ids of its rows, so counts are global.
+factor; then every id's share of the gradient is scaled by its row's factor, through the ids' weights. Where bags hold
+one id at most, the row's gradient itself, with its L2, is put into the output gradient instead. Either way the fused
+update sees exactly the clipped row gradient. After input-dist a row-wise or table-wise shard has the global batch's ids
+of its rows, so counts are global.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -15,10 +15,10 @@ from .versions import require_matched_set
 require_matched_set()  # before the imports that fail in riddles without it
 
 # ruff: noqa: E402
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
@@ -55,7 +55,12 @@ class Lookup:
         feature_table: table number of each feature, [T]; features of one table are neighbours.
     """
 
-    def __init__(self, module: SplitTableBatchedEmbeddingBagsCodegen, collection: nn.Module, names: Sequence[str]):
+    def __init__(
+        self,
+        module: SplitTableBatchedEmbeddingBagsCodegen,
+        collection: ShardedEmbeddingBagCollection,
+        names: Sequence[str],
+    ):
         self.module = module
         self.collection = collection
         views = module.split_embedding_weights()
@@ -80,11 +85,12 @@ class Lookup:
     @property
     def process_group(self) -> ProcessGroup:
         """The processes that its collection is sharded over."""
-        return self.collection._env.process_group
+        group: ProcessGroup = self.collection._env.process_group
+        return group
 
     @property
     def num_ranks(self) -> int:
-        return self.collection._env.world_size
+        return self.process_group.size()
 
     @property
     def is_split(self) -> bool:
@@ -111,9 +117,8 @@ class Lookup:
         return _memory_of(self.module).detach().view(-1)
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
-        """One table's part of a flat tensor: laid out like :meth:`flat_weights`, [rows, D], or one value a row, [rows, 1].
-
-        The latter are numbered from the first table's first row on.
+        """One table's part of a flat tensor: laid out like :meth:`flat_weights`, [rows, D], or with one value a row,
+        numbered from the first table's first row on, [rows, 1].
         """
         shard = self.shards[table]
         if flat.numel() == sum(each.rows for each in self.shards):
@@ -174,8 +179,9 @@ def partly_spread_tables(model: nn.Module) -> set[str]:
     return {
         name
         for module in _outermost_collections(model)
-        for name in getattr(module, "module_sharding_plan", ())
-        if _is_split(module, name) and len(set(module.module_sharding_plan[name].ranks)) != module._env.world_size
+        if isinstance(module, ShardedEmbeddingBagCollection)
+        for name, table in module.module_sharding_plan.items()
+        if _is_split(module, name) and len(set(table.ranks)) != module._env.world_size
     }
 
 

@@ -54,8 +54,9 @@ class StepHistory:
         self._reserve(step)
         self._lrs[step - 1], self._steps = lr, step
         scalars = adam_scalars(self._config, lr, step)
-        self.step_sizes[step - 1] = scalars.step_size
-        self.denominator_scales[step - 1] = scalars.denominator_scale
+        # fill_ takes the number along with the kernel; an assignment may copy it over from the host.
+        self.step_sizes[step - 1 : step].fill_(scalars.step_size)
+        self.denominator_scales[step - 1 : step].fill_(scalars.denominator_scale)
 
     def replace(self, lrs: np.ndarray) -> None:
         """Sets the learning rates of all steps so far, float64 [steps]."""
@@ -88,6 +89,7 @@ class Replay:
         last_step: step that each row took last, int32 [rows of all tables]; ``~t`` (negative) for a row that came to
             rest at step t.
         first_rows: number of each table's first row.
+        uses_triton: whether the Triton kernel does the work, as it does on CUDA, or numba's.
 
     Raises:
         ValueError: tables that are not float32, or a clip rule that looks beyond the row.
@@ -103,6 +105,7 @@ class Replay:
         self._rows, self._config, self._history = rows, config, history
         self._state = (weights, exp_avg, exp_avg_sq)
         self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
+        self.uses_triton = weights.is_cuda
         self.first_rows = np.cumsum([0, *(shard.rows for shard in shards[:-1])])
         self._first_rows = torch.from_numpy(self.first_rows).to(weights.device)
         self.log_beta2 = log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
@@ -119,10 +122,10 @@ class Replay:
         Raises:
             ValueError: an id outside its table (on CPU).
         """
-        if indices.device.type == "cpu":
+        if not self.uses_triton:
             self._bring_current_on_cpu(indices.long().numpy(), offsets.long().numpy(), step)
         elif indices.numel():
-            self._bring_current_on_cuda(indices.long(), offsets, step)
+            self._bring_current_on_device(indices.long(), offsets, step)
 
     def bring_all_current(self, step: int) -> None:
         """Brings every row to ``step``; second moments of rows at rest stay as they are."""
@@ -176,7 +179,7 @@ class Replay:
             self._replay(torch.from_numpy(places[found]), torch.from_numpy(lasts[found]), step)
         self._rows.raise_bad_ids(bad, begins, indices)
 
-    def _bring_current_on_cuda(self, indices: Tensor, offsets: Tensor, step: int) -> None:
+    def _bring_current_on_device(self, indices: Tensor, offsets: Tensor, step: int) -> None:
         """Does not wait for the device: distinct rows are padded to the number of ids, and what is current stays."""
         layout = self._rows.layout
         table = layout.feature_table[
@@ -200,7 +203,7 @@ class Replay:
         table = torch.searchsorted(self._first_rows, places, right=True) - 1
         dims = layout.dim[table]
         starts = layout.start[table] + (places - self._first_rows[table]) * dims
-        if not places.is_cuda:
+        if not self.uses_triton:
             for dim in dims.unique().tolist():
                 kept = (
                     (dims == dim).nonzero().flatten() if dim != layout.max_dim or (dims != dim).any() else slice(None)
@@ -241,8 +244,8 @@ def _rest(config: AdamConfig, floors: Sequence[float]) -> float:
     """The largest weight that is at rest; 0 where none but zero itself is.
 
     Near zero Adam under L2 is the heavy-ball method on ``l2 * w^2`` with step ``lr / (sqrt(v) + eps)``, at most
-    ``lr / eps``. It converges where ``2 * l2 * lr / eps < 2 * (1 + b1) / (1 - b1)`` (Polyak 1964, with the moment's factor 1 - b1);
-    elsewhere a row may swell again from next to nothing once its second moment has decayed.
+    ``lr / eps``. It converges where ``2 * l2 * lr / eps < 2 * (1 + b1) / (1 - b1)`` (Polyak 1964, with the moment's
+    factor 1 - b1); elsewhere a row may swell again from next to nothing once its second moment has decayed.
     """
     if config.l2 == 0:
         return REST_WITHOUT_L2

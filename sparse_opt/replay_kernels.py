@@ -1,13 +1,14 @@
 """CPU kernels that bring embedding rows up to date: the Adam steps that a row missed while its id was absent.
 
 A missed step has no gradient but L2's. Its arithmetic is adam_formula.py's, step by step, so a row ends with the bits
-that it would have had if it had taken every step in time. Three things make it cheap: many rows go through a step together, in
-vector registers; only rows that an id asks for are touched; and a row that has come to *rest* takes no more steps.
+that it would have had if it had taken every step in time. Three things make it cheap: many rows go through a step
+together, in vector registers; only rows that an id asks for are touched; and a row that has come to *rest* takes no
+more steps.
 
 An element has come to rest when what it would still move by is at most ``rest`` (see replay.py): its first moment is
 then set to zero and, where there is L2, its weight too. Once all elements of a row have, only the second moment still
 changes, by a known factor a step; ``last_step`` then holds ``~t`` (negative), t being the step it came to rest. Rest is
-looked for after steps that are multiples of 16, whatever brought the row there, so that it makes no difference when and
+looked for after steps that are multiples of 32, whatever brought the row there, so that it makes no difference when and
 how often a row is read. Compiled by numba without the GIL, float32 only. Sizes: n rows, D columns.
 """
 
@@ -16,8 +17,8 @@ from numba import njit
 
 from .cpu_kernels import clip_factor, divide, root, step_of_element
 
-REST_INTERVAL = 16
-_LANES = 256
+REST_INTERVAL = 32
+_LANES = 512
 _VECTOR = 16
 
 
@@ -59,17 +60,21 @@ def _steps(w, m, v, lanes, first, end, step_sizes, denominator_scales, beta1, re
 
 
 @njit(nogil=True, cache=True)
-def _settle(w, m, twice_l2, step_size, rest, rest_motion):
-    """Sets the elements at rest to zero; True where the whole row is at rest."""
-    resting = True
-    for d in range(len(w)):
-        if (twice_l2 == 0 or abs(w[d]) <= rest) and abs(m[d]) * step_size <= rest_motion:
-            m[d] = 0
-            if twice_l2 > 0:
-                w[d] = 0
-        else:
-            resting = False
-    return resting
+def _settle(w, m, lanes, twice_l2, lr, rest, rest_motion):
+    """Sets the leading lanes' elements at rest to zero; without branches, so that it runs in vector registers."""
+    for i in range(lanes):
+        still = (abs(m[i]) * lr <= rest_motion) & ((twice_l2 == 0) | (abs(w[i]) <= rest))
+        m[i] = np.float32(0) if still else m[i]
+        w[i] = np.float32(0) if still & (twice_l2 > 0) else w[i]
+
+
+@njit(nogil=True, cache=True)
+def _is_at_rest(w, m, low, high, twice_l2):
+    """Whether a row has been settled in all elements."""
+    moving = False
+    for i in range(low, high):
+        moving |= (m[i] != 0) | ((twice_l2 > 0) & (w[i] != 0))
+    return not moving
 
 
 @njit(nogil=True, cache=True)
@@ -111,11 +116,11 @@ def replay_rows(
             _steps(w, m, v, used, now, until, step_sizes, denominator_scales, beta1, rest1, beta2, rest2, eps, twice_l2)
             now = until
             if now % REST_INTERVAL == 0:
-                largest = max(lr, step_sizes[now - 1])
+                _settle(w, m, used, twice_l2, max(lr, step_sizes[now - 1]), rest, rest_motion)
                 slot = 0
                 while slot < active:
                     low, high = slot * dim, slot * dim + dim
-                    if not _settle(w[low:high], m[low:high], twice_l2, largest, rest, rest_motion):
+                    if not _is_at_rest(w, m, low, high, twice_l2):
                         slot += 1
                         continue
                     row = of_slot[slot]
@@ -169,6 +174,8 @@ def replay_clipped_rows(
                     w[d], m[d], v[d], g[d],
                     beta1, rest1, beta2, rest2, eps, step_sizes[now], denominator_scales[now], root, divide,
                 )  # fmt: skip
-            if (now + 1) % REST_INTERVAL == 0 and _settle(w, m, twice_l2, max(lr, step_sizes[now]), rest, rest_motion):
-                last_step[places[row]] = ~(now + 1)
-                break
+            if (now + 1) % REST_INTERVAL == 0:
+                _settle(w, m, dim, twice_l2, max(lr, step_sizes[now]), rest, rest_motion)
+                if _is_at_rest(w, m, 0, dim, twice_l2):
+                    last_step[places[row]] = ~(now + 1)
+                    break

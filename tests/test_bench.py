@@ -71,10 +71,10 @@ def test_rare_ids_are_as_many_lookups_of_a_sample_as_in_real_rows(drawn, real):
 
 
 def test_frequent_ids_have_the_share_of_real_ones(drawn, real):
-    """Within 0.01 of all lookups: four deviations of the difference of two shares of 80,000."""
+    """Within 0.015 of all lookups: ids of a class, up to twice as frequent as each other, are drawn equally often."""
     for ours, theirs in zip(drawn, real, strict=True):
         for top in (1, 3, 15, 127, 1023):
-            assert ours[:top].sum() / SAMPLE_ROWS == pytest.approx(theirs[:top].sum() / SAMPLE_ROWS, abs=0.01)
+            assert ours[:top].sum() / SAMPLE_ROWS == pytest.approx(theirs[:top].sum() / SAMPLE_ROWS, abs=0.015)
 
 
 def test_as_many_rows_as_criteo_has_see_as_many_ids():
@@ -251,7 +251,8 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
         assert line["samples_per_second"] == pytest.approx(64_000 / line["step_ms"])
         low, high = line["samples_per_second_quartiles"]
         assert low <= line["samples_per_second"] <= high
-        assert 0 < line["rss_before_tables_bytes"] <= line["rss_ready_bytes"] <= line["peak_memory_bytes"]
+        assert 0 < line["rss_before_tables_bytes"] <= line["peak_memory_bytes"]
+        assert line["peak_without_tables_bytes"] > 0
         assert line["config"]["optimizer"]["absent_rows"] == line["mode"]
         assert {"versions", "device", "threads", "git_commit"} <= line.keys()
         # A field's rows of a batch are at most its samples.

@@ -58,7 +58,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[optimizer]\ndense_lr = nan", "optimizer.dense_lr must be at least 0 and finite, got nan"),
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas"),
         ('[optimizer]\nscaling = "sqrt_sta"', "optimizer.scaling = 'sqrt_sta' is not known; did you mean 'sqrt_star'?"),
-        ('[optimizer]\nembedding = "fbgemm_cowclip"', "clips by itself, and not by clip.rule = 'cowclip'; set clip.rule"),
+        ('[optimizer]\nembedding = "fbgemm_cowclip"', "clips by itself, and not by clip.rule = 'cowclip'; set"),
         ("[optimizer]\nlower_bound = -1.0", "optimizer.lower_bound must be at least 0 and finite, got -1.0"),
         ("[optimizer]\ncounter_halflife = -2", "optimizer.counter_halflife must be at least -1, got -2"),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),

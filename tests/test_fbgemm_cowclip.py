@@ -87,24 +87,24 @@ def test_it_counts_steps_and_accumulates_the_unclipped_gradient(halflife: int) -
 
 @pytest.mark.usefixtures("group")
 def test_it_is_not_cowclip() -> None:
-    """On one step's gradients, with r and zeta alike: CowClip lets frequent ids go further, Adagrad gives all their lr.
+    """On the same gradients of a first step, with r and zeta alike.
 
-    CowClip's Adagrad sees the clipped gradient and divides it by itself: every row moves by lr * sqrt(D). FBGEMM's mode
-    divides the clipped by the unclipped: what is clipped moves less, and an id that occurs often no more than a rare one.
+    After CowClip Adagrad sees the clipped gradient and divides it by its own norm: every row moves by lr * sqrt(D).
+    FBGEMM's mode divides the clipped by the unclipped one, and its limit does not see how often an id occurs.
     """
     case = Case(steps=1, weight_scale=0.01)
     drawn = case.draw()
     bags, targets = drawn["steps"][0]
     theirs, ours = trained(case, "fbgemm_cowclip"), trained(case, "rowwise_adagrad")
-    for t, start in enumerate(drawn["tables"]):
+    for t, (start, *ends) in enumerate(zip(drawn["tables"], theirs, ours, strict=True)):
         grads, counts = row_gradients(case, bags, targets, t)
         norms = np.linalg.norm(grads, axis=1)
         limits = np.maximum(R * np.linalg.norm(start.astype(np.float64), axis=1), ZETA)
         clipped = (counts > 0) & (norms > limits * counts)
         assert (clipped & (counts > 1)).any()
-        moved = [np.linalg.norm(table - start, axis=1)[clipped] for table in (theirs, ours)]
+        moved = [np.linalg.norm(table - start, axis=1)[clipped] for table in ends]
         full = LR * case.dim**0.5
-        np.testing.assert_allclose(moved[0], full * (limits / norms)[clipped], rtol=1e-4)
+        np.testing.assert_allclose(moved[0], full * limits[clipped] / norms[clipped], rtol=1e-4)
         np.testing.assert_allclose(moved[1], full, rtol=1e-3)
 
 

@@ -117,6 +117,11 @@ def test_one_process_equals_plain_loops() -> None:
         assert_follows_loops(case, tables)
 
 
+def attach_adam(model: nn.Module, case: Case) -> Any:
+    """Adam that is SGD to a millionth of the gradient: lr * g / (1 + 1e-6 * |g|)."""
+    return EmbeddingAdam(model, AdamConfig(lr=case.lr * 1e6, betas=(0.0, 0.0), eps=1e6), RULES[case.extra["rule"]])
+
+
 def refuse(model: nn.Module, case: Case) -> None:
     with pytest.raises(ValueError, match=case.extra["message"]):
         attach_cowclip(model, GlobalClip(0.4))
@@ -141,8 +146,10 @@ def test_two_processes_equal_plain_loops() -> None:
     tableless = replace(idle, rows=(40,), sharding="table_wise")
     cases += [tableless]
     refused = replace(tableless, extra={"message": "rank 1 holds no table"})
-    trained = run_in_processes([*((case, attach) for case in cases), (refused, refuse)], 2)
-    for case, tables in zip(cases, trained[:-1], strict=True):
+    plain = [case for case in cases if case.sharding == "row_wise" and case.extra.keys() == {"rule"}]
+    adam = [replace(case, optimizer="sgd") for case in plain]
+    jobs = [*((case, attach) for case in cases), *((case, attach_adam) for case in adam), (refused, refuse)]
+    for (case, _), tables in zip(jobs[:-1], run_in_processes(jobs, 2)[:-1], strict=True):
         assert_follows_loops(case, tables)
 
 

@@ -28,8 +28,10 @@ NEEDS_TORCH_ALONE = (
     "SCALING_RULES",
     "clip_rows",
     "clip_scales",
+    "clip_tables",
     "cowclip_limits",
     "reference_cowclip_limits",
+    "scale_clip",
     "scale_hyperparameters",
 )
 

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from cowrec.sparse_opt.lookups import all_table_names, find_lookups, sharded_like_weights
+from cowrec.sparse_opt.lookups import (
+    all_table_names,
+    find_lookups,
+    lookups_of_ranks,
+    partly_spread_tables,
+    sharded_like_weights,
+)
 from sharded_case import Case, process_group, sharded_model
 
 
@@ -33,6 +39,17 @@ def test_geometry(model: nn.Module) -> None:
     assert not lookup.is_mean_pooled
 
 
+def test_places(model: nn.Module) -> None:
+    """Of one process; test_group_clip.py trains in two, where a rank has no table, or tables lie on both ranks."""
+    (lookup,) = find_lookups(model)[0]
+    assert lookups_of_ranks(model) == [[["t0", "t1", "t2"]]]
+    assert (lookup.num_ranks, lookup.is_split) == (1, False)
+    assert not partly_spread_tables(model)
+    separate = sharded_model(Case(sharding="data_parallel"), Case().draw()["tables"])
+    assert lookups_of_ranks(nn.ModuleList([model, separate])) == [[["t0", "t1", "t2"]]]
+    assert lookups_of_ranks(nn.Linear(1, 1)) == []
+
+
 def test_the_flat_weights_are_the_tables_memory(model: nn.Module) -> None:
     (lookup,) = find_lookups(model)[0]
     flat, tables = lookup.flat_weights(), Case().draw()["tables"]
@@ -44,7 +61,7 @@ def test_the_flat_weights_are_the_tables_memory(model: nn.Module) -> None:
 def test_row_state_is_cut_like_the_weights(model: nn.Module) -> None:
     (lookup,) = find_lookups(model)[0]
     state = torch.arange(lookup.flat_weights().numel(), dtype=torch.float32)
-    sharded = sharded_like_weights([lookup], [state])
+    sharded = sharded_like_weights([lookup], [state], torch.float32)
     assert sharded.keys() == {"t0", "t1", "t2"}
     for t, rows in enumerate(Case().rows):
         (shard,) = sharded[f"t{t}"].local_shards()

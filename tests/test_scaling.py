@@ -5,8 +5,15 @@ import pytest
 from cowrec.sparse_opt import (
     PRESETS,
     SCALING_RULES,
+    AdaptiveFieldClip,
+    ConstantClip,
+    CowClip,
+    FieldClip,
+    GlobalClip,
     Hyperparameters,
+    NoClip,
     ReferenceCowClip,
+    scale_clip,
     scale_hyperparameters,
 )
 
@@ -70,3 +77,14 @@ def test_refuses(change: dict, message: str) -> None:
 def test_refuses_values_that_are_no_rates(value: float) -> None:
     with pytest.raises(ValueError, match="dense_lr must be >= 0 and finite"):
         Hyperparameters(1e-4, value, 0.0)
+
+
+def test_constant_thresholds_grow_with_the_root_of_the_batch() -> None:
+    sizes = {"base_batch_size": 1024, "batch_size": 16 * 1024}
+    for kind in (ConstantClip, FieldClip, GlobalClip):
+        assert scale_clip(kind(0.25), **sizes, rule="cowclip") == kind(1.0)
+        assert scale_clip(kind(0.25), **sizes, rule="none") == kind(0.25)
+    for clip in (NoClip(), CowClip(), ReferenceCowClip(), AdaptiveFieldClip()):
+        assert scale_clip(clip, **sizes, rule="cowclip") == clip
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        scale_clip(NoClip(), base_batch_size=1024, batch_size=0, rule="cowclip")

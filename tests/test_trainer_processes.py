@@ -17,6 +17,7 @@ from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data, train_
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
+FUSED = ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]  # with L2
 
 # name -> (data set, --set). A name's part before "/" is the run of one process that it must equal.
 CASES = {
@@ -24,6 +25,8 @@ CASES = {
     "adam/row_wise": ("weighted", ["sharding.plan=row_wise"]),
     "stock/table_wise": ("unweighted", [*STOCK, "sharding.plan=table_wise"]),
     "stock/row_wise": ("unweighted", [*STOCK, "sharding.plan=row_wise"]),
+    "fused/table_wise": ("single", [*FUSED, "sharding.plan=table_wise"]),
+    "fused/row_wise": ("single", [*FUSED, "sharding.plan=row_wise"]),
     "one_test_row/row_wise": ("one_test_row", ["sharding.plan=row_wise", "train.epochs=1"]),
 }
 
@@ -42,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config_file(folder)
     make_data(folder / "weighted")
     make_data(folder / "unweighted", UNWEIGHTED)
+    make_data(folder / "single", ("price", "city"))
     make_data(folder / "one_test_row", test_rows=1)
 
     def case(name: str, data: str, overrides: list[str], world_size: int) -> dict:

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from cowrec.sparse_opt import AdamConfig
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam
 from cowrec.sparse_opt.adam_formula import adam_constants
 from cowrec.sparse_opt.replay import StepHistory
 from cowrec.sparse_opt.replay_kernels import replay_clipped_rows, replay_rows
+from sharded_case import Case, process_group, sharded_model, train_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -29,7 +32,7 @@ def test_interpreted() -> None:
     script = [sys.executable, __file__]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * 2 * len(CASES)
+    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + 1)
 
 
 @pytest.mark.gpu
@@ -83,7 +86,32 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
         np.testing.assert_array_equal(mine.cpu().numpy(), expected)
 
 
+def compare_training() -> None:
+    """Training with either kernel: batches with repeated and no ids, tables of several features."""
+
+    def train(uses_triton: bool) -> list[torch.Tensor]:
+        case = Case(rows=(20, 5, 60), batch=8, steps=40)
+        drawn = case.draw()
+        model = sharded_model(case, drawn["tables"])
+        optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-2, absent_rows="replay"), CowClip(), clip_columns=6)
+        for tables in optimizer._tables:
+            assert tables.replay
+            tables.replay.uses_triton = uses_triton
+        for bags, targets in drawn["steps"]:
+            train_step(case, model, bags, targets, 0, case.batch)
+        optimizer.flush()
+        state = [*model.state_dict().values(), *optimizer.state_dict().values()]
+        optimizer.remove()
+        return [each.local_shards()[0].tensor for each in state if isinstance(each, ShardedTensor)]
+
+    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
+        for mine, expected in zip(train(True), train(False), strict=True):
+            np.testing.assert_array_equal(mine.numpy(), expected.numpy())
+
+
 if __name__ == "__main__":
+    compare_training()
+    print("equal")
     for each in CASES.values():
         for with_clip in (False, True):
             compare(each, with_clip, torch.device("cpu"))

@@ -184,11 +184,12 @@ def derived_clip(config: RunConfig) -> ClipRule:
 
 def describe(config: RunConfig) -> dict[str, Any]:
     """What was trained, with which derived values, as saved with a run."""
+    clip: Any = derived_clip(config)
     return {
         "model": config.model.name,
         "batch_size": config.train.batch_size,
         "scaling": config.optimizer.scaling,
         "clip": config.clip.rule,
-        "clip_values": dataclasses.asdict(derived_clip(config)),
+        "clip_values": dataclasses.asdict(clip),
         **dataclasses.asdict(derived_hyperparameters(config)),
     }

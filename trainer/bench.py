@@ -64,6 +64,7 @@ class Bench:
     seconds: float = 20.0
 
     def __post_init__(self) -> None:
+        ModelConfig(name=self.model)
         known = get_args(get_type_hints(AdamConfig)["absent_rows"])
         for mode in self.modes:
             if mode not in known:
@@ -100,7 +101,8 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
 
         * mode, batch_size, spacing, model, max_rows; table_rows, table_bytes, moments_bytes;
         * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps on the clock;
-        * peak_memory_bytes of the process, rss_ready_bytes before the first step, rss_before_tables_bytes;
+        * peak_memory_bytes of the process, rss_before_tables_bytes, and peak_without_tables_bytes, the peak of one that
+          does the same on tables of two rows;
         * steps_before the clock starts; gaps, rows per sample whose last step was 2^k to 2^(k+1) - 1 steps back;
           never_seen rows per sample; missed_row_steps per sample, from the first step on for rows never seen; and
           replayed_row_steps, those of them that were computed before the row had come to rest (None but for replay);
@@ -118,7 +120,8 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         try:
             for case in _cases(settings, ids, Path(folder) / _LAST_SAMPLES):
                 measured = _measured(case)
-                lines.append(_line(settings, case, measured, _gaps(case, last_samples, len(measured.step_seconds))))
+                gaps = _gaps(case, last_samples, len(measured.step_seconds))
+                lines.append(_line(settings, case, measured, _peak_without_tables(case, lines), gaps))
                 file.write(to_json(lines[-1]) + "\n")
                 print(short(lines[-1]), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
@@ -181,6 +184,15 @@ def _measured(case: Case) -> Measurement:
         ) from None
 
 
+def _peak_without_tables(case: Case, lines: list[dict[str, Any]]) -> int:
+    """Peak memory at this batch size where the tables take none; one of its earlier lines may know."""
+    for line in lines:
+        if line["batch_size"] == case.batch_size:
+            return int(line["peak_without_tables_bytes"])
+    config = dataclasses.replace(case.config, optimizer=dataclasses.replace(case.config.optimizer, absent_rows="lazy"))
+    return _measured(dataclasses.replace(case, config=config, ids=CriteoIds(max_rows=2), seconds=0.0)).peak_memory
+
+
 def _gaps(case: Case, last_samples: np.ndarray, steps: int) -> Gaps:
     first = case.steps_before * case.batch_size
     rows = case.ids.rows(first, (WARMUP_STEPS + steps) * case.batch_size)
@@ -189,7 +201,7 @@ def _gaps(case: Case, last_samples: np.ndarray, steps: int) -> Gaps:
     return measure_gaps(rows, tables, case.batch_size, case.steps_before, WARMUP_STEPS)
 
 
-def _line(settings: Bench, case: Case, measured: Measurement, gaps: Gaps) -> dict[str, Any]:
+def _line(settings: Bench, case: Case, measured: Measurement, without_tables: int, gaps: Gaps) -> dict[str, Any]:
     low, median, high = np.quantile(measured.step_seconds, (0.25, 0.5, 0.75)).tolist()
     return {
         "mode": case.config.optimizer.absent_rows,
@@ -205,8 +217,8 @@ def _line(settings: Bench, case: Case, measured: Measurement, gaps: Gaps) -> dic
         "table_bytes": measured.table_bytes,
         "moments_bytes": measured.moments_bytes,
         "rss_before_tables_bytes": measured.rss_before_tables,
-        "rss_ready_bytes": measured.rss_ready,
         "peak_memory_bytes": measured.peak_memory,
+        "peak_without_tables_bytes": without_tables,
         "steps_before": case.steps_before,
         "gaps": {str(least): rows for least, rows in gaps.seen.items()},
         "never_seen": gaps.never_seen,

@@ -21,8 +21,12 @@ _SPEED = "samples_per_second"
 
 
 def table(lines: Lines) -> str:
-    """A row per combination; below, the samples/s of the first mode over the others', of larger tables over smaller."""
-    head = ["", "batch", "samples/s", "quartiles", "step ms", "peak GB", "tables and moments GB", "row-steps/sample"]
+    """A row per combination, and the ratios of speed: the first mode over the others, larger tables over smaller.
+
+    Memory is in GB: at most, at most without tables, and what tables and moments take. Row-steps are those replayed
+    for a sample.
+    """
+    head = ["", "batch", "samples/s", "quartiles", "step ms", "peak GB", "without tables", "of tables", "row-steps"]
     return f"{aligned([head, *map(_cells, lines)])}\n\n{_ratio_table(lines)}"
 
 
@@ -106,6 +110,7 @@ def _cells(line: dict[str, Any]) -> list[str]:
         " - ".join(f"{each:,.0f}" for each in line["samples_per_second_quartiles"]),
         f"{line['step_ms']:.1f}",
         f"{line['peak_memory_bytes'] / 1e9:.2f}",
+        f"{line['peak_without_tables_bytes'] / 1e9:.2f}",
         f"{(line['table_bytes'] + line['moments_bytes']) / 1e9:.2f}",
         "-" if replayed is None else f"{replayed:,.0f}",
     ]

@@ -130,8 +130,8 @@ class OptimizerConfig:
         if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):
             raise ValueError(
                 f'optimizer.absent_rows = "{self.absent_rows}" needs optimizer.embedding = "adam", got'
-                f" {self.embedding!r}: FBGEMM's fused optimizers move the rows of the batch alone; leave it out or change"
-                " the optimizer"
+                f" {self.embedding!r}: FBGEMM's fused optimizers move the rows of the batch alone; leave it out or"
+                " change the optimizer"
             )
         _require("optimizer.counter_halflife", self.counter_halflife, self.counter_halflife >= -1, "at least -1")
 

@@ -78,8 +78,7 @@ class Measurement:
         step_seconds: of each step on the clock.
         replayed_row_steps: missed steps that were computed per sample, None where rows are not replayed.
         table_rows, table_bytes, moments_bytes: sizes of the tables, and of both moments.
-        rss_before_tables, rss_ready, peak_memory: bytes of memory that the process had with its batches made, with
-            everything made, and at most.
+        rss_before_tables, peak_memory: bytes of memory that the process had with its batches made, and at most.
     """
 
     step_seconds: list[float]
@@ -88,7 +87,6 @@ class Measurement:
     table_bytes: int
     moments_bytes: int
     rss_before_tables: int
-    rss_ready: int
     peak_memory: int
 
 
@@ -115,7 +113,6 @@ def measure(case: Case) -> Measurement:
         dense.prepare(0)
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(case, adam, first_batch[0]))
-        rss_ready = _memory("VmRSS")
         seconds = list(_step_times(case, pipeline, dense, batches))
         # Before the probe, whose forward passes are no part of training.
         peak = _memory("VmHWM")
@@ -129,7 +126,7 @@ def measure(case: Case) -> Measurement:
     moments_bytes = sum(tensor.nbytes for tensor in moments)
     table_rows = sum(field.num_embeddings for field in schema.sparse)
     # Weights are float32, as each moment is.
-    return Measurement(seconds, replayed, table_rows, moments_bytes // 2, moments_bytes, rss_before, rss_ready, peak)
+    return Measurement(seconds, replayed, table_rows, moments_bytes // 2, moments_bytes, rss_before, peak)
 
 
 def make_schema(case: Case) -> Schema:
@@ -156,9 +153,12 @@ def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
 
 
 def _gradient_size(case: Case, adam: EmbeddingAdam, batch: Batch) -> Tensor:
-    """Root mean square of the gradients that the first step left in the second moments of its rows: float [P]."""
-    second = _rows_of(batch, _shards(adam.state_dict()), "exp_avg_sq")
-    return (second.mean(0) / (1 - case.config.optimizer.betas[1])).sqrt()
+    """Root mean square of the gradients that the first step left in the second moments of its rarest rows: float [P].
+
+    Those of frequent rows are larger, sums over their samples, and do not matter: such rows are never absent for long.
+    """
+    second, counts = _rows_of(batch, _shards(adam.state_dict()), "exp_avg_sq")
+    return (second[counts == counts.min()].mean(0) / (1 - case.config.optimizer.betas[1])).sqrt()
 
 
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
@@ -226,14 +226,15 @@ def _replayed(adam: EmbeddingAdam, pipeline: Pipeline, batch: Batch, batches: It
 
 
 def _last_steps_of(adam: EmbeddingAdam, batch: Batch) -> Tensor:
-    return _rows_of(batch, _shards(adam.state_dict()), "last_step")[:, 0]
+    return _rows_of(batch, _shards(adam.state_dict()), "last_step")[0][:, 0]
 
 
-def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> Tensor:
-    """The state of a batch's distinct rows, field by field: [U, columns]."""
-    return torch.cat(
-        [state[f"{field}.{key}"][ids.values().unique().long()] for field, ids in batch.sparse.to_dict().items()]
-    )
+def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tensor, Tensor]:
+    """The state of a batch's distinct rows, field by field, [U, columns], and how often each occurs, int64 [U]."""
+    fields = batch.sparse.to_dict()
+    found = {field: ids.values().long().unique(return_counts=True) for field, ids in fields.items()}
+    values = [state[f"{field}.{key}"][rows] for field, (rows, _) in found.items()]
+    return torch.cat(values), torch.cat([counts for _, counts in found.values()])
 
 
 def _shards(state: Mapping[str, Any]) -> dict[str, Tensor]:
