@@ -19,7 +19,7 @@ from . import cpu_kernels
 from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
-from .dense_adam import dense_adam_, exact_root
+from .dense_adam import dense_adam_, exact_root, table_squares
 from .lookups import sharded_like_weights
 from .replay import Replay, StepHistory
 from .row_gradients import RowGradients
@@ -49,7 +49,7 @@ class EmbeddingAdam:
 
     Raises:
         ValueError: as :func:`attach_cowclip`, a table under another fused optimizer or one that cannot be replayed, or
-            a rule for more than a row unless ``absent_rows = "lazy"``.
+            a rule for more than a row under "replay".
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class EmbeddingAdam:
         self.config = config
         self.lr = config.lr
         rule = rule or NoClip()
-        if rule.scope != "row" and config.absent_rows != "lazy":
+        if rule.scope != "row" and config.absent_rows == "replay":
             raise ValueError(
-                f"clip.rule = {rule.name!r} takes the norm over the rows of the batch, but every row moves under"
-                f' absent_rows = {config.absent_rows!r}; set it to "lazy" or choose a rule for rows'
+                f"clip.rule = {rule.name!r} needs the norm of every row at every step, which absent_rows ="
+                ' "replay" does not know; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
             )
         rows = rows_to_clip(model, rule, exclude, clip_columns)
         for lookup in (each.lookup for each in rows):
@@ -302,17 +302,37 @@ class _LookupAdam:
 
     def _update_all_rows(self, backward: Backward, scalars: AdamScalars) -> None:
         """The dense oracle on every table, a part of its rows at a time."""
-        rows = self.rows.torch_gradients(backward) if backward.indices.numel() else None
-        if rows:
-            # For the statistics of the batch's rows; dense_adam_ clips all rows by itself.
-            with_l2 = rows.grad + 2 * self.optimizer.config.l2 * rows.weight
-            self.rows.torch_factors(replace(rows, grad=with_l2))
+        mine, config = self.rows, self.optimizer.config
+        of_batch = mine.torch_gradients(backward) if backward.indices.numel() else None
+        norms = None
+        if mine.scope != "row":
+            squares = torch.zeros(2, len(mine.limits), dtype=torch.float64, device=self.exp_avg.device)
+            for table, columns in enumerate(mine.clip_columns):
+                for weights, _, _, grad, _ in self._parts_of(table, of_batch):
+                    squares[:, table] += table_squares(weights, grad, clip_columns=columns, l2=config.l2)
+            norms = mine.group_norms(squares)
+        if of_batch:
+            self._count_clipped(replace(of_batch, grad=of_batch.grad + 2 * config.l2 * of_batch.weight), norms)
+        for table, (limit, columns) in enumerate(zip(mine.limits, mine.clip_columns, strict=True)):
+            of_table = None if norms is None else norms[:, table].float()
+            for part in self._parts_of(table, of_batch):
+                dense_adam_(
+                    *part, limit=limit, clip_columns=columns, config=config, scalars=scalars, group_norms=of_table
+                )
+
+    def _parts_of(self, table: int, of_batch: RowGradients | None) -> Iterator[tuple[Tensor, ...]]:
+        """Weights, moments, gradient and counts of a whole table, as dense_adam_ wants them, a part at a time."""
         lookup = self.rows.lookup
-        for table, (limit, columns) in enumerate(zip(self.rows.limits, self.rows.clip_columns, strict=True)):
-            views = [lookup.view_of(flat, table) for flat in (lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)]
-            grad, counts = _dense_gradient(rows, table, lookup.weight_offsets[table], views[1])
-            for parts in zip(*(each.split(_ROWS_AT_ONCE) for each in (*views, grad, counts)), strict=True):
-                dense_adam_(*parts, limit=limit, clip_columns=columns, config=self.optimizer.config, scalars=scalars)
+        views = [lookup.view_of(flat, table) for flat in (lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)]
+        whole = (*views, *_dense_gradient(of_batch, table, lookup.weight_offsets[table], views[1]))
+        yield from zip(*(each.split(_ROWS_AT_ONCE) for each in whole), strict=True)
+
+    def _count_clipped(self, of_batch: RowGradients, norms: Tensor | None) -> None:
+        """Statistics of the batch's rows, whose gradients have their L2; dense_adam_ clips all rows by itself."""
+        if norms is None:
+            self.rows.torch_factors(of_batch)
+        else:
+            self.rows.factors_of_norms(of_batch, *norms[:, of_batch.table])
 
 
 def _dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:

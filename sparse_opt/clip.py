@@ -139,8 +139,8 @@ class ConstantClip:
 class FieldClip(ConstantClip):
     """The paper's field-wise threshold (Table 6): a table's gradient, over its rows, has a norm of at most max_norm.
 
-    The rows are those present in the batch: without L2 the others have no gradient, and with it they would cost the
-    whole table at every step.
+    The rows are those present in the batch, unless ``absent_rows = "dense"`` moves them all: without L2 the others have
+    no gradient, and with it they cost the whole table at every step.
     """
 
     name: ClassVar[str] = "field"

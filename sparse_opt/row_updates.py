@@ -169,12 +169,14 @@ class LookupRows:
     def torch_factors(self, rows: RowGradients) -> Tensor:
         """Clip factor of each row, float [nnz], padded like the rows."""
         if self.scope != "row":
-            return self.factors_of_norms(rows, *self._group_norms(rows))
+            return self.factors_of_norms(rows, *self.group_norms(self._table_squares(rows))[:, rows.table])
         measured = self.clipped_lanes(rows)
         return self.factors_of_norms(rows, *(row_norms(part.where(measured, 0)) for part in (rows.grad, rows.weight)))
 
     def factors_of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
         """As :meth:`torch_factors`, from the norms of the gradient and weights that bound each row, float [nnz]."""
+        dtype = rows.grad.dtype
+        norms, weight_norms = norms.to(dtype), weight_norms.to(dtype)
         limits = (self._r[rows.table] * weight_norms).clamp_min(self._floor[rows.table])
         limits = torch.where(self._per_occurrence[rows.table], limits * rows.counts.count, limits)
         ratios = torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf)
@@ -184,21 +186,24 @@ class LookupRows:
         self._latest = (ratios.float(), torch.where(rows.counts.real, rows.table, -1))
         return scales_of_norms(norms, limits)
 
-    def table_squares(self, rows: RowGradients) -> Tensor:
-        """Squared norms of each table's gradients and weights, over its rows here; float64 [2, T], 0 where excluded."""
-        measured = self.clipped_lanes(rows) & rows.counts.real[:, None] & ~self._is_excluded[rows.table, None]
-        squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
-        zeros = torch.zeros(2, len(self.lookup.shards), dtype=torch.float64, device=measured.device)
-        return zeros.index_add_(1, rows.table, torch.stack(squares))
+    def group_norms(self, squares: Tensor) -> Tensor:
+        """Norms of each table, or of all tables together, over all ranks, from the tables' squared norms here.
 
-    def _group_norms(self, rows: RowGradients) -> Tensor:
-        """Norms of each row's table, or of all tables, over all ranks: of the gradients and weights, float [2, nnz]."""
-        squares = self.table_squares(rows)
+        ``squares`` is float64 [2, T], of gradients and of weights; returns [2, T]. Excluded tables do not count.
+        """
+        squares = squares.where(~self._is_excluded, 0)
         if self.scope == "global":  # ranks may hold different tables: no more than the sum has the same shape on them
             squares = squares.sum(1, keepdim=True)
         if self.waits_for_ranks:
             dist.all_reduce(squares, group=self.lookup.process_group)
-        return squares.sqrt().to(rows.grad.dtype).expand(-1, len(self.lookup.shards))[:, rows.table]
+        return squares.sqrt().expand(-1, len(self.lookup.shards))
+
+    def _table_squares(self, rows: RowGradients) -> Tensor:
+        """Squared norms of each table's gradients and weights, over its rows of the batch; float64 [2, T]."""
+        measured = self.clipped_lanes(rows) & rows.counts.real[:, None]
+        squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
+        zeros = torch.zeros(2, len(self.lookup.shards), dtype=torch.float64, device=measured.device)
+        return zeros.index_add_(1, rows.table, torch.stack(squares))
 
     def clipped_lanes(self, rows: RowGradients) -> Tensor:
         """True for the columns that the clip measures and scales, bool [nnz, D]."""

@@ -62,7 +62,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[optimizer]\nlower_bound = -1.0", "optimizer.lower_bound must be at least 0 and finite, got -1.0"),
         ("[optimizer]\ncounter_halflife = -2", "optimizer.counter_halflife must be at least -1, got -2"),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
-        ('[clip]\nrule = "global"\nmax_norm = 1.0', "optimizer.absent_rows = 'replay'; set it to 'lazy'"),
+        ('[clip]\nrule = "global"\nmax_norm = 1.0', "optimizer.absent_rows = 'replay' does not know; set it to 'lazy'"),
         ('[clip]\nrule = "adaptive_field"\nbound = 1.0', "clip.bound = 1.0 has no meaning for clip.rule"),
         ("[clip]\nr = 0.0", "clip.r must be > 0"),
         ("[clip]\nbound = 1.0", "clip.bound = 1.0 has no meaning for clip.rule = 'cowclip'; it takes r, zeta"),

@@ -168,7 +168,8 @@ def test_sharded_training(golden_dir: Path, world_size: int) -> None:
 
 
 def _follow_all(rank: int, world_size: int, folder: str, golden_dir: Path) -> None:
-    torch.set_num_threads(1)
+    if world_size > 1:
+        torch.set_num_threads(1)
     with process_group(rank, world_size, folder):
         process = Process(rank, world_size, world_size, False, torch.device("cpu"))
         for file, golden in recordings(golden_dir, "f32"):

@@ -79,9 +79,10 @@ def train_in_loops(case: Case) -> tuple[list[np.ndarray], set[bool]]:
         grads, present = [], []
         for t, table in enumerate(tables):
             grad, counts = row_gradients(case, bags, targets, t)
-            grad[counts > 0] += 2 * case.extra.get("l2", 0) * table[counts > 0]
+            moved = (counts > 0) | (case.extra.get("absent_rows") == "dense")
+            grad[moved] += 2 * case.extra.get("l2", 0) * table[moved]
             grads.append(grad)
-            present.append(counts > 0)
+            present.append(moved)
         measured = [grad[:, :columns] for grad in grads]
         weights = [table[here, :columns] for table, here in zip(tables, present, strict=True)]
         for t, factor in enumerate(factors_in_loops(case, measured, weights)):
@@ -118,8 +119,10 @@ def test_one_process_equals_plain_loops() -> None:
 
 
 def attach_adam(model: nn.Module, case: Case) -> Any:
-    """Adam that is SGD to a millionth of the gradient: lr * g / (1 + 1e-6 * |g|)."""
-    return EmbeddingAdam(model, AdamConfig(lr=case.lr * 1e6, betas=(0.0, 0.0), eps=1e6), RULES[case.extra["rule"]])
+    """Adam that is SGD to a ten-millionth of the gradient: lr * g / (1 + 1e-7 * |g|)."""
+    more = {key: value for key, value in case.extra.items() if key != "rule"}
+    config = AdamConfig(lr=case.lr * 1e7, betas=(0.0, 0.0), eps=1e7, **more)
+    return EmbeddingAdam(model, config, RULES[case.extra["rule"]])
 
 
 def refuse(model: nn.Module, case: Case) -> None:
@@ -148,6 +151,7 @@ def test_two_processes_equal_plain_loops() -> None:
     refused = replace(tableless, extra={"message": "rank 1 holds no table"})
     plain = [case for case in cases if case.sharding == "row_wise" and case.extra.keys() == {"rule"}]
     adam = [replace(case, optimizer="sgd") for case in plain]
+    adam += [replace(case, extra=case.extra | {"absent_rows": "dense", "l2": 3e-3}) for case in adam]
     jobs = [*((case, attach) for case in cases), *((case, attach_adam) for case in adam), (refused, refuse)]
     for (case, _), tables in zip(jobs[:-1], run_in_processes(jobs, 2)[:-1], strict=True):
         assert_follows_loops(case, tables)
@@ -187,27 +191,28 @@ def test_statistics_are_the_groups(rule: str) -> None:
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("absent_rows", ["lazy", "dense"])
 @pytest.mark.parametrize("rule", RULES)
-def test_lazy_adam_sees_the_clipped_gradient(rule: str) -> None:
-    """First step: torch's Adam on the present rows' clipped gradients, by the pure function that needs torch alone."""
+def test_adam_sees_the_clipped_gradient(rule: str, absent_rows: str) -> None:
+    """First step: torch's Adam on the clipped gradients of the batch's rows, or of all, by the pure function."""
     case = case_of("several ids", rule, steps=1)
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"])
-    EmbeddingAdam(model, AdamConfig(lr=0.1, eps=1e-3), RULES[rule])
+    adam = EmbeddingAdam(model, AdamConfig(lr=0.1, eps=1e-3, l2=3e-3, absent_rows=absent_rows), RULES[rule])
     bags, targets = drawn["steps"][0]
     train_step(case, model, bags, targets, 0, case.batch)
-    grads, counts = zip(*(row_gradients(case, bags, targets, t) for t in range(len(case.rows))), strict=True)
-    present = [torch.from_numpy(count > 0) for count in counts]
     tables = [nn.Parameter(torch.from_numpy(table).double()) for table in drawn["tables"]]
-    clipped = clip_tables(
-        [torch.from_numpy(grad)[here] for grad, here in zip(grads, present, strict=True)],
-        [table.detach()[here] for table, here in zip(tables, present, strict=True)],
-        [torch.from_numpy(count)[here] for count, here in zip(counts, present, strict=True)],
-        RULES[rule],
-    )
-    for table, grad, here in zip(tables, clipped, present, strict=True):
+    moved, rows, grads, counts = [], [], [], []
+    for t, table in enumerate(tables):
+        grad, count = row_gradients(case, bags, targets, t)
+        moved.append(torch.from_numpy((count > 0) | (absent_rows == "dense")))
+        rows.append(table.detach()[moved[t]])
+        grads.append(torch.from_numpy(grad)[moved[t]] + 2 * 3e-3 * rows[t])
+        counts.append(torch.from_numpy(count)[moved[t]])
+    for table, grad, here in zip(tables, clip_tables(grads, rows, counts, RULES[rule]), moved, strict=True):
         table.grad = torch.zeros_like(table)
         table.grad[here] = grad
     torch.optim.Adam(tables, lr=0.1, eps=1e-3).step()
     for got, expected in zip(gather_tables(case, model), tables, strict=True):
         np.testing.assert_allclose(got, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
+    assert any(stats.clipped == 1 for stats in adam.stats().values())

@@ -1,5 +1,11 @@
 """Configuration, assembly, the training loop, evaluation, checkpoints and the command line."""
 
+import os
+
+# Read by torch when it makes its first tensor: large ones lie in huge pages then, where the system leaves that to
+# programs. Rows that are looked up here and there in large tables cost fewer page walks.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 from cowrec.sparse_opt.versions import require_matched_set
 
 require_matched_set()

@@ -290,7 +290,7 @@ def main() -> None:
             if launched_rank() == 0:
                 print(f"cowrec: {error}", file=sys.stderr)
             _exit(130)
-        if not _is_message(error):
+        if not is_message(error):
             traceback.print_exc()
             _exit(1)
         print(f"cowrec{rank}: error: {error}", file=sys.stderr)
@@ -316,7 +316,7 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def _is_message(error: Exception) -> bool:
+def is_message(error: Exception) -> bool:
     """True for errors written for users: cowrec's own and the system's about files; others keep their traceback."""
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, OSError) or innermost.f_globals["__name__"].startswith("cowrec.")

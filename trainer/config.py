@@ -143,8 +143,8 @@ class ClipConfig:
     A rule takes the values it knows and refuses the others; "none" ignores them.
 
     Attributes:
-        rule: one of the clip rules. "field", "adaptive_field" and "global" need optimizer.absent_rows = "lazy" or one
-            of FBGEMM's optimizers.
+        rule: one of the clip rules. "field", "adaptive_field" and "global" take the norm over the batch's rows, under
+            optimizer.absent_rows = "dense" over all, and do not go with "replay".
         r, zeta, bound: as the rule says.
         max_norm: threshold of "constant", "field" and "global" at optimizer.base_batch_size; at s times that batch it
             is sqrt(s) times as much, unless optimizer.scaling = "none".
@@ -201,11 +201,11 @@ class RunConfig:
                 f'optimizer.embedding = "fbgemm_cowclip" clips by itself, and not by clip.rule = {self.clip.rule!r};'
                 ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
             )
-        moves_all_rows = self.optimizer.embedding == "adam" and self.optimizer.absent_rows != "lazy"
-        if moves_all_rows and self.clip.build().scope != "row":
+        replays = self.optimizer.embedding == "adam" and self.optimizer.absent_rows in (None, "replay")
+        if replays and self.clip.build().scope != "row":
             raise ValueError(
-                f"clip.rule = {self.clip.rule!r} takes the norm over the rows of the batch, but every row moves with"
-                f" optimizer.absent_rows = {self.optimizer.absent_rows or 'replay'!r}; set it to 'lazy'"
+                f"clip.rule = {self.clip.rule!r} needs the norm of every row at every step, which optimizer.absent_rows"
+                " = 'replay' does not know; set it to 'lazy' (the rows of the batch alone) or 'dense' (all rows)"
             )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from .cli import is_message
+
 Result = TypeVar("Result")
 
 
@@ -50,7 +52,7 @@ def _run(outcome: Connection, function: Callable[..., Any], arguments: tuple[Any
     try:
         outcome.send((function(*arguments), None))
     except Exception as error:
-        if not isinstance(error, ValueError | OSError):
+        if not is_message(error):
             traceback.print_exc()
         outcome.send((None, f"{type(error).__name__}: {error}"))
 

@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -15,7 +14,6 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from .assembly import derived_hyperparameters
 from .cli import quiet_libraries
 from .config import RunConfig, save_config
 from .loop import train
+from .own_process import ProcessFailed, run_apart
 from .run_dir import CHECKPOINTS, CONFIG, REPORT, environment, to_json
 from .stopping import Interrupted
 from .sweep_grid import Cell, Grid
@@ -105,46 +104,20 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 def _train_apart(config: RunConfig, run_dir: Path) -> str | None:
     """Trains in a process of its own; the text of the error that it ended in, or None."""
     shutil.rmtree(run_dir, ignore_errors=True)
-    # Forked from a server that has imported everything, started no thread and never touched the GPU.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_train_here, args=(config, run_dir, sender))
-    process.start()
-    sender.close()
     try:
-        error: str | None = receiver.recv()
-        process.join()
-    except EOFError:
-        process.join()
-        code = process.exitcode or 0
-        error = f"the process was ended by signal {-code}" if code < 0 else f"the process ended with exit code {code}"
+        run_apart(_train_here, config, run_dir)
+    except ProcessFailed as error:
+        return str(error)
     except KeyboardInterrupt:
-        process.kill()
-        process.join()
         raise Interrupted(f"stopped in run {run_dir.name}; the same command goes on there") from None
-    return error
+    return None
 
 
-def _train_here(config: RunConfig, run_dir: Path, result: Connection) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _train_here(config: RunConfig, run_dir: Path) -> None:
     # Its own lock would be a semaphore, which a run that is killed leaves behind.
     tqdm.set_lock(threading.RLock())
     quiet_libraries()
-    try:
-        train(config, Path(config.data.dir), run_dir)
-    except Exception as error:
-        result.send(f"{type(error).__name__}: {error}")
-    else:
-        result.send(None)
-
-
-def _end_with_parent() -> None:
-    """A sweep that was killed is not to leave a run behind, into whose folder the next one would write."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    train(config, Path(config.data.dir), run_dir)
 
 
 @contextmanager
