@@ -172,11 +172,12 @@ def train(
 @app.command()
 def sweep(
     config: RunToml,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of the sweep; one that was interrupted is continued.")
-    ],
     batch_sizes: Annotated[str, typer.Option(help="Such as 1K,8K,64K; K is 1024.")],
     data: TrainData = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of the sweep; one interrupted is continued. [sweeps/NAME]"),
+    ] = None,
     rules: Annotated[str, typer.Option(help="Scaling rules.")] = "cowclip,linear,none",
     clip: Annotated[str, typer.Option(help="With the TOML's clip rule (on), without (off), or both.")] = "on,off",
     seeds: Annotated[int, typer.Option(help="Runs of each combination, with seeds from train.seed on.")] = 3,
@@ -186,7 +187,7 @@ def sweep(
 
     The same command goes on where it was interrupted, and with more values adds to what is there.
 
-    Example: `cowrec sweep scripts/configs/criteo.toml --data data/criteo --batch-sizes 1K,8K,64K --output sweeps/1`
+    Example: `cowrec sweep scripts/configs/criteo.toml --data data/criteo --batch-sizes 1K,8K,64K`
     """
     from .sweep import sweep as run
     from .sweep_grid import Grid
@@ -196,8 +197,9 @@ def sweep(
         raise ValueError("sweep starts its runs itself; start it without torchrun")
     grid = Grid([_size(each) for each in _listed(batch_sizes)], _listed(rules), _listed(clip), seeds)
     loaded, data_dir = _loaded(config, overrides, data)
-    lines = run(loaded, data_dir, output, grid)
-    print(f"{table(lines)}\n\nplot: {plot(lines, output / PLOT)}")
+    folder = output or Path("sweeps") / config.stem
+    lines = run(loaded, data_dir, folder, grid)
+    print(f"{table(lines)}\n\n{folder}, plot: {plot(lines, folder / PLOT)}")
 
 
 @app.command()
