@@ -7,6 +7,7 @@ exists for CUDA alone, moves touched rows only and decays weights apart from the
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from . import cpu_kernels
 from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
-from .dense_adam import dense_adam_, exact_root, table_squares
+from .dense_adam import dense_adam_, exact_root, row_squares
 from .lookups import sharded_like_weights
 from .replay import Replay, StepHistory
 from .row_gradients import RowGradients
@@ -304,21 +305,36 @@ class _LookupAdam:
         """The dense oracle on every table, a part of its rows at a time."""
         mine, config = self.rows, self.optimizer.config
         of_batch = mine.torch_gradients(backward) if backward.indices.numel() else None
-        norms = None
-        if mine.scope != "row":
-            squares = torch.zeros(2, len(mine.limits), dtype=torch.float64, device=self.exp_avg.device)
-            for table, columns in enumerate(mine.clip_columns):
-                for weights, _, _, grad, _ in self._parts_of(table, of_batch):
-                    squares[:, table] += table_squares(weights, grad, clip_columns=columns, l2=config.l2)
-            norms = mine.group_norms(squares)
+        norms = self._norms_beyond_columns(of_batch)
         if of_batch:
             self._count_clipped(replace(of_batch, grad=of_batch.grad + 2 * config.l2 * of_batch.weight), norms)
-        for table, (limit, columns) in enumerate(zip(mine.limits, mine.clip_columns, strict=True)):
-            of_table = None if norms is None else norms[:, table].float()
-            for part in self._parts_of(table, of_batch):
-                dense_adam_(
-                    *part, limit=limit, clip_columns=columns, config=config, scalars=scalars, group_norms=of_table
-                )
+        for table, shard in enumerate(mine.lookup.shards):
+            limit, columns = mine.limits[table], mine.clip_columns[table]
+            of_rows = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
+            for part, of_part in zip(self._parts_of(table, of_batch), of_rows, strict=False):
+                dense_adam_(*part, limit=limit, clip_columns=columns, config=config, scalars=scalars, norms=of_part)
+
+    def _norms_beyond_columns(self, of_batch: RowGradients | None) -> list[Tensor] | None:
+        """Norms of gradients and weights that limits hold for, float32 [2, V] or [2, 1] of each table.
+
+        None where a row's columns here are all that decides its norm.
+        """
+        mine = self.rows
+        if mine.scope == "row" and mine.columns is None:
+            return None
+        squares = [
+            torch.cat(
+                [
+                    row_squares(weights, grad, clip_columns=columns, l2=self.optimizer.config.l2)
+                    for weights, _, _, grad, _ in self._parts_of(table, of_batch)
+                ],
+                dim=1,
+            )
+            for table, columns in enumerate(mine.clip_columns)
+        ]
+        if mine.columns:
+            return [each.sqrt().float() for each in mine.columns.add_up_tables(squares)]
+        return list(mine.group_norms(torch.stack([each.sum(1) for each in squares], dim=1)).float().split(1, dim=1))
 
     def _parts_of(self, table: int, of_batch: RowGradients | None) -> Iterator[tuple[Tensor, ...]]:
         """Weights, moments, gradient and counts of a whole table, as dense_adam_ wants them, a part at a time."""
@@ -327,12 +343,12 @@ class _LookupAdam:
         whole = (*views, *_dense_gradient(of_batch, table, lookup.weight_offsets[table], views[1]))
         yield from zip(*(each.split(_ROWS_AT_ONCE) for each in whole), strict=True)
 
-    def _count_clipped(self, of_batch: RowGradients, norms: Tensor | None) -> None:
+    def _count_clipped(self, of_batch: RowGradients, norms: list[Tensor] | None) -> None:
         """Statistics of the batch's rows, whose gradients have their L2; dense_adam_ clips all rows by itself."""
-        if norms is None:
+        if norms is None or self.rows.scope == "row":
             self.rows.torch_factors(of_batch)
         else:
-            self.rows.factors_of_norms(of_batch, *norms[:, of_batch.table])
+            self.rows.factors_of_norms(of_batch, *torch.cat(norms, dim=1)[:, of_batch.table])
 
 
 def _dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .clip import ClipRule
-from .lookups import Lookup, all_table_names, find_lookups, lookups_of_ranks, partly_spread_tables
+from .column_shards import groups_of_columns
+from .lookups import (
+    Lookup,
+    all_table_names,
+    column_split_tables,
+    contrary_lookups,
+    find_lookups,
+    lookups_of_ranks,
+    partly_spread_tables,
+)
 from .output_gradients import clipped_output_grad
 from .row_updates import Backward, LookupRows, TableStats
 
@@ -174,7 +183,8 @@ def rows_to_clip(
                 remedy = "exclude leaves it unclipped, but L2 or the optimizer still has to reach it"
             raise ValueError(f"table {refusal.table!r} cannot be clipped: {refusal.reason}; {remedy}")
     _refuse_norms_out_of_reach(model, rule, exclude)
-    return [LookupRows(lookup, rule, columns, exclude) for lookup in lookups]
+    groups = groups_of_columns(column_split_tables(model)) if rule.scope == "row" else {}
+    return [LookupRows(lookup, rule, columns, exclude, groups) for lookup in lookups]
 
 
 def check_lookup_inputs(inputs: Mapping[str, Any]) -> None:
@@ -187,6 +197,17 @@ def check_lookup_inputs(inputs: Mapping[str, Any]) -> None:
 
 def _refuse_norms_out_of_reach(model: nn.Module, rule: ClipRule, exclude: Sequence[str]) -> None:
     """Refuses rules whose norms a lookup's backward cannot know; on all ranks alike, so that none waits for another."""
+    for table in sorted(column_split_tables(model).keys() - set(exclude)) if rule.scope == "field" else ():
+        raise ValueError(
+            f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, whose columns are sharded; shard it"
+            " row- or table-wise, or name it in exclude"
+        )
+    if rule.scope == "row" and (contrary := contrary_lookups(model)):
+        raise ValueError(
+            f"tables {contrary[0]!r} and {contrary[1]!r} are sharded column-wise and looked up apart, on some ranks in"
+            " another order than on others, so that ranks would wait for each other's norms forever; give them the same"
+            " pooling and data type, or the same ranks"
+        )
     for table in sorted(partly_spread_tables(model) - set(exclude)) if rule.scope == "field" else ():
         raise ValueError(
             f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, whose rows lie on some ranks but"

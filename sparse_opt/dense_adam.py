@@ -22,7 +22,7 @@ def dense_adam_(
     clip_columns: int,
     config: AdamConfig,
     scalars: AdamScalars,
-    group_norms: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> None:
     """One step on a whole table, in place: L2 into the gradient, the clip, moments, weights.
 
@@ -37,19 +37,20 @@ def dense_adam_(
         clip_columns: leading columns that are measured and clipped; the others are only regularised.
         config: Adam's settings.
         scalars: of this step.
-        group_norms: norms of gradient and weights that the limit holds for, float [2], where it is not a row's; see
-            :func:`table_squares`.
+        norms: of each row's gradient and weights, or of what else the limit holds for, float32 [2, V], where more than
+            these columns decides them; see :func:`row_squares`.
     """
     constants = adam_constants(config)
     grad = grad + constants.twice_l2 * weights
     clipped, passed = grad[:, :clip_columns], grad[:, clip_columns:]
-    norms = (row_norms(clipped), row_norms(weights[:, :clip_columns])) if group_norms is None else group_norms
+    if norms is None:
+        norms = torch.stack([row_norms(clipped), row_norms(weights[:, :clip_columns])])
     scales = scales_of_norms(norms[0], limit.of(norms[1], counts))
     stepped = adam_element(
         weights,
         exp_avg,
         exp_avg_sq,
-        torch.cat([clipped * scales[..., None], passed], dim=1),
+        torch.cat([clipped * scales[:, None], passed], dim=1),
         *(constants.beta1, constants.rest1, constants.beta2, constants.rest2, constants.eps),
         *(scalars.step_size, scalars.denominator_scale),
         exact_root,
@@ -59,13 +60,13 @@ def dense_adam_(
         state.copy_(value)
 
 
-def table_squares(weights: Tensor, grad: Tensor, *, clip_columns: int, l2: float) -> Tensor:
-    """Squared norms of a whole table's gradient, its L2 included, and of its weights; float64 [2].
+def row_squares(weights: Tensor, grad: Tensor, *, clip_columns: int, l2: float) -> Tensor:
+    """Squared norms of a table's rows: of their gradients, L2 included, and of their weights; float64 [2, V].
 
     Args as in :func:`dense_adam_`; ``l2`` is the coefficient of the squared weights in the loss.
     """
     with_l2 = grad + 2 * l2 * weights
-    return torch.stack([part[:, :clip_columns].double().square().sum() for part in (with_l2, weights)])
+    return torch.stack([part[:, :clip_columns].double().square().sum(1) for part in (with_l2, weights)])
 
 
 def exact_root(values: Tensor) -> Tensor:

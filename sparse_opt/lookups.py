@@ -8,6 +8,7 @@ several tables and reads T features (a table may serve several) for B bags each.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 from .versions import require_matched_set
@@ -20,7 +21,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_global_rank
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
@@ -32,17 +34,24 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 @dataclass(frozen=True)
 class TableShard:
-    """The rows of one table that a lookup holds.
+    """The part of one table that a lookup holds.
 
     Attributes:
-        name: the table's name.
+        name: the table's name; a lookup may hold several shards of a table.
         rows: rows held here.
-        embedding_dim: columns of a row.
+        embedding_dim: columns of a row held here.
+        first_column: place of the first of them in the table's row.
+        table_dim: columns of the table's row, wherever they are.
+        column_ranks: under column-wise sharding the ranks that hold the row's column shards, in ascending order, one
+            for each shard; empty where rows are whole.
     """
 
     name: str
     rows: int
     embedding_dim: int
+    first_column: int
+    table_dim: int
+    column_ranks: tuple[int, ...]
 
 
 class Lookup:
@@ -59,12 +68,12 @@ class Lookup:
         self,
         module: SplitTableBatchedEmbeddingBagsCodegen,
         collection: ShardedEmbeddingBagCollection,
-        names: Sequence[str],
+        tables: Sequence[Any],
     ):
         self.module = module
         self.collection = collection
         views = module.split_embedding_weights()
-        self.shards = tuple(TableShard(name, *view.shape) for name, view in zip(names, views, strict=True))
+        self.shards = tuple(_shard_of(collection, table, view) for table, view in zip(tables, views, strict=True))
         self.feature_table: list[int] = list(module.feature_table_map)
 
     @property
@@ -96,6 +105,19 @@ class Lookup:
     def is_split(self) -> bool:
         """Whether other ranks hold further rows of its tables."""
         return any(_is_split(self.collection, shard.name) for shard in self.shards)
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether it holds some columns of a row and not the others, or in several shards."""
+        return any(shard.column_ranks for shard in self.shards)
+
+    @property
+    def has_like_partners(self) -> bool:
+        """Whether all ranks with columns of its tables look up the same tables, one column shard of each."""
+        names = [shard.name for shard in self.shards]
+        of_ranks = [_table_names_of(group) for _, group in _groups_of_ranks(self.collection)]
+        partners = [tables for tables in of_ranks if set(names) & set(tables)]
+        return len(set(names)) == len(names) and all(tables == names for tables in partners)
 
     @cached_property
     def column_offsets(self) -> list[int]:
@@ -145,12 +167,12 @@ def find_lookups(model: nn.Module) -> tuple[list[Lookup], list[Refusal]]:
             refusals += [Refusal(table, _why_not(module)) for table in _table_names(module)]
             continue
         for kernel in _kernels(module):
-            names = [table.name for table in kernel._config.embedding_tables]
+            tables = kernel._config.embedding_tables
             reason = _why_not_kernel(kernel)
             if reason:
-                refusals += [Refusal(name, reason) for name in names]
+                refusals += [Refusal(table.name, reason) for table in tables]
             else:
-                lookups.append(Lookup(kernel.emb_module, module, names))
+                lookups.append(Lookup(kernel.emb_module, module, tables))
     return lookups, refusals
 
 
@@ -163,14 +185,11 @@ def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
     """Table names of each fused lookup of each rank, [rank][lookup][table]; the same answer on all ranks."""
     ranks: list[list[list[str]]] = []
     for module in _outermost_collections(model):
-        for sharding in getattr(module, "_embedding_shardings", ()):
-            for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
-                ranks += [[] for _ in range(rank + 1 - len(ranks))]
-                ranks[rank] += [
-                    [table.name for table in group.embedding_tables]
-                    for group in groups
-                    if group.compute_kernel == EmbeddingComputeKernel.FUSED
-                ]
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            ranks += [[] for _ in range(module._env.world_size - len(ranks))]
+            for rank, group in _groups_of_ranks(module):
+                if group.compute_kernel == EmbeddingComputeKernel.FUSED:
+                    ranks[rank].append(_table_names_of(group))
     return ranks
 
 
@@ -183,6 +202,33 @@ def partly_spread_tables(model: nn.Module) -> set[str]:
         for name, table in module.module_sharding_plan.items()
         if _is_split(module, name) and len(set(table.ranks)) != module._env.world_size
     }
+
+
+def column_split_tables(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Tables whose rows are cut into column shards, and the ranks that hold one; the same answer on all ranks."""
+    return {
+        name: ranks
+        for module in _outermost_collections(model)
+        if isinstance(module, ShardedEmbeddingBagCollection)
+        for name in module.module_sharding_plan
+        if (ranks := _column_ranks(module, name))
+    }
+
+
+def contrary_lookups(model: nn.Module) -> tuple[str, str] | None:
+    """Two column-split tables that ranks look up one after the other, but not all in the same order; None without."""
+    for module in _outermost_collections(model):
+        order: dict[tuple[Any, Any], tuple[str, str]] = {}
+        for rank in range(module._env.world_size) if isinstance(module, ShardedEmbeddingBagCollection) else ():
+            groups = [group for of_rank, group in _groups_of_ranks(module) if of_rank == rank]
+            split = [group for group in groups if any(_column_ranks(module, name) for name in _table_names_of(group))]
+            for one, other in combinations(split, 2):
+                kinds = [(str(group.data_type), str(group.pooling)) for group in (one, other)]
+                names = _table_names_of(one)[0], _table_names_of(other)[0]
+                if kinds[0] == kinds[1] or (kinds[1], kinds[0]) in order:
+                    return names
+                order[kinds[0], kinds[1]] = names
+    return None
 
 
 def sharded_like_weights(
@@ -213,21 +259,22 @@ def sharded_like_weights(
 
 
 def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
-    """A sharded tensor cut over the rows like a weight, of its width or of one column."""
-
-    def narrow(sizes: Sequence[int]) -> list[int]:
-        return [sizes[0], 1] if per_row else list(sizes)
-
+    """A sharded tensor cut like a weight, of its width or of one column for each of its column shards."""
     whole = weight.metadata()
+    columns = sorted({each.shard_offsets[1] for each in whole.shards_metadata})
+
+    def narrow(shard: ShardMetadata) -> ShardMetadata:
+        if not per_row:
+            return shard
+        place = [shard.shard_offsets[0], columns.index(shard.shard_offsets[1])]
+        return replace(shard, shard_offsets=place, shard_sizes=[shard.shard_sizes[0], 1])
+
     metadata = ShardedTensorMetadata(
-        shards_metadata=[replace(each, shard_sizes=narrow(each.shard_sizes)) for each in whole.shards_metadata],
-        size=torch.Size(narrow(whole.size)),
+        shards_metadata=[narrow(each) for each in whole.shards_metadata],
+        size=torch.Size([whole.size[0], len(columns)]) if per_row else whole.size,
         tensor_properties=replace(whole.tensor_properties, dtype=dtype),
     )
-    shards = [
-        Shard(part, replace(each.metadata, shard_sizes=narrow(each.metadata.shard_sizes)))
-        for part, each in zip(parts, weight.local_shards(), strict=True)
-    ]
+    shards = [Shard(part, narrow(each.metadata)) for part, each in zip(parts, weight.local_shards(), strict=True)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=weight._process_group
     )
@@ -248,6 +295,33 @@ def _kernels(collection: Any) -> Iterator[Any]:
     for lookup in collection._lookups:
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
         yield from inner._emb_modules
+
+
+def _groups_of_ranks(collection: Any) -> Iterator[tuple[int, Any]]:
+    """The lookups of all ranks, as (rank, what TorchRec knows of it), each rank's in the order of its own."""
+    for sharding in collection._embedding_shardings:
+        for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
+            yield from ((rank, group) for group in groups)
+
+
+def _table_names_of(group: Any) -> list[str]:
+    return [table.name for table in group.embedding_tables]
+
+
+def _shard_of(collection: Any, table: Any, weights: Tensor) -> TableShard:
+    place = table.local_metadata
+    first_column = place.shard_offsets[1] if place is not None else 0
+    ranks = _column_ranks(collection, table.name)
+    return TableShard(table.name, *weights.shape, first_column, table.embedding_dim, ranks)
+
+
+def _column_ranks(collection: Any, table: str) -> tuple[int, ...]:
+    """Global ranks of a table's column shards, one for each; empty where its rows are whole."""
+    plan, group = collection.module_sharding_plan[table], collection._env.process_group
+    shards = plan.sharding_spec.shards if plan.sharding_spec is not None else ()
+    if len({shard.shard_offsets[1] for shard in shards}) < 2:
+        return ()
+    return tuple(sorted(get_global_rank(group, rank) for rank in plan.ranks))
 
 
 def _table_names(collection: nn.Module) -> list[str]:
@@ -274,9 +348,8 @@ def _why_not_kernel(kernel: Any) -> str | None:
         kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen
     ):
         return f'its compute kernel is {type(kernel).__name__}; shard it row- or table-wise with compute_kernel="fused"'
-    for table in kernel._config.embedding_tables:
-        if table.local_cols != table.embedding_dim:
-            return "it is sharded column-wise and the norm of a row needs all its columns; shard it row- or table-wise"
+    if any(_is_cut_both_ways(table) for table in kernel._config.embedding_tables):
+        return "its rows and its columns are both cut (grid sharding); shard it row-, column- or table-wise"
     tbe = kernel.emb_module
     if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
         return 'its rows are cached on the device, apart from their memory; shard it with compute_kernel="fused"'
@@ -287,6 +360,10 @@ def _why_not_kernel(kernel: Any) -> str | None:
     ):
         return "its weights are quantised; use float32, float16 or bfloat16"
     return None
+
+
+def _is_cut_both_ways(table: Any) -> bool:
+    return table.local_metadata is not None and table.local_cols < table.embedding_dim and table.local_rows < table.num_embeddings
 
 
 def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Tensor:

@@ -114,6 +114,12 @@ class Replay:
         self._absent_clip_binds = any(
             2 * config.l2 > 0.999 * limit.r and 2 * config.l2 > 0 and limit.floor < inf for limit in limits
         )
+        if self._absent_clip_binds and rows.columns:
+            raise ValueError(
+                f"table {shards[0].name!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
+                f" (2 * l2 = {2 * config.l2:g} is not below clip.r), which needs the norm of all its columns in every"
+                ' step that it missed; lower l2, shard the table row- or table-wise, or set absent_rows = "dense"'
+            )
         self._rest = _rest(config, [limit.floor for limit in limits])
 
     def bring_current(self, indices: Tensor, offsets: Tensor, step: int) -> None:

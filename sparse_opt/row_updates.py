@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cpu_kernels
-from .clip import ClipRule, NoClip, row_norms, scales_of_norms
-from .lookups import Lookup
+from .clip import ClipRule, NoClip, scales_of_norms
+from .column_shards import ColumnShards, Groups
+from .lookups import Lookup, TableShard
 from .row_gradients import LookupLayout, RowGradients, row_gradients
 
 _NO_WEIGHTS = np.empty(0, np.float32)
@@ -25,7 +27,7 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class TableStats:
-    """How often a table's rows were clipped, for the rows that this process holds.
+    """How often a table's rows were clipped, for the rows that this process holds, or whose first columns it holds.
 
     Attributes:
         rows: rows updated since attaching; a row counts once in each step that has its id.
@@ -58,8 +60,10 @@ class LookupRows:
         rule: clip rule of its tables.
         clip_columns: for each table name how many leading columns are measured and clipped; all where absent.
         exclude: tables left unclipped.
+        groups: processes that hold the column shards of a table, by their ranks; see :func:`groups_of_columns`.
 
     Attributes:
+        columns: adds norms up over the column shards of rows; None where rows are whole, or nothing is clipped.
         waits_for_ranks: whether :meth:`torch_factors` adds norms up over the ranks, which then all call it at every
             step, with ids or without.
         limits: each table's limit.
@@ -68,18 +72,26 @@ class LookupRows:
         ValueError: more clip columns than the table has.
     """
 
-    def __init__(self, lookup: Lookup, rule: ClipRule, clip_columns: Mapping[str, int], exclude: Sequence[str] = ()):
+    def __init__(
+        self,
+        lookup: Lookup,
+        rule: ClipRule,
+        clip_columns: Mapping[str, int],
+        exclude: Sequence[str] = (),
+        groups: Groups | None = None,
+    ):
         self.lookup = lookup
         self.scope = rule.scope
         self.waits_for_ranks = {"row": False, "field": lookup.is_split, "global": lookup.num_ranks > 1}[rule.scope]
         dims = [shard.embedding_dim for shard in lookup.shards]
+        of_rows = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in lookup.shards]
         self.clip_columns = [
-            _checked_columns(shard.name, clip_columns.get(shard.name, shard.embedding_dim), shard.embedding_dim)
-            for shard in lookup.shards
+            min(max(columns - shard.first_column, 0), shard.embedding_dim)
+            for shard, columns in zip(lookup.shards, of_rows, strict=True)
         ]
         self.limits = [
             (NoClip() if shard.name in exclude else rule).limit(columns)
-            for shard, columns in zip(lookup.shards, self.clip_columns, strict=True)
+            for shard, columns in zip(lookup.shards, of_rows, strict=True)
         ]
         device = lookup.flat_weights().device
         self.layout = LookupLayout(
@@ -90,6 +102,8 @@ class LookupRows:
             start=torch.tensor(lookup.weight_offsets, device=device),
             max_dim=max(dims),
         )
+        adds_up = lookup.splits_columns and rule.scope == "row" and any(limit.floor < inf for limit in self.limits)
+        self.columns = ColumnShards(lookup, self.layout, groups or {}) if adds_up else None
         self._clip_columns = torch.tensor(self.clip_columns, device=device)
         self._r = torch.tensor([limit.r for limit in self.limits], device=device)
         self._floor = torch.tensor([limit.floor for limit in self.limits], device=device)
@@ -115,7 +129,8 @@ class LookupRows:
 
     def runs_compiled(self, backward: Backward) -> bool:
         weights, grad = self.lookup.flat_weights(), backward.output_grad
-        return self.scope == "row" and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
+        in_rows = self.scope == "row" and self.columns is None
+        return in_rows and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
 
     def run_kernel(self, kernel: Callable[..., int], backward: Backward, *arguments: Any) -> None:
         """Runs a kernel of cpu_kernels.py over all tables, on as many threads as torch uses, and keeps the ratios."""
@@ -171,7 +186,11 @@ class LookupRows:
         if self.scope != "row":
             return self.factors_of_norms(rows, *self.group_norms(self._table_squares(rows))[:, rows.table])
         measured = self.clipped_lanes(rows)
-        return self.factors_of_norms(rows, *(row_norms(part.where(measured, 0)) for part in (rows.grad, rows.weight)))
+        parts = [part.where(measured, 0) for part in (rows.grad, rows.weight)]
+        norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts])
+        if self.columns:
+            norms = self.columns.add_up(rows, norms.square()).sqrt()
+        return self.factors_of_norms(rows, *norms)
 
     def factors_of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
         """As :meth:`torch_factors`, from the norms of the gradient and weights that bound each row, float [nnz]."""
@@ -216,6 +235,7 @@ class LookupRows:
         return {
             shard.name: TableStats(seen[t], clipped[t] / max(seen[t], 1), ratios[tables == t].median().item())
             for t, shard in enumerate(self.lookup.shards)
+            if shard.first_column == 0  # each row once, whatever holds its other columns
         }
 
     def _record_compiled(self, ratios: np.ndarray, used: np.ndarray, begins: np.ndarray) -> None:
@@ -227,9 +247,11 @@ class LookupRows:
         self._latest = (torch.from_numpy(kept), torch.from_numpy(tables))
 
 
-def _checked_columns(table: str, columns: int, dim: int) -> int:
-    if not 1 <= columns <= dim:
-        raise ValueError(f"clip_columns of table {table!r} must be in [1, {dim}], its width, got {columns}")
+def _checked_columns(shard: TableShard, columns: int) -> int:
+    if not 1 <= columns <= shard.table_dim:
+        raise ValueError(
+            f"clip_columns of table {shard.name!r} must be in [1, {shard.table_dim}], its width, got {columns}"
+        )
     return columns
 
 

@@ -22,6 +22,7 @@ from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     data_parallel,
     row_wise,
+    table_row_wise,
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -52,7 +53,7 @@ class Case:
     max_ids: int = 4  # per bag; 0 ids happen too
     weighted: bool = False
     pooling: str = "sum"
-    sharding: str = "table_wise"
+    sharding: str = "table_wise"  # or one for each table, with commas between
     optimizer: str = "sgd"
     lr: float = 0.1
     weight_scale: float = 0.05
@@ -143,10 +144,14 @@ def sharded_model(
         "row_wise": lambda t: row_wise(compute_kernel="fused"),
         "table_wise": lambda t: table_wise(rank=t % world, compute_kernel="fused"),
         "cached": lambda t: table_wise(rank=t % world, compute_kernel="fused_uvm_caching"),
-        "column_wise": lambda t: column_wise(ranks=[0, 0], compute_kernel="fused"),
+        # In one process both shards lie on it; in two both tables lie on both; in four each table has two ranks.
+        "column_wise": lambda t: column_wise(ranks=[t % world, (t + 1) % world], compute_kernel="fused"),
+        "columns_of_one_rank": lambda t: column_wise(ranks=[t % world] * 2, compute_kernel="fused"),
+        "table_row_wise": lambda t: table_row_wise(host_index=0),
         "data_parallel": lambda t: data_parallel(),
     }
-    kinds = {f"t{t}": make_kind[case.sharding](t) for t in range(len(case.rows))}
+    kind_of = case.sharding.split(",")
+    kinds = {f"t{t}": make_kind[kind_of[t % len(kind_of)]](t) for t in range(len(case.rows))}
     plan = construct_module_sharding_plan(
         collection, kinds, sharder=sharder, local_size=world, world_size=world, device_type=device.type
     )

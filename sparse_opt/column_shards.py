@@ -1,0 +1,88 @@
+"""Norms of rows whose columns are sharded: squares are added up over the shards, on one rank and over the ranks.
+
+Every column shard of a table sees the same ids in the same order, so the ranks that hold its shards have the same
+distinct rows, and one all-reduce among them adds up what each measured. Norms are summed in float64: the result does not
+depend on how the columns are cut.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .lookups import Lookup
+from .row_gradients import LookupLayout, RowGradients, count_rows
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+"""Process groups by their ranks, ascending."""
+
+
+def groups_of_columns(tables: Mapping[str, Sequence[int]]) -> Groups:
+    """The process groups in which the column shards of some tables lie. All ranks must call together.
+
+    Args:
+        tables: ranks of each table's column shards.
+    """
+    world = tuple(range(dist.get_world_size())) if tables else ()
+    several = sorted({ranks for holders in tables.values() if len(ranks := tuple(sorted(set(holders)))) > 1})
+    return {ranks: dist.group.WORLD if ranks == world else dist.new_group(list(ranks)) for ranks in several}
+
+
+class ColumnShards:
+    """Adds up squared norms over the column shards of one lookup's rows.
+
+    Args:
+        lookup: some of whose tables are column shards.
+        layout: its geometry.
+        groups: of :func:`groups_of_columns`.
+    """
+
+    def __init__(self, lookup: Lookup, layout: LookupLayout, groups: Groups):
+        self._layout = layout
+        self._names = [shard.name for shard in lookup.shards]
+        holders = {shard.name: tuple(sorted(set(shard.column_ranks))) for shard in lookup.shards}
+        self._group_of = {name: groups.get(ranks) for name, ranks in holders.items()}
+        self._in_one_go = lookup.has_like_partners
+        # Rows in the order in which they are added up: tables of the same ranks together, shards of a table as one.
+        tables = sorted(holders, key=lambda name: (holders[name], name))
+        rows = {shard.name: shard.rows for shard in lookup.shards}
+        ends = torch.tensor([rows[name] for name in tables]).cumsum(0).tolist()
+        first = dict(zip(tables, [0, *ends], strict=False))
+        device = layout.start.device
+        self._first_row = torch.tensor([first[name] for name in self._names], device=device)
+        ranks = list(dict.fromkeys(holders[name] for name in tables))
+        self._groups = [groups.get(each) for each in ranks]
+        self._place_of_group = torch.tensor([ranks.index(holders[name]) for name in self._names], device=device)
+
+    def add_up(self, rows: RowGradients, squares: Tensor) -> Tensor:
+        """Squares over whole rows from those over their columns here, float64 [2, nnz], padded like the rows.
+
+        Waits for the device only where ranks hold shards of different tables or several of one.
+        """
+        if self._in_one_go:
+            return _over_ranks(squares.contiguous(), self._group_of[self._names[0]])
+        layout, table = self._layout, rows.table
+        row = (rows.place[:, 0] - layout.start[table]) // layout.dim[table]
+        whole = count_rows(self._first_row[table] + row)
+        added = torch.zeros_like(squares).index_add_(1, whole.slot, squares.where(rows.counts.real, 0))
+        group = self._place_of_group[table[whole.occurrence]]
+        sizes = group.new_zeros(len(self._groups)).index_add_(0, group, whole.real.long()).tolist()
+        parts = added[:, : sum(sizes)].split(sizes, dim=1)
+        summed = [_over_ranks(part.contiguous(), to) for part, to in zip(parts, self._groups, strict=True)]
+        return torch.cat(summed, dim=1)[:, whole.slot]
+
+    def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`add_up` for all rows of each table, each float64 [2, V]."""
+        added: dict[str, Tensor] = {}
+        for name, of_shard in sorted(zip(self._names, squares, strict=True), key=lambda each: each[0]):
+            added[name] = added[name] + of_shard if name in added else of_shard
+        whole = {name: _over_ranks(of_table.contiguous(), self._group_of[name]) for name, of_table in added.items()}
+        return [whole[name] for name in self._names]
+
+
+def _over_ranks(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Added up over a group, in place; ``group`` is None where this rank holds all shards."""
+    if group is not None and squares.numel():
+        dist.all_reduce(squares, group=group)
+    return squares
