@@ -21,7 +21,7 @@ from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element,
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
 from .dense_adam import dense_adam_, exact_root, row_squares
-from .lookups import sharded_like_weights
+from .lookups import leave_ddp, sharded_like_weights
 from .replay import Replay, StepHistory
 from .row_gradients import RowGradients
 from .row_updates import Backward, LookupRows, TableStats
@@ -33,7 +33,8 @@ _ROWS_AT_ONCE = 1 << 20
 class EmbeddingAdam:
     """Adam over all sharded tables of a model, clipped by a rule; ``config.absent_rows`` says which rows a step moves.
 
-    The tables must have been sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this replaces.
+    The tables must have been sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this replaces;
+    data-parallel tables have none, and are no longer a matter of their DistributedDataParallel and the dense optimizer.
     Set ``lr`` between steps to follow a schedule. Every lookup must take part in every step.
 
     Under ``absent_rows = "replay"`` rows are brought up to date when a forward pass looks them up, in training and in
@@ -70,7 +71,7 @@ class EmbeddingAdam:
                 f"clip.rule = {rule.name!r} needs the norm of every row at every step, which absent_rows ="
                 ' "replay" does not know; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
             )
-        rows = rows_to_clip(model, rule, exclude, clip_columns)
+        rows = rows_to_clip(model, rule, exclude, clip_columns, replicated=True)
         for lookup in (each.lookup for each in rows):
             if not lookup.is_plain_sgd:
                 raise ValueError(
@@ -80,6 +81,8 @@ class EmbeddingAdam:
         self.history = StepHistory(config, _device_of(model))
         self._tables = [_LookupAdam(each, self) for each in rows]
         self._by_rows = {tables.rows: tables for tables in self._tables}
+        collections = dict.fromkeys(each.lookup.collection for each in rows if each.lookup.is_replicated)
+        self._rejoin_ddp = [leave_ddp(collection) for collection in collections]
         self._handle: LookupsHandle = hook_lookups(rows, self._replace_backward, needs_id_weights=False)
         self._raw = False
         self._hooks = self._replay_hooks() if config.absent_rows == "replay" else []
@@ -94,7 +97,9 @@ class EmbeddingAdam:
             self.flush()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        for rejoin in self._rejoin_ddp:
+            rejoin()
+        self._hooks, self._rejoin_ddp = [], []
         self._handle.remove()
 
     def flush(self) -> None:
@@ -108,7 +113,11 @@ class EmbeddingAdam:
         """Within it the model's ``state_dict()`` has the rows as they lie in memory, some of them behind.
 
         For checkpoints, which hold this optimizer's state too (it says how far each row is), and for loading them.
+        Replicated rows are not behind: ranks need not be equally far, and a checkpoint may take either's.
         """
+        for tables in self._tables:
+            if tables.replay and tables.rows.lookup.is_replicated:
+                tables.replay.bring_all_current(tables.step)
         self._raw = True
         try:
             yield
@@ -116,10 +125,10 @@ class EmbeddingAdam:
             self._raw = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments as ShardedTensors ``<table>.exp_avg`` and ``<table>.exp_avg_sq``, and the number of steps.
+        """Moments ``<table>.exp_avg`` and ``<table>.exp_avg_sq``, sharded as the weights are, and the number of steps.
 
-        Under "replay" also ``<table>.last_step``, int32 [rows, 1] (see :class:`Replay`), and the steps' ``lrs``,
-        float64 [steps]. The sharded tensors share the optimizer's memory. All ranks must call together.
+        Under "replay" also ``<table>.last_step``, int32 [rows, column shards] (see :class:`Replay`), and the steps'
+        ``lrs``, float64 [steps]. The tensors share the optimizer's memory. All ranks must call together.
 
         Raises:
             ValueError: under "replay", lookups that have not taken the same steps.
@@ -158,11 +167,15 @@ class EmbeddingAdam:
         missing = sorted(own.keys() - state.keys())
         if missing:
             raise ValueError(f"the optimizer's state has no {missing[0]!r}; it is of another model or absent_rows")
+        # Cloned because it may be this optimizer's own memory, and setting the steps marks replicated rows.
+        whole = {key: state[key].clone() for key, value in own.items() if "." in key and type(value) is Tensor}
+        self.steps = int(state["step"])
         for key, value in own.items():
-            if isinstance(value, ShardedTensor):
+            if key in whole:
+                value.copy_(whole[key])
+            elif isinstance(value, ShardedTensor):
                 for mine, given in zip(value.local_shards(), state[key].local_shards(), strict=True):
                     mine.tensor.copy_(given.tensor)
-        self.steps = int(state["step"])
         if "lrs" in own:
             self.history.replace(state["lrs"].numpy())
 
@@ -175,6 +188,8 @@ class EmbeddingAdam:
     def steps(self, value: int) -> None:
         for tables in self._tables:
             tables.step = value
+            if tables.replay and tables.rows.lookup.is_replicated:
+                tables.replay.mark_current(value)
         if self.config.absent_rows == "replay":
             self.history.replace(np.full(value, self.config.lr))
 
@@ -280,7 +295,10 @@ class _LookupAdam:
             self.optimizer.history.record(self.step, lr)
 
     def _update_in_torch(self, backward: Backward, scalars: AdamScalars) -> None:
-        rows, constants = self.rows.torch_gradients(backward), adam_constants(self.optimizer.config)
+        sums, constants = self.rows.torch_sums(backward), adam_constants(self.optimizer.config)
+        if self.replay and self.rows.gathers_rows:
+            self.replay.bring_rows_current(sums, self.step - 1)
+        rows = self.rows.torch_gradients(sums)
         rows.grad.add_(constants.twice_l2 * rows.weight)
         factors = self.rows.torch_factors(rows)[:, None]
         grad = torch.where(self.rows.clipped_lanes(rows), rows.grad * factors, rows.grad)
@@ -304,7 +322,9 @@ class _LookupAdam:
     def _update_all_rows(self, backward: Backward, scalars: AdamScalars) -> None:
         """The dense oracle on every table, a part of its rows at a time."""
         mine, config = self.rows, self.optimizer.config
-        of_batch = mine.torch_gradients(backward) if backward.indices.numel() else None
+        of_batch = None
+        if backward.indices.numel() or mine.gathers_rows:
+            of_batch = mine.torch_gradients(mine.torch_sums(backward))
         norms = self._norms_beyond_columns(of_batch)
         if of_batch:
             self._count_clipped(replace(of_batch, grad=of_batch.grad + 2 * config.l2 * of_batch.weight), norms)

@@ -28,6 +28,7 @@ from .lookups import (
     find_lookups,
     lookups_of_ranks,
     partly_spread_tables,
+    replicated_tables,
 )
 from .output_gradients import clipped_output_grad
 from .row_updates import Backward, LookupRows, TableStats
@@ -161,10 +162,11 @@ def rows_to_clip(
     clip_columns: int | Mapping[str, int] | None,
     *,
     optional: Sequence[str] = (),
+    replicated: bool = False,
 ) -> list[LookupRows]:
     """The model's lookups under a rule; ValueError for tables out of reach, unknown names and models without tables.
 
-    Tables named in ``optional`` may be out of reach.
+    Tables named in ``optional`` may be out of reach, and without ``replicated`` data-parallel ones are.
     """
     known = all_table_names(model)
     if not known:
@@ -175,7 +177,7 @@ def rows_to_clip(
     columns = dict.fromkeys(known, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
     _refuse_unknown("exclude", exclude, known)
     _refuse_unknown("clip_columns", list(columns), known)
-    lookups, refusals = find_lookups(model)
+    lookups, refusals = find_lookups(model, replicated=replicated)
     for refusal in refusals:
         if refusal.table not in optional:
             remedy = "to leave it unclipped name it in exclude"
@@ -199,8 +201,8 @@ def _refuse_norms_out_of_reach(model: nn.Module, rule: ClipRule, exclude: Sequen
     """Refuses rules whose norms a lookup's backward cannot know; on all ranks alike, so that none waits for another."""
     for table in sorted(column_split_tables(model).keys() - set(exclude)) if rule.scope == "field" else ():
         raise ValueError(
-            f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, whose columns are sharded; shard it"
-            " row- or table-wise, or name it in exclude"
+            f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, whose rows are sharded column-wise;"
+            " shard it row- or table-wise, or name it in exclude"
         )
     if rule.scope == "row" and (contrary := contrary_lookups(model)):
         raise ValueError(
@@ -212,6 +214,11 @@ def _refuse_norms_out_of_reach(model: nn.Module, rule: ClipRule, exclude: Sequen
         raise ValueError(
             f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, whose rows lie on some ranks but"
             " not on all; shard it row- or table-wise, or name it in exclude"
+        )
+    for table in sorted(replicated_tables(model) - set(exclude)) if rule.scope == "global" else ():
+        raise ValueError(
+            f"clip.rule = {rule.name!r} needs the norm over all tables, but {table!r} is data-parallel and looked up"
+            ' apart; shard it as the others, name it in exclude, or set clip.rule = "field"'
         )
     for rank, lookups in enumerate(lookups_of_ranks(model)) if rule.scope == "global" else ():
         if len(lookups) > 1:

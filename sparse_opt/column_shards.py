@@ -1,11 +1,12 @@
 """Norms of rows whose columns are sharded: squares are added up over the shards, on one rank and over the ranks.
 
 Every column shard of a table sees the same ids in the same order, so the ranks that hold its shards have the same
-distinct rows, and one all-reduce among them adds up what each measured. Norms are summed in float64: the result does not
-depend on how the columns are cut.
+distinct rows, and one all-reduce among them adds up what each measured. Norms are summed in float64: the result does
+not depend on how the columns are cut.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ def groups_of_columns(tables: Mapping[str, Sequence[int]]) -> Groups:
     """
     world = tuple(range(dist.get_world_size())) if tables else ()
     several = sorted({ranks for holders in tables.values() if len(ranks := tuple(sorted(set(holders)))) > 1})
-    return {ranks: dist.group.WORLD if ranks == world else dist.new_group(list(ranks)) for ranks in several}
+    everyone: Any = dist.group.WORLD
+    return {ranks: everyone if ranks == world else dist.new_group(list(ranks)) for ranks in several}
 
 
 class ColumnShards:

@@ -5,10 +5,10 @@ versions it was seen with. Terms: a lookup is one table-batched embedding module
 several tables and reads T features (a table may serve several) for B bags each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from .versions import require_matched_set
@@ -19,15 +19,19 @@ require_matched_set()  # before the imports that fail in riddles without it
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_global_rank
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag, BatchedFusedEmbeddingBag
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
@@ -59,22 +63,19 @@ class Lookup:
 
     Attributes:
         module: the TBE; its forward takes ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
+        is_replicated: every rank holds all of its tables and looks its own samples up in them (data-parallel).
         collection: the sharded collection it belongs to.
         shards: the tables it holds, in the TBE's order.
         feature_table: table number of each feature, [T]; features of one table are neighbours.
     """
 
-    def __init__(
-        self,
-        module: SplitTableBatchedEmbeddingBagsCodegen,
-        collection: ShardedEmbeddingBagCollection,
-        tables: Sequence[Any],
-    ):
-        self.module = module
+    def __init__(self, kernel: Any, collection: ShardedEmbeddingBagCollection):
+        self.module: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen = kernel.emb_module
         self.collection = collection
-        views = module.split_embedding_weights()
+        self.is_replicated = isinstance(self.module, DenseTableBatchedEmbeddingBagsCodegen)
+        tables, views = kernel._config.embedding_tables, self.module.split_embedding_weights()
         self.shards = tuple(_shard_of(collection, table, view) for table, view in zip(tables, views, strict=True))
-        self.feature_table: list[int] = list(module.feature_table_map)
+        self.feature_table: list[int] = list(kernel._feature_table_map)
 
     @property
     def is_mean_pooled(self) -> bool:
@@ -89,7 +90,8 @@ class Lookup:
 
     @property
     def is_plain_sgd(self) -> bool:
-        return self.module.optimizer == EmbOptimType.EXACT_SGD
+        """Whether what updates its tables has no state; replicated ones have no fused optimizer at all."""
+        return self.is_replicated or self.module.optimizer == EmbOptimType.EXACT_SGD
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -158,8 +160,11 @@ class Refusal:
     reason: str
 
 
-def find_lookups(model: nn.Module) -> tuple[list[Lookup], list[Refusal]]:
-    """The fused lookups of every sharded EmbeddingBagCollection in a model, and the tables that are out of reach."""
+def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[Lookup], list[Refusal]]:
+    """The lookups of every sharded EmbeddingBagCollection in a model, and the tables that are out of reach.
+
+    Lookups are fused ones, and data-parallel ones where ``replicated`` tables are asked for too.
+    """
     lookups: list[Lookup] = []
     refusals: list[Refusal] = []
     for module in _outermost_collections(model):
@@ -167,12 +172,11 @@ def find_lookups(model: nn.Module) -> tuple[list[Lookup], list[Refusal]]:
             refusals += [Refusal(table, _why_not(module)) for table in _table_names(module)]
             continue
         for kernel in _kernels(module):
-            tables = kernel._config.embedding_tables
-            reason = _why_not_kernel(kernel)
+            reason = _why_not_kernel(kernel, replicated)
             if reason:
-                refusals += [Refusal(table.name, reason) for table in tables]
+                refusals += [Refusal(table.name, reason) for table in kernel._config.embedding_tables]
             else:
-                lookups.append(Lookup(kernel.emb_module, module, tables))
+                lookups.append(Lookup(kernel, module))
     return lookups, refusals
 
 
@@ -184,12 +188,11 @@ def all_table_names(model: nn.Module) -> set[str]:
 def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
     """Table names of each fused lookup of each rank, [rank][lookup][table]; the same answer on all ranks."""
     ranks: list[list[list[str]]] = []
-    for module in _outermost_collections(model):
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            ranks += [[] for _ in range(module._env.world_size - len(ranks))]
-            for rank, group in _groups_of_ranks(module):
-                if group.compute_kernel == EmbeddingComputeKernel.FUSED:
-                    ranks[rank].append(_table_names_of(group))
+    for collection in _sharded_collections(model):
+        ranks += [[] for _ in range(collection._env.world_size - len(ranks))]
+        for rank, group in _groups_of_ranks(collection):
+            if group.compute_kernel == EmbeddingComputeKernel.FUSED:
+                ranks[rank].append(_table_names_of(group))
     return ranks
 
 
@@ -197,10 +200,9 @@ def partly_spread_tables(model: nn.Module) -> set[str]:
     """Tables whose rows lie on some of the ranks, but neither on one nor on all; the same answer on all ranks."""
     return {
         name
-        for module in _outermost_collections(model)
-        if isinstance(module, ShardedEmbeddingBagCollection)
-        for name, table in module.module_sharding_plan.items()
-        if _is_split(module, name) and len(set(table.ranks)) != module._env.world_size
+        for collection in _sharded_collections(model)
+        for name, table in collection.module_sharding_plan.items()
+        if _is_split(collection, name) and len(set(table.ranks)) != collection._env.world_size
     }
 
 
@@ -208,33 +210,55 @@ def column_split_tables(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Tables whose rows are cut into column shards, and the ranks that hold one; the same answer on all ranks."""
     return {
         name: ranks
-        for module in _outermost_collections(model)
-        if isinstance(module, ShardedEmbeddingBagCollection)
-        for name in module.module_sharding_plan
-        if (ranks := _column_ranks(module, name))
+        for collection in _sharded_collections(model)
+        for name in collection.module_sharding_plan
+        if (ranks := _column_ranks(collection, name))
+    }
+
+
+def replicated_tables(model: nn.Module) -> set[str]:
+    """Tables that every rank holds as a whole (data-parallel); the same answer on all ranks."""
+    return {
+        name
+        for collection in _sharded_collections(model)
+        for name, table in collection.module_sharding_plan.items()
+        if table.sharding_type == ShardingType.DATA_PARALLEL.value
     }
 
 
 def contrary_lookups(model: nn.Module) -> tuple[str, str] | None:
     """Two column-split tables that ranks look up one after the other, but not all in the same order; None without."""
-    for module in _outermost_collections(model):
-        order: dict[tuple[Any, Any], tuple[str, str]] = {}
-        for rank in range(module._env.world_size) if isinstance(module, ShardedEmbeddingBagCollection) else ():
-            groups = [group for of_rank, group in _groups_of_ranks(module) if of_rank == rank]
-            split = [group for group in groups if any(_column_ranks(module, name) for name in _table_names_of(group))]
-            for one, other in combinations(split, 2):
-                kinds = [(str(group.data_type), str(group.pooling)) for group in (one, other)]
-                names = _table_names_of(one)[0], _table_names_of(other)[0]
-                if kinds[0] == kinds[1] or (kinds[1], kinds[0]) in order:
-                    return names
-                order[kinds[0], kinds[1]] = names
+    order: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for module in _sharded_collections(model):
+        of_ranks: dict[int, list[tuple[Any, str]]] = {}
+        for rank, group in _groups_of_ranks(module):
+            split = [name for name in _table_names_of(group) if _column_ranks(module, name)]
+            if split:
+                of_ranks.setdefault(rank, []).append(((module, group.data_type, group.pooling), split[0]))
+        for (one, name), (other, other_name) in chain(*(combinations(each, 2) for each in of_ranks.values())):
+            if one == other or (other, one) in order:
+                return name, other_name
+            order[one, other] = name, other_name
     return None
+
+
+def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
+    """Takes replicated lookups out of the wrapper that all-reduces their whole tables; returns the way back."""
+    wrapped = {n: each for n, each in enumerate(collection._lookups) if isinstance(each, DistributedDataParallel)}
+
+    def rejoin() -> None:
+        for place, lookup in wrapped.items():
+            collection._lookups[place] = lookup
+
+    for place, lookup in wrapped.items():
+        collection._lookups[place] = lookup.module
+    return rejoin
 
 
 def sharded_like_weights(
     lookups: Sequence[Lookup], flats: Sequence[Tensor], dtype: torch.dtype, *, per_row: bool = False
-) -> dict[str, ShardedTensor]:
-    """State of the rows as sharded tensors, cut over the processes just as the weights are.
+) -> dict[str, ShardedTensor | Tensor]:
+    """State of the rows as sharded tensors, cut over the processes just as the weights are, or whole as they are.
 
     Args:
         lookups: every lookup of the model on this rank.
@@ -243,18 +267,20 @@ def sharded_like_weights(
         per_row: whether they hold one value a row.
 
     Returns:
-        One ShardedTensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
+        One tensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
     """
     by_address: dict[int, Tensor] = {}
     for lookup, flat in zip(lookups, flats, strict=True):
         for table, view in enumerate(lookup.module.split_embedding_weights()):
             by_address[view.data_ptr()] = lookup.view_of(flat, table)
-    result: dict[str, ShardedTensor] = {}
+    result: dict[str, ShardedTensor | Tensor] = {}
     for collection in dict.fromkeys(lookup.collection for lookup in lookups):
         for key, weight in collection.state_dict().items():
             if isinstance(weight, ShardedTensor):
                 parts = [by_address[each.tensor.data_ptr()] for each in weight.local_shards()]
                 result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
+            elif weight.data_ptr() in by_address:
+                result[key.split(".")[-2]] = by_address[weight.data_ptr()]
     return result
 
 
@@ -291,6 +317,10 @@ def _outermost_collections(model: nn.Module) -> Iterator[nn.Module]:
         yield from _outermost_collections(child)
 
 
+def _sharded_collections(model: nn.Module) -> Iterator[Any]:
+    yield from (each for each in _outermost_collections(model) if isinstance(each, ShardedEmbeddingBagCollection))
+
+
 def _kernels(collection: Any) -> Iterator[Any]:
     for lookup in collection._lookups:
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
@@ -312,7 +342,8 @@ def _shard_of(collection: Any, table: Any, weights: Tensor) -> TableShard:
     place = table.local_metadata
     first_column = place.shard_offsets[1] if place is not None else 0
     ranks = _column_ranks(collection, table.name)
-    return TableShard(table.name, *weights.shape, first_column, table.embedding_dim, ranks)
+    rows, columns = weights.shape
+    return TableShard(table.name, rows, columns, first_column, table.embedding_dim, ranks)
 
 
 def _column_ranks(collection: Any, table: str) -> tuple[int, ...]:
@@ -343,12 +374,20 @@ def _why_not(collection: nn.Module) -> str:
     return f"{kind} does not pool bags of ids; only a ShardedEmbeddingBagCollection can be clipped"
 
 
-def _why_not_kernel(kernel: Any) -> str | None:
+def _why_not_kernel(kernel: Any, replicated: bool) -> str | None:
+    if isinstance(kernel, BatchedDenseEmbeddingBag) and kernel._config.embedding_tables[0].local_metadata is None:
+        if replicated:
+            return None
+        return (
+            "it is data-parallel and has no fused optimizer, so its gradient passes by; train it with cowrec's"
+            ' EmbeddingAdam, or shard it row-, column- or table-wise with compute_kernel="fused"'
+        )
     if not isinstance(kernel, BatchedFusedEmbeddingBag) or not isinstance(
         kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen
     ):
         return f'its compute kernel is {type(kernel).__name__}; shard it row- or table-wise with compute_kernel="fused"'
-    if any(_is_cut_both_ways(table) for table in kernel._config.embedding_tables):
+    tables = kernel._config.embedding_tables
+    if any(table.local_cols < table.embedding_dim and table.local_rows < table.num_embeddings for table in tables):
         return "its rows and its columns are both cut (grid sharding); shard it row-, column- or table-wise"
     tbe = kernel.emb_module
     if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
@@ -362,10 +401,8 @@ def _why_not_kernel(kernel: Any) -> str | None:
     return None
 
 
-def _is_cut_both_ways(table: Any) -> bool:
-    return table.local_metadata is not None and table.local_cols < table.embedding_dim and table.local_rows < table.num_embeddings
-
-
-def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> Tensor:
+def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen) -> Tensor:
     """The one memory that all tables of a lookup lie in; _why_not_kernel refuses several."""
+    if isinstance(tbe, DenseTableBatchedEmbeddingBagsCodegen):
+        return tbe.weights
     return next(memory for memory in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if memory.numel())

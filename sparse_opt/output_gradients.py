@@ -29,7 +29,7 @@ def clipped_output_grad(rows: LookupRows, backward: Backward, l2: float) -> Tens
     if rows.runs_compiled(backward):
         rows.run_kernel(fused_kernels.place_row_gradients, backward, placed.numpy(), np.float32(2 * l2))
         return placed
-    of_rows = rows.torch_gradients(backward)
+    of_rows = rows.torch_gradients(rows.torch_sums(backward))
     of_rows.grad.add_(of_rows.weight, alpha=2 * l2)
     factors = rows.torch_factors(of_rows)
     of_rows.grad.mul_(torch.where(rows.clipped_lanes(of_rows), factors[:, None], 1))

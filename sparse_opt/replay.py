@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .adam_formula import AdamConfig, adam_constants, adam_scalars
 from .replay_kernels import replay_clipped_rows, replay_rows, stale_rows
-from .row_gradients import RowGradients, bag_of_ids, count_rows
+from .row_gradients import RowGradients, RowSums, bag_of_ids, count_rows
 from .row_updates import LookupRows, balanced_groups, in_threads
 
 REST = 1e-11
@@ -141,6 +141,14 @@ class Replay:
             if len(places):
                 self._replay(places, self.last_step[places], step)
 
+    def bring_rows_current(self, rows: RowSums, step: int) -> None:
+        """Brings the rows of a backward pass to ``step``, also those that no id of this rank asked for."""
+        places = self._places_of(rows.table, rows.start)[rows.counts.real]
+        last = self.last_step[places]
+        places = places[(last >= 0) & (last < step)]
+        if len(places):
+            self._replay(places, self.last_step[places], step)
+
     def flush(self, step: int) -> None:
         """Brings every row and all its moments to ``step``."""
         self.bring_all_current(step)
@@ -163,12 +171,15 @@ class Replay:
 
     def take_step(self, rows: RowGradients, step: int) -> Tensor:
         """Marks rows as being at ``step``; returns the factor that their second moments missed before it, [nnz]."""
-        layout = self._rows.layout
-        row = (rows.place[:, 0] - layout.start[rows.table]) // layout.dim[rows.table]
-        places = self._first_rows[rows.table] + row
+        places = self._places_of(rows.table, rows.place[:, 0])
         decay = self.decay_at_rest(self.last_step[places], step - 1)
         self.last_step[places] = step
         return decay
+
+    def _places_of(self, table: Tensor, start: Tensor) -> Tensor:
+        """Numbers of rows of the given tables whose first elements are at ``start`` in the flat weights, int64 [n]."""
+        layout = self._rows.layout
+        return self._first_rows[table] + (start - layout.start[table]) // layout.dim[table]
 
     def _bring_current_on_cpu(self, indices: np.ndarray, offsets: np.ndarray, step: int) -> None:
         begins = self._rows.begins(offsets)

@@ -4,10 +4,12 @@ No step waits for the device: the number of distinct rows U stays on it, and all
 of ids, ``nnz``. Sizes: T features, B bags each, D the widest table, nnz ids in all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,33 @@ class LookupLayout:
 
 
 @dataclass(frozen=True)
-class RowGradients:
-    """The distinct rows of one backward pass, padded to nnz as :class:`RowCounts` says.
+class RowSums:
+    """The distinct rows of one backward pass and their summed gradients, padded as :class:`RowCounts` says.
 
     Attributes:
         counts: the rows' occurrences.
-        bag: bag of each id over all features, feature-major, int64 [nnz].
+        bag: bag of each id over all features, feature-major, int64 [nnz]; empty where rows come from several ranks.
+        table: table of each row, int64 [nnz].
+        start: index of each row's first element in the flat weights, int64 [nnz].
+        sums: gradients, float64 [nnz, D], zero outside of narrower rows.
+        dtype: that the gradients are to have.
+    """
+
+    counts: RowCounts
+    bag: Tensor
+    table: Tensor
+    start: Tensor
+    sums: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """The distinct rows of one backward pass, padded as :class:`RowCounts` says.
+
+    Attributes:
+        counts: the rows' occurrences.
+        bag: as in :class:`RowSums`.
         table: table of each row, int64 [nnz].
         place: index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element.
         inside: False where a row is narrower than D, bool [nnz, D].
@@ -84,14 +107,9 @@ class RowGradients:
     grad: Tensor
 
 
-def row_gradients(
-    layout: LookupLayout,
-    indices: Tensor,
-    offsets: Tensor,
-    id_weights: Tensor | None,
-    output_grad: Tensor,
-    weights: Tensor,
-) -> RowGradients:
+def row_sums(
+    layout: LookupLayout, indices: Tensor, offsets: Tensor, id_weights: Tensor | None, output_grad: Tensor
+) -> RowSums:
     """Sums the output gradient over each row's occurrences: ``g[row] = sum_i id_weight[i] * output_grad[bag(i)]``.
 
     Args:
@@ -100,18 +118,15 @@ def row_gradients(
         offsets: start of each bag in ``indices``, feature-major, int [T * B + 1].
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
         output_grad: gradient of the lookup's output, float [B, sum of the features' D].
-        weights: flat weights of the lookup, float [sum rows * D].
     """
-    device, nnz = indices.device, indices.numel()
     batch = output_grad.shape[0]
-    bag = bag_of_ids(offsets, nnz)
+    bag = bag_of_ids(offsets, indices.numel())
     feature, sample = bag // batch, bag % batch
     table = layout.feature_table[feature]
-    lane = torch.arange(layout.max_dim, device=device)
+    lane = torch.arange(layout.max_dim, device=indices.device)
 
     inside = lane < layout.dim[table][:, None]
     column = (layout.feature_column[feature][:, None] + lane).clamp_max(output_grad.shape[1] - 1)
-    dtype = torch.promote_types(output_grad.dtype, torch.float32)
     # Summed in float64, so that a row's gradient does not depend on the order of its occurrences.
     contribution = torch.where(inside, output_grad[sample[:, None], column].double(), 0)
     if id_weights is not None:
@@ -119,13 +134,51 @@ def row_gradients(
 
     start = layout.start[table] + indices.long() * layout.dim[table]
     counts = count_rows(start)
-    grad = torch.zeros_like(contribution).index_add_(0, counts.slot, contribution).to(dtype)
-    grad = torch.where(counts.real[:, None], grad, grad[:1])
-    inside = inside[counts.occurrence]
-    first = start[counts.occurrence][:, None]
+    sums = torch.zeros_like(contribution).index_add_(0, counts.slot, contribution)
+    sums = torch.where(counts.real[:, None], sums, sums[:1])
+    dtype = torch.promote_types(output_grad.dtype, torch.float32)
+    return RowSums(counts, bag, table[counts.occurrence], start[counts.occurrence], sums, dtype)
+
+
+def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
+    """The rows of all ranks of a group, with their occurrences added up and their gradients averaged over the ranks.
+
+    Each rank gives its distinct rows, so what is sent grows with them. All ranks must call together, and wait for each
+    other's number of rows.
+    """
+    own = torch.stack([rows.start, rows.table, rows.counts.count], dim=1).double()
+    packed = torch.cat([own, rows.sums], dim=1)[rows.counts.real]
+    sizes = [packed.new_empty(1) for _ in range(group.size())]
+    dist.all_gather(sizes, packed.new_tensor([len(packed)]), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = packed.new_zeros(max(lengths), packed.shape[1])
+    padded[: len(packed)] = packed
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group=group)
+    everyones = torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
+
+    start, table, occurrences = everyones[:, :3].long().unbind(1)
+    counts = count_rows(start)
+    count = torch.zeros_like(counts.count).index_add_(0, counts.slot, occurrences)
+    sums = torch.zeros_like(everyones[:, 3:]).index_add_(0, counts.slot, everyones[:, 3:]) / len(lengths)
+    return RowSums(
+        replace(counts, count=torch.where(counts.real, count, count[:1])),
+        rows.bag[:0],
+        table[counts.occurrence],
+        start[counts.occurrence],
+        torch.where(counts.real[:, None], sums, sums[:1]),
+        rows.dtype,
+    )
+
+
+def with_weights(rows: RowSums, layout: LookupLayout, weights: Tensor) -> RowGradients:
+    """Rows' gradients beside the rows themselves, from the flat weights of the lookup, float [sum rows * D]."""
+    lane = torch.arange(layout.max_dim, device=weights.device)
+    inside = lane < layout.dim[rows.table][:, None]
+    first = rows.start[:, None]
     place = torch.where(inside, first + lane, first)
-    weight = torch.where(inside, weights[place].to(dtype), 0)
-    return RowGradients(counts, bag, table[counts.occurrence], place, inside, weight, grad)
+    weight = torch.where(inside, weights[place].to(rows.dtype), 0)
+    return RowGradients(rows.counts, rows.bag, rows.table, place, inside, weight, rows.sums.to(rows.dtype))
 
 
 def bag_of_ids(offsets: Tensor, nnz: int) -> Tensor:

@@ -20,7 +20,7 @@ from . import cpu_kernels
 from .clip import ClipRule, NoClip, scales_of_norms
 from .column_shards import ColumnShards, Groups
 from .lookups import Lookup, TableShard
-from .row_gradients import LookupLayout, RowGradients, row_gradients
+from .row_gradients import LookupLayout, RowGradients, RowSums, row_sums, sums_of_ranks, with_weights
 
 _NO_WEIGHTS = np.empty(0, np.float32)
 
@@ -64,8 +64,9 @@ class LookupRows:
 
     Attributes:
         columns: adds norms up over the column shards of rows; None where rows are whole, or nothing is clipped.
-        waits_for_ranks: whether :meth:`torch_factors` adds norms up over the ranks, which then all call it at every
-            step, with ids or without.
+        adds_up_norms: whether :meth:`torch_factors` adds norms up over the ranks.
+        gathers_rows: whether :meth:`torch_sums` collects the rows of all ranks. Under either of the two all ranks call
+            both at every step, with ids or without.
         limits: each table's limit.
 
     Raises:
@@ -82,7 +83,8 @@ class LookupRows:
     ):
         self.lookup = lookup
         self.scope = rule.scope
-        self.waits_for_ranks = {"row": False, "field": lookup.is_split, "global": lookup.num_ranks > 1}[rule.scope]
+        self.adds_up_norms = {"row": False, "field": lookup.is_split, "global": lookup.num_ranks > 1}[rule.scope]
+        self.gathers_rows = lookup.is_replicated and lookup.num_ranks > 1
         dims = [shard.embedding_dim for shard in lookup.shards]
         of_rows = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in lookup.shards]
         self.clip_columns = [
@@ -117,11 +119,15 @@ class LookupRows:
         self._rows_clipped = torch.zeros(len(dims), dtype=torch.int64, device=device)
         self._latest = (torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device))
 
+    @property
+    def waits_for_ranks(self) -> bool:
+        return self.adds_up_norms or self.gathers_rows
+
     def id_factors(self, backward: Backward) -> Tensor:
         """Clip factor of each id's row, float [nnz]. Raises ValueError for an id outside its table (on CPU)."""
         nnz = backward.indices.numel()
         if not self.runs_compiled(backward):
-            rows = self.torch_gradients(backward)
+            rows = self.torch_gradients(self.torch_sums(backward))
             return self.torch_factors(rows)[rows.counts.slot]
         factors = torch.empty(nnz)
         self.run_kernel(cpu_kernels.factors_of_ids, backward, factors.numpy())
@@ -129,8 +135,8 @@ class LookupRows:
 
     def runs_compiled(self, backward: Backward) -> bool:
         weights, grad = self.lookup.flat_weights(), backward.output_grad
-        in_rows = self.scope == "row" and self.columns is None
-        return in_rows and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
+        alone = self.scope == "row" and self.columns is None and not self.gathers_rows
+        return alone and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
 
     def run_kernel(self, kernel: Callable[..., int], backward: Backward, *arguments: Any) -> None:
         """Runs a kernel of cpu_kernels.py over all tables, on as many threads as torch uses, and keeps the ratios."""
@@ -171,15 +177,15 @@ class LookupRows:
                     "map ids into [0, num_embeddings) before the lookup"
                 )
 
-    def torch_gradients(self, backward: Backward) -> RowGradients:
-        return row_gradients(
-            self.layout,
-            backward.indices,
-            backward.offsets,
-            backward.id_weights,
-            backward.output_grad,
-            self.lookup.flat_weights(),
-        )
+    def torch_sums(self, backward: Backward) -> RowSums:
+        """The distinct rows of a backward pass and their gradients; of replicated tables, those of all ranks."""
+        inputs = (backward.indices, backward.offsets, backward.id_weights, backward.output_grad)
+        rows = row_sums(self.layout, *inputs)
+        return sums_of_ranks(rows, self.lookup.process_group) if self.gathers_rows else rows
+
+    def torch_gradients(self, rows: RowSums) -> RowGradients:
+        """Those gradients beside the rows as they are now."""
+        return with_weights(rows, self.layout, self.lookup.flat_weights())
 
     def torch_factors(self, rows: RowGradients) -> Tensor:
         """Clip factor of each row, float [nnz], padded like the rows."""
@@ -213,7 +219,7 @@ class LookupRows:
         squares = squares.where(~self._is_excluded, 0)
         if self.scope == "global":  # ranks may hold different tables: no more than the sum has the same shape on them
             squares = squares.sum(1, keepdim=True)
-        if self.waits_for_ranks:
+        if self.adds_up_norms:
             dist.all_reduce(squares, group=self.lookup.process_group)
         return squares.sqrt().expand(-1, len(self.lookup.shards))
 

@@ -25,10 +25,12 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.sparse_opt import EmbeddingAdam
 
 FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -108,12 +110,18 @@ Attach = Callable[[nn.Module, Case], Any]
 
 def run_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> list[list[np.ndarray]]:
     """Final tables of each case, trained in ``world_size`` gloo processes; ``attach(model, case)`` hooks in."""
+    states = states_in_processes(cases, world_size)
+    return [[state[f"t{t}"] for t in range(len(case.rows))] for (case, _), state in zip(cases, states, strict=True)]
+
+
+def states_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> list[dict[str, np.ndarray]]:
+    """As :func:`run_in_processes`: tables by name, and where ``attach`` returns EmbeddingAdam its moments too."""
     with tempfile.TemporaryDirectory() as folder:
         if world_size == 1:
             _worker(0, 1, folder, cases)
         else:
             mp.spawn(_worker, args=(world_size, folder, cases), nprocs=world_size)
-        return [list(np.load(Path(folder) / f"{i}.npz").values()) for i in range(len(cases))]
+        return [dict(np.load(Path(folder) / f"{i}.npz")) for i in range(len(cases))]
 
 
 def sharded_model(
@@ -147,14 +155,18 @@ def sharded_model(
         # In one process both shards lie on it; in two both tables lie on both; in four each table has two ranks.
         "column_wise": lambda t: column_wise(ranks=[t % world, (t + 1) % world], compute_kernel="fused"),
         "columns_of_one_rank": lambda t: column_wise(ranks=[t % world] * 2, compute_kernel="fused"),
-        "table_row_wise": lambda t: table_row_wise(host_index=0),
+        "table_row_wise": lambda t: table_row_wise(host_index=t % 2 if world == 4 else 0),
         "data_parallel": lambda t: data_parallel(),
     }
     kind_of = case.sharding.split(",")
     kinds = {f"t{t}": make_kind[kind_of[t % len(kind_of)]](t) for t in range(len(case.rows))}
+    local = min(2, world)  # four processes stand for two machines
     plan = construct_module_sharding_plan(
-        collection, kinds, sharder=sharder, local_size=world, world_size=world, device_type=device.type
+        collection, kinds, sharder=sharder, local_size=local, world_size=world, device_type=device.type
     )
+    for table in plan.values():
+        if table.sharding_type == ShardingType.TABLE_ROW_WISE.value:
+            table.compute_kernel = "fused"  # its generator lacks the argument
     model = DistributedModelParallel(
         nn.ModuleDict({"ebc": collection}),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -184,14 +196,19 @@ def batch_of(case: Case, bags: dict, lo: int, hi: int) -> KeyedJaggedTensor:
 
 
 def gather_tables(case: Case, model: nn.Module) -> list[np.ndarray]:
-    tables = []
+    """The whole tables on the first rank."""
     state = model.state_dict()
-    for t, rows in enumerate(case.rows):
-        value = state[f"ebc.embedding_bags.t{t}.weight"]
-        out = torch.zeros(rows, case.dim, dtype=value.dtype, device=model.device) if dist.get_rank() == 0 else None
-        value.gather(0, out)
-        tables.append(out.float().cpu().numpy() if out is not None else None)
-    return tables
+    return [gathered(state[f"ebc.embedding_bags.t{t}.weight"]) for t in range(len(case.rows))]
+
+
+def gathered(value: ShardedTensor | torch.Tensor) -> np.ndarray:
+    """A sharded or replicated tensor as a whole, float32, on the first rank."""
+    if not isinstance(value, ShardedTensor):
+        return value.detach().float().cpu().numpy()
+    device = value.local_shards()[0].tensor.device if value.local_shards() else None
+    whole = torch.zeros(value.size(), dtype=value.dtype, device=device) if dist.get_rank() == 0 else None
+    value.gather(0, whole)
+    return np.empty(0) if whole is None else whole.float().cpu().numpy()
 
 
 @contextmanager
@@ -214,14 +231,21 @@ def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int,
 
 def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case, Attach]]) -> None:
     torch.set_num_threads(1 if world_size > 1 else torch.get_num_threads())
+    if world_size > 1:
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(2, world_size))
     with process_group(rank, world_size, folder):
         for number, (case, attach) in enumerate(cases):
             drawn = case.draw()
             model = sharded_model(case, drawn["tables"])
-            attach(model, case)
+            optimizer = attach(model, case)
             lo, hi = rank * case.batch // world_size, (rank + 1) * case.batch // world_size
             for bags, targets in drawn["steps"]:
                 train_step(case, model, bags, targets, lo, hi)
-            tables = gather_tables(case, model)
+            is_adam = isinstance(optimizer, EmbeddingAdam)
+            if is_adam:
+                optimizer.flush()
+            state = {f"t{t}": table for t, table in enumerate(gather_tables(case, model))}
+            if is_adam:
+                state |= {key: gathered(value) for key, value in optimizer.state_dict().items() if "exp_avg" in key}
             if rank == 0:
-                np.savez(Path(folder) / f"{number}.npz", *tables)
+                np.savez(Path(folder) / f"{number}.npz", **state)

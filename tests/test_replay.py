@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.sparse_opt import AdamConfig, ClipRule, ConstantClip, CowClip, EmbeddingAdam, NoClip, ReferenceCowClip
-from sharded_case import Case, batch_of, process_group, sharded_model, train_step
+from sharded_case import Case, batch_of, gathered, process_group, sharded_model, train_step
 
 Tensors = dict[str, np.ndarray]
 State = Mapping[str, ShardedTensor]
@@ -109,13 +109,6 @@ def current(model: nn.Module, optimizer: EmbeddingAdam) -> State:
     optimizer.flush()
     weights = {f"{key.split('.')[-2]}.weight": value for key, value in model.state_dict().items()}
     return weights | {key: value for key, value in optimizer.state_dict().items() if "exp_avg" in key}
-
-
-def gathered(value: ShardedTensor) -> np.ndarray:
-    """The whole tensor on the first rank."""
-    whole = torch.zeros(value.size()) if dist.get_rank() == 0 else None
-    value.gather(0, whole)
-    return np.empty(0) if whole is None else whole.numpy()
 
 
 def in_one_process(work: Callable[[], Any]) -> Any:
