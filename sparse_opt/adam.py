@@ -21,7 +21,7 @@ from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element,
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
 from .dense_adam import dense_adam_, exact_root, row_squares
-from .lookups import leave_ddp, sharded_like_weights
+from .lookups import leave_ddp, sharded_collections, sharded_like_weights
 from .replay import Replay, StepHistory
 from .row_gradients import RowGradients
 from .row_updates import Backward, LookupRows, TableStats
@@ -81,8 +81,8 @@ class EmbeddingAdam:
         self.history = StepHistory(config, _device_of(model))
         self._tables = [_LookupAdam(each, self) for each in rows]
         self._by_rows = {tables.rows: tables for tables in self._tables}
-        collections = dict.fromkeys(each.lookup.collection for each in rows if each.lookup.is_replicated)
-        self._rejoin_ddp = [leave_ddp(collection) for collection in collections]
+        self._collections = list(sharded_collections(model))
+        self._rejoin_ddp = [leave_ddp(collection) for collection in self._collections]
         self._handle: LookupsHandle = hook_lookups(rows, self._replace_backward, needs_id_weights=False)
         self._raw = False
         self._hooks = self._replay_hooks() if config.absent_rows == "replay" else []
@@ -145,12 +145,12 @@ class EmbeddingAdam:
             state["lrs"] = lrs
             with self.as_stored():
                 last_steps = [tables.replay.last_step for tables in self._tables if tables.replay]
-                of_rows = sharded_like_weights(lookups, last_steps, torch.int32, per_row=True)
+                of_rows = sharded_like_weights(self._collections, lookups, last_steps, torch.int32, per_row=True)
             state |= {f"{table}.last_step": value for table, value in of_rows.items()}
         for moment in ("exp_avg", "exp_avg_sq"):
             flats = [getattr(tables, moment) for tables in self._tables]
             with self.as_stored():
-                of_elements = sharded_like_weights(lookups, flats, torch.float32)
+                of_elements = sharded_like_weights(self._collections, lookups, flats, torch.float32)
             state |= {f"{table}.{moment}": value for table, value in of_elements.items()}
         return state
 
@@ -237,7 +237,7 @@ class EmbeddingAdam:
         for tables, replay in replayed:
             tbe = tables.rows.lookup.module
             hooks.append(tbe.register_forward_pre_hook(before_lookup(tables, replay), with_kwargs=True))
-        for collection in dict.fromkeys(tables.rows.lookup.collection for tables in self._tables):
+        for collection in self._collections:
             hooks.append(collection.register_state_dict_pre_hook(before_state_dict))
             hooks.append(collection.register_load_state_dict_post_hook(after_loading))
         return hooks

@@ -201,7 +201,7 @@ def _refuse_norms_out_of_reach(model: nn.Module, rule: ClipRule, exclude: Sequen
     """Refuses rules whose norms a lookup's backward cannot know; on all ranks alike, so that none waits for another."""
     for table in sorted(column_split_tables(model).keys() - set(exclude)) if rule.scope == "field" else ():
         raise ValueError(
-            f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, whose rows are sharded column-wise;"
+            f"clip.rule = {rule.name!r} needs the norm of the whole table {table!r}, which is sharded column-wise;"
             " shard it row- or table-wise, or name it in exclude"
         )
     if rule.scope == "row" and (contrary := contrary_lookups(model)):

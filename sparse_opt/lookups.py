@@ -180,6 +180,11 @@ def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[Lo
     return lookups, refusals
 
 
+def sharded_collections(model: nn.Module) -> Iterator[ShardedEmbeddingBagCollection]:
+    """The sharded EmbeddingBagCollections of a model."""
+    yield from (each for each in _outermost_collections(model) if isinstance(each, ShardedEmbeddingBagCollection))
+
+
 def all_table_names(model: nn.Module) -> set[str]:
     """Names of all tables of a model on all ranks; also of those without a shard on this one."""
     return {name for module in _outermost_collections(model) for name in _table_names(module)}
@@ -188,7 +193,7 @@ def all_table_names(model: nn.Module) -> set[str]:
 def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
     """Table names of each fused lookup of each rank, [rank][lookup][table]; the same answer on all ranks."""
     ranks: list[list[list[str]]] = []
-    for collection in _sharded_collections(model):
+    for collection in sharded_collections(model):
         ranks += [[] for _ in range(collection._env.world_size - len(ranks))]
         for rank, group in _groups_of_ranks(collection):
             if group.compute_kernel == EmbeddingComputeKernel.FUSED:
@@ -200,7 +205,7 @@ def partly_spread_tables(model: nn.Module) -> set[str]:
     """Tables whose rows lie on some of the ranks, but neither on one nor on all; the same answer on all ranks."""
     return {
         name
-        for collection in _sharded_collections(model)
+        for collection in sharded_collections(model)
         for name, table in collection.module_sharding_plan.items()
         if _is_split(collection, name) and len(set(table.ranks)) != collection._env.world_size
     }
@@ -210,7 +215,7 @@ def column_split_tables(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Tables whose rows are cut into column shards, and the ranks that hold one; the same answer on all ranks."""
     return {
         name: ranks
-        for collection in _sharded_collections(model)
+        for collection in sharded_collections(model)
         for name in collection.module_sharding_plan
         if (ranks := _column_ranks(collection, name))
     }
@@ -220,7 +225,7 @@ def replicated_tables(model: nn.Module) -> set[str]:
     """Tables that every rank holds as a whole (data-parallel); the same answer on all ranks."""
     return {
         name
-        for collection in _sharded_collections(model)
+        for collection in sharded_collections(model)
         for name, table in collection.module_sharding_plan.items()
         if table.sharding_type == ShardingType.DATA_PARALLEL.value
     }
@@ -229,7 +234,7 @@ def replicated_tables(model: nn.Module) -> set[str]:
 def contrary_lookups(model: nn.Module) -> tuple[str, str] | None:
     """Two column-split tables that ranks look up one after the other, but not all in the same order; None without."""
     order: dict[tuple[Any, ...], tuple[str, str]] = {}
-    for module in _sharded_collections(model):
+    for module in sharded_collections(model):
         of_ranks: dict[int, list[tuple[Any, str]]] = {}
         for rank, group in _groups_of_ranks(module):
             split = [name for name in _table_names_of(group) if _column_ranks(module, name)]
@@ -256,12 +261,18 @@ def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
 
 
 def sharded_like_weights(
-    lookups: Sequence[Lookup], flats: Sequence[Tensor], dtype: torch.dtype, *, per_row: bool = False
+    collections: Sequence[ShardedEmbeddingBagCollection],
+    lookups: Sequence[Lookup],
+    flats: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    per_row: bool = False,
 ) -> dict[str, ShardedTensor | Tensor]:
     """State of the rows as sharded tensors, cut over the processes just as the weights are, or whole as they are.
 
     Args:
-        lookups: every lookup of the model on this rank.
+        collections: all of a model; a rank may hold no lookup of some.
+        lookups: every lookup of them on this rank.
         flats: for each of them a flat tensor as :meth:`Lookup.view_of` takes it; the result shares its memory.
         dtype: of the flat tensors.
         per_row: whether they hold one value a row.
@@ -274,10 +285,13 @@ def sharded_like_weights(
         for table, view in enumerate(lookup.module.split_embedding_weights()):
             by_address[view.data_ptr()] = lookup.view_of(flat, table)
     result: dict[str, ShardedTensor | Tensor] = {}
-    for collection in dict.fromkeys(lookup.collection for lookup in lookups):
+    for collection in collections:
         for key, weight in collection.state_dict().items():
             if isinstance(weight, ShardedTensor):
-                parts = [by_address[each.tensor.data_ptr()] for each in weight.local_shards()]
+                held = [each.tensor for each in weight.local_shards()]
+                # Without rows a shard has no address of its own.
+                none = [each.to(dtype)[:, : 1 if per_row else None] for each in held]
+                parts = [by_address[each.data_ptr()] if len(each) else none[n] for n, each in enumerate(held)]
                 result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
             elif weight.data_ptr() in by_address:
                 result[key.split(".")[-2]] = by_address[weight.data_ptr()]
@@ -315,10 +329,6 @@ def _outermost_collections(model: nn.Module) -> Iterator[nn.Module]:
         return
     for child in model.children():
         yield from _outermost_collections(child)
-
-
-def _sharded_collections(model: nn.Module) -> Iterator[Any]:
-    yield from (each for each in _outermost_collections(model) if isinstance(each, ShardedEmbeddingBagCollection))
 
 
 def _kernels(collection: Any) -> Iterator[Any]:

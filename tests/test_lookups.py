@@ -61,7 +61,7 @@ def test_the_flat_weights_are_the_tables_memory(model: nn.Module) -> None:
 def test_row_state_is_cut_like_the_weights(model: nn.Module) -> None:
     (lookup,) = find_lookups(model)[0]
     state = torch.arange(lookup.flat_weights().numel(), dtype=torch.float32)
-    sharded = sharded_like_weights([lookup], [state], torch.float32)
+    sharded = sharded_like_weights([lookup.collection], [lookup], [state], torch.float32)
     assert sharded.keys() == {"t0", "t1", "t2"}
     for t, rows in enumerate(Case().rows):
         (shard,) = sharded[f"t{t}"].local_shards()

@@ -1,8 +1,9 @@
 """Whatever the plan and the number of processes, the same global batches give the same weights and moments.
 
 One process without any cut is what the others are held against, to the last bit, since every sum runs over float64 in
-the order of the batch; test_attach.py and test_replay.py hold that one against plain loops. Sums over data-parallel
-tables and quotients of row-wise means are rounded elsewhere: those are equal within 1e-6 of the row.
+the order of the batch; test_attach.py and test_replay.py hold that one against plain loops. The ranks' sums over
+data-parallel tables, and the order of the samples where two hosts' ranks hold a table row-wise, are other ones: there
+float32 may round otherwise, and rows are equal within 1e-6 of their largest value.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ PLANS = (
     "column_wise",
     "table_row_wise",
     "data_parallel",
-    "columns_of_one_rank,row_wise,column_wise",
+    "row_wise,columns_of_one_rank,column_wise",
     "column_wise,data_parallel,table_wise",
 )
 KINDS: dict[str, dict[str, Any]] = {
@@ -50,12 +51,8 @@ def cases() -> list[Case]:
         for kind, settings in KINDS.items():
             for plan in PLANS:
                 # Replicated tables have no fused optimizer; row-wise Adagrad has one state for each column shard.
-                if (
-                    optimizer in STOCK
-                    and "data_parallel" in plan
-                    or optimizer == "rowwise_adagrad"
-                    and "column" in plan
-                ):
+                no_state = optimizer == "rowwise_adagrad" and "column" in plan
+                if no_state or (optimizer in STOCK and "data_parallel" in plan):
                     continue
                 more = {"max_ids": 1} if kind == "leading columns" and optimizer in STOCK else {}
                 found.append(Case(optimizer=optimizer, sharding=plan, steps=4, **settings, **more))
@@ -63,7 +60,7 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[Case, dict[str, np.ndarray]]:
+def expected() -> dict[str, dict[str, np.ndarray]]:
     """States of one process, table-wise."""
     alone = {repr(replace(case, sharding="table_wise")): replace(case, sharding="table_wise") for case in cases()}
     states = states_in_processes([(case, attach) for case in alone.values()], 1)
@@ -78,7 +75,8 @@ def test_all_plans_train_the_same(processes: int, expected: dict[str, dict[str, 
         assert state.keys() == of_one.keys()
         for key, value in of_one.items():
             what = f"{key} of {case}"
-            if "data_parallel" in case.sharding:
+            of_hosts = case.sharding == "table_row_wise" and processes == 4
+            if of_hosts or "data_parallel" in case.sharding:
                 scale = np.abs(value).max(1, keepdims=True) + 1e-9
                 assert (np.abs(state[key] - value) / scale).max() <= 1e-6, what
             else:
