@@ -136,6 +136,11 @@ class Lookup:
         first = self.flat_weights().storage_offset()
         return [view.storage_offset() - first for view in self.module.split_embedding_weights()]
 
+    @property
+    def iterations(self) -> int:
+        """Forward passes that FBGEMM has counted, evaluation's too; some of its optimizers go by it."""
+        return int(self.module.iter)
+
     def flat_weights(self) -> Tensor:
         """All weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
         return _memory_of(self.module).detach().view(-1)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cowrec.trainer.cli import app, main
 from cowrec.trainer.saved_run import evaluate_run
-from trainer_cases import TEST_ROWS, checkpoint, config_file, make_data
+from trainer_cases import TEST_ROWS, config_file, make_data, newest_progress
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -42,7 +42,7 @@ def check_stopped(run: Path, said: str) -> None:
     step = int(newest.name.removeprefix("step_"))
     assert re.search(rf"^cowrec: stopped at step {step}; saved {re.escape(str(newest))}$", said, re.MULTILINE), said
     assert "Traceback" not in said
-    assert int(checkpoint(run)["progress"]["step"]) == step
+    assert newest_progress(run)["step"] == step
     assert evaluate_run(run, run.parent / "data")["rows"] == TEST_ROWS
     assert not list(run.rglob("*.partial"))
     assert not (run / "report.json").exists()
@@ -146,7 +146,7 @@ MISTAKES = {
     "data not there": (["train", "{toml}", "--data", "none"], "none is not a prepared data set"),
     "run folder in use": (
         ["train", "{toml}", "--data", "{data}", "--run-dir", "{data}"],
-        "is not empty; choose another",
+        "is not empty; go on with its run by --resume",
     ),
     "run folder a file": (["train", "{toml}", "--data", "{data}", "--run-dir", "{toml}"], "is a file; choose another"),
     "wrong key": (["train", "{toml}", "--data", "{data}", "--set", "train.seeds=1"], "did you mean train.seed?"),

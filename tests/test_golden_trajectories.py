@@ -62,7 +62,7 @@ def adam_config(golden: Golden, absent_rows: str) -> AdamConfig:
     return AdamConfig(lr=lr, betas=betas, eps=eps, adam_epsilon="keras", l2=l2, absent_rows=absent_rows)
 
 
-def dense_adam(golden: Golden, parameters: list[nn.Parameter]) -> DenseAdam:
+def dense_adam(golden: Golden, parameters: dict[str, nn.Parameter]) -> DenseAdam:
     adam = adam_config(golden, "dense")
     config = OptimizerConfig(betas=adam.betas, eps=adam.eps, adam_epsilon="keras")
     return DenseAdam(parameters, config, float(golden["hp/lr"]), int(golden["hp/warmup_steps"]))
@@ -99,12 +99,12 @@ def test_the_dense_oracle_on_unsharded_tables(golden_dir: Path, precision: str) 
         moments = {field: (torch.zeros_like(w.detach()), torch.zeros_like(w.detach())) for field, w in bags.items()}
         config, rule, dim = adam_config(golden, "dense"), clip_rule(golden), int(golden["hp/dim"])
         task = train_task(golden, model)
-        others = [p for p in model.parameters() if not any(p is w for w in bags.values())]
+        others = {k: p for k, p in model.named_parameters() if not any(p is w for w in bags.values())}
         optimizer = dense_adam(golden, others)
         compared = Comparison(file, golden)
         tolerance = WEIGHT_TOLERANCE[golden["s0/w/dense__kernel"].dtype]
         for step in range(1, int(golden["hp/steps"]) + 1):
-            batch = batch_of(golden, step - 1, others[0].dtype)
+            batch = batch_of(golden, step - 1, next(iter(others.values())).dtype)
             model.zero_grad()
             loss, _ = task(batch)
             loss.backward()

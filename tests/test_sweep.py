@@ -271,7 +271,7 @@ def test_folders_in_use_are_refused(folder: Path, tmp_path: Path) -> None:
         run_sweep(folder, folder / "run.toml")
     handle = os.open(folder / "grid", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match="another sweep is at work in"):
+    with pytest.raises(ValueError, match="another process is at work in"):
         run_sweep(folder, folder / "grid")
     os.close(handle)
     assert lines_of(folder / "grid") == before

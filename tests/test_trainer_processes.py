@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import trainer_cases
-from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data, train_case
+from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data, newest_progress, train_case
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -81,7 +81,7 @@ def test_two_processes_train_what_one_does(folder: Path, name: str) -> None:
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
         assert first == pytest.approx(second, abs=1e-6)
     states = [checkpoint(run) for run in (one, two)]
-    assert states[0]["progress"] == states[1]["progress"]
+    assert newest_progress(one)["step"] == newest_progress(two)["step"]
     weights = [state["model"] for state in states]
     assert weights[0].keys() == weights[1].keys()
     for key, value in weights[0].items():
@@ -112,7 +112,7 @@ def test_all_ranks_end_with_the_first_ones_error(folder: Path) -> None:
     for rank in (0, 1):
         *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
         assert good == ["ok"] * len(CASES)
-        assert "is not empty; choose another with --run-dir" in refused
+        assert "is not empty; go on with its run by --resume" in refused
 
 
 def test_two_processes_write_one_report_and_one_log(folder: Path) -> None:
@@ -139,6 +139,6 @@ def test_ctrl_c_ends_both_ranks_with_one_checkpoint(folder: Path) -> None:
     newest = sorted((run / "checkpoints").iterdir())[-1]
     assert f"saved {newest}" in seen
     assert not list(run.rglob("*.partial"))
-    assert int(checkpoint(run)["progress"]["step"]) == int(newest.name.removeprefix("step_"))
+    assert newest_progress(run)["step"] == int(newest.name.removeprefix("step_"))
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -37,7 +37,7 @@ def test_dense_adam_is_the_references(epsilon: str, warmup_steps: int) -> None:
     weights = rng.normal(size=40).astype(np.float32)
     config = OptimizerConfig(eps=1e-5, adam_epsilon=epsilon, betas=(0.8, 0.99))
     parameter = nn.Parameter(torch.from_numpy(weights.copy()))
-    optimizer = DenseAdam([parameter], config, lr=0.1, warmup_steps=warmup_steps)
+    optimizer = DenseAdam({"weight": parameter}, config, lr=0.1, warmup_steps=warmup_steps)
     for step, grad in enumerate(grads):
         optimizer.prepare(step)
         parameter.grad = torch.from_numpy(grad.astype(np.float32))
@@ -54,7 +54,7 @@ def test_the_two_places_of_epsilon_differ() -> None:
 
 
 def test_learning_rate_rises_and_stays() -> None:
-    optimizer = DenseAdam([nn.Parameter(torch.zeros(1))], OptimizerConfig(), lr=0.1, warmup_steps=10)
+    optimizer = DenseAdam({"weight": nn.Parameter(torch.zeros(1))}, OptimizerConfig(), lr=0.1, warmup_steps=10)
     assert [optimizer.prepare(step) for step in (0, 5, 10, 99)] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
 
 

@@ -100,6 +100,13 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
     return content
 
 
+def newest_progress(run_dir: Path) -> dict[str, Any]:
+    """How far a run's newest checkpoint says it had come."""
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    progress: dict[str, Any] = json.loads((newest / "checkpoint.json").read_text())["progress"]
+    return progress
+
+
 def train_case(case: dict[str, Any]) -> str:
     """Trains one case; "ok", or the message of the ValueError that it ended in."""
     from cowrec.trainer.config import load_config
@@ -108,7 +115,8 @@ def train_case(case: dict[str, Any]) -> str:
     # A launch has one store, in which the groups of several runs would meet each other's leftovers.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(case.get("port"))}
     try:
-        train(load_config(Path(case["config"]), case["set"]), Path(case["data"]), Path(case["run_dir"]))
+        config = load_config(Path(case["config"]), case["set"])
+        train(config, Path(case["data"]), Path(case["run_dir"]), resume=case.get("resume", False))
     except ValueError as error:
         return str(error)
     return "ok"

@@ -154,9 +154,9 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
     return attach_cowclip(model, rule, clip_columns=columns, single_id_bags=True, l2=hyperparameters.l2)
 
 
-def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that the dense optimizer updates: all but the tables, which are updated in their backward."""
-    return [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that the dense optimizer updates, by name: all but the tables, which are updated in their backward."""
+    return dict(in_backward_optimizer_filter(model.named_parameters()))
 
 
 def derived_hyperparameters(config: RunConfig) -> Hyperparameters:

@@ -1,6 +1,14 @@
-"""Checkpoints: the whole state of a run through torch.distributed.checkpoint, written beside and then renamed."""
+"""Checkpoints: the whole state of a run through torch.distributed.checkpoint, as tensors alone.
 
+Saving copies the state and writes it while training goes on. Loading fits any number of processes and any sharding, and
+runs no code: tensors are read as tensors, and the library's own description of them, a pickle, through an unpickler
+that knows nothing else.
+"""
+
+import pickle
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -8,101 +16,294 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
 from torchrec.distributed import DistributedModelParallel
 
 from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.sparse_opt.lookups import find_lookups
 
-_PREFIX = "step_"
+from .checkpoint_folder import Progress, newest_intact, remove_unfinished, seal, unfinished
+from .config import CheckpointConfig
+from .processes import Process, on_first
+from .schedule import DenseAdam
 
-
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
-    """Writes ``folder/step_N``; it appears whole or not at all, and the oldest beyond ``keep`` go. All ranks call."""
-    final = folder / f"{_PREFIX}{step:09d}"
-    partial = folder / f"{final.name}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    dcp.save(state, checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
+State = dict[str, Any]
+"""Nested dictionaries of Tensors and ShardedTensors."""
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.suffix != ".partial")
-
-
-def load_model(folder: Path, model: nn.Module, replayed: EmbeddingAdam | None = None) -> Path:
-    """Loads the newest checkpoint's weights into a sharded model in place; returns its path. All ranks call.
+class Checkpoints:
+    """The checkpoints that a run writes. All processes make the same calls together.
 
     Args:
-        folder: of a run's checkpoints.
-        model: with tables like the run's.
-        replayed: the tables' optimizer where rows of the checkpoint may be behind; it then brings them up to date.
-
-    Raises:
-        ValueError: there is no checkpoint, it is damaged, or it does not fit the model.
+        folder: of the run's checkpoints.
+        config: which are kept, and whether training goes on while one is written.
+        process: this process.
+        say: told of a checkpoint that could not be written.
     """
-    found = list_checkpoints(folder)
-    if not found:
-        raise ValueError(f"no checkpoint in {folder}; train the run first")
-    try:
-        if replayed:
-            _load_behind(found[-1], model, replayed)
-        else:
-            state = {"model": model.state_dict()}
-            dcp.load(state, checkpoint_id=found[-1])
-            model.load_state_dict(state["model"])
-    # Damaged files raise whatever their decoder does, and CheckpointException is not an Exception.
-    except (CheckpointException, Exception) as error:
-        raise ValueError(
-            f"{found[-1]} is damaged or of another model ({_cause(error)}); remove it to use the checkpoint before it"
-        ) from error
-    return found[-1]
 
+    def __init__(self, folder: Path, config: CheckpointConfig, process: Process, say: Callable[[str], None]):
+        self.latest: Path | None = None
+        self._folder, self._config, self._process, self._say = folder, config, process, say
+        # A group of its own: what the writing threads tell each other must not meet the model's collectives.
+        self._group = dist.new_group(backend="gloo") if process.world_size > 1 else None
+        self._pending: tuple[int, Future[Path | None]] | None = None
+        self._failure: str | None = None
 
-def _load_behind(checkpoint: Path, model: nn.Module, replayed: EmbeddingAdam) -> None:
-    """Weights as they were stored, and how far each row had come."""
-    progress = {"progress": {"step": torch.tensor(0)}}
-    dcp.load(progress, checkpoint_id=checkpoint)
-    replayed.steps = int(progress["progress"]["step"])
-    with replayed.as_stored():
-        state = {"model": model.state_dict(), "embedding_optimizer": replayed.state_dict()}
-        dcp.load(state, checkpoint_id=checkpoint)
-        model.load_state_dict(state["model"])
-        replayed.load_state_dict(state["embedding_optimizer"])
+    def clean(self) -> None:
+        """Removes what a process that was killed has left; call it where no other can be at work in the folder."""
+        on_first(self._process, lambda: remove_unfinished(self._folder))
+
+    def save(self, state: State, progress: Progress, about: dict[str, Any]) -> None:
+        """Writes ``folder/step_N``, which appears whole or not at all; returns once the state has been copied.
+
+        Where it cannot be written that is said, earlier ones stay, and the run goes on; see :meth:`finish`.
+        """
+        self._settle()
+        partial = unfinished(self._folder, progress.step)
+        written: Future[Any] = dcp.async_save(  # type: ignore[assignment]
+            state, checkpoint_id=partial, process_group=self._group, async_stager=_Copies()
+        )
+        sealed: Future[Path | None] = Future()
+        self._pending = progress.step, sealed
+
+        def finish(done: Future[Any]) -> None:
+            try:
+                done.result()
+                sealed.set_result(seal(partial, progress, about, self._config) if self._process.is_first else None)
+            except BaseException as error:  # CheckpointException is no Exception, and the waiting thread wants all
+                shutil.rmtree(partial, ignore_errors=True)
+                sealed.set_exception(error)
+
+        written.add_done_callback(finish)
+        if not self._config.asynchronous:
+            self._settle()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written.
+
+        Raises:
+            ValueError: the last one could not be written.
+        """
+        self._settle()
+
+        def check() -> None:
+            if self._failure:
+                raise ValueError(f"{self._failure}; make room or mend the folder, then train with --resume")
+
+        on_first(self._process, check)
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        step, sealed = self._pending
+        self._pending = self._failure = None
+        try:
+            self.latest = sealed.result() or self.latest
+        except (CheckpointException, Exception) as error:
+            last = f"the last good one is {self.latest}" if self.latest else "there is none before it"
+            self._failure = f"the checkpoint of step {step} could not be written ({_cause(error)}); {last}"
+            self._say(f"warning: {self._failure}")
 
 
 def run_state(
-    model: DistributedModelParallel,
-    dense_optimizer: Optimizer,
-    embedding_optimizer: EmbeddingAdam | None,
-    *,
-    step: int,
-    epoch: int,
-) -> dict[str, Any]:
-    """Everything a checkpoint holds: weights, moments of both optimizers, and the place in the data.
+    model: DistributedModelParallel, dense_optimizer: DenseAdam, embedding_optimizer: EmbeddingAdam | None
+) -> State:
+    """Everything that training changes: weights, and the state of both optimizers, sharing their memory.
 
     Rows that are behind stay so, and the embedding optimizer's state says how far they are.
     """
     with embedding_optimizer.as_stored() if embedding_optimizer else nullcontext():
         weights = model.state_dict()
-        embedding = embedding_optimizer.state_dict() if embedding_optimizer else model.fused_optimizer.state_dict()
+    of_tables = embedding_optimizer.state_dict() if embedding_optimizer else model.fused_optimizer.state_dict()["state"]
     return {
         "model": weights,
-        "embedding_optimizer": embedding,
-        "dense_optimizer": dense_optimizer.state_dict(),
-        "progress": {"step": torch.tensor(step), "epoch": torch.tensor(epoch)},
+        "embedding_optimizer": of_tables,
+        "dense_optimizer": dense_optimizer.tensors(),
+        "iterations": _iterations(model),
     }
+
+
+def random_state(process: Process) -> State:
+    """What this process's random numbers go on from, by its rank."""
+    state = {"cpu": torch.get_rng_state()}
+    if process.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(process.device)
+    return {f"random_{process.rank}_of_{process.world_size}": state}
+
+
+def load_run(
+    folder: Path,
+    model: DistributedModelParallel,
+    dense_optimizer: DenseAdam,
+    embedding_optimizer: EmbeddingAdam | None,
+    process: Process,
+    say: Callable[[str], None],
+) -> tuple[Path, Progress] | None:
+    """Loads the newest intact checkpoint into a run in place; None where there is none. All processes call.
+
+    Processes whose number has changed start with new random numbers.
+
+    Raises:
+        ValueError: all checkpoints are damaged, of another format, or do not fit the run.
+    """
+    found = _newest(folder, process, say)
+    if found is None:
+        return None
+    path, progress = found
+    reader = _TensorReader(path)
+    with _named_errors(path):
+        stored = {key.partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
+        random = {key: value for key, value in random_state(process).items() if key in stored}
+        if embedding_optimizer:
+            embedding_optimizer.steps = progress.step
+        state = run_state(model, dense_optimizer, embedding_optimizer) | random
+        dcp.load(state, storage_reader=reader)
+        _take_over(state, model, embedding_optimizer)
+        model.fused_optimizer.set_optimizer_step(int(state["iterations"]))
+        for of_process in random.values():
+            torch.set_rng_state(of_process["cpu"])
+            if "cuda" in of_process:
+                torch.cuda.set_rng_state(of_process["cuda"], process.device)
+    return path, progress
+
+
+def load_model(
+    folder: Path, model: nn.Module, replayed: EmbeddingAdam | None, process: Process, say: Callable[[str], None]
+) -> None:
+    """Loads the newest intact checkpoint's weights into a sharded model in place. All processes call.
+
+    Args:
+        folder: of a run's checkpoints.
+        model: with tables like the run's.
+        replayed: the tables' optimizer where rows of the checkpoint may be behind; it then brings them up to date.
+        process: this process.
+        say: told of each damaged checkpoint that is passed over.
+
+    Raises:
+        ValueError: there is no checkpoint, all are damaged, or they do not fit the model.
+    """
+    found = _newest(folder, process, say)
+    if found is None:
+        raise ValueError(f"no checkpoint in {folder}; train the run first")
+    path, progress = found
+    with _named_errors(path):
+        if replayed:
+            replayed.steps = progress.step
+        with replayed.as_stored() if replayed else nullcontext():
+            state = {"model": model.state_dict()}
+        if replayed:
+            state["embedding_optimizer"] = replayed.state_dict()
+        dcp.load(state, storage_reader=_TensorReader(path))
+        _take_over(state, model, replayed)
+
+
+def _iterations(model: DistributedModelParallel) -> Tensor:
+    """Forward passes as FBGEMM counts them; ranks without a table count none."""
+    counted = torch.tensor(max((lookup.iterations for lookup in find_lookups(model)[0]), default=0))
+    if dist.get_world_size() > 1:
+        counted = counted.to(model.device)
+        dist.all_reduce(counted, dist.ReduceOp.MAX)
+    return counted
+
+
+def _take_over(state: State, model: nn.Module, embedding_optimizer: EmbeddingAdam | None) -> None:
+    with embedding_optimizer.as_stored() if embedding_optimizer else nullcontext():
+        model.load_state_dict(state["model"])
+    if embedding_optimizer:
+        embedding_optimizer.load_state_dict(state["embedding_optimizer"])
+
+
+def _newest(folder: Path, process: Process, say: Callable[[str], None]) -> tuple[Path, Progress] | None:
+    """The newest intact checkpoint, as the first process finds it; reading files once is enough."""
+    found: list[tuple[Path, Progress] | None] = [None]
+
+    def look() -> None:
+        found[0] = newest_intact(folder, say)
+
+    on_first(process, look)
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+class _named_errors:
+    """Errors of the library as a ValueError that names the checkpoint."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        # Whatever a decoder raises; CheckpointException is not an Exception.
+        if isinstance(error, CheckpointException | Exception):
+            raise ValueError(f"{self._path} does not fit this run, or is damaged: {_cause(error)}") from error
+
+
+class _Copies(AsyncStager):
+    """Copies a state to the CPU before training goes on; the library's own stager does not know sharded tensors."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: State) -> State:
+        return {key: _copied(value) for key, value in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, ShardedTensor):
+        shards = [Shard(_copied(shard.tensor), shard.metadata) for shard in value.local_shards()]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, value.metadata(), process_group=value._process_group
+        )
+    assert isinstance(value, Tensor)
+    return value.detach().to("cpu", copy=True)
+
+
+class _TensorReader(FileSystemReader):
+    """Reads tensors alone, and runs no code of whoever wrote the files."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f".metadata holds {type(metadata).__name__}, not a description of tensors")
+        for key, value in metadata.state_dict_metadata.items():
+            if isinstance(value, BytesStorageMetadata):
+                raise ValueError(f"{key} is no tensor; other objects would be unpickled, and are refused")
+        return metadata
+
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
+    "pathlib": {"PosixPath"},
+}
+"""What the library's description of tensors is made of."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+        return super().find_class(module, name)
 
 
 def _cause(error: BaseException) -> str:

@@ -150,6 +150,9 @@ def train(
     data: TrainData = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run, new or empty. [runs/NAME-DATE]")] = None,
     overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --run-dir; start it where there is none.")
+    ] = False,
 ) -> None:
     """Trains a model; batch size means the global batch, over all processes.
 
@@ -162,8 +165,10 @@ def train(
     loaded, data_dir = _loaded(config, overrides, data)
     if run_dir is None and launched_world_size() > 1:
         raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
+    if run_dir is None and resume:
+        raise ValueError("--resume goes on with a run; say which with --run-dir")
     folder = run_dir or Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    report = run(loaded, data_dir, folder)
+    report = run(loaded, data_dir, folder, resume=resume)
     if launched_rank() == 0:
         auc, logloss, speed = report["auc"], report["logloss"], report["samples_per_second"]
         print(f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed:,.0f} samples/s  run {folder}")

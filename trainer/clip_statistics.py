@@ -36,6 +36,7 @@ class ClipWatch:
     def __init__(self, stats: Callable[[], Mapping[str, TableStats]], tables: Sequence[str], process: Process):
         self._stats, self._tables, self._process = stats, tables, process
         self._latest = np.zeros((process.world_size, len(tables), 3))
+        self._before = np.zeros((1, len(tables), 3))  # what an interrupted run had counted
 
     def read(self) -> dict[str, Any]:
         """The rows since the last call. Waits for the device. All processes call it together."""
@@ -46,7 +47,18 @@ class ClipWatch:
 
     def total(self) -> dict[str, Any]:
         """The rows from the beginning to the last :meth:`read`."""
-        return _reading(self._latest, self._tables)
+        return _reading(np.concatenate([self._latest, self._before]), self._tables)
+
+    def counts(self) -> dict[str, list[int]]:
+        """Each table's rows and clipped rows from the beginning to the last :meth:`read`, for a checkpoint."""
+        sums = (self._latest + self._before).sum(0)[:, :2].astype(int).tolist()
+        return dict(zip(self._tables, sums, strict=True))
+
+    def go_on_from(self, counts: Mapping[str, Sequence[int]]) -> None:
+        """Takes the counts of :meth:`counts` for those before the beginning."""
+        for place, table in enumerate(self._tables):
+            if table in counts:
+                self._before[0, place] = *counts[table], nan
 
     def _gathered(self) -> np.ndarray:
         """Rows, clipped rows and median norm to limit, float64 [P, T, 3]; zeros where a process has no rows."""

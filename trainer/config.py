@@ -53,7 +53,6 @@ class TrainConfig:
         device: "auto" is CUDA where there is a GPU.
         drop_last: leave out the short last batch of an epoch.
         log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
-        keep_checkpoints: latest checkpoints kept, one an epoch.
     """
 
     batch_size: int = 1024
@@ -63,12 +62,32 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drop_last: bool = False
     log_every: int = 50
-    keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "eval_batch_size", "epochs", "log_every", "keep_checkpoints"):
+        for key in ("batch_size", "eval_batch_size", "epochs", "log_every"):
             _require(f"train.{key}", getattr(self, key), getattr(self, key) >= 1, "at least 1")
         _require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """`[checkpoint]`: when the run's state is saved, and what is kept.
+
+    Attributes:
+        every_steps: steps between two checkpoints within an epoch; one is always saved after an epoch. 0: only those.
+        keep_last: latest checkpoints kept.
+        keep_best: also keep the one after the epoch with the best test "auc" or "logloss".
+        asynchronous: training goes on while a checkpoint is written; takes memory for a copy of tables and moments.
+    """
+
+    every_steps: int = 0
+    keep_last: int = 2
+    keep_best: Literal["none", "auc", "logloss"] = "none"
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        _require("checkpoint.every_steps", self.every_steps, self.every_steps >= 0, "at least 0")
+        _require("checkpoint.keep_last", self.keep_last, self.keep_last >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -191,6 +210,7 @@ class RunConfig:
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -238,7 +258,23 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def save_config(config: RunConfig, path: Path, comment: str = "") -> None:
     """Writes a configuration as TOML, every key spelled out (those without a value are left out), below a comment."""
     above = "".join(f"# {line}\n" for line in comment.splitlines())
-    path.write_text(above + tomli_w.dumps(_without_none(dataclasses.asdict(config))), encoding="utf-8")
+    path.write_text(above + tomli_w.dumps(to_plain(config)), encoding="utf-8")
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """Every key of a configuration by section, without those that have no value."""
+    plain: dict[str, Any] = _without_none(dataclasses.asdict(config))
+    return plain
+
+
+def first_difference(there: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """The first key in which two configurations, by section, differ, with both values; None where they do not."""
+    for section in sorted(there.keys() | given.keys()):
+        one, other = there.get(section, {}), given.get(section, {})
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                return f"it has {section}.{key} = {one.get(key)!r}, now {other.get(key)!r} is asked for"
+    return None
 
 
 def config_from(values: Mapping[str, Any]) -> RunConfig:

@@ -13,23 +13,40 @@ from tqdm import tqdm
 from cowrec.sparse_opt import EmbeddingAdam
 
 from .assembly import build_sharded, dense_parameters, derived_hyperparameters, describe, embedding_optimizer
-from .checkpoint import run_state, save_checkpoint
+from .checkpoint import Checkpoints, load_run, random_state, run_state
+from .checkpoint_folder import Progress
 from .clip_statistics import ClipWatch
-from .config import RunConfig
+from .config import RunConfig, to_plain
 from .evaluation import evaluate
 from .processes import Process, on_first, process_group
 from .readers import even_slices, training_readers
-from .run_dir import CHECKPOINTS, RunLog, create_run_dir, environment, require_unused, write_report
+from .run_dir import (
+    CHECKPOINTS,
+    RunLog,
+    alone_in,
+    create_run_dir,
+    environment,
+    require_own,
+    require_unused,
+    write_report,
+)
 from .schedule import DenseAdam
 from .stopping import Interrupted, LossWatch, NonFiniteLoss, StopRequest, stop_requests
 
 
-def train(config: RunConfig, data_dir: Path, run_dir: Path) -> dict[str, Any]:
+def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = False) -> dict[str, Any]:
     """Trains a model, evaluating and saving after every epoch; returns the report that ``run_dir`` then holds.
 
     The report's ``samples_per_second`` and ``train_seconds`` are of the training steps alone, without evaluations and
     checkpoints, and without the run's very first step, in which kernels are compiled or loaded; ``wall_seconds`` is all
     of it, from the joining of the processes on.
+
+    Args:
+        config: of the run.
+        data_dir: prepared data set.
+        run_dir: folder of the run, new or empty, unless it is resumed.
+        resume: go on from the newest checkpoint of the run in that folder; start one where there is none. On as many
+            processes the weights are then those of a run that was never interrupted, to the last bit.
 
     Raises:
         ValueError: a setting or data set that does not work; nothing has been trained then.
@@ -39,17 +56,17 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path) -> dict[str, Any]:
     started = time.perf_counter()
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
     with process_group(config.train.device) as process:
-        on_first(process, lambda: require_unused(run_dir))
+
+        def check_folder() -> None:
+            require_own(run_dir, config) if resume else require_unused(run_dir)
+
+        on_first(process, check_folder)
         run = _Run(config, run_dir, process)
-        on_first(process, lambda: create_run_dir(run_dir, config, describe(config)))
-        run.say(run.summary())
-        with RunLog(run_dir if process.is_first else None) as log, stop_requests(process) as stop:
-            for epoch in range(config.train.epochs):
-                run.train_epoch(epoch, log, stop)
-                run.evaluate(epoch, log)
-                run.save(epoch + 1)
-        report = run.report() | {"wall_seconds": time.perf_counter() - started}
-        on_first(process, lambda: write_report(run_dir, report))
+        with alone_in(run_dir, process):
+            on_first(process, check_folder)  # again, for nobody else can fill it now
+            on_first(process, lambda: create_run_dir(run_dir, config, describe(config)))
+            report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
+            on_first(process, lambda: write_report(run_dir, report))
         return report
 
 
@@ -73,55 +90,105 @@ class _Run:
             warmup_steps=ceil(config.optimizer.warmup_epochs * len(self.train_reader)),
         )
         self.pipeline = TrainPipelineSparseDist(self.model, self.dense_optimizer, process.device)
-        self.step = 0
+        self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
+        self.environment = environment(process.device)
+        self.step = self.epoch = self.epoch_step = 0
         self.speed = _Speed()
         self.epochs: list[dict[str, Any]] = []
-        self.last_checkpoint: Path | None = None
 
-    def train_epoch(self, epoch: int, log: RunLog, stop: StopRequest) -> None:
-        """One pass over the training set. No step waits for the device but those after which metrics are written."""
-        steps, every, size = len(self.train_reader), self.config.train.log_every, self.config.train.batch_size
-        batches = even_slices(self.train_reader.epoch(epoch), self.process.world_size)
+    @property
+    def adam(self) -> EmbeddingAdam | None:
+        return self.embedding_optimizer if isinstance(self.embedding_optimizer, EmbeddingAdam) else None
+
+    def train(self, resume: bool) -> dict[str, Any]:
+        """The run from its first step, or from its newest checkpoint, to its report."""
+        self.say(self.summary())
+        self.checkpoints.clean()
+        if resume:
+            self.resume()
+        with RunLog(self.run_dir if self.process.is_first else None, self.step) as log:
+            with stop_requests(self.process) as stop:
+                while self.epoch < self.config.train.epochs:
+                    self.train_epoch(log, stop)
+                    self.evaluate(log)
+                    self.save()
+            self.checkpoints.finish()
+        return self.report()
+
+    def resume(self) -> None:
+        """Takes over the newest checkpoint of this run, if it has one."""
+        parts = (self.model, self.dense_optimizer, self.adam, self.process)
+        found = load_run(self.run_dir / CHECKPOINTS, *parts, self.say)
+        if found is None:
+            return
+        path, progress = found
+        self.checkpoints.latest = path
+        self.step, self.epoch, self.epoch_step = progress.step, progress.epoch, progress.epoch_step
+        self.epochs = list(progress.epochs)
+        self.speed = _Speed(progress.samples, progress.seconds)
+        if self.clip_watch:
+            self.clip_watch.go_on_from(progress.clip)
+        self.say(f"going on from {path}: step {self.step}, {self.epoch} of {self.config.train.epochs} epochs done")
+
+    def train_epoch(self, log: RunLog, stop: StopRequest) -> None:
+        """The rest of an epoch. No step waits for the device but those after which metrics are written."""
+        steps, size, epoch = len(self.train_reader), self.config.train.batch_size, self.epoch
+        batches = even_slices(self.train_reader.epoch(epoch, self.epoch_step), self.process.world_size)
         watch = LossWatch(self.process)
-        self.speed.start()
-        with self._bar(epoch) as bar:
-            for index in range(1, steps + 1):
+        self.speed.start(self.epoch_step * size)
+        with self._bar() as bar:
+            while self.epoch_step < steps:
                 lr = self.dense_optimizer.prepare(self.step)
                 loss, _, _ = self.pipeline.progress(batches)
                 watch.add(loss, self.step)
                 self.step += 1
-                stopping = stop.agreed()
-                if not (stopping or self.step == 1 or self.step % every == 0 or index == steps):
+                self.epoch_step += 1
+                stopping, saving = stop.agreed(), self._saves_now(steps)
+                if not (stopping or saving or self._logs_now(steps)):
                     continue
-                mean_loss = self._checked_loss(watch, epoch)
-                done = min(index * size, self.train_reader.num_rows)
+                mean_loss = self._checked_loss(watch)
+                done = min(self.epoch_step * size, self.train_reader.num_rows)
                 rate = self.speed.measure(done, counts=self.step > 1)
                 log.write("train", self.step, epoch=epoch, loss=mean_loss, samples_per_second=rate, dense_lr=lr)
                 if self.clip_watch:
                     log.write("clip", self.step, epoch=epoch, **self.clip_watch.read())
                 bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
                 bar.update(done - bar.n)
+                if stopping or saving:
+                    self.save()
+                    self.speed.start(done)
                 if stopping:
-                    self.save(epoch)
-                    raise Interrupted(f"stopped at step {self.step}; saved {self.last_checkpoint}")
+                    self.checkpoints.finish()
+                    raise Interrupted(f"stopped at step {self.step}; saved {self.checkpoints.latest}")
+        self.epoch, self.epoch_step = epoch + 1, 0
 
-    def evaluate(self, epoch: int, log: RunLog) -> None:
-        """Measures the test split after an epoch (from 0)."""
+    def _logs_now(self, steps: int) -> bool:
+        return self.step == 1 or self.step % self.config.train.log_every == 0 or self.epoch_step == steps
+
+    def _saves_now(self, steps: int) -> bool:
+        every = self.config.checkpoint.every_steps
+        return every > 0 and self.step % every == 0 and self.epoch_step < steps
+
+    def evaluate(self, log: RunLog) -> None:
+        """Measures the test split after an epoch."""
         quality = evaluate(self.model, self.pipeline, self.test_reader)
         if not isfinite(quality.logloss):
-            raise self._non_finite(f"on the test split after step {self.step}", epoch)
-        log.write("eval", self.step, epoch=epoch, **dataclasses.asdict(quality))
-        self.epochs.append({"epoch": epoch + 1, "step": self.step, **dataclasses.asdict(quality)})
+            raise self._non_finite(f"on the test split after step {self.step}")
+        log.write("eval", self.step, epoch=self.epoch - 1, **dataclasses.asdict(quality))
+        self.epochs.append({"epoch": self.epoch, "step": self.step, **dataclasses.asdict(quality)})
         self.say(
-            f"epoch {epoch + 1}/{self.config.train.epochs}  step {self.step}  "
+            f"epoch {self.epoch}/{self.config.train.epochs}  step {self.step}  "
             f"test AUC {quality.auc:.4f}  logloss {quality.logloss:.4f}"
         )
 
-    def save(self, epochs_done: int) -> None:
-        adam = self.embedding_optimizer if isinstance(self.embedding_optimizer, EmbeddingAdam) else None
-        state = run_state(self.model, self.dense_optimizer, adam, step=self.step, epoch=epochs_done)
-        keep = self.config.train.keep_checkpoints
-        self.last_checkpoint = save_checkpoint(self.run_dir / CHECKPOINTS, self.step, state, keep=keep)
+    def save(self) -> None:
+        state = run_state(self.model, self.dense_optimizer, self.adam) | random_state(self.process)
+        clip = self.clip_watch.counts() if self.clip_watch else {}
+        progress = Progress(
+            self.step, self.epoch, self.epoch_step, list(self.epochs), self.speed.samples, self.speed.seconds, clip
+        )
+        about = {"world_size": self.process.world_size, "config": to_plain(self.config), **self.environment}
+        self.checkpoints.save(state, progress, about)
 
     def report(self) -> dict[str, Any]:
         last = self.epochs[-1]
@@ -137,7 +204,7 @@ class _Run:
             "world_size": self.process.world_size,
             **describe(self.config),
             "epochs": self.epochs,
-            **environment(self.process.device),
+            **self.environment,
         }
 
     def summary(self) -> str:
@@ -155,29 +222,31 @@ class _Run:
         if self.process.is_first:
             tqdm.write(text, file=sys.stderr)
 
-    def _bar(self, epoch: int) -> tqdm:
+    def _bar(self) -> tqdm:
         return tqdm(
             total=self.train_reader.num_rows,
-            desc=f"epoch {epoch + 1}",
+            initial=min(self.epoch_step * self.config.train.batch_size, self.train_reader.num_rows),
+            desc=f"epoch {self.epoch + 1}",
             unit=" samples",
             unit_scale=True,
             leave=False,
             disable=not (self.process.is_first and sys.stderr.isatty()),
         )
 
-    def _checked_loss(self, watch: LossWatch, epoch: int) -> float:
+    def _checked_loss(self, watch: LossWatch) -> float:
         """Mean loss over all ranks since the last check; raises on all of them where one had a loss not finite."""
         mean_loss, bad_step = watch.read()
         if bad_step is not None:
-            raise self._non_finite(f"at step {bad_step + 1}", epoch)
+            raise self._non_finite(f"at step {bad_step + 1}")
         return mean_loss
 
-    def _non_finite(self, place: str, epoch: int) -> NonFiniteLoss:
-        derived, last = derived_hyperparameters(self.config), self.last_checkpoint
+    def _non_finite(self, place: str) -> NonFiniteLoss:
+        self.checkpoints.finish()
+        derived, last = derived_hyperparameters(self.config), self.checkpoints.latest
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
         return NonFiniteLoss(
-            f"the loss was not finite {place} (epoch {epoch + 1}); {kept}. Look for values that are not finite in the"
-            f" data, lower optimizer.dense_lr (now {derived.dense_lr:g}) or optimizer.embedding_lr (now"
+            f"the loss was not finite {place} (epoch {len(self.epochs) + 1}); {kept}. Look for values that are not"
+            f" finite in the data, lower optimizer.dense_lr (now {derived.dense_lr:g}) or optimizer.embedding_lr (now"
             f" {derived.embedding_lr:g}), or clip with clip.rule"
         )
 
@@ -185,14 +254,13 @@ class _Run:
 class _Speed:
     """Samples and seconds of training steps, added up over stretches of an epoch."""
 
-    def __init__(self) -> None:
-        self.samples = 0
-        self.seconds = 0.0
-        self.start()
+    def __init__(self, samples: int = 0, seconds: float = 0.0) -> None:
+        self.samples, self.seconds = samples, seconds
+        self.start(0)
 
-    def start(self) -> None:
-        """An epoch's first step begins now."""
-        self._done, self._since = 0, time.perf_counter()
+    def start(self, done: int) -> None:
+        """The clock runs from now on; ``done`` samples of the epoch's are done already."""
+        self._done, self._since = done, time.perf_counter()
 
     def measure(self, done: int, *, counts: bool) -> float:
         """Samples per second since the last call, where ``done`` of the epoch's are done; adds them up if it counts."""

@@ -3,13 +3,16 @@
 config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json
 """
 
+import fcntl
 import json
 import math
+import os
 import platform
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,22 +22,89 @@ from torch.utils.tensorboard import SummaryWriter
 
 from cowrec.data_pipeline import Schema
 
-from .config import RunConfig, save_config
+from .config import RunConfig, first_difference, load_config, save_config, to_plain
+from .processes import Process, on_first
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 
 
+_MAY_CHANGE = {
+    "data": ("dir", "resident"),
+    "train": ("epochs", "device", "eval_batch_size", "log_every"),
+    "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
+    "sharding": ("plan",),
+}
+"""What a resumed run may do otherwise: it changes neither the steps taken nor what they mean."""
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder and keeps other processes out of it; the system lifts the lock when this one ends, however."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is at work in {folder}; wait for it or choose another folder") from None
+
+
+@contextmanager
+def alone_in(path: Path, process: Process) -> Iterator[None]:
+    """The first process holds the run's folder for all; ValueError on all where another run is at work in it."""
+    with ExitStack() as held:
+        on_first(process, lambda: held.enter_context(lock_folder(path)))
+        yield
+
+
 def require_unused(path: Path) -> None:
     """Raises ValueError where a run's folder holds something already."""
+    if _holds_something(path):
+        raise ValueError(
+            f"run folder {path} is not empty; go on with its run by --resume, choose another with --run-dir or remove"
+            " it"
+        )
+
+
+def require_own(path: Path, config: RunConfig) -> None:
+    """Raises ValueError where a folder holds something else than a run of this configuration."""
+    if not _holds_something(path):
+        return
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{path} is not a run: it has no {CONFIG}; choose another with --run-dir")
+    there, given = to_plain(load_config(path / CONFIG)), to_plain(config)
+    for section, keys in _MAY_CHANGE.items():
+        for key in keys:
+            there.get(section, {}).pop(key, None)
+            given.get(section, {}).pop(key, None)
+    different = first_difference(there, given)
+    if different:
+        raise ValueError(
+            f"{path} is of another configuration: {different}; resume with the run's own {path / CONFIG}, or start"
+            " another run"
+        )
+
+
+def _holds_something(path: Path) -> bool:
     if path.exists() and not path.is_dir():
         raise ValueError(f"run folder {path} is a file; choose another with --run-dir")
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(f"run folder {path} is not empty; choose another with --run-dir or remove it")
+    return path.exists() and any(path.iterdir())
 
 
 def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:
-    """Starts a run's folder: its configuration and all that is needed to use the run without its training data.
+    """Fills a run's folder: its configuration and all that is needed to use the run without its training data.
+
+    What an interrupted start left is replaced; so is the configuration of a resumed run.
 
     Args:
         path: the folder.
@@ -42,19 +112,25 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
         derived: what follows from the configuration, written above it as comments.
     """
     data_dir = Path(config.data.dir)
-    path.mkdir(parents=True, exist_ok=True)
-    save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
+    fresh = path / f"{CONFIG}.partial"
+    save_config(config, fresh, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
+    fresh.rename(path / CONFIG)
     Schema.load(data_dir).save(path)
     if (data_dir / VOCABULARY).is_dir():
-        shutil.copytree(data_dir / VOCABULARY, path / VOCABULARY)
+        shutil.copytree(data_dir / VOCABULARY, path / VOCABULARY, dirs_exist_ok=True)
 
 
 class RunLog:
-    """Metrics of a run, to ``metrics.jsonl`` and TensorBoard; writes nothing where ``path`` is None (other ranks)."""
+    """Metrics of a run, to ``metrics.jsonl`` and TensorBoard; writes nothing where ``path`` is None (other ranks).
 
-    def __init__(self, path: Path | None):
+    Of a run that goes on from ``step`` those of later steps, which it will take again, are left out.
+    """
+
+    def __init__(self, path: Path | None, step: int = 0):
         self._path = path
-        self._board = SummaryWriter(str(path / BOARD)) if path else None
+        self._board = SummaryWriter(str(path / BOARD), purge_step=step + 1) if path else None
+        if path:
+            _drop_after(path / METRICS, step)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -92,6 +168,19 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "git_commit": _git_commit(),
     }
+
+
+def _drop_after(metrics: Path, step: int) -> None:
+    """Removes the lines of steps after ``step``, and what a process that was killed left of a line."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    partial = metrics.with_name(f"{METRICS}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.rename(metrics)
 
 
 def _finite(value: Any) -> Any:

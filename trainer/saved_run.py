@@ -2,8 +2,10 @@
 
 import dataclasses
 import filecmp
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,14 +48,14 @@ def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test"
         raise ValueError("predict runs in one process; start it without torchrun")
     schema = pa.schema([("prediction", pa.float32())])
     with _saved_run(run_dir, data_dir, split) as (model, pipeline, reader):
-        partial = output.with_name(f"{output.name}.partial")
+        unfinished = output.with_name(f"{output.name}.partial")
         try:
-            with pq.ParquetWriter(partial, schema) as writer:
+            with pq.ParquetWriter(unfinished, schema) as writer:
                 for logits, _ in predictions(model, pipeline, reader):
                     writer.write(pa.record_batch([logits.sigmoid().float().cpu().numpy()], schema=schema))
-            partial.rename(output)
+            unfinished.rename(output)
         finally:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         return reader.num_rows
 
 
@@ -76,8 +78,9 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.M
         model = build_sharded(config, schema, process)
         optimizer = embedding_optimizer(config, schema, model)
         replays = isinstance(optimizer, EmbeddingAdam) and optimizer.config.absent_rows == "replay"
-        load_model(run_dir / CHECKPOINTS, model, cast(EmbeddingAdam, optimizer) if replays else None)
-        never_steps = SGD(dense_parameters(model))
+        replayed = cast(EmbeddingAdam, optimizer) if replays else None
+        load_model(run_dir / CHECKPOINTS, model, replayed, process, partial(print, file=sys.stderr))
+        never_steps = SGD(dense_parameters(model).values())
         yield model, TrainPipelineSparseDist(model, never_steps, process.device), reader
 
 

@@ -4,16 +4,12 @@ config.toml  sweep.jsonl  sweep.png  runs/RULE-BATCH-clip_on-seed0/ and so on
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +21,10 @@ from cowrec.sparse_opt import SCALING_RULES
 
 from .assembly import derived_hyperparameters
 from .cli import quiet_libraries
-from .config import RunConfig, save_config
+from .config import RunConfig, first_difference, save_config
 from .loop import train
 from .own_process import ProcessFailed, run_apart
-from .run_dir import CHECKPOINTS, CONFIG, REPORT, environment, to_json
+from .run_dir import CHECKPOINTS, CONFIG, REPORT, environment, lock_folder, to_json
 from .stopping import Interrupted
 from .sweep_grid import Cell, Grid
 
@@ -56,7 +52,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     Schema.load(data_dir)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
     cells = grid.cells(config.train.seed)
-    with _alone_in(output):
+    with lock_folder(output):
+        _require_own(output)
         config_hash = _keep_config(config, output / CONFIG)
         lines = _read_lines(output / RESULTS)
         for number, cell in enumerate(cells, 1):
@@ -120,27 +117,9 @@ def _train_here(config: RunConfig, run_dir: Path) -> None:
     train(config, Path(config.data.dir), run_dir)
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Makes the sweep's folder and keeps other sweeps out of it."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose another --output")
-    folder.mkdir(parents=True, exist_ok=True)
+def _require_own(folder: Path) -> None:
     if not (folder / CONFIG).exists() and any(each.suffix != ".partial" for each in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and not a sweep's folder; choose another --output")
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(handle, folder)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, folder: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another sweep is at work in {folder}; wait for it or choose another --output") from None
 
 
 def _keep_config(config: RunConfig, file: Path) -> str:
@@ -150,19 +129,11 @@ def _keep_config(config: RunConfig, file: Path) -> str:
     if file.exists() and file.read_bytes() != fresh.read_bytes():
         there, given = (tomllib.loads(each.read_text(encoding="utf-8")) for each in (file, fresh))
         fresh.unlink()
-        raise ValueError(f"{file} is of another configuration: {_difference(there, given)}; choose another --output")
+        raise ValueError(
+            f"{file} is of another configuration: {first_difference(there, given)}; choose another --output"
+        )
     fresh.rename(file)
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _difference(there: dict[str, Any], given: dict[str, Any]) -> str:
-    """The first key in which two configurations differ, with both values."""
-    for section in sorted(there.keys() | given.keys()):
-        one, other = there.get(section, {}), given.get(section, {})
-        for key in sorted(one.keys() | other.keys()):
-            if one.get(key) != other.get(key):
-                return f"it has {section}.{key} = {one.get(key)!r}, now {other.get(key)!r} is asked for"
-    return "its text differs"
 
 
 def _find(lines: list[dict[str, Any]], cell: Cell) -> dict[str, Any] | None:
