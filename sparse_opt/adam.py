@@ -21,9 +21,10 @@ from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element,
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
 from .dense_adam import dense_adam_, exact_root, row_squares
-from .lookups import leave_ddp, sharded_collections, sharded_like_weights
+from .lookups import leave_ddp, sharded_collections
 from .replay import Replay, StepHistory
 from .row_gradients import RowGradients
+from .row_state import sharded_like_weights
 from .row_updates import Backward, LookupRows, TableStats
 
 _NO_ROWS = np.empty(0, np.int32)

@@ -5,8 +5,8 @@ versions it was seen with. Terms: a lookup is one table-batched embedding module
 several tables and reads T features (a table may serve several) for B bags each.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
@@ -16,7 +16,6 @@ from .versions import require_matched_set
 require_matched_set()  # before the imports that fail in riddles without it
 
 # ruff: noqa: E402
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -25,8 +24,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_global_rank
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag, BatchedFusedEmbeddingBag
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -263,66 +260,6 @@ def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
     for place, lookup in wrapped.items():
         collection._lookups[place] = lookup.module
     return rejoin
-
-
-def sharded_like_weights(
-    collections: Sequence[ShardedEmbeddingBagCollection],
-    lookups: Sequence[Lookup],
-    flats: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    per_row: bool = False,
-) -> dict[str, ShardedTensor | Tensor]:
-    """State of the rows as sharded tensors, cut over the processes just as the weights are, or whole as they are.
-
-    Args:
-        collections: all of a model; a rank may hold no lookup of some.
-        lookups: every lookup of them on this rank.
-        flats: for each of them a flat tensor as :meth:`Lookup.view_of` takes it; the result shares its memory.
-        dtype: of the flat tensors.
-        per_row: whether they hold one value a row.
-
-    Returns:
-        One tensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
-    """
-    by_address: dict[int, Tensor] = {}
-    for lookup, flat in zip(lookups, flats, strict=True):
-        for table, view in enumerate(lookup.module.split_embedding_weights()):
-            by_address[view.data_ptr()] = lookup.view_of(flat, table)
-    result: dict[str, ShardedTensor | Tensor] = {}
-    for collection in collections:
-        for key, weight in collection.state_dict().items():
-            if isinstance(weight, ShardedTensor):
-                held = [each.tensor for each in weight.local_shards()]
-                # Without rows a shard has no address of its own.
-                none = [each.to(dtype)[:, : 1 if per_row else None] for each in held]
-                parts = [by_address[each.data_ptr()] if len(each) else none[n] for n, each in enumerate(held)]
-                result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
-            elif weight.data_ptr() in by_address:
-                result[key.split(".")[-2]] = by_address[weight.data_ptr()]
-    return result
-
-
-def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
-    """A sharded tensor cut like a weight, of its width or of one column for each of its column shards."""
-    whole = weight.metadata()
-    columns = sorted({each.shard_offsets[1] for each in whole.shards_metadata})
-
-    def narrow(shard: ShardMetadata) -> ShardMetadata:
-        if not per_row:
-            return shard
-        place = [shard.shard_offsets[0], columns.index(shard.shard_offsets[1])]
-        return replace(shard, shard_offsets=place, shard_sizes=[shard.shard_sizes[0], 1])
-
-    metadata = ShardedTensorMetadata(
-        shards_metadata=[narrow(each) for each in whole.shards_metadata],
-        size=torch.Size([whole.size[0], len(columns)]) if per_row else whole.size,
-        tensor_properties=replace(whole.tensor_properties, dtype=dtype),
-    )
-    shards = [Shard(part, narrow(each.metadata)) for part, each in zip(parts, weight.local_shards(), strict=True)]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, metadata, process_group=weight._process_group
-    )
 
 
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)

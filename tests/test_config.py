@@ -41,7 +41,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("batch_size = 5", "unknown key batch_size (= 5); did you mean train.batch_size?"),
         ("[train]\nl2 = 0.1", "unknown key train.l2 (= 0.1); did you mean optimizer.l2?"),
         ("[model]\nseed = 1", "unknown key model.seed (= 1); did you mean prepare.seed or train.seed?"),
-        ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: plan"),
+        ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: plan, tables"),
         ("train = 5", "train = 5 must be a section"),
         ('[train]\nbatch_size = "8K"', "train.batch_size = '8K': input should be a valid integer"),
         ("[train]\nbatch_size = 1.5", "train.batch_size = 1.5: input should be a valid integer"),
@@ -67,7 +67,8 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[clip]\nr = 0.0", "clip.r must be > 0"),
         ("[clip]\nbound = 1.0", "clip.bound = 1.0 has no meaning for clip.rule = 'cowclip'; it takes r, zeta"),
         ('[clip]\nrule = "cow_clip"', "clip.rule = 'cow_clip' is not known; did you mean 'cowclip'?"),
-        ('[sharding]\nplan = "column_wise"', "sharding.plan = 'column_wise': input should be"),
+        ('[sharding]\nplan = "grid"', "sharding.plan = 'grid': input should be"),
+        ('[sharding.tables]\nC3 = "rows"', "sharding.tables.C3 = 'rows': input should be"),
         ("[prepare]\nmin_count = 0", "[prepare] min_count must be at least 1, got 0"),
         ("[train\nseed = 1", "is not TOML"),
     ],
@@ -135,7 +136,11 @@ run_configs = st.builds(
         adam_epsilon=st.sampled_from(["torch", "keras"]),
     ),
     clip=st.builds(ClipConfig, r=st.none() | st.floats(1e-9, 1e9), zeta=st.none() | st.floats(0, 1e9)),
-    sharding=st.builds(ShardingConfig, plan=st.sampled_from(["table_wise", "row_wise"])),
+    sharding=st.builds(
+        ShardingConfig,
+        plan=st.sampled_from(["auto", "row_wise"]),
+        tables=st.dictionaries(st.text("abC.", min_size=1), st.sampled_from(["table_wise", "data_parallel"])),
+    ),
 )
 
 

@@ -27,10 +27,10 @@ from cowrec.sparse_opt import AdamConfig, ClipRule, EmbeddingAdam, NoClip, Refer
 from cowrec.sparse_opt.adam_formula import adam_scalars
 from cowrec.sparse_opt.dense_adam import dense_adam_
 from cowrec.trainer.assembly import TrainTask, dense_parameters
-from cowrec.trainer.config import OptimizerConfig
+from cowrec.trainer.config import OptimizerConfig, RunConfig, ShardingConfig
 from cowrec.trainer.processes import Process
 from cowrec.trainer.schedule import DenseAdam
-from cowrec.trainer.tables import sharding_plan
+from cowrec.trainer.sharding import sharding_plan
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
 from sharded_case import process_group
 
@@ -229,7 +229,7 @@ def _sharded(task: TrainTask, process: Process) -> DistributedModelParallel:
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=sharding_plan(task, "row_wise", process, sharder),
+        plan=sharding_plan(task, RunConfig(sharding=ShardingConfig("row_wise")), process, sharder),
         sharders=[sharder],
     )
 

@@ -14,8 +14,8 @@ from cowrec.sparse_opt.lookups import (
     find_lookups,
     lookups_of_ranks,
     partly_spread_tables,
-    sharded_like_weights,
 )
+from cowrec.sparse_opt.row_state import sharded_like_weights
 from sharded_case import Case, process_group, sharded_model
 
 

@@ -3,19 +3,25 @@
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import trainer_cases
-from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data, newest_progress, train_case
+from trainer_cases import (
+    ENVIRONMENT,
+    UNWEIGHTED,
+    checkpoint,
+    config_file,
+    free_port,
+    make_data,
+    newest_progress,
+    torchrun,
+    train_case,
+    train_in_processes,
+)
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
 FUSED = ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]  # with L2
 
@@ -29,13 +35,6 @@ CASES = {
     "fused/row_wise": ("single", [*FUSED, "sharding.plan=row_wise"]),
     "one_test_row/row_wise": ("one_test_row", ["sharding.plan=row_wise", "train.epochs=1"]),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     double = [case(name, *what, 2) for name, what in CASES.items()]
     # Again into a folder that holds a run; on a port of its own, whose store has nobody's leftovers.
     double.append({**double[0], "port": free_port()})
-    (folder / "cases.json").write_text(json.dumps(double))
-    script = str(Path(trainer_cases.__file__))
-    launch = [*TORCHRUN, script, str(folder / "cases.json")]
-    with subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as running:
-        try:
-            _, errors = running.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            running.terminate()  # torchrun then ends its ranks; killed, it would leave them
-            raise
-    assert running.returncode == 0, errors
+    train_in_processes(double, folder / "cases.json", 2)
     return folder
 
 
@@ -125,7 +115,7 @@ def test_two_processes_write_one_report_and_one_log(folder: Path) -> None:
 def test_ctrl_c_ends_both_ranks_with_one_checkpoint(folder: Path) -> None:
     """The terminal sends SIGINT to every process of its group, and torchrun then sends it to the ranks once more."""
     run = folder / "stopped"
-    command = [*TORCHRUN, "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/weighted/data"]
+    command = [*torchrun(2), "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/weighted/data"]
     command += ["--run-dir", str(run), "--set", "train.epochs=100000", "--set", "train.log_every=1000000"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from cowrec.data_pipeline import PrepareConfig, prepare
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 CONFIG = """
 [data]
@@ -120,6 +124,31 @@ def train_case(case: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return "ok"
+
+
+def torchrun(processes: int) -> list[str]:
+    """The command that starts so many processes on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def train_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> None:
+    """Trains cases in one launch; the ranks' outcomes are then beside ``file``, which is made."""
+    file.write_text(json.dumps(cases))
+    launch = [*torchrun(processes), __file__, str(file)]
+    with subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            _, errors = running.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            running.terminate()  # torchrun then ends its ranks; killed, it would leave them
+            raise
+    assert running.returncode == 0, errors
 
 
 def main() -> None:

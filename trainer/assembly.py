@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.models import build_model, l2_kernels
@@ -34,7 +33,8 @@ from cowrec.sparse_opt import (
 
 from .config import RunConfig
 from .processes import Process
-from .tables import embedding_tables, fill_tables, sharding_plan
+from .sharding import sharding_plan
+from .tables import embedding_tables, fill_tables
 
 FUSED_OPTIMIZERS = {
     "adam": EmbOptimType.EXACT_SGD,  # never runs: EmbeddingAdam takes over its backward
@@ -76,7 +76,7 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     """The run's model, sharded over the process group, with seeded initial values that no sharding plan changes.
 
     Raises:
-        ValueError: an optimizer that this device does not have.
+        ValueError: an optimizer that this device does not have, or a sharding that the run does not go with.
     """
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
@@ -92,7 +92,7 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=sharding_plan(task, config.sharding.plan, process, sharder),
+        plan=sharding_plan(task, config, process, sharder),
         sharders=[sharder],
     )
     fill_tables(sharded, config.model.embedding_dim, config.optimizer.embedding_init_std, config.train.seed)
@@ -156,7 +156,7 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that the dense optimizer updates, by name: all but the tables, which are updated in their backward."""
-    return dict(in_backward_optimizer_filter(model.named_parameters()))
+    return {name: each for name, each in model.named_parameters() if ".embedding_bags." not in name}
 
 
 def derived_hyperparameters(config: RunConfig) -> Hyperparameters:

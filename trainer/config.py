@@ -195,11 +195,24 @@ class ClipConfig:
         return kind(**given)
 
 
+ShardingKind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
+
+
 @dataclass(frozen=True)
 class ShardingConfig:
-    """`[sharding]`: how tables are cut over processes; "table_wise" places whole tables, "row_wise" cuts each."""
+    """`[sharding]`: how tables are cut over processes; it changes no result.
 
-    plan: Literal["table_wise", "row_wise"] = "table_wise"
+    Attributes:
+        plan: the kind of all tables. "table_wise": a table lies whole on one process. "row_wise": its rows are cut over
+            all. "column_wise": its columns are, over as many as divide them into shards of a multiple of four.
+            "table_row_wise": its rows are cut over the processes of one machine. "data_parallel": every process holds
+            all of it, for small tables. "auto": on CUDA what TorchRec's planner chooses; on CPU row-wise for a table of
+            more than half of a process's share of all bytes, else table-wise.
+        tables: the kind of single tables, by the name of their field; goes before the plan.
+    """
+
+    plan: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"] = "auto"
+    tables: dict[str, ShardingKind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from .run_dir import (
     write_report,
 )
 from .schedule import DenseAdam
+from .sharding_report import describe_sharding, save_sharding, sharding_table
 from .stopping import Interrupted, LossWatch, NonFiniteLoss, StopRequest, stop_requests
 
 
@@ -65,6 +66,7 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
         with alone_in(run_dir, process):
             on_first(process, check_folder)  # again, for nobody else can fill it now
             on_first(process, lambda: create_run_dir(run_dir, config, describe(config)))
+            on_first(process, lambda: save_sharding(run_dir, run.sharding))
             report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
             on_first(process, lambda: write_report(run_dir, report))
         return report
@@ -78,6 +80,7 @@ class _Run:
         self.train_reader, self.test_reader = training_readers(config, Path(config.data.dir), process)
         self.schema = self.train_reader.schema
         self.model = build_sharded(config, self.schema, process)
+        self.sharding = describe_sharding(self.model)
         self.embedding_optimizer = embedding_optimizer(config, self.schema, self.model)
         self.clip_watch: ClipWatch | None = None
         if self.embedding_optimizer is not None and config.clip.rule != "none":
@@ -216,6 +219,7 @@ class _Run:
             f"batch {self.config.train.batch_size} ({len(self.train_reader)} steps an epoch), "
             f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: "
             f"embedding lr {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}"
+            + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
     def say(self, text: str) -> None:

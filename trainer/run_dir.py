@@ -33,7 +33,7 @@ _MAY_CHANGE = {
     "data": ("dir", "resident"),
     "train": ("epochs", "device", "eval_batch_size", "log_every"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
-    "sharding": ("plan",),
+    "sharding": ("plan", "tables"),
 }
 """What a resumed run may do otherwise: it changes neither the steps taken nor what they mean."""
 

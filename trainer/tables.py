@@ -1,21 +1,15 @@
-"""Embedding tables of a run: their sizes, how they are cut over processes, and their initial values."""
+"""Embedding tables of a run: their sizes and their initial values."""
 
 import hashlib
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from cowrec.data_pipeline import Schema
 from cowrec.models import physical_dim
-
-from .processes import Process
 
 
 def embedding_tables(schema: Schema, embedding_dim: int) -> list[EmbeddingBagConfig]:
@@ -33,51 +27,28 @@ def embedding_tables(schema: Schema, embedding_dim: int) -> list[EmbeddingBagCon
     ]
 
 
-def sharding_plan(
-    model: nn.Module, kind: str, process: Process, sharder: EmbeddingBagCollectionSharder
-) -> ShardingPlan:
-    """Row-wise: every table over all ranks. Table-wise: whole tables, the largest first to the emptiest rank."""
-    plans = {}
-    load = [0] * process.world_size
-    for path, module in model.named_modules():
-        if not isinstance(module, EmbeddingBagCollection):
-            continue
-        kinds: dict[str, Any] = {}
-        for table in sorted(module.embedding_bag_configs(), key=lambda each: -each.num_embeddings):
-            if kind == "row_wise":
-                kinds[table.name] = row_wise(compute_kernel="fused")
-            else:
-                rank = load.index(min(load))
-                load[rank] += table.num_embeddings
-                kinds[table.name] = table_wise(rank=rank, compute_kernel="fused")
-        plans[path] = construct_module_sharding_plan(
-            module,
-            kinds,
-            sharder=sharder,
-            local_size=process.local_world_size,
-            world_size=process.world_size,
-            device_type=process.device.type,
-        )
-    return ShardingPlan(plan=plans)
-
-
 def fill_tables(model: nn.Module, embedding_dim: int, std: float, seed: int) -> None:
     """Initial values N(0, std) in the embedding columns and 0 in the others.
 
     A block of rows is drawn from (seed, table, block), so that a row's values do not depend on who holds it.
     """
     for key, value in model.state_dict().items():
+        if ".embedding_bags." not in key:
+            continue
+        shards: list[tuple[Tensor, Sequence[int]]] = [(value.detach(), (0, 0))]  # data-parallel
         if isinstance(value, ShardedTensor):
-            for shard in value.local_shards():
-                table = key.split(".")[-2]
-                _fill_shard(shard.tensor, shard.metadata.shard_offsets[0], table, embedding_dim, std, seed)
+            shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
+        for part, place in shards:
+            _fill_shard(part, place, key.split(".")[-2], embedding_dim, std, seed)
 
 
 _BLOCK_ROWS = 1 << 12
 
 
-def _fill_shard(rows: Tensor, first: int, table: str, embedding_dim: int, std: float, seed: int) -> None:
+def _fill_shard(rows: Tensor, place: Sequence[int], table: str, embedding_dim: int, std: float, seed: int) -> None:
+    """Fills a table's part whose first row and column are ``place``."""
     rows.zero_()
+    first, first_column = place
     end = first + len(rows)
     generator = torch.Generator()
     for block in range(first // _BLOCK_ROWS, -(-end // _BLOCK_ROWS)):
@@ -87,4 +58,5 @@ def _fill_shard(rows: Tensor, first: int, table: str, embedding_dim: int, std: f
         values = torch.randn(_BLOCK_ROWS, embedding_dim, generator=generator).mul_(std)
         start = block * _BLOCK_ROWS
         low, high = max(start, first), min(start + _BLOCK_ROWS, end)
-        rows[low - first : high - first, :embedding_dim] = values[low - start : high - start]
+        own = values[low - start : high - start, first_column : first_column + rows.shape[1]]
+        rows[low - first : high - first, : own.shape[1]] = own

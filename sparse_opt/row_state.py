@@ -1,0 +1,72 @@
+"""State of embedding rows as sharded tensors, cut over the processes as the weights are, for checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+from .lookups import Lookup
+
+
+def sharded_like_weights(
+    collections: Sequence[ShardedEmbeddingBagCollection],
+    lookups: Sequence[Lookup],
+    flats: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    per_row: bool = False,
+) -> dict[str, ShardedTensor | Tensor]:
+    """State of the rows as sharded tensors, cut over the processes just as the weights are, or whole as they are.
+
+    Args:
+        collections: all of a model; a rank may hold no lookup of some.
+        lookups: every lookup of them on this rank.
+        flats: for each of them a flat tensor as :meth:`Lookup.view_of` takes it; the result shares its memory.
+        dtype: of the flat tensors.
+        per_row: whether they hold one value a row.
+
+    Returns:
+        One tensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
+    """
+    by_address: dict[int, Tensor] = {}
+    for lookup, flat in zip(lookups, flats, strict=True):
+        for table, view in enumerate(lookup.module.split_embedding_weights()):
+            by_address[view.data_ptr()] = lookup.view_of(flat, table)
+    result: dict[str, ShardedTensor | Tensor] = {}
+    for collection in collections:
+        for key, weight in collection.state_dict().items():
+            if isinstance(weight, ShardedTensor):
+                held = [each.tensor for each in weight.local_shards()]
+                # Without rows a shard has no address of its own.
+                none = [each.to(dtype)[:, : 1 if per_row else None] for each in held]
+                parts = [by_address[each.data_ptr()] if len(each) else none[n] for n, each in enumerate(held)]
+                result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
+            elif weight.data_ptr() in by_address:
+                result[key.split(".")[-2]] = by_address[weight.data_ptr()]
+    return result
+
+
+def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
+    """A sharded tensor cut like a weight, of its width or of one column for each of its column shards."""
+    whole = weight.metadata()
+    columns = sorted({each.shard_offsets[1] for each in whole.shards_metadata})
+
+    def narrow(shard: ShardMetadata) -> ShardMetadata:
+        if not per_row:
+            return shard
+        place = [shard.shard_offsets[0], columns.index(shard.shard_offsets[1])]
+        return replace(shard, shard_offsets=place, shard_sizes=[shard.shard_sizes[0], 1])
+
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[narrow(each) for each in whole.shards_metadata],
+        size=torch.Size([whole.size[0], len(columns)]) if per_row else whole.size,
+        tensor_properties=replace(whole.tensor_properties, dtype=dtype),
+    )
+    shards = [Shard(part, narrow(each.metadata)) for part, each in zip(parts, weight.local_shards(), strict=True)]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=weight._process_group
+    )
