@@ -27,7 +27,9 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class TableStats:
-    """How often a table's rows were clipped, for the rows that this process holds, or whose first columns it holds.
+    """How often a table's rows were clipped, for the rows whose first columns this process holds.
+
+    Those of a table that every process holds are the first one's.
 
     Attributes:
         rows: rows updated since attaching; a row counts once in each step that has its id.
@@ -85,6 +87,7 @@ class LookupRows:
         self.scope = rule.scope
         self.adds_up_norms = {"row": False, "field": lookup.is_split, "global": lookup.num_ranks > 1}[rule.scope]
         self.gathers_rows = lookup.is_replicated and lookup.num_ranks > 1
+        self._is_copy = lookup.is_replicated and dist.get_rank(lookup.process_group) > 0
         dims = [shard.embedding_dim for shard in lookup.shards]
         of_rows = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in lookup.shards]
         self.clip_columns = [
@@ -241,7 +244,7 @@ class LookupRows:
         return {
             shard.name: TableStats(seen[t], clipped[t] / max(seen[t], 1), ratios[tables == t].median().item())
             for t, shard in enumerate(self.lookup.shards)
-            if shard.first_column == 0  # each row once, whatever holds its other columns
+            if shard.first_column == 0 and not self._is_copy  # each row once, whoever else holds it or its columns
         }
 
     def _record_compiled(self, ratios: np.ndarray, used: np.ndarray, begins: np.ndarray) -> None:

@@ -42,6 +42,12 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32: DataType.FP32, torch.float16: DataType.FP16, torch.bfloat16: DataType.BF16}
 
 
+def of_table(listed: str, table: int) -> str:
+    """The table's word of those between commas, over and over."""
+    words = listed.split(",")
+    return words[table % len(words)]
+
+
 @dataclass(frozen=True)
 class Case:
     """Tables f -> (rows, features) of one width; bags of each feature for each step and sample."""
@@ -54,8 +60,8 @@ class Case:
     steps: int = 3
     max_ids: int = 4  # per bag; 0 ids happen too
     weighted: bool = False
-    pooling: str = "sum"
-    sharding: str = "table_wise"  # or one for each table, with commas between
+    pooling: str = "sum"  # or one for each table, with commas between; so is sharding
+    sharding: str = "table_wise"
     optimizer: str = "sgd"
     lr: float = 0.1
     weight_scale: float = 0.05
@@ -65,6 +71,9 @@ class Case:
     @property
     def keys(self) -> list[str]:
         return [name for names in self.features for name in names]
+
+    def pooling_of(self, table: int) -> str:
+        return of_table(self.pooling, table)
 
     def draw(self) -> dict[str, Any]:
         """Initial tables, and for each step the bags [feature][sample] -> (ids, weights) and the output gradients."""
@@ -98,7 +107,7 @@ def row_gradients(case: Case, bags: dict, targets: dict, table: int) -> tuple[np
         for sample, (ids, weights) in enumerate(bags[name]):
             for i, weight in zip(ids, weights, strict=True):
                 factor = float(weight) if case.weighted else 1.0
-                if case.pooling == "mean":
+                if case.pooling_of(table) == "mean":
                     factor /= len(ids)
                 grads[i] += factor * targets[name][sample].astype(np.float64) / case.batch
                 counts[i] += 1
@@ -138,7 +147,7 @@ def sharded_model(
             num_embeddings=case.rows[t],
             embedding_dim=case.dim,
             feature_names=list(case.features[t]),
-            pooling=PoolingType(case.pooling.upper()),
+            pooling=PoolingType(case.pooling_of(t).upper()),
             data_type=DTYPES[dtype],
         )
         for t in range(len(case.rows))
@@ -158,8 +167,7 @@ def sharded_model(
         "table_row_wise": lambda t: table_row_wise(host_index=t % 2 if world == 4 else 0),
         "data_parallel": lambda t: data_parallel(),
     }
-    kind_of = case.sharding.split(",")
-    kinds = {f"t{t}": make_kind[kind_of[t % len(kind_of)]](t) for t in range(len(case.rows))}
+    kinds = {f"t{t}": make_kind[of_table(case.sharding, t)](t) for t in range(len(case.rows))}
     local = min(2, world)  # four processes stand for two machines
     plan = construct_module_sharding_plan(
         collection, kinds, sharder=sharder, local_size=local, world_size=world, device_type=device.type

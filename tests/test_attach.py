@@ -11,11 +11,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam, NoClip, attach_cowclip
+from cowrec.sparse_opt import (
+    AdamConfig,
+    ConstantClip,
+    CowClip,
+    EmbeddingAdam,
+    FieldClip,
+    GlobalClip,
+    NoClip,
+    attach_cowclip,
+)
 from cowrec.sparse_opt.attach import check_lookup_inputs
 from cowrec.sparse_opt.lookups import find_lookups
 from cowrec.sparse_opt.row_updates import Backward, LookupRows
@@ -280,16 +288,23 @@ class TestRefusals:
         table = EmbeddingBagConfig(name="x", embedding_dim=4, num_embeddings=5, feature_names=["f"])
         self.check("table 'x' cannot be clipped: .*is not sharded", EmbeddingBagCollection(tables=[table]))
 
-    @pytest.mark.parametrize(
-        ("sharding", "reason"),
-        [(ShardingType.COLUMN_WISE, "sharded column-wise"), (ShardingType.DATA_PARALLEL, "its compute kernel is")],
-    )
-    def test_other_shardings(self, sharding: ShardingType, reason: str) -> None:
-        model = self.model(sharding=sharding.value)
-        self.check(f"table 't.' cannot be clipped: .*{reason}.*name it in exclude", model)
+    def test_data_parallel_tables(self) -> None:
+        model = self.model(sharding="data_parallel")
+        self.check(
+            "table 't.' cannot be clipped: it is data-parallel .* EmbeddingAdam, or shard it .* in exclude", model
+        )
         attach_cowclip(model, RULE, exclude=["t0", "t1", "t2"]).remove()
-        with pytest.raises(ValueError, match=reason):
-            EmbeddingAdam(model, ADAM["adam"])
+        with pytest.raises(ValueError, match="needs the norm over all tables, but 't0' is data-parallel"):
+            EmbeddingAdam(model, ADAM["adam"], GlobalClip(1.0))
+
+    def test_column_wise_tables(self) -> None:
+        model = self.model(sharding="column_wise")
+        self.check("needs the norm of the whole table 't0', which is sharded column-wise", model, FieldClip(1.0))
+        replay = AdamConfig(l2=0.3, absent_rows="replay")
+        with pytest.raises(ValueError, match=r"an absent row's L2 may exceed its limit alone .*; lower l2, shard"):
+            EmbeddingAdam(model, replay, CowClip(r=0.5))
+        EmbeddingAdam(model, replay, CowClip(r=1.0)).remove()
+        EmbeddingAdam(model, replay).remove()
 
     def test_unknown_names(self) -> None:
         self.check(

@@ -8,12 +8,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cowrec.sparse_opt.lookups import (
     all_table_names,
+    column_split_tables,
+    contrary_lookups,
     find_lookups,
+    leave_ddp,
     lookups_of_ranks,
     partly_spread_tables,
+    replicated_tables,
+    sharded_collections,
 )
 from cowrec.sparse_opt.row_state import sharded_like_weights
 from sharded_case import Case, process_group, sharded_model
@@ -68,3 +74,46 @@ def test_row_state_is_cut_like_the_weights(model: nn.Module) -> None:
         assert shard.metadata.shard_sizes == [rows, Case().dim]
         assert torch.equal(shard.tensor, lookup.view_of(state, t))
         assert shard.tensor.data_ptr() == lookup.view_of(state, t).data_ptr()
+
+
+@pytest.mark.usefixtures("model")
+def test_column_shards() -> None:
+    case = Case(sharding="column_wise,table_wise,columns_of_one_rank")
+    cut = sharded_model(case, case.draw()["tables"])
+    assert column_split_tables(cut) == {"t0": (0, 0), "t2": (0, 0)}
+    whole, split = find_lookups(cut)[0][::-1] if find_lookups(cut)[0][0].splits_columns else find_lookups(cut)[0]
+    assert [(shard.name, shard.first_column, shard.embedding_dim) for shard in split.shards] == [
+        ("t0", 0, 4),
+        ("t0", 4, 4),
+        ("t2", 0, 4),
+        ("t2", 4, 4),
+    ]
+    assert {shard.table_dim for shard in split.shards} == {8}
+    assert not split.has_like_partners
+    assert not whole.splits_columns
+    assert contrary_lookups(cut) is None
+    rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (whole, split)]
+    last = sharded_like_weights(list(sharded_collections(cut)), [whole, split], rows, torch.int32, per_row=True)
+    first, second = last["t0"].local_shards()
+    assert (first.metadata.shard_offsets, second.metadata.shard_offsets) == ([0, 0], [0, 1])
+    assert second.tensor.flatten().tolist() == list(range(40, 80))
+    assert list(last["t1"].size()) == [7, 1]
+
+
+@pytest.mark.usefixtures("model")
+def test_replicated_tables() -> None:
+    case = Case(sharding="data_parallel,table_wise,data_parallel")
+    mixed = sharded_model(case, case.draw()["tables"])
+    assert replicated_tables(mixed) == {"t0", "t2"}
+    assert [refusal.table for refusal in find_lookups(mixed)[1]] == ["t0", "t2"]
+    lookups, refusals = find_lookups(mixed, replicated=True)
+    assert not refusals
+    ((copies),) = [lookup for lookup in lookups if lookup.is_replicated]
+    assert copies.is_plain_sgd
+    assert copies.feature_table == [0, 1, 1]
+    (collection,) = sharded_collections(mixed)
+    wrapped = list(collection._lookups)
+    rejoin = leave_ddp(collection)
+    assert not any(isinstance(each, DistributedDataParallel) for each in collection._lookups)
+    rejoin()
+    assert collection._lookups == wrapped

@@ -120,7 +120,7 @@ def test_refuses(settings: dict, message: str) -> None:
 
 
 def test_l2_of_a_table_out_of_reach_is_refused_even_if_it_is_excluded() -> None:
-    case = Case(sharding="column_wise")
+    case = Case(sharding="data_parallel")
     model = sharded_model(case, case.draw()["tables"])
-    with pytest.raises(ValueError, match=r"'t.' cannot be clipped: it is sharded column-wise .* L2 or the"):
+    with pytest.raises(ValueError, match=r"'t.' cannot be clipped: it is data-parallel .* L2 or the"):
         attach_cowclip(model, CowClip(), exclude=["t0", "t1", "t2"], single_id_bags=True, l2=0.1)

@@ -1,4 +1,4 @@
-"""Sharding as the trainer offers it: four processes under any plan train what one does, and what is told and refused."""
+"""Sharding as the trainer offers it: four processes under any plan train what one does; what is told and refused."""
 
 import json
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from cowrec.trainer.sharding_report import sharding_table
 from trainer_cases import checkpoint, config_file, free_port, make_data, train_case, train_in_processes
 
 MIXED = 'sharding.tables={city = "column_wise", tags = "data_parallel", history = "row_wise"}'
+LAZY = ["optimizer.absent_rows=lazy"]
 ADAGRAD = ["optimizer.embedding=adagrad"]
 
 # name -> (data set, --set). A name's part before "/" is the run of one process that it must equal.
@@ -22,7 +23,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "adam/auto": ("weighted", []),
     "adam/mixed": ("weighted", [MIXED]),
     "adam/column_wise": ("weighted", ["sharding.plan=column_wise"]),
-    "adam/data_parallel": ("weighted", ["sharding.plan=data_parallel"]),
+    "lazy/mixed": ("weighted", [*LAZY, MIXED]),
+    "lazy/data_parallel": ("weighted", [*LAZY, "sharding.plan=data_parallel"]),
     "adagrad/column_wise": ("single", [*ADAGRAD, "sharding.plan=column_wise"]),
     "adagrad/table_row_wise": ("single", [*ADAGRAD, "sharding.plan=table_row_wise"]),
 }
@@ -42,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {**places, "set": list(overrides), "port": free_port()}
 
     assert train_case(case("runs1/adam", "weighted", [])) == "ok"
+    assert train_case(case("runs1/lazy", "weighted", LAZY)) == "ok"
     assert train_case(case("runs1/adagrad", "single", ADAGRAD)) == "ok"
     four = [case(f"runs4/{name.replace('/', '_')}", *what) for name, what in CASES.items()]
     refused = case("runs4/refused", "single", ['sharding.tables={citty = "row_wise"}'])
@@ -57,14 +60,14 @@ def test_four_processes_train_what_one_does(folder: Path, name: str) -> None:
     assert [report["world_size"] for report in reports] == [1, 4]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
         assert first == pytest.approx(second, abs=1e-6)
+    if name == "adam/mixed":
+        return  # its checkpoint has rows of data-parallel tables up to date, which others' leave behind
     for part in ("model", "embedding_optimizer"):
         expected, got = (checkpoint(run)[part] for run in (one, four))
         assert expected.keys() == got.keys()
         for key, value in expected.items():
             if torch.is_tensor(value) and value.is_floating_point():
-                torch.testing.assert_close(
-                    got[key], value, rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
-                )
+                torch.testing.assert_close(got[key], value, rtol=0, atol=1e-6, msg=f"{key} of {name}")
 
 
 def test_rows_are_counted_once_by_the_statistics(folder: Path) -> None:
@@ -79,12 +82,7 @@ def test_rows_are_counted_once_by_the_statistics(folder: Path) -> None:
 def test_the_plan_is_saved(folder: Path) -> None:
     saved = json.loads((folder / "runs4" / "adam_mixed" / "sharding.json").read_text())
     kinds = {name: table["kind"] for name, table in saved["tables"].items()}
-    assert kinds == {
-        "price": "table_wise",
-        "city": "column_wise",
-        "tags": "data_parallel",
-        "history": "row_wise",
-    }
+    assert kinds == {"city": "column_wise", "tags": "data_parallel", "history": "row_wise"}
     of_rank = [0] * 4
     for table in saved["tables"].values():
         copies = 4 if table["kind"] == "data_parallel" else 1
@@ -94,7 +92,7 @@ def test_the_plan_is_saved(folder: Path) -> None:
     assert saved["bytes_of_rank"] == of_rank
     text = sharding_table(saved | {"tables": saved["tables"] | {"x": saved["tables"]["tags"]}})
     assert "data_parallel    0-3" in text
-    assert text.count("\n") == 6
+    assert text.count("\n") == 5
 
 
 def test_an_unknown_table_stops_all_processes(folder: Path) -> None:

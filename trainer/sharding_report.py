@@ -50,9 +50,8 @@ def sharding_table(description: Mapping[str, Any]) -> str:
     lines = [("table", "kind", "ranks", "rows", "columns", "MiB a rank")]
     for name, table in tables[:_MOST_LINES]:
         held = table["bytes_of_rank"]
-        lines.append(
-            (name, table["kind"], _ranks(list(held)), f"{table['rows']:,}", str(table["columns"]), _mib(held.values()))
-        )
+        ranks = _ranks([int(rank) for rank in held])
+        lines.append((name, table["kind"], ranks, f"{table['rows']:,}", str(table["columns"]), _mib(held.values())))
     text = aligned(lines)
     if len(tables) > _MOST_LINES:
         text += f"\n... and {len(tables) - _MOST_LINES} smaller tables"
