@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from cowrec.trainer.assembly import fused_params
 from cowrec.trainer.config import OptimizerConfig, RunConfig, ShardingConfig
 from cowrec.trainer.processes import Process
-from cowrec.trainer.sharding import chosen_kinds
+from cowrec.trainer.sharding import chosen_kinds, sharding_plan
 from cowrec.trainer.sharding_report import sharding_table
+from sharded_case import process_group
 from trainer_cases import checkpoint, config_file, free_port, make_data, train_case, train_in_processes
 
 MIXED = 'sharding.tables={city = "column_wise", tags = "data_parallel", history = "row_wise"}'
@@ -28,6 +33,11 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "adagrad/column_wise": ("single", [*ADAGRAD, "sharding.plan=column_wise"]),
     "adagrad/table_row_wise": ("single", [*ADAGRAD, "sharding.plan=table_row_wise"]),
 }
+HALVES = {
+    "adam_half": ("weighted", ['sharding.tables={tags = "data_parallel", history = "row_wise"}', "train.epochs=1"]),
+    "lazy_half": ("weighted", [*LAZY, "sharding.plan=column_wise", "train.epochs=1"]),
+}
+"""Runs of one epoch under a plan, for another to go on with."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert train_case(case("runs1/adagrad", "single", ADAGRAD)) == "ok"
     four = [case(f"runs4/{name.replace('/', '_')}", *what) for name, what in CASES.items()]
     refused = case("runs4/refused", "single", ['sharding.tables={citty = "row_wise"}'])
-    train_in_processes([*four, refused], folder / "cases.json", 4)
+    halves = [case(f"runs4/{name}", *what) for name, what in HALVES.items()]
+    train_in_processes([*four, refused, *halves], folder / "cases.json", 4)
+    for name, (data, overrides) in HALVES.items():
+        goes_on = [*overrides, "sharding.plan=table_wise", "sharding.tables={}", "train.epochs=2"]
+        assert train_case(case(f"runs4/{name}", data, goes_on) | {"resume": True}) == "ok"
     return folder
 
 
@@ -68,6 +82,13 @@ def test_four_processes_train_what_one_does(folder: Path, name: str) -> None:
         for key, value in expected.items():
             if torch.is_tensor(value) and value.is_floating_point():
                 torch.testing.assert_close(got[key], value, rtol=0, atol=1e-6, msg=f"{key} of {name}")
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_run_goes_on_in_one_process_under_another_plan(folder: Path, name: str) -> None:
+    runs = folder / "runs1" / name.split("_")[0], folder / "runs4" / name
+    for first, second in zip(*(json.loads((run / "report.json").read_text())["epochs"] for run in runs), strict=True):
+        assert first == pytest.approx(second, abs=1e-6)
 
 
 def test_rows_are_counted_once_by_the_statistics(folder: Path) -> None:
@@ -97,8 +118,9 @@ def test_the_plan_is_saved(folder: Path) -> None:
 
 def test_an_unknown_table_stops_all_processes(folder: Path) -> None:
     for rank in range(4):
-        *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
-        assert good == ["ok"] * len(CASES)
+        outcomes = json.loads((folder / f"cases.rank{rank}").read_text())
+        refused = outcomes.pop(len(CASES))
+        assert outcomes == ["ok"] * (len(CASES) + len(HALVES))
         assert "sharding.tables names 'citty', which is no sparse field; did you mean 'city'?" in refused
     assert not (folder / "runs4" / "refused").exists()
 
@@ -133,6 +155,22 @@ def test_auto_cuts_the_tables_that_weigh_most() -> None:
     assert chosen_kinds(auto, tables([5]), processes(4)) == {"t0": "table_wise"}
     assert set(chosen_kinds(auto, tables([1000, 10], mean=[0]), processes(4)).values()) == {"table_wise"}
     assert chosen_kinds(run_of("auto", t0="column_wise"), tables([1000, 10]), processes(4))["t0"] == "column_wise"
+
+
+def test_torchrecs_planner_chooses_what_can_be_clipped(tmp_path: Path) -> None:
+    """It computes on a machine without a GPU, too, for the sixteen GPUs of two others."""
+    process = Process(0, 16, 8, True, torch.device("cuda", 0))
+    config = run_of("auto", t1="row_wise", t2="data_parallel")
+    collection = EmbeddingBagCollection(tables([20_000_000, 500_000, 1000, 30]), device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
+    with process_group(0, 1, str(tmp_path)):
+        plan = sharding_plan(nn.ModuleDict({"ebc": collection}), config, process, sharder).plan["ebc"]
+    assert {name: table.compute_kernel for name, table in plan.items()} == {
+        **dict.fromkeys(("t0", "t1", "t3"), "fused"),
+        "t2": "dense",
+    }
+    assert (plan["t1"].sharding_type, plan["t2"].sharding_type) == ("row_wise", "data_parallel")
+    assert {plan["t0"].sharding_type, plan["t3"].sharding_type} <= {"table_wise", "row_wise", "table_row_wise"}
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -218,12 +219,27 @@ def _planned(
             world_size=process.world_size,
             local_world_size=process.local_world_size,
             compute_device=process.device.type,
+            hbm_cap=_memory_for_weights(config, process),
         ),
         batch_size=-(-config.train.batch_size // process.world_size),
         constraints=constraints,
     )
     assert dist.group.WORLD is not None
-    return planner.collective_plan(model, [sharder], dist.group.WORLD)
+    try:
+        return planner.collective_plan(model, [sharder], dist.group.WORLD)
+    except PlannerError as error:
+        raise ValueError(
+            f"TorchRec's planner finds no place for the tables on {process.world_size} processes"
+            f" ({str(error).strip().partition(chr(10))[0]}); train on more, or name the kinds in [sharding]"
+        ) from error
+
+
+def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
+    """The planner knows what FBGEMM's optimizers keep, but not EmbeddingAdam's two moments for each weight."""
+    if not torch.cuda.is_available():
+        return None
+    memory = torch.cuda.get_device_properties(process.device).total_memory
+    return memory // 3 if config.optimizer.embedding == "adam" else memory
 
 
 def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
