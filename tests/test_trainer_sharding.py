@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     four = [case(f"runs4/{name.replace('/', '_')}", *what) for name, what in CASES.items()]
     refused = case("runs4/refused", "single", ['sharding.tables={citty = "row_wise"}'])
     halves = [case(f"runs4/{name}", *what) for name, what in HALVES.items()]
-    train_in_processes([*four, refused, *halves], folder / "cases.json", 4)
+    train_in_processes([*four, *halves, refused], folder / "cases.json", 4)
     for name, (data, overrides) in HALVES.items():
         goes_on = [*overrides, "sharding.plan=table_wise", "sharding.tables={}", "train.epochs=2"]
         assert train_case(case(f"runs4/{name}", data, goes_on) | {"resume": True}) == "ok"
@@ -118,9 +118,8 @@ def test_the_plan_is_saved(folder: Path) -> None:
 
 def test_an_unknown_table_stops_all_processes(folder: Path) -> None:
     for rank in range(4):
-        outcomes = json.loads((folder / f"cases.rank{rank}").read_text())
-        refused = outcomes.pop(len(CASES))
-        assert outcomes == ["ok"] * (len(CASES) + len(HALVES))
+        *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
+        assert good == ["ok"] * (len(CASES) + len(HALVES))
         assert "sharding.tables names 'citty', which is no sparse field; did you mean 'city'?" in refused
     assert not (folder / "runs4" / "refused").exists()
 
