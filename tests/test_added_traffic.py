@@ -1,4 +1,7 @@
-"""What the clip adds to the communication: nothing, but for column shards and data-parallel tables; in bytes."""
+"""What the clip adds to the communication: nothing, but for column shards and data-parallel tables; in bytes.
+
+The two processes also look column shards up in several lookups, which must not leave them waiting for each other.
+"""
 
 import json
 import tempfile
@@ -16,7 +19,7 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from sharded_case import Case, process_group, sharded_model, states_in_processes, train_step
+from sharded_case import Case, gather_tables, process_group, sharded_model, train_step
 
 CASE = Case(steps=1, max_ids=3)
 
@@ -71,9 +74,27 @@ def _measure(rank: int, folder: str) -> None:
             with Traffic() as traffic:
                 train_step(case, model, bags, targets, rank * 16, rank * 16 + 16)
             found[name] = dict(traffic.given)
+        _look_up_apart(rank)
         if rank == 0:
             (Path(folder) / "traffic.json").write_text(json.dumps(found))
         dist.barrier()
+
+
+def _look_up_apart(rank: int) -> None:
+    """Refused where rank 0 looks the sums 0 and 2 up first, but rank 1, which has no column of table 0, the mean 1."""
+    apart = replace(CASE, pooling="sum,mean,sum")
+    drawn = apart.draw()
+    contrary = replace(apart, sharding="columns_of_one_rank,column_wise,column_wise")
+    with pytest.raises(ValueError, match="'t1' and 't2' are sharded column-wise and looked up apart, on some ranks in"):
+        clip(sharded_model(contrary, drawn["tables"]))
+    tables = []
+    for sharding in ("table_wise", "column_wise"):
+        model = sharded_model(replace(apart, sharding=sharding), drawn["tables"])
+        clip(model)
+        train_step(apart, model, *drawn["steps"][0], rank * 16, rank * 16 + 16)
+        tables.append(gather_tables(apart, model))
+    for got, expected in zip(*tables, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.fixture(scope="module")
@@ -115,23 +136,3 @@ def test_data_parallel_tables_exchange_their_touched_rows(traffic: dict[str, Cou
     given = traffic["data-parallel, clipped"]
     assert {key: size for key, size in given.items() if key != "allgather_"} == {}
     assert given["allgather_"] == 8 + max(touched) * (3 + CASE.dim) * 8 < 4 * sum(CASE.rows) * CASE.dim
-
-
-def clip_case(model: torch.nn.Module, case: Case) -> object:
-    return clip(model)
-
-
-def refuse(model: torch.nn.Module, case: Case) -> None:
-    with pytest.raises(ValueError, match="'t1' and 't2' are sharded column-wise and looked up apart, on some ranks in"):
-        clip(model)
-
-
-def test_lookups_apart_are_refused_where_ranks_would_wait_for_each_other() -> None:
-    """Rank 0 looks the sums 0 and 2 up first, rank 1, which has no column of table 0, the mean 1."""
-    contrary = replace(CASE, pooling="sum,mean,sum", sharding="columns_of_one_rank,column_wise,column_wise")
-    alike = replace(CASE, pooling="sum,mean,sum", sharding="column_wise")
-    whole = replace(alike, sharding="table_wise")
-    jobs = [(contrary, refuse), (alike, clip_case), (whole, clip_case)]
-    _, got, expected = states_in_processes(jobs, 2)
-    for key, value in expected.items():
-        np.testing.assert_array_equal(got[key], value)

@@ -40,6 +40,16 @@ def test_equals_plain_loops(kind: str, optimizer: str) -> None:
     assert_follows_loops(case, gather_tables(case, model))
 
 
+@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel"])
+def test_other_plans_equal_plain_loops(sharding: str) -> None:
+    case = case_of("weights", "adam", sharding=sharding)
+    model = sharded_model(case, case.draw()["tables"], device=CUDA)
+    attach(model, case)
+    for bags, targets in case.draw()["steps"]:
+        train_step(case, model, bags, targets, 0, case.batch)
+    assert_follows_loops(case, gather_tables(case, model))
+
+
 def test_embedding_adam_means_what_fbgemms_adam_means() -> None:
     """Touched rows only, bias correction by step, the same place of epsilon."""
     case = replace(case_of("weights", "fbgemm_adam", steps=5), lr=1e-2)
