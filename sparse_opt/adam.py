@@ -20,8 +20,9 @@ from . import cpu_kernels
 from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
-from .dense_adam import dense_adam_, exact_root, row_squares
-from .lookups import leave_ddp, sharded_collections
+from .column_shards import take_from_first_shards
+from .dense_adam import dense_adam_, dense_gradient, exact_root, row_squares
+from .lookups import column_split_tables, leave_ddp, sharded_collections
 from .replay import Replay, StepHistory
 from .row_gradients import RowGradients
 from .row_state import sharded_like_weights
@@ -83,6 +84,7 @@ class EmbeddingAdam:
         self._tables = [_LookupAdam(each, self) for each in rows]
         self._by_rows = {tables.rows: tables for tables in self._tables}
         self._collections = list(sharded_collections(model))
+        self._column_ranks = column_split_tables(model)
         self._rejoin_ddp = [leave_ddp(collection) for collection in self._collections]
         self._handle: LookupsHandle = hook_lookups(rows, self._replace_backward, needs_id_weights=False)
         self._raw = False
@@ -114,11 +116,7 @@ class EmbeddingAdam:
         """Within it the model's ``state_dict()`` has the rows as they lie in memory, some of them behind.
 
         For checkpoints, which hold this optimizer's state too (it says how far each row is), and for loading them.
-        Replicated rows are not behind: ranks need not be equally far, and a checkpoint may take either's.
         """
-        for tables in self._tables:
-            if tables.replay and tables.rows.lookup.is_replicated:
-                tables.replay.bring_all_current(tables.step)
         self._raw = True
         try:
             yield
@@ -128,12 +126,18 @@ class EmbeddingAdam:
     def state_dict(self) -> dict[str, Any]:
         """Moments ``<table>.exp_avg`` and ``<table>.exp_avg_sq``, sharded as the weights are, and the number of steps.
 
-        Under "replay" also ``<table>.last_step``, int32 [rows, column shards] (see :class:`Replay`), and the steps'
-        ``lrs``, float64 [steps]. The tensors share the optimizer's memory. All ranks must call together.
+        Under "replay" also ``<table>.last_step``, int32 [rows, 1] (see :class:`Replay`), and the steps' ``lrs``,
+        float64 [steps]. Rows of column-wise and data-parallel tables are then brought up to date first, because their
+        parts or copies need not be equally far. The tensors share the optimizer's memory. All ranks must call together.
 
         Raises:
             ValueError: under "replay", lookups that have not taken the same steps.
         """
+        for replay, step in self._unequal_replays():
+            replay.flush(step)
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         lookups = [tables.rows.lookup for tables in self._tables]
         steps, lrs = self._agreed_steps()
         state: dict[str, Any] = {"step": torch.tensor(steps)}
@@ -164,21 +168,27 @@ class EmbeddingAdam:
         Raises:
             ValueError: a table or moment is missing.
         """
-        own = self.state_dict()
+        own = self._state()
         missing = sorted(own.keys() - state.keys())
         if missing:
             raise ValueError(f"the optimizer's state has no {missing[0]!r}; it is of another model or absent_rows")
-        # Cloned because it may be this optimizer's own memory, and setting the steps marks replicated rows.
-        whole = {key: state[key].clone() for key, value in own.items() if "." in key and type(value) is Tensor}
-        self.steps = int(state["step"])
         for key, value in own.items():
-            if key in whole:
-                value.copy_(whole[key])
-            elif isinstance(value, ShardedTensor):
+            if isinstance(value, ShardedTensor):
                 for mine, given in zip(value.local_shards(), state[key].local_shards(), strict=True):
                     mine.tensor.copy_(given.tensor)
+            elif "." in key:
+                value.copy_(state[key])
+        for tables in self._tables:
+            tables.step = int(state["step"])
         if "lrs" in own:
             self.history.replace(state["lrs"].numpy())
+            parts = [
+                (shard, tables.replay.last_step_of(table))
+                for tables in self._tables
+                for table, shard in enumerate(tables.rows.lookup.shards)
+                if tables.replay
+            ]
+            take_from_first_shards(self._column_ranks, parts)
 
     @property
     def steps(self) -> int:
@@ -189,10 +199,17 @@ class EmbeddingAdam:
     def steps(self, value: int) -> None:
         for tables in self._tables:
             tables.step = value
-            if tables.replay and tables.rows.lookup.is_replicated:
-                tables.replay.mark_current(value)
+        for replay, step in self._unequal_replays():
+            replay.mark_current(step)
         if self.config.absent_rows == "replay":
             self.history.replace(np.full(value, self.config.lr))
+
+    def _unequal_replays(self) -> list[tuple[Replay, int]]:
+        """Replays, with their steps, of lookups whose rows' parts or copies on other ranks may be differently far."""
+        lookups = ((tables.replay, tables.rows.lookup, tables.step) for tables in self._tables)
+        return [
+            (replay, step) for replay, each, step in lookups if replay and (each.is_replicated or each.splits_columns)
+        ]
 
     def _agreed_steps(self) -> tuple[int, Tensor]:
         """Steps taken, and their learning rates (float64 [steps]), also on ranks that hold no table and saw none."""
@@ -361,7 +378,7 @@ class _LookupAdam:
         """Weights, moments, gradient and counts of a whole table, as dense_adam_ wants them, a part at a time."""
         lookup = self.rows.lookup
         views = [lookup.view_of(flat, table) for flat in (lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)]
-        whole = (*views, *_dense_gradient(of_batch, table, lookup.weight_offsets[table], views[1]))
+        whole = (*views, *dense_gradient(of_batch, table, lookup.weight_offsets[table], views[1]))
         yield from zip(*(each.split(_ROWS_AT_ONCE) for each in whole), strict=True)
 
     def _count_clipped(self, of_batch: RowGradients, norms: list[Tensor] | None) -> None:
@@ -370,17 +387,6 @@ class _LookupAdam:
             self.rows.torch_factors(of_batch)
         else:
             self.rows.factors_of_norms(of_batch, *torch.cat(norms, dim=1)[:, of_batch.table])
-
-
-def _dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A table's gradient, float32 [V, D], and counts, int64 [V], with absent rows as dense_adam_ wants them."""
-    grad, counts = torch.zeros_like(like), torch.ones(len(like), dtype=torch.int64, device=like.device)
-    if rows:
-        here = rows.counts.real & (rows.table == table)
-        row = (rows.place[here, 0] - start) // like.shape[1]
-        grad[row] = rows.grad[here, : like.shape[1]].to(grad.dtype)
-        counts[row] = rows.counts.count[here]
-    return grad, counts
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .lookups import Lookup
+from .lookups import Lookup, TableShard
 from .row_gradients import LookupLayout, RowGradients, count_rows
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -29,6 +29,29 @@ def groups_of_columns(tables: Mapping[str, Sequence[int]]) -> Groups:
     several = sorted({ranks for holders in tables.values() if len(ranks := tuple(sorted(set(holders)))) > 1})
     everyone: Any = dist.group.WORLD
     return {ranks: everyone if ranks == world else dist.new_group(list(ranks)) for ranks in several}
+
+
+def take_from_first_shards(tables: Mapping[str, Sequence[int]], parts: Sequence[tuple[TableShard, Tensor]]) -> None:
+    """Gives all column shards of a row the value of the shard with its first column. All ranks must call together.
+
+    Args:
+        tables: ranks of each table's column shards.
+        parts: this rank's shards, of these and other tables, and a value for each of their rows, int32; updated.
+    """
+    groups = groups_of_columns(tables)
+    for name, ranks in sorted(tables.items()):
+        held = [(shard.first_column == 0, values) for shard, values in parts if shard.name == name]
+        if not held:
+            continue
+        least = torch.iinfo(torch.int32).min
+        first = torch.stack([values if is_first else torch.full_like(values, least) for is_first, values in held]).amax(
+            0
+        )
+        group = groups.get(tuple(sorted(set(ranks))))
+        if group is not None:
+            dist.all_reduce(first, dist.ReduceOp.MAX, group=group)
+        for _, values in held:
+            values.copy_(first)
 
 
 class ColumnShards:

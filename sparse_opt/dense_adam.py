@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element
 from .clip import RowLimit, row_norms, scales_of_norms
+from .row_gradients import RowGradients
 
 
 def dense_adam_(
@@ -67,6 +68,17 @@ def row_squares(weights: Tensor, grad: Tensor, *, clip_columns: int, l2: float) 
     """
     with_l2 = grad + 2 * l2 * weights
     return torch.stack([part[:, :clip_columns].double().square().sum(1) for part in (with_l2, weights)])
+
+
+def dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A table's gradient, float32 [V, D], and counts, int64 [V], with absent rows as dense_adam_ wants them."""
+    grad, counts = torch.zeros_like(like), torch.ones(len(like), dtype=torch.int64, device=like.device)
+    if rows:
+        here = rows.counts.real & (rows.table == table)
+        row = (rows.place[here, 0] - start) // like.shape[1]
+        grad[row] = rows.grad[here, : like.shape[1]].to(grad.dtype)
+        counts[row] = rows.counts.count[here]
+    return grad, counts
 
 
 def exact_root(values: Tensor) -> Tensor:

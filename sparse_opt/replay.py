@@ -152,13 +152,17 @@ class Replay:
     def flush(self, step: int) -> None:
         """Brings every row and all its moments to ``step``."""
         self.bring_all_current(step)
-        for table, shard in enumerate(self._rows.lookup.shards):
-            first = int(self.first_rows[table])
-            last = self.last_step[first : first + shard.rows]
+        for table in range(len(self._rows.lookup.shards)):
+            last = self.last_step_of(table)
             second = self._rows.lookup.view_of(self._state[2], table)
             for some, of_some in zip(last.split(_ROWS_AT_ONCE), second.split(_ROWS_AT_ONCE), strict=True):
                 of_some.mul_(self.decay_at_rest(some, step)[:, None])
                 some.fill_(step)
+
+    def last_step_of(self, table: int) -> Tensor:
+        """:attr:`last_step` of one table's rows, in the same memory."""
+        first = int(self.first_rows[table])
+        return self.last_step[first : first + self._rows.lookup.shards[table].rows]
 
     def decay_at_rest(self, last: Tensor, step: int) -> Tensor:
         """What the second moment of rows with these last steps has missed up to ``step``, float32; 1 for the others."""

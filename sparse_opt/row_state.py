@@ -27,7 +27,7 @@ def sharded_like_weights(
         lookups: every lookup of them on this rank.
         flats: for each of them a flat tensor as :meth:`Lookup.view_of` takes it; the result shares its memory.
         dtype: of the flat tensors.
-        per_row: whether they hold one value a row.
+        per_row: whether they hold one value a row; of column shards the first one's stands for the row.
 
     Returns:
         One tensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
@@ -51,22 +51,25 @@ def sharded_like_weights(
 
 
 def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
-    """A sharded tensor cut like a weight, of its width or of one column for each of its column shards."""
-    whole = weight.metadata()
-    columns = sorted({each.shard_offsets[1] for each in whole.shards_metadata})
+    """A sharded tensor cut over the rows and columns like a weight, or over the rows alone."""
 
     def narrow(shard: ShardMetadata) -> ShardMetadata:
-        if not per_row:
-            return shard
-        place = [shard.shard_offsets[0], columns.index(shard.shard_offsets[1])]
-        return replace(shard, shard_offsets=place, shard_sizes=[shard.shard_sizes[0], 1])
+        return replace(shard, shard_sizes=[shard.shard_sizes[0], 1]) if per_row else shard
 
+    def holds_rows(shard: ShardMetadata) -> bool:
+        return not per_row or shard.shard_offsets[1] == 0
+
+    whole = weight.metadata()
     metadata = ShardedTensorMetadata(
-        shards_metadata=[narrow(each) for each in whole.shards_metadata],
-        size=torch.Size([whole.size[0], len(columns)]) if per_row else whole.size,
+        shards_metadata=[narrow(each) for each in whole.shards_metadata if holds_rows(each)],
+        size=torch.Size([whole.size[0], 1]) if per_row else whole.size,
         tensor_properties=replace(whole.tensor_properties, dtype=dtype),
     )
-    shards = [Shard(part, narrow(each.metadata)) for part, each in zip(parts, weight.local_shards(), strict=True)]
+    shards = [
+        Shard(part, narrow(each.metadata))
+        for part, each in zip(parts, weight.local_shards(), strict=True)
+        if holds_rows(each.metadata)
+    ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=weight._process_group
     )
