@@ -24,7 +24,7 @@ from cowrec.sparse_opt import AdamConfig, ClipRule, ConstantClip, CowClip, Embed
 from sharded_case import Case, batch_of, gathered, process_group, sharded_model, train_step
 
 Tensors = dict[str, np.ndarray]
-State = Mapping[str, ShardedTensor]
+State = Mapping[str, ShardedTensor | torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
     world, rank = dist.get_world_size(), dist.get_rank()
     low, high = rank * case.batch // world, (rank + 1) * case.batch // world
     states: dict[int, Tensors] = {}
-    shards = {key: value.local_shards() for key, value in current(model, optimizer).items()}
-    largest = {key: [abs(shard.tensor).amax(1) for shard in of_key] for key, of_key in shards.items()}
+    shards = {key: tensors_here(value) for key, value in current(model, optimizer).items()}
+    largest = {key: [abs(each).amax(1) for each in of_key] for key, of_key in shards.items()}
     for step in range(stream.steps + 1):
         if step and stream.schedule:
             optimizer.lr = stream.schedule(step)
@@ -86,8 +86,8 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
             train_step(case, model, *stream.batch(step), low, high)
         if absent_rows == "dense":
             for key, of_key in shards.items():
-                for most, shard in zip(largest[key], of_key, strict=True):
-                    torch.maximum(most, abs(shard.tensor).amax(1), out=most)
+                for most, each in zip(largest[key], of_key, strict=True):
+                    torch.maximum(most, abs(each).amax(1), out=most)
         if step in stream.looked_at:
             look_at(model, stream, step, low, high)
         if step in (*stream.compared_at, stream.steps):
@@ -95,6 +95,10 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
     scales = {key: np.concatenate([each.numpy() for each in of_key]) for key, of_key in largest.items() if of_key}
     optimizer.remove()
     return states, scales
+
+
+def tensors_here(value: ShardedTensor | torch.Tensor) -> list[torch.Tensor]:
+    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value.detach()]
 
 
 def look_at(model: nn.Module, stream: Stream, step: int, low: int, high: int) -> None:
@@ -196,7 +200,7 @@ def test_looking_changes_nothing() -> None:
     in_one_process(both)
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise,column_wise,data_parallel"])
 def test_two_processes(sharding: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_two_processes, args=(folder, sharding), nprocs=2)

@@ -61,11 +61,17 @@ def test_learning_rate_rises_and_stays() -> None:
 @pytest.mark.parametrize("cut", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])
 def test_initial_rows_do_not_depend_on_the_cut(cut: int) -> None:
     whole = torch.full((2 * _BLOCK_ROWS + 20, 8), torch.nan)
-    _fill_shard(whole, 0, "city", 5, 0.01, 3)
+    _fill_shard(whole, (0, 0), "city", 5, 0.01, 3)
     parts = torch.full_like(whole, torch.nan)
-    _fill_shard(parts[:cut], 0, "city", 5, 0.01, 3)
-    _fill_shard(parts[cut:], cut, "city", 5, 0.01, 3)
+    _fill_shard(parts[:cut], (0, 0), "city", 5, 0.01, 3)
+    _fill_shard(parts[cut:], (cut, 0), "city", 5, 0.01, 3)
     assert torch.equal(whole, parts)
+    by_columns = torch.full_like(whole, torch.nan)
+    for column in (0, 4):
+        shard = torch.empty(len(whole), 4)
+        _fill_shard(shard, (0, column), "city", 5, 0.01, 3)
+        by_columns[:, column : column + 4] = shard
+    assert torch.equal(whole, by_columns)
     assert not whole[:, 5:].any()
     assert whole[:, :5].std().item() == pytest.approx(0.01, rel=0.02)
     assert len(whole[:, 0].unique()) > 0.99 * len(whole)
@@ -74,6 +80,6 @@ def test_initial_rows_do_not_depend_on_the_cut(cut: int) -> None:
 def test_initial_rows_depend_on_seed_and_table() -> None:
     tables = [torch.zeros(9, 8) for _ in range(3)]
     for table, (name, seed) in zip(tables, [("a", 0), ("b", 0), ("a", 1)], strict=True):
-        _fill_shard(table, 0, name, 5, 0.01, seed)
+        _fill_shard(table, (0, 0), name, 5, 0.01, seed)
     assert not torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
