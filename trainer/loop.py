@@ -18,6 +18,7 @@ from .checkpoint_folder import Progress
 from .clip_statistics import ClipWatch
 from .config import RunConfig, to_plain
 from .evaluation import evaluate
+from .heartbeat import Heartbeat
 from .processes import Process, on_first, process_group
 from .readers import even_slices, training_readers
 from .run_dir import (
@@ -51,11 +52,12 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
     Raises:
         ValueError: a setting or data set that does not work; nothing has been trained then.
         NonFiniteLoss: training went astray; the checkpoints of earlier epochs are kept.
+        ProcessLost: another process hangs or has ended.
         Interrupted: it was asked to stop, and has saved a checkpoint.
     """
     started = time.perf_counter()
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
-    with process_group(config.train.device) as process:
+    with process_group(config.train.device, config.train.timeout_seconds) as process:
 
         def check_folder() -> None:
             require_own(run_dir, config) if resume else require_unused(run_dir)
@@ -65,7 +67,13 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
         with alone_in(run_dir, process):
             on_first(process, check_folder)  # again, for nobody else can fill it now
             on_first(process, lambda: create_run_dir(run_dir, config, describe(config)))
-            report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
+            try:
+                with run.heartbeat.names_the_lost():
+                    report = run.train(resume)
+            except Exception:
+                run.checkpoints.abandon()
+                raise
+            report |= {"wall_seconds": time.perf_counter() - started}
             on_first(process, lambda: write_report(run_dir, report))
         return report
 
@@ -91,6 +99,7 @@ class _Run:
         )
         self.pipeline = TrainPipelineSparseDist(self.model, self.dense_optimizer, process.device)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
+        self.heartbeat = Heartbeat(process)
         self.environment = environment(process.device)
         self.step = self.epoch = self.epoch_step = 0
         self.speed = _Speed()
@@ -143,6 +152,7 @@ class _Run:
                 watch.add(loss, self.step)
                 self.step += 1
                 self.epoch_step += 1
+                self.heartbeat.step = self.step
                 stopping, saving = stop.agreed(), self._saves_now(steps)
                 if not (stopping or saving or self._logs_now(steps)):
                     continue
