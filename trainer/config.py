@@ -53,6 +53,7 @@ class TrainConfig:
         device: "auto" is CUDA where there is a GPU.
         drop_last: leave out the short last batch of an epoch.
         log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
+        warm_start: folder of an earlier run whose weights to begin with; ids are matched by what they stand for.
         timeout_seconds: a process that keeps the others waiting longer is taken to hang, and ends the run.
     """
 
@@ -63,6 +64,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drop_last: bool = False
     log_every: int = 50
+    warm_start: str = ""
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from .run_dir import (
 )
 from .schedule import DenseAdam
 from .stopping import Interrupted, LossWatch, NonFiniteLoss, StopRequest, stop_requests
+from .warm_start import warm_start
 
 
 def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -113,8 +114,9 @@ class _Run:
         """The run from its first step, or from its newest checkpoint, to its report."""
         self.say(self.summary())
         self.checkpoints.clean()
-        if resume:
-            self.resume()
+        if not (resume and self.resume()) and self.config.train.warm_start:
+            source = Path(self.config.train.warm_start)
+            warm_start(source, self.run_dir, self.schema, self.model, self.process)
         with RunLog(self.run_dir if self.process.is_first else None, self.step) as log:
             with stop_requests(self.process) as stop:
                 while self.epoch < self.config.train.epochs:
@@ -124,12 +126,12 @@ class _Run:
             self.checkpoints.finish()
         return self.report()
 
-    def resume(self) -> None:
-        """Takes over the newest checkpoint of this run, if it has one."""
+    def resume(self) -> bool:
+        """Takes over the newest checkpoint of this run; False where it has none."""
         parts = (self.model, self.dense_optimizer, self.adam, self.process)
         found = load_run(self.run_dir / CHECKPOINTS, *parts, self.say)
         if found is None:
-            return
+            return False
         path, progress = found
         self.checkpoints.latest = path
         self.step, self.epoch, self.epoch_step = progress.step, progress.epoch, progress.epoch_step
@@ -138,6 +140,7 @@ class _Run:
         if self.clip_watch:
             self.clip_watch.go_on_from(progress.clip)
         self.say(f"going on from {path}: step {self.step}, {self.epoch} of {self.config.train.epochs} epochs done")
+        return True
 
     def train_epoch(self, log: RunLog, stop: StopRequest) -> None:
         """The rest of an epoch. No step waits for the device but those after which metrics are written."""
