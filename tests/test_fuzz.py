@@ -117,7 +117,8 @@ def test_any_value_at_any_place_of_a_schema(data: Path, tmp_path: Path, choice: 
     whole = json.loads((data / "schema.json").read_text())
     path = places(whole)[choice % len(places(whole))]
     (folder / "schema.json").write_text(json.dumps(changed(whole, path, value)), encoding="utf-8")
-    assert read_all(folder)
+    outcome = read_all(folder)
+    assert outcome in (0, 205) or (isinstance(outcome, str) and outcome)  # a split without rows has none to serve
 
 
 COLUMNS = st.sampled_from(["label", "price", "city", "tags", "history"])
