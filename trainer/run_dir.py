@@ -98,7 +98,7 @@ def require_own(path: Path, config: RunConfig) -> None:
 def _holds_something(path: Path) -> bool:
     if path.exists() and not path.is_dir():
         raise ValueError(f"run folder {path} is a file; choose another with --run-dir")
-    return path.exists() and any(path.iterdir())
+    return path.exists() and any(each.suffix != ".partial" for each in path.iterdir())
 
 
 def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:
