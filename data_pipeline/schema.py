@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 FORMAT_VERSION = 1
 SCHEMA_FILE = "schema.json"
 LABEL = "label"
@@ -94,6 +96,10 @@ class Split:
     shards: tuple[int, ...] = ()
     values: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.rows != sum(self.shards) or min(self.shards, default=0) < 0:
+            raise ValueError(f"a split of {self.rows} rows cannot have shards of {list(self.shards)[:9]} rows")
+
     @property
     def labelled(self) -> bool:
         """False where the labels are unknown and stored as NaN: such a split can be predicted, not evaluated."""
@@ -171,7 +177,8 @@ class Schema:
         """Reads `folder/schema.json`. Raises ValueError where it is absent, damaged or of another format version."""
         path = Path(folder) / SCHEMA_FILE
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
         except FileNotFoundError:
             raise ValueError(
                 f"{folder} is not a prepared data set: it has no {SCHEMA_FILE}. An interrupted `prepare` leaves none; "
@@ -185,20 +192,14 @@ class Schema:
                 f"{path} has format version {version!r}, this cowrec reads {FORMAT_VERSION}; prepare the data set again"
             )
         try:
-            return _from_json(content)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} does not describe a data set ({error}); prepare it again") from error
-
-
-def _from_json(content: dict[str, Any]) -> Schema:
-    content = dict(content)
-    content["dense"] = tuple(DenseField(**each) for each in content["dense"])
-    content["sparse"] = tuple(SparseField(**each) for each in content["sparse"])
-    content["sources"] = tuple(SourceFile(**each) for each in content["sources"])
-    content["splits"] = {
-        name: Split(**{**each, "shards": tuple(each["shards"])}) for name, each in content["splits"].items()
-    }
-    return Schema(**content)
+            # In JSON's strict mode types are exact, and a list will do for a tuple.
+            return TypeAdapter(Schema).validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"]) or "the whole"
+            raise ValueError(
+                f"{path} does not describe a data set ({place}: {first['msg']}); prepare it again"
+            ) from error
 
 
 def library_versions() -> dict[str, str]:

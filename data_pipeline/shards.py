@@ -1,6 +1,7 @@
 """Parquet shards of a prepared data set, read into `Rows` and checked: what leaves here cannot crash a lookup."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,10 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
             [0, num_embeddings): with the file, the column and the value.
     """
     sizes = [schema.split(split).shards[number] for number in numbers]
+    for number, size in zip(numbers, sizes, strict=True):  # before memory is taken for what schema.json says
+        path = shard_path(data_dir, split, number)
+        with _opened(path, schema) as file:
+            _check_rows(path, file.metadata.num_rows, size)
     stops = np.cumsum(sizes, dtype=np.int64).tolist()
 
     def pieces() -> Iterator[tuple[int, Rows]]:
@@ -62,19 +67,29 @@ def _load_shard(path: Path, schema: Schema, size: int) -> Rows:
 
 def _read(path: Path, schema: Schema, rows: int) -> pa.Table:
     expected = arrow_schema(schema)
-    try:
-        with pq.ParquetFile(path) as file:
-            _check_columns(path, file.schema_arrow, expected)
-            table = file.read(columns=expected.names)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing, though {schema.name!r}'s schema.json lists it; prepare again") from None
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}); prepare the data set again") from error
-    if table.num_rows != rows:
-        raise ValueError(f"{path} has {table.num_rows} rows, schema.json says {rows}; prepare the data set again")
+    with _opened(path, schema) as file:
+        _check_columns(path, file.schema_arrow, expected)
+        table = file.read(columns=expected.names)
+    _check_rows(path, table.num_rows, rows)
     for field in schema.sparse:
         _check_ids(path, field, table[field.name])
     return table
+
+
+@contextmanager
+def _opened(path: Path, schema: Schema) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, though {schema.name!r}'s schema.json lists it; prepare again") from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); prepare the data set again") from error
+
+
+def _check_rows(path: Path, found: int, rows: int) -> None:
+    if found != rows:
+        raise ValueError(f"{path} has {found} rows, schema.json says {rows}; prepare the data set again")
 
 
 def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:

@@ -14,7 +14,7 @@ from cowrec.trainer.config import load_config
 from cowrec.trainer.loop import train
 from cowrec.trainer.run_dir import lock_folder
 from cowrec.trainer.saved_run import evaluate_run
-from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data
+from trainer_cases import UNWEIGHTED, checkpoint, config_file, interrupted, make_data
 
 OPTIMIZERS = {
     "replay": [],
@@ -46,22 +46,6 @@ def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> d
 def whole(folder: Path) -> Path:
     run(folder, folder / "whole")
     return folder / "whole"
-
-
-def interrupted(whole: Path, at: int, copy: Path) -> Path:
-    """The run's folder as a kill after the checkpoint of step ``at`` leaves it, later metrics and half a line included.
-
-    The checkpoint in the making, too.
-    """
-    shutil.copytree(whole, copy)
-    (copy / "report.json").unlink()
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step_")) > at:
-            shutil.rmtree(path)
-    (copy / "checkpoints" / "step_000000099.partial").mkdir()
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tra')
-    return copy
 
 
 def same(one: Any, other: Any) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -109,6 +110,22 @@ def newest_progress(run_dir: Path) -> dict[str, Any]:
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
     progress: dict[str, Any] = json.loads((newest / "checkpoint.json").read_text())["progress"]
     return progress
+
+
+def interrupted(whole: Path, at: int, copy: Path) -> Path:
+    """The run's folder as a kill after the checkpoint of step ``at`` leaves it, later metrics and half a line included.
+
+    The checkpoint in the making, too.
+    """
+    shutil.copytree(whole, copy)
+    (copy / "report.json").unlink()
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > at:
+            shutil.rmtree(path)
+    (copy / "checkpoints" / "step_000000099.partial").mkdir()
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    return copy
 
 
 def train_case(case: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from .checkpoint_folder import Progress, newest_intact, remove_unfinished, seal,
 from .config import CheckpointConfig
 from .processes import Process, on_first
 from .schedule import DenseAdam
+
+_MOMENT = 20.0
+"""Seconds; other processes may be gone, or hang, and their part of a checkpoint with them."""
 
 State = dict[str, Any]
 """Nested dictionaries of Tensors and ShardedTensors."""
@@ -97,6 +100,12 @@ class Checkpoints:
 
         on_first(self._process, check)
 
+    def abandon(self) -> None:
+        """Gives what is being written a moment to be finished, where the run ends in an error."""
+        if self._pending:
+            with suppress(CheckpointException, Exception):
+                self._pending[1].result(_MOMENT)
+
     def _settle(self) -> None:
         if self._pending is None:
             return
@@ -120,12 +129,9 @@ def run_state(
     with embedding_optimizer.as_stored() if embedding_optimizer else nullcontext():
         weights = model.state_dict()
     of_tables = embedding_optimizer.state_dict() if embedding_optimizer else model.fused_optimizer.state_dict()["state"]
-    return {
-        "model": weights,
-        "embedding_optimizer": of_tables,
-        "dense_optimizer": dense_optimizer.tensors(),
-        "iterations": _iterations(model),
-    }
+    state: State = {"model": weights, "dense_optimizer": dense_optimizer.tensors(), "iterations": _iterations(model)}
+    # The library takes an empty dictionary, of a process without tables, for an object to pickle.
+    return state | ({"embedding_optimizer": of_tables} if of_tables else {})
 
 
 def random_state(process: Process) -> State:

@@ -51,7 +51,7 @@ class ClipWatch:
 
     def counts(self) -> dict[str, list[int]]:
         """Each table's rows and clipped rows from the beginning to the last :meth:`read`, for a checkpoint."""
-        sums = (self._latest + self._before).sum(0)[:, :2].astype(int).tolist()
+        sums = np.concatenate([self._latest, self._before])[..., :2].sum(0).astype(int).tolist()
         return dict(zip(self._tables, sums, strict=True))
 
     def go_on_from(self, counts: Mapping[str, Sequence[int]]) -> None:

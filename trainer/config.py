@@ -53,6 +53,8 @@ class TrainConfig:
         device: "auto" is CUDA where there is a GPU.
         drop_last: leave out the short last batch of an epoch.
         log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
+        warm_start: folder of an earlier run whose weights to begin with; ids are matched by what they stand for.
+        timeout_seconds: a process that keeps the others waiting longer is taken to hang, and ends the run.
     """
 
     batch_size: int = 1024
@@ -62,10 +64,15 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drop_last: bool = False
     log_every: int = 50
+    warm_start: str = ""
+    timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         for key in ("batch_size", "eval_batch_size", "epochs", "log_every"):
             _require(f"train.{key}", getattr(self, key), getattr(self, key) >= 1, "at least 1")
+        _require(
+            "train.timeout_seconds", self.timeout_seconds, 1 <= self.timeout_seconds < inf, "at least 1 and finite"
+        )
         _require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
 
 

@@ -18,6 +18,7 @@ from .checkpoint_folder import Progress
 from .clip_statistics import ClipWatch
 from .config import RunConfig, to_plain
 from .evaluation import evaluate
+from .heartbeat import Heartbeat
 from .processes import Process, on_first, process_group
 from .readers import even_slices, training_readers
 from .run_dir import (
@@ -33,6 +34,7 @@ from .run_dir import (
 from .schedule import DenseAdam
 from .sharding_report import describe_sharding, save_sharding, sharding_table
 from .stopping import Interrupted, LossWatch, NonFiniteLoss, StopRequest, stop_requests
+from .warm_start import warm_start
 
 
 def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -52,11 +54,12 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
     Raises:
         ValueError: a setting or data set that does not work; nothing has been trained then.
         NonFiniteLoss: training went astray; the checkpoints of earlier epochs are kept.
+        ProcessLost: another process hangs or has ended.
         Interrupted: it was asked to stop, and has saved a checkpoint.
     """
     started = time.perf_counter()
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
-    with process_group(config.train.device) as process:
+    with process_group(config.train.device, config.train.timeout_seconds) as process:
 
         def check_folder() -> None:
             require_own(run_dir, config) if resume else require_unused(run_dir)
@@ -67,7 +70,13 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
             on_first(process, check_folder)  # again, for nobody else can fill it now
             on_first(process, lambda: create_run_dir(run_dir, config, describe(config)))
             on_first(process, lambda: save_sharding(run_dir, run.sharding))
-            report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
+            try:
+                with run.heartbeat.names_the_lost():
+                    report = run.train(resume)
+            except Exception:
+                run.checkpoints.abandon()
+                raise
+            report |= {"wall_seconds": time.perf_counter() - started}
             on_first(process, lambda: write_report(run_dir, report))
         return report
 
@@ -94,6 +103,7 @@ class _Run:
         )
         self.pipeline = TrainPipelineSparseDist(self.model, self.dense_optimizer, process.device)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
+        self.heartbeat = Heartbeat(process)
         self.environment = environment(process.device)
         self.step = self.epoch = self.epoch_step = 0
         self.speed = _Speed()
@@ -107,8 +117,9 @@ class _Run:
         """The run from its first step, or from its newest checkpoint, to its report."""
         self.say(self.summary())
         self.checkpoints.clean()
-        if resume:
-            self.resume()
+        if not (resume and self.resume()) and self.config.train.warm_start:
+            source = Path(self.config.train.warm_start)
+            warm_start(source, self.run_dir, self.schema, self.model, self.process)
         with RunLog(self.run_dir if self.process.is_first else None, self.step) as log:
             with stop_requests(self.process) as stop:
                 while self.epoch < self.config.train.epochs:
@@ -118,12 +129,12 @@ class _Run:
             self.checkpoints.finish()
         return self.report()
 
-    def resume(self) -> None:
-        """Takes over the newest checkpoint of this run, if it has one."""
+    def resume(self) -> bool:
+        """Takes over the newest checkpoint of this run; False where it has none."""
         parts = (self.model, self.dense_optimizer, self.adam, self.process)
         found = load_run(self.run_dir / CHECKPOINTS, *parts, self.say)
         if found is None:
-            return
+            return False
         path, progress = found
         self.checkpoints.latest = path
         self.step, self.epoch, self.epoch_step = progress.step, progress.epoch, progress.epoch_step
@@ -132,6 +143,7 @@ class _Run:
         if self.clip_watch:
             self.clip_watch.go_on_from(progress.clip)
         self.say(f"going on from {path}: step {self.step}, {self.epoch} of {self.config.train.epochs} epochs done")
+        return True
 
     def train_epoch(self, log: RunLog, stop: StopRequest) -> None:
         """The rest of an epoch. No step waits for the device but those after which metrics are written."""
@@ -146,6 +158,7 @@ class _Run:
                 watch.add(loss, self.step)
                 self.step += 1
                 self.epoch_step += 1
+                self.heartbeat.step = self.step
                 stopping, saving = stop.agreed(), self._saves_now(steps)
                 if not (stopping or saving or self._logs_now(steps)):
                     continue

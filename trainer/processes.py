@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class Process:
         local_world_size: processes on this machine.
         launched: torchrun started this process, and will pass on every signal that it gets itself.
         device: where this process trains.
+        timeout: longest wait for another process.
     """
 
     rank: int
@@ -28,6 +30,7 @@ class Process:
     local_world_size: int
     launched: bool
     device: torch.device
+    timeout: timedelta = timedelta(minutes=10)
 
     @property
     def is_first(self) -> bool:
@@ -45,11 +48,12 @@ def launched_world_size() -> int:
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[Process]:
+def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Process]:
     """Joins the process group (nccl on CUDA, gloo on CPU) and leaves it where no error ends it.
 
     Args:
         device: "cpu", "cuda" or "auto".
+        timeout_seconds: a process that keeps the others waiting longer is taken to hang.
 
     Raises:
         ValueError: "cuda" without a GPU for this process, or processes that do not find each other.
@@ -73,8 +77,12 @@ def process_group(device: str) -> Iterator[Process]:
         _meet_on_loopback()
     if kind == "cpu":
         _keep_freed_memory()
-    _join(kind, place, None if launched else dist.HashStore())
-    process = Process(rank, world_size, local_world_size, launched, place)
+    timeout = timedelta(seconds=timeout_seconds)
+    store: dist.Store | None = None if launched else dist.HashStore()
+    if launched and local_world_size == world_size:
+        store = _store_of_this_attempt(world_size, timeout)
+    _join(kind, place, rank, world_size, store, timeout)
+    process = Process(rank, world_size, local_world_size, launched, place, timeout)
     try:
         yield process
     except BaseException:
@@ -113,11 +121,28 @@ def _keep_freed_memory() -> None:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-def _join(kind: str, device: torch.device, store: dist.Store | None) -> None:
+def _store_of_this_attempt(world_size: int, timeout: timedelta) -> dist.Store | None:
+    """Where torchrun's processes meet, apart from those of its earlier attempts; None for the library's own choice.
+
+    torchrun keeps one store over its restarts, in which the addresses of processes that were killed are left. On one
+    machine the attempts are counted. On several they are not counted alike: there torchrun has to make a new store for
+    each, as TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has it do.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+
+
+def _join(
+    kind: str, device: torch.device, rank: int, world_size: int, store: dist.Store | None, timeout: timedelta
+) -> None:
     backend = "nccl" if kind == "cuda" else "gloo"
-    alone: dict[str, Any] = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
+    meeting: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
     try:
-        dist.init_process_group(backend, device_id=device if kind == "cuda" else None, **alone)
+        place = device if kind == "cuda" else None
+        dist.init_process_group(backend, device_id=place, timeout=timeout, **meeting)
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(

@@ -31,7 +31,7 @@ METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 
 _MAY_CHANGE = {
     "data": ("dir", "resident"),
-    "train": ("epochs", "device", "eval_batch_size", "log_every"),
+    "train": ("epochs", "device", "eval_batch_size", "log_every", "timeout_seconds"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "sharding": ("plan", "tables"),
 }
@@ -98,7 +98,7 @@ def require_own(path: Path, config: RunConfig) -> None:
 def _holds_something(path: Path) -> bool:
     if path.exists() and not path.is_dir():
         raise ValueError(f"run folder {path} is a file; choose another with --run-dir")
-    return path.exists() and any(path.iterdir())
+    return path.exists() and any(each.suffix != ".partial" for each in path.iterdir())
 
 
 def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:

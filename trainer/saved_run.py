@@ -13,16 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import nn
 from torch.optim import SGD
-from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 
 from cowrec.data_pipeline import Reader, Schema
 from cowrec.sparse_opt import EmbeddingAdam
 
 from .assembly import build_sharded, dense_parameters, embedding_optimizer
 from .checkpoint import load_model
-from .config import load_config
+from .config import RunConfig, load_config
 from .evaluation import Pipeline, evaluate, predictions
-from .processes import launched_world_size, process_group
+from .processes import Process, launched_world_size, process_group
 from .readers import require_labelled_rows
 from .run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 
@@ -59,12 +59,31 @@ def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test"
         return reader.num_rows
 
 
+def trained_model(run_dir: Path, process: Process) -> DistributedModelParallel:
+    """A run's model with the weights of its newest intact checkpoint, sharded over the process group.
+
+    Raises:
+        ValueError: a folder that is no run, or has no checkpoint that can be used.
+    """
+    config, schema = _run_of(run_dir)
+    model = build_sharded(config, schema, process)
+    optimizer = embedding_optimizer(config, schema, model)
+    replays = isinstance(optimizer, EmbeddingAdam) and optimizer.config.absent_rows == "replay"
+    replayed = cast(EmbeddingAdam, optimizer) if replays else None
+    load_model(run_dir / CHECKPOINTS, model, replayed, process, partial(print, file=sys.stderr))
+    return model
+
+
+def _run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
+    if not (run_dir / CONFIG).is_file():
+        raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
+    return load_config(run_dir / CONFIG), Schema.load(run_dir)
+
+
 @contextmanager
 def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.Module, Pipeline, Reader]]:
     """A run's model with its newest weights, and a reader of a split of data that has its ids."""
-    if not (run_dir / CONFIG).is_file():
-        raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
-    config, schema = load_config(run_dir / CONFIG), Schema.load(run_dir)
+    config, schema = _run_of(run_dir)
     _require_same_ids(run_dir, schema, data_dir, Schema.load(data_dir))
     with process_group(config.train.device) as process:
         reader = Reader(
@@ -75,11 +94,7 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.M
             world_size=process.world_size,
             device=process.device,
         )
-        model = build_sharded(config, schema, process)
-        optimizer = embedding_optimizer(config, schema, model)
-        replays = isinstance(optimizer, EmbeddingAdam) and optimizer.config.absent_rows == "replay"
-        replayed = cast(EmbeddingAdam, optimizer) if replays else None
-        load_model(run_dir / CHECKPOINTS, model, replayed, process, partial(print, file=sys.stderr))
+        model = trained_model(run_dir, process)
         never_steps = SGD(dense_parameters(model).values())
         yield model, TrainPipelineSparseDist(model, never_steps, process.device), reader
 

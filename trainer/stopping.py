@@ -57,7 +57,8 @@ class StopRequest:
     def __init__(self, process: Process):
         self.wanted = False
         # A group of its own, on the CPU: asking neither waits for the GPU nor gets between the model's collectives.
-        self._group = dist.new_group(backend="gloo") if process.world_size > 1 else None
+        alone = process.world_size == 1
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=process.timeout)
         self._asked: tuple[dist.Work, Tensor] | None = None
 
     def agreed(self) -> bool:

@@ -1,4 +1,4 @@
-"""pytest plugin: where the numbers recorded from the reference implementation lie; tests skip where they are absent."""
+"""pytest plugin: this suite's options, and where the numbers recorded from the reference implementation lie."""
 
 from pathlib import Path
 
@@ -13,6 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         default=DEFAULT_DIR,
         help="folder of the .npz files recorded from the reference implementation (default: ../shared/golden)",
+    )
+    parser.addoption(
+        "--kills", type=int, default=4, help="how often test_faults.py kills a run's processes (default: 4)"
     )
 
 

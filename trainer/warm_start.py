@@ -1,0 +1,109 @@
+"""Warm start: tables and dense weights of an earlier run, in a model of the same network over a grown vocabulary."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from cowrec.data_pipeline import Schema, SparseField
+from cowrec.data_pipeline.schema import RESERVED_ROWS
+
+from .assembly import dense_parameters
+from .processes import Process
+from .run_dir import VOCABULARY
+from .saved_run import trained_model
+
+
+def warm_start(source: Path, run_dir: Path, schema: Schema, model: nn.Module, process: Process) -> None:
+    """Takes over the weights of a run's newest checkpoint; ids that it did not know keep their initial values.
+
+    Ids are matched by what they stand for, the strings in the vocabularies. Moments and schedules start anew. The
+    earlier model is in memory meanwhile. All processes call together.
+
+    Args:
+        source: folder of the earlier run.
+        run_dir: folder of this one, with its vocabularies.
+        schema: of this run's data.
+        model: this run's, sharded; changed in place.
+        process: this process.
+
+    Raises:
+        ValueError: a folder that is no run, other fields or another network, or ids that cannot be matched.
+    """
+    earlier = Schema.load(source)
+    _require_same_fields(source, earlier, schema)
+    old = trained_model(source, process)
+    with torch.no_grad():
+        theirs = dense_parameters(old)
+        for name, mine in dense_parameters(model).items():
+            if name not in theirs or theirs[name].shape != mine.shape:
+                raise ValueError(f"train.warm_start = {str(source)!r} is another network: {name} differs")
+            mine.copy_(theirs[name])
+    old_tables, new_tables = _tables(old), _tables(model)
+    known = {field.name: field for field in earlier.sparse}
+    kept = 0
+    for field in schema.sparse:
+        rows = _earlier_rows(field, known[field.name], source, run_dir)
+        kept += int((rows >= RESERVED_ROWS).sum())
+        _fill(new_tables[field.name], _whole(old_tables[field.name], process), rows)
+    if process.is_first:
+        ids = sum(field.num_embeddings - RESERVED_ROWS for field in schema.sparse)
+        print(f"warm start from {source}: {kept:,} of {ids:,} ids known", file=sys.stderr)
+
+
+def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
+    names = [
+        [*(dense.name for dense in each.dense), *(field.name for field in each.sparse)] for each in (earlier, schema)
+    ]
+    if names[0] != names[1]:
+        different = sorted(set(names[0]) ^ set(names[1])) or names[1]
+        raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
+
+
+def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, run_dir: Path) -> Tensor:
+    """For each row of a field's table the row that its id had, int64 [rows], -1 for ids that had none."""
+    if field.encoding != "vocabulary" or earlier.encoding != "vocabulary":
+        if (field.encoding, field.num_embeddings) != (earlier.encoding, earlier.num_embeddings):
+            raise ValueError(
+                f"train.warm_start = {str(source)!r}: field {field.name!r} had {earlier.num_embeddings} rows by"
+                f" {earlier.encoding}, now {field.num_embeddings} by {field.encoding}; only vocabularies may grow"
+            )
+        return torch.arange(field.num_embeddings)
+    file = Path(VOCABULARY) / f"{field.name}.parquet"
+    old, new = (
+        pq.read_table(folder / file, columns=["value"])["value"].combine_chunks() for folder in (source, run_dir)
+    )
+    places = pc.fill_null(pc.index_in(new, value_set=old), -1).to_numpy().astype(np.int64)
+    rows = np.where(places >= 0, places + RESERVED_ROWS, -1)
+    return torch.from_numpy(np.concatenate([np.arange(RESERVED_ROWS), rows]))
+
+
+def _tables(model: nn.Module) -> dict[str, ShardedTensor | Tensor]:
+    """The tables by field; rows that are replayed are brought up to date by the model's ``state_dict``."""
+    return {key.split(".")[-2]: value for key, value in model.state_dict().items() if ".embedding_bags." in key}
+
+
+def _whole(table: ShardedTensor | Tensor, process: Process) -> Tensor:
+    """A table in one piece on every process."""
+    if not isinstance(table, ShardedTensor):  # data-parallel
+        return table.detach()
+    whole = torch.empty(table.size(), dtype=table.dtype, device=process.device)
+    table.gather(0, whole if process.is_first else None)
+    dist.broadcast(whole, 0)
+    return whole
+
+
+def _fill(table: ShardedTensor | Tensor, earlier: Tensor, rows: Tensor) -> None:
+    parts = [(table.detach(), [0, 0])]
+    if isinstance(table, ShardedTensor):
+        parts = [(shard.tensor, shard.metadata.shard_offsets) for shard in table.local_shards()]
+    for part, (row, column) in parts:
+        of_part = rows[row : row + len(part)].to(earlier.device)
+        known = (of_part >= 0).nonzero().flatten()
+        part[known] = earlier[of_part[known], column : column + part.shape[1]]
