@@ -23,7 +23,7 @@ from .clip import ClipRule, NoClip
 from .column_shards import take_from_first_shards
 from .dense_adam import dense_adam_, dense_gradient, exact_root, row_squares
 from .lookups import column_split_tables, leave_ddp, sharded_collections
-from .replay import Replay, StepHistory
+from .replay import Replay, StepHistory, require_replayable
 from .row_gradients import RowGradients
 from .row_state import sharded_like_weights
 from .row_updates import Backward, LookupRows, TableStats
@@ -68,11 +68,9 @@ class EmbeddingAdam:
         self.config = config
         self.lr = config.lr
         rule = rule or NoClip()
-        if rule.scope != "row" and config.absent_rows == "replay":
-            raise ValueError(
-                f"clip.rule = {rule.name!r} needs the norm of every row at every step, which absent_rows ="
-                ' "replay" does not know; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
-            )
+        self._column_ranks = column_split_tables(model)
+        if config.absent_rows == "replay":
+            require_replayable(rule, config, sorted(self._column_ranks.keys() - set(exclude)))
         rows = rows_to_clip(model, rule, exclude, clip_columns, replicated=True)
         for lookup in (each.lookup for each in rows):
             if not lookup.is_plain_sgd:
@@ -84,7 +82,6 @@ class EmbeddingAdam:
         self._tables = [_LookupAdam(each, self) for each in rows]
         self._by_rows = {tables.rows: tables for tables in self._tables}
         self._collections = list(sharded_collections(model))
-        self._column_ranks = column_split_tables(model)
         self._rejoin_ddp = [leave_ddp(collection) for collection in self._collections]
         self._handle: LookupsHandle = hook_lookups(rows, self._replace_backward, needs_id_weights=False)
         self._raw = False

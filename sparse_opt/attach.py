@@ -83,7 +83,7 @@ def attach_cowclip(
     up in each backward pass, so all must train on every step.
 
     Args:
-        model: any module that holds EmbeddingBagCollections sharded row-wise or table-wise under fused optimizers
+        model: any module that holds EmbeddingBagCollections sharded row-, column- or table-wise under fused optimizers
             (SGD, Adagrad, row-wise Adagrad, and on CUDA all of FBGEMM's), usually a DistributedModelParallel.
         rule: one of :data:`CLIP_RULES` or another :class:`ClipRule`.
         exclude: names of tables to leave unclipped.

@@ -5,7 +5,7 @@ distinct rows, and one all-reduce among them adds up what each measured. Norms a
 not depend on how the columns are cut.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -44,9 +44,8 @@ def take_from_first_shards(tables: Mapping[str, Sequence[int]], parts: Sequence[
         if not held:
             continue
         least = torch.iinfo(torch.int32).min
-        first = torch.stack([values if is_first else torch.full_like(values, least) for is_first, values in held]).amax(
-            0
-        )
+        known = [values if is_first else torch.full_like(values, least) for is_first, values in held]
+        first = torch.stack(known).amax(0)
         group = groups.get(tuple(sorted(set(ranks))))
         if group is not None:
             dist.all_reduce(first, dist.ReduceOp.MAX, group=group)
@@ -61,13 +60,19 @@ class ColumnShards:
         lookup: some of whose tables are column shards.
         layout: its geometry.
         groups: of :func:`groups_of_columns`.
+        clipped: names of its tables whose norms matter. Ranks that hold no other have no ColumnShards, so that nobody
+            may wait for theirs.
     """
 
-    def __init__(self, lookup: Lookup, layout: LookupLayout, groups: Groups):
+    def __init__(self, lookup: Lookup, layout: LookupLayout, groups: Groups, clipped: Set[str]):
         self._layout = layout
         self._names = [shard.name for shard in lookup.shards]
-        holders = {shard.name: tuple(sorted(set(shard.column_ranks))) for shard in lookup.shards}
+        holders = {
+            shard.name: tuple(sorted(set(shard.column_ranks))) if shard.name in clipped else ()
+            for shard in lookup.shards
+        }
         self._group_of = {name: groups.get(ranks) for name, ranks in holders.items()}
+        self._of_all = next((group for group in self._group_of.values() if group), None)
         self._in_one_go = lookup.has_like_partners
         # Rows in the order in which they are added up: tables of the same ranks together, shards of a table as one.
         tables = sorted(holders, key=lambda name: (holders[name], name))
@@ -86,7 +91,7 @@ class ColumnShards:
         Waits for the device only where ranks hold shards of different tables or several of one.
         """
         if self._in_one_go:
-            return _over_ranks(squares.contiguous(), self._group_of[self._names[0]])
+            return _over_ranks(squares.contiguous(), self._of_all)
         layout, table = self._layout, rows.table
         row = (rows.place[:, 0] - layout.start[table]) // layout.dim[table]
         whole = count_rows(self._first_row[table] + row)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .adam_formula import AdamConfig, adam_constants, adam_scalars
+from .clip import ClipRule, RowLimit
 from .replay_kernels import replay_clipped_rows, replay_rows, stale_rows
 from .row_gradients import RowGradients, RowSums, bag_of_ids, count_rows
 from .row_updates import LookupRows, balanced_groups, in_threads
@@ -26,6 +27,27 @@ REST_WITHOUT_L2 = 1e-20
 REST_OF_FLOOR = 1e-6
 """Nor is a weight at rest before it is this small a share of the clip's floor: its norm then decides nothing."""
 _ROWS_AT_ONCE = 1 << 22
+
+
+def require_replayable(rule: ClipRule, config: AdamConfig, column_wise: Sequence[str]) -> None:
+    """Raises ValueError, on all ranks alike, for what rows that are behind cannot follow.
+
+    Args:
+        rule: clip rule.
+        config: Adam's settings.
+        column_wise: clipped tables whose rows are cut into column shards.
+    """
+    if rule.scope != "row":
+        raise ValueError(
+            f"clip.rule = {rule.name!r} needs the norm of every row at every step, which absent_rows ="
+            ' "replay" does not know; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
+        )
+    if column_wise and _absent_clip_binds(rule.limit(1), config):
+        raise ValueError(
+            f"table {column_wise[0]!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
+            f" (2 * l2 = {2 * config.l2:g} is not below clip.r), which needs the norm of all its columns in every"
+            ' step that it missed; lower l2, shard the table row- or table-wise, or set absent_rows = "dense"'
+        )
 
 
 class StepHistory:
@@ -92,7 +114,7 @@ class Replay:
         uses_triton: whether the Triton kernel does the work, as it does on CUDA, or numba's.
 
     Raises:
-        ValueError: tables that are not float32, or a clip rule that looks beyond the row.
+        ValueError: tables that are not float32.
     """
 
     def __init__(self, rows: LookupRows, config: AdamConfig, history: StepHistory, exp_avg: Tensor, exp_avg_sq: Tensor):
@@ -110,16 +132,7 @@ class Replay:
         self._first_rows = torch.from_numpy(self.first_rows).to(weights.device)
         self.log_beta2 = log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
         limits = rows.limits
-        # An absent row counts once, so its limit is at least r * ||w||, or the floor.
-        self._absent_clip_binds = any(
-            2 * config.l2 > 0.999 * limit.r and 2 * config.l2 > 0 and limit.floor < inf for limit in limits
-        )
-        if self._absent_clip_binds and rows.columns:
-            raise ValueError(
-                f"table {shards[0].name!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
-                f" (2 * l2 = {2 * config.l2:g} is not below clip.r), which needs the norm of all its columns in every"
-                ' step that it missed; lower l2, shard the table row- or table-wise, or set absent_rows = "dense"'
-            )
+        self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
         self._rest = _rest(config, [limit.floor for limit in limits])
 
     def bring_current(self, indices: Tensor, offsets: Tensor, step: int) -> None:
@@ -259,6 +272,11 @@ class Replay:
         constants = adam_constants(self._config)
         rest_motion = self._rest * constants.eps * constants.rest1
         return (*astuple(constants), self._config.lr, self._rest, rest_motion)
+
+
+def _absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:
+    """Whether L2's gradient of an absent row may be over its limit: it counts once, so that is r * ||w|| at least."""
+    return 2 * config.l2 > 0.999 * limit.r and config.l2 > 0 and limit.floor < inf
 
 
 def _rest(config: AdamConfig, floors: Sequence[float]) -> float:

@@ -107,8 +107,10 @@ class LookupRows:
             start=torch.tensor(lookup.weight_offsets, device=device),
             max_dim=max(dims),
         )
-        adds_up = lookup.splits_columns and rule.scope == "row" and any(limit.floor < inf for limit in self.limits)
-        self.columns = ColumnShards(lookup, self.layout, groups or {}) if adds_up else None
+        bounded = zip(lookup.shards, self.limits, strict=True)
+        clipped = {shard.name for shard, limit in bounded if shard.column_ranks and limit.floor < inf}
+        adds_up = rule.scope == "row" and bool(clipped)
+        self.columns = ColumnShards(lookup, self.layout, groups or {}, clipped) if adds_up else None
         self._clip_columns = torch.tensor(self.clip_columns, device=device)
         self._r = torch.tensor([limit.r for limit in self.limits], device=device)
         self._floor = torch.tensor([limit.floor for limit in self.limits], device=device)

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "several and repeated ids, empty bags, a shared table": {},
     "weights": {"weighted": True},
     "leading columns": {"extra": {"clip_columns": 5}},
+    "an excluded table": {"extra": {"exclude": ["t0"]}},  # of four ranks one then holds columns of no other
     "no ids in half of the batch, ranks without rows": {"empty_half": True, "rows": (40, 2, 300)},
 }
 STOCK = ("sgd", "adagrad", "rowwise_adagrad")
@@ -40,7 +41,7 @@ def attach(model: nn.Module, case: Case) -> Any:
     if case.optimizer in ADAM:
         config = AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, absent_rows=case.optimizer)
         return EmbeddingAdam(model, config, RULE, **case.extra)
-    single = {"single_id_bags": True} if case.extra else {}
+    single = {"single_id_bags": True} if "clip_columns" in case.extra else {}
     return attach_cowclip(model, RULE, **case.extra, **single)
 
 
