@@ -47,7 +47,7 @@ def sharding_plan(
     ]
     tables = collection.embedding_bag_configs()
     kinds = chosen_kinds(config, tables, process)
-    if process.device.type == "cuda" and config.sharding.plan == "auto":
+    if "auto" in kinds.values():
         return _planned(model, kinds, config, process, sharder)
     placed = _placed(tables, kinds, process)
     plan = construct_module_sharding_plan(
@@ -65,7 +65,7 @@ def sharding_plan(
 
 
 def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
-    """The kind of each table; on CUDA "auto" where the planner is to choose."""
+    """The kind of each table; on several GPUs "auto" where the planner is to choose."""
     sharding, names = config.sharding, [table.name for table in tables]
     for name in sharding.tables:
         if name not in names:
@@ -74,7 +74,7 @@ def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: P
             raise ValueError(f"sharding.tables names {name!r}, which is no sparse field; {hint}")
     if sharding.plan != "auto":
         kinds = dict.fromkeys(names, str(sharding.plan))
-    elif process.device.type == "cuda":
+    elif process.device.type == "cuda" and process.world_size > 1:
         kinds = dict.fromkeys(names, "auto")
     else:
         kinds = _balanced_kinds(tables, process)
