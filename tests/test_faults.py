@@ -1,11 +1,9 @@
 """What a run meets, done to it for real: killed and hung processes, a full disk, data that go, NaN in one row."""
 
-import os
 import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trainer_cases import checkpoint, config_file, make_data
+from trainer_cases import ENVIRONMENT, checkpoint, config_file, make_data, torchrun
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=60"]
 """300 steps."""
@@ -39,12 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training(folder: Path, run_dir: Path, *overrides: str, processes: int = 1, restarts: int = 0) -> list[str]:
     launcher = [sys.executable, "-m", "cowrec.trainer"]
     if processes > 1:
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            port = listener.getsockname()[1]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--max-restarts", str(restarts)]
-        launcher += ["-m", "cowrec.trainer"]
+        launcher = [*torchrun(processes), "--max-restarts", str(restarts), "-m", "cowrec.trainer"]
     command = [*launcher, "train", f"{folder}/run.toml", "--data", f"{folder}/data", "--run-dir", str(run_dir)]
     return [*command, "--resume", *(part for each in overrides for part in ("--set", each))]
 
