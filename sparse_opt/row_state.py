@@ -40,10 +40,12 @@ def sharded_like_weights(
     for collection in collections:
         for key, weight in collection.state_dict().items():
             if isinstance(weight, ShardedTensor):
-                held = [each.tensor for each in weight.local_shards()]
-                # Without rows a shard has no address of its own.
-                none = [each.to(dtype)[:, : 1 if per_row else None] for each in held]
-                parts = [by_address[each.data_ptr()] if len(each) else none[n] for n, each in enumerate(held)]
+                width = 1 if per_row else None
+                parts = [
+                    # Without rows a shard has no address of its own.
+                    by_address[shard.tensor.data_ptr()] if len(shard.tensor) else shard.tensor.to(dtype)[:, :width]
+                    for shard in weight.local_shards()
+                ]
                 result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
             elif weight.data_ptr() in by_address:
                 result[key.split(".")[-2]] = by_address[weight.data_ptr()]
