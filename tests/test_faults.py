@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trainer_cases import ENVIRONMENT, checkpoint, config_file, make_data, torchrun
+from trainer_cases import ENVIRONMENT, checkpoint, config_file, make_data, tensors, torchrun
 
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=60"]
@@ -74,20 +74,6 @@ def wait_for(happened: object, seconds: float = 120.0) -> None:
     while not happened():  # type: ignore[operator]
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
-
-
-def tensors(state: object) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-
-    def walk(value: object, path: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[path] = value
-        elif isinstance(value, dict):
-            for key, each in value.items():
-                walk(each, f"{path}/{key}")
-
-    walk(state, "")
-    return found
 
 
 def assert_same(one: Path, other: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from cowrec.trainer.config import load_config
 from cowrec.trainer.loop import train
-from trainer_cases import checkpoint, config_file, free_port, interrupted, make_data, train_in_processes
+from trainer_cases import checkpoint, config_file, free_port, interrupted, make_data, tensors, train_in_processes
 
 OFTEN = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
 SETTINGS = {
@@ -46,12 +46,6 @@ def launch(file: Path, cases: list[dict[str, Any]], processes: int) -> None:
     train_in_processes([case | {"port": free_port()} for case in cases], file, processes)
     for rank in range(processes):
         assert json.loads(file.with_suffix(f".rank{rank}").read_text()) == ["ok"] * len(cases)
-
-
-def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        return {path: state}
-    return {key: value for name, each in state.items() for key, value in tensors(each, f"{path}/{name}").items()}
 
 
 @pytest.mark.parametrize("stage", range(len(STAGES)))

@@ -105,6 +105,13 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
     return content
 
 
+def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Those in nested dictionaries, by path."""
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    return {key: value for name, each in state.items() for key, value in tensors(each, f"{path}/{name}").items()}
+
+
 def newest_progress(run_dir: Path) -> dict[str, Any]:
     """How far a run's newest checkpoint says it had come."""
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]

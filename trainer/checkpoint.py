@@ -204,7 +204,9 @@ def load_model(
             state = {"model": model.state_dict()}
         if replayed:
             state["embedding_optimizer"] = replayed.state_dict()
-        dcp.load(state, storage_reader=_TensorReader(path))
+        reader = _TensorReader(path)
+        reader.read_metadata()  # fails in its own words; older libraries would look for another description
+        dcp.load(state, storage_reader=reader)
         _take_over(state, model, replayed)
 
 
