@@ -288,6 +288,8 @@ def main() -> None:
     quiet_libraries()
     try:
         app()
+    except SystemExit as ended:
+        _exit(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except Exception as error:
         from .stopping import Interrupted
 
@@ -305,7 +307,10 @@ def main() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends the process; one of several at once, since Python would first wait for what the others will never send."""
+    """Ends the process; one of several at once, since Python would first wait for what the others will never send.
+
+    And a thread of theirs that lets go of a Python object while Python winds up aborts the process.
+    """
     if launched_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
