@@ -85,7 +85,7 @@ def test_ctrl_c_on_a_terminal_saves_and_the_bar_tells_how_it_goes(folder: Path) 
     assert re.search(r"epoch 1:.*\d+/205 \[\d\d:\d\d<\d\d:\d\d, +[\d.k]+ samples/s, loss=\d\.\d{4}\]", said), said
 
 
-@pytest.mark.parametrize("command", ["prepare", "synthesize", "train", "sweep", "evaluate", "predict"])
+@pytest.mark.parametrize("command", ["prepare", "synthesize", "train", "sweep", "evaluate", "predict", "bench"])
 def test_every_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
     assert result.exit_code == 0

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +69,9 @@ def lines(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def wait_for(happened: object, seconds: float = 120.0) -> None:
+def wait_for(happened: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
-    while not happened():  # type: ignore[operator]
+    while not happened():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
 
