@@ -263,14 +263,15 @@ class _UpdateInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, tables: "_LookupAdam", inputs: Mapping[str, Any], _: Tensor) -> Tensor:
-        ctx.tables, ctx.inputs = tables, inputs
+        ctx.tables, ctx.inputs, ctx.step = tables, inputs, tables.step
         return output.view_as(output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         inputs = ctx.inputs
-        ctx.tables.update(Backward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"), grads[0]))
+        backward = Backward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"), grads[0])
+        ctx.tables.update(backward, step_of_lookup=ctx.step)
         return None, None, None, None
 
 
@@ -288,10 +289,10 @@ class _LookupAdam:
         if optimizer.config.absent_rows == "replay":
             self.replay = Replay(rows, optimizer.config, optimizer.history, self.exp_avg, self.exp_avg_sq)
 
-    def update(self, backward: Backward) -> None:
+    def update(self, backward: Backward, step_of_lookup: int) -> None:
+        """Takes a step; ``step_of_lookup`` is the one that its forward pass brought the rows to."""
         config, lr, replay = self.optimizer.config, self.optimizer.lr, self.replay
-        if replay:
-            # Rows are behind here only where another forward pass came between this one and its backward.
+        if replay and step_of_lookup < self.step:
             replay.bring_current(backward.indices, backward.offsets, self.step)
         self.step += 1
         scalars = adam_scalars(config, lr, self.step)

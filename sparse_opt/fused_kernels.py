@@ -4,9 +4,10 @@ Compiled by numba as cpu_kernels.py is, from its parts. The plain definition is 
 Sizes: U distinct rows, D columns, B bags per feature.
 """
 
+import numpy as np
 from numba import njit
 
-from .cpu_kernels import clip_factor, distinct, row_gradients
+from .cpu_kernels import clip_factor, sum_rows
 
 
 @njit(nogil=True, cache=True)
@@ -18,30 +19,32 @@ def place_row_gradients(
 
     Returns the place in ``indices`` of an id outside its table, or -1.
     """
-    for t in tables:
-        begin, end = begins[t], begins[t + 1]
-        bad, used, rows, counts, slots = distinct(indices[begin:end], num_rows[t])
-        if bad >= 0:
-            return begin + bad
-        dim = dims[t]
-        sums = row_gradients(slots, used, dim, firsts[t], lasts[t], columns, bags, offsets, id_weights, grad)
-        next_row = 0  # distinct rows are numbered in the order of their first ids
+    bad, tops, rows, counts, slots, sums = sum_rows(
+        tables, begins, firsts, lasts, columns, bags, num_rows, dims, indices, offsets, id_weights, grad
+    )
+    if bad >= 0:
+        return bad
+    grads = sums.astype(np.float32)
+    done, next_row = 0, 0  # distinct rows are numbered in the order of their first ids
+    for k, t in enumerate(tables):
+        begin, dim = begins[t], dims[t]
         for feature in range(firsts[t], lasts[t]):
             column = columns[feature]
             for bag in range(bags):
-                for i in range(offsets[feature * bags + bag], offsets[feature * bags + bag + 1]):
-                    u = slots[i - begin]
+                for _ in range(offsets[feature * bags + bag], offsets[feature * bags + bag + 1]):
+                    u = slots[done]
+                    done += 1
                     if u < next_row:
                         continue
                     next_row += 1
                     start = starts[t] + rows[u] * dim
-                    w, g = weights[start : start + dim], sums[u]
+                    w, g = weights[start : start + dim], grads[u]
                     for d in range(dim):
                         g[d] += twice_l2 * w[d]
-                    factor, ratios[begin + u] = clip_factor(
+                    factor, ratios[begin + u - tops[k]] = clip_factor(
                         w, g, counts[u], clip_columns[t], r[t], floor[t], per_occurrence[t]
                     )
                     for d in range(dim):
                         placed[bag, column + d] = g[d] * factor if d < clip_columns[t] else g[d]
-        used_rows[t] = used
+        used_rows[t] = tops[k + 1] - tops[k]
     return -1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .adam_formula import AdamConfig, adam_constants, adam_scalars
 from .clip import ClipRule, RowLimit
-from .replay_kernels import replay_clipped_rows, replay_rows, stale_rows
+from .replay_kernels import PLACE_BITS, replay_clipped_rows, replay_rows, stale_rows
 from .row_gradients import RowGradients, RowSums, bag_of_ids, count_rows
 from .row_updates import LookupRows, balanced_groups, in_threads
 
@@ -152,7 +152,7 @@ class Replay:
             last = self.last_step[first : first + _ROWS_AT_ONCE]
             places = ((last >= 0) & (last < step)).nonzero().flatten() + first
             if len(places):
-                self._replay(places, self.last_step[places], step)
+                self._replay(_keys(places, self.last_step[places]), step)
 
     def bring_rows_current(self, rows: RowSums, step: int) -> None:
         """Brings the rows of a backward pass to ``step``, also those that no id of this rank asked for."""
@@ -160,7 +160,7 @@ class Replay:
         last = self.last_step[places]
         places = places[(last >= 0) & (last < step)]
         if len(places):
-            self._replay(places, self.last_step[places], step)
+            self._replay(_keys(places, self.last_step[places]), step)
 
     def flush(self, step: int) -> None:
         """Brings every row and all its moments to ``step``."""
@@ -200,17 +200,16 @@ class Replay:
 
     def _bring_current_on_cpu(self, indices: np.ndarray, offsets: np.ndarray, step: int) -> None:
         begins = self._rows.begins(offsets)
-        places, lasts = np.empty(len(indices), np.int64), np.empty(len(indices), np.int32)
-        used = np.zeros(len(begins) - 1, np.int64)
+        keys, used = np.empty(len(indices), np.int64), np.zeros(len(begins) - 1, np.int64)
         rows = self._rows.layout.rows.numpy()
         last_step = self.last_step.numpy()
         groups = balanced_groups(np.diff(begins))
-        common = (begins, rows, self.first_rows, indices, last_step, step, places, lasts, used)
+        common = (begins, rows, self.first_rows, indices, last_step, step, keys, used)
         bad = in_threads([partial(stale_rows, group, *common) for group in groups])
-        found = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(begins, used, strict=False)])
+        found = np.concatenate([keys[begin : begin + n] for begin, n in zip(begins, used, strict=False)])
         # Rows that were marked before the bad id was met are brought up to date too: no row is lost.
         if len(found):
-            self._replay(torch.from_numpy(places[found]), torch.from_numpy(lasts[found]), step)
+            self._replay(torch.from_numpy(found), step)
         self._rows.raise_bad_ids(bad, begins, indices)
 
     def _bring_current_on_device(self, indices: Tensor, offsets: Tensor, step: int) -> None:
@@ -222,18 +221,21 @@ class Replay:
         place = self._first_rows[table] + indices
         counts = count_rows(place)
         place = place[counts.occurrence]
-        self._replay(place, self.last_step[place].where(counts.real, step), step)
+        lasts = self.last_step[place].where(counts.real, step)
+        self._replay(_keys(place, torch.where(lasts < 0, step, lasts)), step)
 
-    def _replay(self, places: Tensor, lasts: Tensor, step: int) -> None:
+    def _replay(self, keys: Tensor, step: int) -> None:
         """Brings distinct rows up to date, those with the same last step side by side.
 
         Args:
-            places: rows' numbers, int64 [n]; on CUDA some may be there twice, if ``lasts`` says that they are current.
-            lasts: their last steps, int32 [n].
+            keys: of the rows, see :func:`_keys`; on CUDA some may be there twice, if they say that the row is current.
         """
         layout = self._rows.layout
-        lasts, order = torch.where(lasts < 0, step, lasts).sort(stable=True)
-        places = places[order]
+        if self.uses_triton:
+            keys = keys.sort().values
+        else:
+            keys.numpy().sort()
+        places, lasts = keys & ((1 << PLACE_BITS) - 1), (keys >> PLACE_BITS).int()
         table = torch.searchsorted(self._first_rows, places, right=True) - 1
         dims = layout.dim[table]
         starts = layout.start[table] + (places - self._first_rows[table]) * dims
@@ -272,6 +274,11 @@ class Replay:
         constants = adam_constants(self._config)
         rest_motion = self._rest * constants.eps * constants.rest1
         return (*astuple(constants), self._config.lr, self._rest, rest_motion)
+
+
+def _keys(places: Tensor, lasts: Tensor) -> Tensor:
+    """Keys of rows with these numbers and last steps, int64 [n]: in their order rows of one last step are together."""
+    return lasts.long() << PLACE_BITS | places
 
 
 def _absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:

@@ -15,35 +15,36 @@ how often a row is read. Compiled by numba without the GIL, float32 only. Sizes:
 import numpy as np
 from numba import njit
 
-from .cpu_kernels import clip_factor, divide, root, step_of_element
+from .cpu_kernels import clip_factor, divide, load_row, prefetch_row, root, step_of_element, store_row
 
 REST_INTERVAL = 32
+PLACE_BITS = 33
+"""A row to be replayed is told by a key of 64 bits: its last step, and below it in so many bits its number."""
 _LANES = 512
 _VECTOR = 16
 
 
 @njit(nogil=True, cache=True)
-def stale_rows(tables, begins, num_rows, first_rows, indices, last_step, step, places, lasts, used):
-    """Rows behind ``step`` among the given tables' ids, each once: row number in the lookup and last step.
+def stale_rows(tables, begins, num_rows, first_rows, indices, last_step, step, keys, used):
+    """Rows behind ``step`` among the given tables' ids, each once, as keys (see PLACE_BITS); not rows at rest.
 
-    They are written from ``begins[t]`` on, ``used[t]`` of them, and marked as being at ``step``; not rows at rest.
+    They are written from ``begins[t]`` on, ``used[t]`` of them, and marked as being at ``step``.
     Returns the place in ``indices`` of an id outside its table, or -1; rows found before it are marked all the same.
     """
     for t in tables:
-        count = 0
+        count = begins[t]
         for i in range(begins[t], begins[t + 1]):
             row = indices[i]
             if row < 0 or row >= num_rows[t]:
-                used[t] = count
+                used[t] = count - begins[t]
                 return i
             place = first_rows[t] + row
             last = last_step[place]
             if 0 <= last < step:
-                places[begins[t] + count] = place
-                lasts[begins[t] + count] = last
+                keys[count] = np.int64(last) << PLACE_BITS | place
                 last_step[place] = step
                 count += 1
-        used[t] = count
+        used[t] = count - begins[t]
     return -1
 
 
@@ -99,13 +100,13 @@ def replay_rows(
     of_slot = np.empty(rows, np.int64)
     for begin in range(part * rows, len(starts), parts * rows):
         end = min(begin + rows, len(starts))
+        for row in range(begin + parts * rows, min(begin + (parts + 1) * rows, len(starts))):
+            prefetch_row(weights, exp_avg, exp_avg_sq, starts[row], dim)
         following, active, now = begin, 0, lasts[begin]
         while now < step:
             while following < end and lasts[following] <= now:
                 start, low = starts[following], active * dim
-                w[low : low + dim] = weights[start : start + dim]
-                m[low : low + dim] = exp_avg[start : start + dim]
-                v[low : low + dim] = exp_avg_sq[start : start + dim]
+                load_row(weights, exp_avg, exp_avg_sq, start, w, m, v, low, dim)
                 of_slot[active] = following
                 active += 1
                 following += 1
@@ -124,7 +125,7 @@ def replay_rows(
                         slot += 1
                         continue
                     row = of_slot[slot]
-                    _store(w, m, v, low, dim, starts[row], weights, exp_avg, exp_avg_sq)
+                    store_row(w, m, v, low, weights, exp_avg, exp_avg_sq, starts[row], dim)
                     last_step[places[row]] = ~now
                     active -= 1
                     tail = active * dim
@@ -140,15 +141,8 @@ def replay_rows(
                 now = lasts[following]
         for slot in range(active):
             row = of_slot[slot]
-            _store(w, m, v, slot * dim, dim, starts[row], weights, exp_avg, exp_avg_sq)
+            store_row(w, m, v, slot * dim, weights, exp_avg, exp_avg_sq, starts[row], dim)
             last_step[places[row]] = step
-
-
-@njit(nogil=True, cache=True)
-def _store(w, m, v, low, dim, start, weights, exp_avg, exp_avg_sq):
-    weights[start : start + dim] = w[low : low + dim]
-    exp_avg[start : start + dim] = m[low : low + dim]
-    exp_avg_sq[start : start + dim] = v[low : low + dim]
 
 
 @njit(nogil=True, cache=True)

@@ -23,6 +23,8 @@ from .lookups import Lookup, TableShard
 from .row_gradients import LookupLayout, RowGradients, RowSums, row_sums, sums_of_ranks, with_weights
 
 _NO_WEIGHTS = np.empty(0, np.float32)
+_WORK_OF_ROW = 4
+"""Ids that take as long as one distinct row."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class LookupRows:
         self._rows_seen = torch.zeros(len(dims), dtype=torch.int64, device=device)
         self._rows_clipped = torch.zeros(len(dims), dtype=torch.int64, device=device)
         self._latest = (torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device))
+        self._latest_used = np.zeros(len(dims), np.int64)
 
     @property
     def waits_for_ranks(self) -> bool:
@@ -157,8 +160,11 @@ class LookupRows:
         lookup_arrays = (indices, offsets, id_weights, backward.output_grad.contiguous().numpy())
         weights = self.lookup.flat_weights().numpy()
         inputs = (*common, *lookup_arrays, weights, *arguments, ratios, used)
-        bad = in_threads([partial(kernel, group, *inputs) for group in balanced_groups(np.diff(begins))])
+        # A distinct row costs several times what an id does, and steps resemble each other.
+        work = np.diff(begins) + _WORK_OF_ROW * self._latest_used
+        bad = in_threads([partial(kernel, group, *inputs) for group in balanced_groups(work)])
         self.raise_bad_ids(bad, begins, indices)
+        self._latest_used = used
         self._record_compiled(ratios, used, begins)
 
     def begins(self, offsets: np.ndarray) -> np.ndarray:
