@@ -1,5 +1,8 @@
 """DeepFM (arXiv 1703.04247): a linear model, all pairwise products of embeddings, and an MLP."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -8,14 +11,39 @@ from .front import EmbeddingFront
 from .layers import LinearPart, LogitKernel, Mlp
 
 
-def pairwise_products(embeddings: Tensor) -> Tensor:
-    """Sum of the inner products of all pairs of fields, float [B], from embeddings [B, F, D].
+class PairwiseProducts(nn.Module):
+    """Sum of the inner products of all pairs of fields, float [B], from rows [B, F, P] whose first D columns count.
 
     Source: Factorization Machines (Rendle 2010), lemma 3.1: half of (sum squared minus sum of squares).
+
+    Args:
+        embedding_dim: D.
     """
-    of_sum = embeddings.sum(dim=1).square()
-    sum_of = embeddings.square().sum(dim=1)
-    return 0.5 * (of_sum - sum_of).sum(dim=1)
+
+    def __init__(self, embedding_dim: int) -> None:
+        super().__init__()
+        self._embedding_dim = embedding_dim
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return _PairwiseProducts.apply(rows, self._embedding_dim)
+
+
+class _PairwiseProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dim: int) -> Tensor:
+        embeddings = rows[:, :, :dim]
+        total = embeddings.sum(1)
+        ctx.save_for_backward(rows, total)
+        return 0.5 * (total.square().sum(1) - embeddings.square().sum((1, 2)))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rows, total = ctx.saved_tensors
+        of_rows, dim = torch.empty_like(rows), total.shape[1]
+        torch.sub(total[:, None], rows[:, :, :dim], out=of_rows[:, :, :dim]).mul_(grads[0][:, None, None])
+        of_rows[:, :, dim:] = 0
+        return of_rows, None
 
 
 class DeepFM(nn.Module):
@@ -29,6 +57,7 @@ class DeepFM(nn.Module):
     def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
         super().__init__()
         self.front = front
+        self.pairs = PairwiseProducts(front.embedding_dim)
         self.linear = LinearPart(front.num_dense)
         self.mlp = Mlp(front.width, config.hidden, config.dropout)
         self.output = LogitKernel(config.hidden[-1])
@@ -36,4 +65,4 @@ class DeepFM(nn.Module):
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
-        return self.linear(x.wide, dense) + pairwise_products(x.deep) + self.output(self.mlp(x.flat))
+        return self.linear(x.wide, dense) + self.pairs(x.rows) + self.output(self.mlp(x.flat))

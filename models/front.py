@@ -4,13 +4,13 @@ Sizes: B samples, F fields, D embedding width, P stored width of a table, N dens
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 
 def physical_dim(embedding_dim: int) -> int:
@@ -25,12 +25,12 @@ def physical_dim(embedding_dim: int) -> int:
 class Features(NamedTuple):
     """What a network computes on."""
 
-    deep: Tensor
-    """Embeddings, float [B, F, D], fields in the order of the tables."""
+    rows: Tensor
+    """What was looked up, float [B, F, P], fields in the order of the tables; the first D columns are the embeddings."""
     wide: Tensor
     """Sum of the samples' wide weights, float [B]."""
     flat: Tensor
-    """All embeddings, field-major, then the dense features: float [B, F * D + N]."""
+    """All embeddings, field-major, then the dense features: [B, F * D + N], under autocast in its dtype."""
 
 
 class EmbeddingFront(nn.Module):
@@ -78,15 +78,57 @@ class EmbeddingFront(nn.Module):
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
         self.width = len(tables) * embedding_dim + num_dense
-        self._columns = [embedding_dim, 1, stored - embedding_dim - 1]
         self.embeddings = EmbeddingBagCollection(tables=list(tables), is_weighted=is_weighted, device=device)
+        self.layout = _Layout(self.fields, embedding_dim)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Features:
         """Looks up ``sparse``; ``dense`` is float [B, N]."""
-        looked_up = self.embeddings(sparse).to_dict()
-        rows = torch.stack([looked_up[field] for field in self.fields], dim=1)  # [B, F, P]
-        # One split, so that the backward writes one gradient of the whole width, zero in the spare columns.
-        columns = torch.split(rows, self._columns, dim=2)
-        deep, wide = columns[0], columns[1]
-        flat = torch.cat([deep.flatten(1), dense], dim=1)
-        return Features(deep=deep, wide=wide.sum(dim=(1, 2)), flat=flat)
+        return self.layout(self.embeddings(sparse), dense)
+
+
+class _Layout(nn.Module):
+    """From the looked-up rows to a network's features.
+
+    A module, and so one operation to TorchRec's pipeline, which traces what calls the tables.
+    """
+
+    def __init__(self, fields: Sequence[str], embedding_dim: int) -> None:
+        super().__init__()
+        self._fields, self._embedding_dim = list(fields), embedding_dim
+
+    def forward(self, looked_up: KeyedTensor, dense: Tensor) -> Features:
+        if looked_up.keys() == self._fields:
+            rows = looked_up.values().unflatten(1, (len(self._fields), -1))
+        else:  # another order, by the sharding plan
+            by_field = looked_up.to_dict()
+            rows = torch.stack([by_field[field] for field in self._fields], dim=1)
+        kind = rows.device.type
+        dtype = torch.promote_types(rows.dtype, dense.dtype)
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return Features(rows, *_WideAndFlat.apply(rows, dense, self._embedding_dim, dtype))
+
+
+class _WideAndFlat(torch.autograd.Function):
+    """``wide`` and ``flat`` of :class:`Features`; at large batches each pass over the rows that is saved shows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dense: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        samples, fields, stored = rows.shape
+        ctx.shape, ctx.dim, ctx.dtypes = (samples, fields, stored), dim, (rows.dtype, dense.dtype)
+        flat = rows.new_empty(samples, fields * dim + dense.shape[1], dtype=dtype)
+        flat[:, : fields * dim].unflatten(1, (fields, dim)).copy_(rows[:, :, :dim])
+        flat[:, fields * dim :] = dense
+        return rows[:, :, dim].sum(1), flat
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (samples, fields, stored), dim = ctx.shape, ctx.dim
+        of_wide, of_flat = grads
+        of_rows = of_wide.new_empty(samples, fields, stored, dtype=ctx.dtypes[0])
+        of_rows[:, :, :dim] = of_flat[:, : fields * dim].unflatten(1, (fields, dim))
+        of_rows[:, :, dim] = of_wide[:, None]
+        of_rows[:, :, dim + 1 :] = 0
+        of_dense = of_flat[:, fields * dim :].to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return of_rows, of_dense, None, None

@@ -5,10 +5,13 @@ Sizes: B samples, N dense features, K input width of a layer.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from .linear_relu import linear_relu
 
 
 @runtime_checkable
@@ -80,19 +83,19 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
-        widths = [width, *hidden]
-        self.layers = nn.Sequential()
-        for fan_in, fan_out in zip(widths, hidden, strict=False):
+        self.layers = nn.ModuleList()
+        for fan_in, fan_out in pairwise([width, *hidden]):
             layer = nn.Linear(fan_in, fan_out)
             layer.weight = glorot_normal(fan_out, fan_in)
             nn.init.zeros_(layer.bias)
-            self.layers.extend([layer, nn.ReLU()])
-            if dropout > 0:
-                self.layers.append(nn.Dropout(dropout))
+            self.layers.append(layer)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] -> [B, hidden[-1]]."""
-        return self.layers(x)
+        for layer in self.layers:
+            x = self.dropout(linear_relu(x, layer.weight, layer.bias))
+        return x
 
 
 class LogitKernel(nn.Module):

@@ -19,7 +19,7 @@ _LINE = 16
 """float32 numbers of a cache line."""
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def distinct(ids, num_rows, first, rows, counts, slots):
     """Numbers the distinct ids from ``first`` on in the order of their first occurrence.
 
@@ -55,7 +55,7 @@ def distinct(ids, num_rows, first, rows, counts, slots):
     return -1, used
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def _add_to(sums, slot, dim, weight, grad, bag, column):
     """Adds an output gradient to a row's; four columns at a time, which compile to one vector operation."""
     quads = dim // 4 * 4
@@ -66,7 +66,7 @@ def _add_to(sums, slot, dim, weight, grad, bag, column):
         sums[slot, d] += weight * grad[bag, column + d]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def sum_rows(tables, begins, firsts, lasts, columns, bags, num_rows, dims, indices, offsets, id_weights, grad):
     """The distinct rows of some tables and their gradients, the sums over their occurrences.
 
@@ -106,7 +106,7 @@ def sum_rows(tables, begins, firsts, lasts, columns, bags, num_rows, dims, indic
     return -1, tops, rows, counts, slots, sums
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def _norm(row, width):
     # In float64, as row_norms in clip.py: the order of the sum then does not show.
     total = 0.0
@@ -115,7 +115,7 @@ def _norm(row, width):
     return np.float32(np.sqrt(total))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def clip_factor(weight, grad, count, clip_columns, r, floor, per_occurrence):
     """Factor of one row and its ratio ||g|| / limit. Source: RowLimit in clip.py."""
     limit = max(r * _norm(weight, clip_columns), floor)
@@ -127,7 +127,7 @@ def clip_factor(weight, grad, count, clip_columns, r, floor, per_occurrence):
     return np.float32(1), norm / limit if norm > 0 else np.float32(0)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def factors_of_ids(
     tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
     indices, offsets, id_weights, grad, weights, factors, ratios, used_rows,
@@ -157,7 +157,7 @@ def factors_of_ids(
     return -1
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def root(value):
     return np.sqrt(value)
 
@@ -186,7 +186,7 @@ def _prefetch(typing_context, array, place):  # noqa: ARG001  (numba's signature
     return types.void(array, types.intp), generate
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def prefetch_row(weights, exp_avg, exp_avg_sq, start, dim):
     """Rows lie anywhere in memory: their lines are under way while the rows before them are computed."""
     for place in range(start, start + dim, _LINE):
@@ -198,7 +198,7 @@ def prefetch_row(weights, exp_avg, exp_avg_sq, start, dim):
     _prefetch(exp_avg_sq, start + dim - 1)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def load_row(weights, exp_avg, exp_avg_sq, start, w, m, v, low, dim):
     """Copies a row and its moments to ``low`` in the buffers w, m and v."""
     for d in range(dim):
@@ -209,7 +209,7 @@ def load_row(weights, exp_avg, exp_avg_sq, start, w, m, v, low, dim):
         v[low + d] = exp_avg_sq[start + d]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def store_row(w, m, v, low, weights, exp_avg, exp_avg_sq, start, dim):
     """Copies a row and its moments back."""
     for d in range(dim):
@@ -220,7 +220,7 @@ def store_row(w, m, v, low, weights, exp_avg, exp_avg_sq, start, dim):
         exp_avg_sq[start + d] = v[low + d]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def adam_rows(
     tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
     indices, offsets, id_weights, grad, weights,
@@ -245,12 +245,14 @@ def adam_rows(
         dim, first = dims[t], tops[k]
         for block in range(first, tops[k + 1], _ROWS):
             end = min(block + _ROWS, tops[k + 1])
-            for u in range(end, min(end + _ROWS, tops[k + 1])):
-                prefetch_row(weights, exp_avg, exp_avg_sq, starts[t] + rows[u] * dim, dim)
             for u in range(block, end):
                 load_row(weights, exp_avg, exp_avg_sq, starts[t] + rows[u] * dim, w, m, v, (u - block) * dim, dim)
             for u in range(block, end):
                 low = (u - block) * dim
+                if u + _ROWS < tops[k + 1]:
+                    prefetch_row(weights, exp_avg, exp_avg_sq, starts[t] + rows[u + _ROWS] * dim, dim)
+                    if len(last_step) > 0:
+                        _prefetch(last_step, first_rows[t] + rows[u + _ROWS])
                 if len(last_step) > 0:
                     last = last_step[first_rows[t] + rows[u]]
                     if last < 0 and ~last < step - 1:

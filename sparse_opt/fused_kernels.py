@@ -10,7 +10,7 @@ from numba import njit
 from .cpu_kernels import clip_factor, sum_rows
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def place_row_gradients(
     tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
     indices, offsets, id_weights, grad, weights, placed, twice_l2, ratios, used_rows,

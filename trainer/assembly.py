@@ -51,12 +51,13 @@ class TrainTask(nn.Module):
 
     ``forward(batch)`` returns (loss, (loss, logits [B], label [B])), the latter detached. The loss is this rank's share
     of the mean over the global batch, times the world size, because TorchRec and DDP average over ranks; slices may be
-    of unequal size.
+    of unequal size. ``half_on`` is the type of device whose matrix products are to be bfloat16, none by default.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, linear_l2: float, cross_l2: float):
+    def __init__(self, model: nn.Module, world_size: int, linear_l2: float, cross_l2: float, half_on: str = ""):
         super().__init__()
         self.model = model
+        self._half_on = half_on
         self._world_size = world_size
         kernels = l2_kernels(model)
         self._penalties = [(linear_l2, each) for each in kernels["linear"] if linear_l2 > 0]
@@ -64,7 +65,8 @@ class TrainTask(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         # Rows after the last label are padding; see even_slices.
-        logits = self.model(batch.dense, batch.sparse)[: batch.label.numel()]
+        with torch.autocast(self._half_on or "cpu", torch.bfloat16, enabled=bool(self._half_on)):
+            logits = self.model(batch.dense, batch.sparse)[: batch.label.numel()]
         total = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
         loss = total * self._world_size / batch.global_batch_size
         for coefficient, kernel in self._penalties:
@@ -86,7 +88,8 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     model = build_model(
         config.model, tables, len(schema.dense), is_weighted=schema.is_weighted, device=torch.device("meta")
     )
-    task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2)
+    half_on = process.device.type if config.train.precision == "bfloat16" else ""
+    task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2, half_on)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,

@@ -55,6 +55,8 @@ class TrainConfig:
         log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
         warm_start: folder of an earlier run whose weights to begin with; ids are matched by what they stand for.
         timeout_seconds: a process that keeps the others waiting longer is taken to hang, and ends the run.
+        precision: of the networks' matrix products while training and predicting. "tf32" (CUDA only) and "bfloat16"
+            round their factors; sums, logits, loss, weights, moments, tables and everything about a row stay float32.
     """
 
     batch_size: int = 1024
@@ -66,6 +68,7 @@ class TrainConfig:
     log_every: int = 50
     warm_start: str = ""
     timeout_seconds: float = 600.0
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         for key in ("batch_size", "eval_batch_size", "epochs", "log_every"):

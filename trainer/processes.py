@@ -114,7 +114,7 @@ def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 # From glibc's malloc.h, whose values are part of its binary interface.
