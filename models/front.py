@@ -26,7 +26,7 @@ class Features(NamedTuple):
     """What a network computes on."""
 
     rows: Tensor
-    """What was looked up, float [B, F, P], fields in the order of the tables; the first D columns are the embeddings."""
+    """What was looked up, float [B, F, P], fields in the order of the tables; D columns of embeddings come first."""
     wide: Tensor
     """Sum of the samples' wide weights, float [B]."""
     flat: Tensor

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.profiler import record_function
 
 from . import cpu_kernels
 from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
@@ -28,6 +29,8 @@ from .row_gradients import RowGradients
 from .row_state import sharded_like_weights
 from .row_updates import Backward, LookupRows, TableStats
 
+EMBEDDING_UPDATE = "embedding_update"
+"""What torch's profiler calls a lookup's backward."""
 _NO_ROWS = np.empty(0, np.int32)
 _ROWS_AT_ONCE = 1 << 20
 
@@ -271,7 +274,8 @@ class _UpdateInBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         inputs = ctx.inputs
         backward = Backward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"), grads[0])
-        ctx.tables.update(backward, step_of_lookup=ctx.step)
+        with record_function(EMBEDDING_UPDATE):
+            ctx.tables.update(backward, step_of_lookup=ctx.step)
         return None, None, None, None
 
 

@@ -1,6 +1,6 @@
 """CPU kernels for the rows of a lookup: distinct ids, row gradients, clip factors and Adam, some tables at a time.
 
-Compiled by numba without the GIL, so that groups of tables run at once in threads; float32 only. Within a table all sums
+Compiled by numba without the GIL, so that groups of tables run at once in threads; float32 only. Within a table sums
 run in the order of the batch, whatever the number of threads, so results repeat to the last bit. The plain definition
 is row_gradients.py; tests hold the two against each other. Sizes: U distinct rows, D columns, B bags per feature.
 """
@@ -23,8 +23,8 @@ _LINE = 16
 def distinct(ids, num_rows, first, rows, counts, slots):
     """Numbers the distinct ids from ``first`` on in the order of their first occurrence.
 
-    Writes each one's id into ``rows``, its occurrences into ``counts`` (zeros before), and the number of each of ``ids``
-    into ``slots``. Returns the place of an id outside [0, num_rows) or -1, and one past the last number.
+    Writes each one's id into ``rows``, its occurrences into ``counts`` (zeros before), and the number of each id into
+    ``slots``. Returns the place of an id outside [0, num_rows) or -1, and one past the last number.
     """
     n = len(ids)
     bits = 4
@@ -73,9 +73,10 @@ def sum_rows(tables, begins, firsts, lasts, columns, bags, num_rows, dims, indic
     Summed in float64: a frequent id of a large batch adds tens of thousands of terms of either sign.
 
     Returns:
-        the place in ``indices`` of an id outside its table, or -1; the number of each table's first row and one past
-        the last's, int64 [tables + 1]; rows in their tables, int64 [>= U]; their occurrences, int32 [>= U]; number of
-        the row of each of the tables' ids, int32 [n], table by table; gradients, float64 [U, D] (D is the widest's).
+        the place in ``indices`` of an id outside its table, or -1; and what the kernels below begin with: the number of
+        each table's first row and one past the last's, int64 [tables + 1]; rows in their tables, int64 [>= U]; their
+        occurrences, int32 [>= U]; number of the row of each of the tables' ids, int32 [n], table by table; gradients,
+        float64 [U, D] (D is the widest's).
     """
     n = 0
     for t in tables:
@@ -88,7 +89,7 @@ def sum_rows(tables, begins, firsts, lasts, columns, bags, num_rows, dims, indic
         shifts[k] = done - begin
         bad, used = distinct(indices[begin:end], num_rows[t], used, rows, counts, slots[done : done + end - begin])
         if bad >= 0:
-            return begin + bad, tops, rows, counts, slots, np.empty((0, 0), np.float64)
+            return begin + bad, (tops, rows, counts, slots, np.empty((0, 0), np.float64))
         tops[k + 1] = used
         done += end - begin
         dim = max(dim, dims[t])
@@ -103,7 +104,7 @@ def sum_rows(tables, begins, firsts, lasts, columns, bags, num_rows, dims, indic
                     for i in range(offsets[feature * bags + bag], offsets[feature * bags + bag + 1]):
                         weight = np.float64(id_weights[i]) if weighted else 1.0
                         _add_to(sums, slots[shifts[k] + i], dims[t], weight, grad, bag, columns[feature])
-    return -1, tops, rows, counts, slots, sums
+    return -1, (tops, rows, counts, slots, sums)
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
@@ -129,18 +130,10 @@ def clip_factor(weight, grad, count, clip_columns, r, floor, per_occurrence):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def factors_of_ids(
-    tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
-    indices, offsets, id_weights, grad, weights, factors, ratios, used_rows,
+    tables, tops, rows, counts, slots, sums, begins, dims, starts, clip_columns, r, floor, per_occurrence,
+    weights, factors, ratios, used_rows,
 ):  # fmt: skip
-    """Clip factor of every id of the given tables into ``factors`` [nnz]; ratios of a table's rows at its first id.
-
-    Returns the place in ``indices`` of an id outside its table, or -1.
-    """
-    bad, tops, rows, counts, slots, sums = sum_rows(
-        tables, begins, firsts, lasts, columns, bags, num_rows, dims, indices, offsets, id_weights, grad
-    )
-    if bad >= 0:
-        return bad
+    """Clip factor of every id of the given tables into ``factors`` [nnz]; ratios of a table's rows at its first id."""
     grads, factor = sums.astype(np.float32), np.empty(len(sums), np.float32)
     done = 0
     for k, t in enumerate(tables):
@@ -154,7 +147,6 @@ def factors_of_ids(
             factors[i] = factor[slots[done]]
             done += 1
         used_rows[t] = tops[k + 1] - tops[k]
-    return -1
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
@@ -171,7 +163,7 @@ step_of_element = njit(nogil=True, cache=True, inline="always")(adam_element)
 
 
 @intrinsic
-def _prefetch(typing_context, array, place):  # noqa: ARG001  (numba's signature)
+def _prefetch(typing_context, array, place):
     """Asks for the cache line of ``array[place]``, to be written soon; no more than a hint to the processor."""
 
     def generate(context, builder, signature, arguments):
@@ -222,8 +214,7 @@ def store_row(w, m, v, low, weights, exp_avg, exp_avg_sq, start, dim):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def adam_rows(
-    tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
-    indices, offsets, id_weights, grad, weights,
+    tables, tops, rows, counts, slots, sums, begins, dims, starts, clip_columns, r, floor, per_occurrence, weights,
     exp_avg, exp_avg_sq, beta1, rest1, beta2, rest2, eps, twice_l2, step_size, denominator_scale,
     last_step, first_rows, step, log_beta2, ratios, used_rows,
 ):  # fmt: skip
@@ -231,13 +222,7 @@ def adam_rows(
 
     ``last_step`` is empty where nobody replays; else it is written, and a row at rest (see replay_kernels.py) first
     takes the decay of its second moment.
-    Returns the place in ``indices`` of an id outside its table, or -1; nothing of the tables is then changed.
     """
-    bad, tops, rows, counts, _, sums = sum_rows(
-        tables, begins, firsts, lasts, columns, bags, num_rows, dims, indices, offsets, id_weights, grad
-    )
-    if bad >= 0:
-        return bad
     lanes = _ROWS * sums.shape[1]
     w, m, v = np.empty(lanes, np.float32), np.empty(lanes, np.float32), np.empty(lanes, np.float32)
     g = np.empty(lanes, np.float32)
@@ -275,4 +260,3 @@ def adam_rows(
             for u in range(block, end):
                 store_row(w, m, v, (u - block) * dim, weights, exp_avg, exp_avg_sq, starts[t] + rows[u] * dim, dim)
         used_rows[t] = tops[k + 1] - first
-    return -1

@@ -7,23 +7,15 @@ Sizes: U distinct rows, D columns, B bags per feature.
 import numpy as np
 from numba import njit
 
-from .cpu_kernels import clip_factor, sum_rows
+from .cpu_kernels import clip_factor
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def place_row_gradients(
-    tables, begins, firsts, lasts, columns, bags, num_rows, dims, starts, clip_columns, r, floor, per_occurrence,
-    indices, offsets, id_weights, grad, weights, placed, twice_l2, ratios, used_rows,
+    tables, tops, rows, counts, slots, sums, begins, dims, starts, clip_columns, r, floor, per_occurrence, weights,
+    firsts, lasts, columns, bags, offsets, placed, twice_l2, ratios, used_rows,
 ):  # fmt: skip
-    """Writes the gradients of the given tables' rows into ``placed`` [B, sum D], each at its first id; zeros are there.
-
-    Returns the place in ``indices`` of an id outside its table, or -1.
-    """
-    bad, tops, rows, counts, slots, sums = sum_rows(
-        tables, begins, firsts, lasts, columns, bags, num_rows, dims, indices, offsets, id_weights, grad
-    )
-    if bad >= 0:
-        return bad
+    """Writes the gradients of the tables' rows into ``placed`` [B, sum D], each at its first id; zeros are there."""
     grads = sums.astype(np.float32)
     done, next_row = 0, 0  # distinct rows are numbered in the order of their first ids
     for k, t in enumerate(tables):
@@ -47,4 +39,3 @@ def place_row_gradients(
                     for d in range(dim):
                         placed[bag, column + d] = g[d] * factor if d < clip_columns[t] else g[d]
         used_rows[t] = tops[k + 1] - tops[k]
-    return -1

@@ -27,7 +27,8 @@ def clipped_output_grad(rows: LookupRows, backward: Backward, l2: float) -> Tens
     """
     placed = torch.zeros_like(backward.output_grad, memory_format=torch.contiguous_format)
     if rows.runs_compiled(backward):
-        rows.run_kernel(fused_kernels.place_row_gradients, backward, placed.numpy(), np.float32(2 * l2))
+        bags = (*rows.bags_of(backward), backward.offsets.long().numpy())
+        rows.run_kernel(fused_kernels.place_row_gradients, backward, *bags, placed.numpy(), np.float32(2 * l2))
         return placed
     of_rows = rows.torch_gradients(rows.torch_sums(backward))
     of_rows.grad.add_(of_rows.weight, alpha=2 * l2)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from . import cpu_kernels
 from .clip import ClipRule, NoClip, scales_of_norms
@@ -22,6 +23,8 @@ from .column_shards import ColumnShards, Groups
 from .lookups import Lookup, TableShard
 from .row_gradients import LookupLayout, RowGradients, RowSums, row_sums, sums_of_ranks, with_weights
 
+ROW_GRADIENTS = "row_gradients"
+"""What torch's profiler calls the first part of the work on rows, within the update of the embeddings."""
 _NO_WEIGHTS = np.empty(0, np.float32)
 _WORK_OF_ROW = 4
 """Ids that take as long as one distinct row."""
@@ -146,26 +149,35 @@ class LookupRows:
         alone = self.scope == "row" and self.columns is None and not self.gathers_rows
         return alone and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
 
-    def run_kernel(self, kernel: Callable[..., int], backward: Backward, *arguments: Any) -> None:
-        """Runs a kernel of cpu_kernels.py over all tables, on as many threads as torch uses, and keeps the ratios."""
-        batch, (first, last) = backward.output_grad.shape[0], self._features
-        indices = backward.indices.long().numpy()
-        offsets = backward.offsets.long().numpy()
-        begins = self.begins(offsets)
-        ratios, used = np.empty(len(indices), np.float32), np.zeros(len(first), np.int64)
-        id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
-        layout = self.layout
-        per_table = [tensor.numpy() for tensor in (layout.rows, layout.dim, layout.start, *self.limit_tensors)]
-        common = (begins, first, last, layout.feature_column.numpy(), batch, *per_table)
-        lookup_arrays = (indices, offsets, id_weights, backward.output_grad.contiguous().numpy())
-        weights = self.lookup.flat_weights().numpy()
-        inputs = (*common, *lookup_arrays, weights, *arguments, ratios, used)
+    def run_kernel(self, kernel: Callable[..., None], backward: Backward, *arguments: Any) -> None:
+        """Sums the gradients of the rows of all tables, and runs a kernel of cpu_kernels.py on them; keeps the ratios.
+
+        On as many threads as torch uses.
+
+        Raises:
+            ValueError: an id outside its table; no row has then changed.
+        """
+        indices, offsets = backward.indices.long().numpy(), backward.offsets.long().numpy()
+        begins, layout = self.begins(offsets), self.layout
         # A distinct row costs several times what an id does, and steps resemble each other.
-        work = np.diff(begins) + _WORK_OF_ROW * self._latest_used
-        bad = in_threads([partial(kernel, group, *inputs) for group in balanced_groups(work)])
-        self.raise_bad_ids(bad, begins, indices)
+        groups = balanced_groups(np.diff(begins) + _WORK_OF_ROW * self._latest_used)
+        with record_function(ROW_GRADIENTS):
+            id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
+            output_grad = backward.output_grad.contiguous().numpy()
+            inputs = (begins, *self.bags_of(backward), layout.rows.numpy(), layout.dim.numpy(), indices, offsets)
+            jobs = [partial(cpu_kernels.sum_rows, group, *inputs, id_weights, output_grad) for group in groups]
+            bad, sums = zip(*in_threads(jobs), strict=True)
+            self.raise_bad_ids(bad, begins, indices)
+        ratios, used = np.empty(len(indices), np.float32), np.zeros(len(begins) - 1, np.int64)
+        per_table = [each.numpy() for each in (layout.dim, layout.start, *self.limit_tensors)]
+        common = (begins, *per_table, self.lookup.flat_weights().numpy(), *arguments, ratios, used)
+        in_threads([partial(kernel, group, *of_group, *common) for group, of_group in zip(groups, sums, strict=True)])
         self._latest_used = used
         self._record_compiled(ratios, used, begins)
+
+    def bags_of(self, backward: Backward) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """First and one past the last feature of each table, first output column of each feature, bags per feature."""
+        return *self._features, self.layout.feature_column.numpy(), backward.output_grad.shape[0]
 
     def begins(self, offsets: np.ndarray) -> np.ndarray:
         """Place of each table's first id, and one past the last table's, [tables + 1]; ``offsets`` as the lookup's."""
@@ -191,8 +203,9 @@ class LookupRows:
     def torch_sums(self, backward: Backward) -> RowSums:
         """The distinct rows of a backward pass and their gradients; of replicated tables, those of all ranks."""
         inputs = (backward.indices, backward.offsets, backward.id_weights, backward.output_grad)
-        rows = row_sums(self.layout, *inputs)
-        return sums_of_ranks(rows, self.lookup.process_group) if self.gathers_rows else rows
+        with record_function(ROW_GRADIENTS):
+            rows = row_sums(self.layout, *inputs)
+            return sums_of_ranks(rows, self.lookup.process_group) if self.gathers_rows else rows
 
     def torch_gradients(self, rows: RowSums) -> RowGradients:
         """Those gradients beside the rows as they are now."""

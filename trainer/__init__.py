@@ -5,8 +5,8 @@ import os
 # Read by torch when it makes its first tensor: large ones lie in huge pages then, where the system leaves that to
 # programs. Rows that are looked up here and there in large tables cost fewer page walks.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# Read by OpenMP when torch is loaded: its idle threads otherwise spin for milliseconds on the cores that the row kernels'
-# threads want. This many turns are about the pause between two operators.
+# Read by OpenMP when torch is loaded: its idle threads otherwise spin for milliseconds on the cores that the threads of
+# the row kernels want. So many turns are about the pause between two operators.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from cowrec.sparse_opt.versions import require_matched_set
