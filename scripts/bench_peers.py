@@ -10,7 +10,6 @@ A peer that is not plain PyTorch or TorchRec is installed into a virtual environ
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -43,14 +42,8 @@ YARDSTICK = "torch-sparse-adam"
 _SPEED = "samples_per_second"
 
 
-@dataclass(frozen=True)
-class Does:
-    """What an implementation does of the whole algorithm: L2 in the gradient of every row at every step, CowClip, and
-    moving rows whose id the batch lacks."""
-
-    l2_on_every_row: bool = False
-    cowclip: bool = False
-    absent_rows_move: bool = False
+PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
+"""Of the whole algorithm: L2 in the gradient of every row at every step, the clip, rows moving without their id."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +52,29 @@ class Peer:
 
     Attributes:
         worker: module of scripts/peers that measures it.
-        does: of the algorithm.
+        does: which of PARTS.
         requirements: of its own virtual environment; none: it runs in cowrec's.
     """
 
     worker: str
-    does: Does
+    does: tuple[str, ...] = ()
     requirements: tuple[str, ...] = ()
 
 
 COWREC = {"cowrec-fp32": "float32"}
 """Values of train.precision."""
+_UNCLIPPED = ("l2_on_every_row", "absent_rows_move")
+_TORCH = ("torch==2.13.0", "numpy==2.4.6")
 PEERS = {
-    "torch-sparse-adam": Peer("torch_sparse_adam", Does()),
+    "torch-sparse-adam": Peer("torch_sparse_adam"),
+    "torch-dense-adam-cowclip": Peer("torch_dense_adam_cowclip", PARTS),
+    "torchrec-fused-adagrad": Peer("torchrec_fused_adagrad"),
+    # requests it imports, but does not ask for.
+    "deepctr-torch": Peer("deepctr_torch_adam", _UNCLIPPED, ("deepctr-torch==0.3.0", "requests==2.34.2", *_TORCH)),
+    "fuxictr": Peer("fuxictr_adam", _UNCLIPPED, ("fuxictr==2.3.10", *_TORCH)),
+    "deepctr": Peer("deepctr_keras", _UNCLIPPED, ("deepctr==0.9.4", "tensorflow-cpu==2.21.0", "tf-keras==2.21.0")),
 }
-_WHOLE = Does(l2_on_every_row=True, cowclip=True, absent_rows_move=True)
-DOES = {**dict.fromkeys(COWREC, _WHOLE), **{name: peer.does for name, peer in PEERS.items()}}
+DOES = {**dict.fromkeys(COWREC, PARTS), **{name: peer.does for name, peer in PEERS.items()}}
 
 
 @dataclass
@@ -161,10 +161,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         of_yardstick = [speeds.get((YARDSTICK, size)) for size in sizes]
         pairs = zip(of_name, of_yardstick, strict=True)
         ratio_rows.append([name, *(f"{one / other:.2f}" if one and other else "-" for one, other in pairs)])
-    headings = ["L2 on every row", "CowClip", "absent rows move", "whole algorithm"]
-    does_rows = [["every step does", *headings]]
+    does_rows = [["what a step does", *(part.replace("_", " ") for part in PARTS), "the whole"]]
     for name in names:
-        parts = dataclasses.astuple(DOES[name])
+        parts = [part in DOES[name] for part in PARTS]
         does_rows.append([name, *("yes" if each else "-" for each in (*parts, all(parts)))])
     return "\n\n".join(aligned(rows) for rows in (speed_rows, ratio_rows, does_rows))
 
@@ -174,7 +173,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
     for number, name in enumerate(dict.fromkeys(line["implementation"] for line in lines)):
         known = [line for line in lines if line["implementation"] == name and line[_SPEED] is not None]
-        whole = DOES[name] == _WHOLE
+        whole = DOES[name] == PARTS
         axis.errorbar(
             [line["batch_size"] for line in known],
             [line[_SPEED] for line in known],
@@ -287,7 +286,7 @@ def _line(name: str, taken: Turns, case: Case, settings: Bench) -> dict[str, Any
         "error": taken.error,
         "model": settings.model,
         "max_rows": settings.max_rows,
-        "does": dataclasses.asdict(DOES[name]),
+        **{part: part in DOES[name] for part in PARTS},
         **environment(torch.device("cpu")),
         "versions": taken.versions,
     }
