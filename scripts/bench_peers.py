@@ -10,6 +10,7 @@ A peer that is not plain PyTorch or TorchRec is installed into a virtual environ
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -40,6 +41,8 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 YARDSTICK = "torch-sparse-adam"
 _SPEED = "samples_per_second"
+_FASTEST = 200_000
+"""Samples per second; batches for more than that are not made, nor waited for."""
 
 
 PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
@@ -136,6 +139,8 @@ def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, out
         last_samples = Path(folder) / "last_samples.npy"
         np.save(last_samples, run_ids(ids, settings.samples))
         for case in cases(settings, ids, last_samples):
+            most = max(LEAST_STEPS, int(_FASTEST * case.seconds / case.batch_size))
+            case = dataclasses.replace(case, max_steps=min(case.max_steps, most))
             _save_samples(case, Path(folder))
             turns = {name: Turns([], {}, unusable.get(name)) for name in names}
             for _ in range(rounds):
