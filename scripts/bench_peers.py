@@ -3,10 +3,9 @@
     python scripts/bench_peers.py --output peers.jsonl
     python scripts/bench_peers.py --output peers.jsonl --only cowrec-fp32,torch-sparse-adam --batch-sizes 8K
 
-Every process of every implementation trains DeepFM (embeddings of 10, MLP 400-400-400) on the samples that
-`cowrec bench` measures with. Implementations take turns, several times over, so that the
-machine's swings meet all alike.
-A peer that is not plain PyTorch or TorchRec is installed into a virtual environment of its own, which is kept.
+All train DeepFM (embeddings of 10, MLP 400-400-400) on the samples that `cowrec bench` measures with. They take turns,
+each in a new process, several times over, so that the machine's swings meet all alike. A peer that is neither plain
+PyTorch nor TorchRec is installed into a virtual environment of its own, which is kept.
 """
 
 import argparse
@@ -17,34 +16,28 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
 from cowrec.data_pipeline.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic import NUM_DENSE
 from cowrec.trainer.bench import Bench, cases, run_ids
-from cowrec.trainer.flag_values import listed, size, table_rows
+from cowrec.trainer.flag_values import chosen, listed, size, table_rows
 from cowrec.trainer.own_process import ProcessFailed, run_apart
 from cowrec.trainer.run_dir import environment, to_json
 from cowrec.trainer.steady_state import LEAST_STEPS, WARMUP_STEPS, Case, measure
 from cowrec.trainer.sweep_plot import size_name
 from cowrec.trainer.text_table import aligned
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 ROOT = Path(__file__).resolve().parents[1]
 YARDSTICK = "torch-sparse-adam"
 _SPEED = "samples_per_second"
 _FASTEST = 200_000
 """Samples per second; batches for more than that are not made, nor waited for."""
-
-
 PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
 """Of the whole algorithm: L2 in the gradient of every row at every step, the clip, rows moving without their id."""
 
@@ -64,8 +57,7 @@ class Peer:
     requirements: tuple[str, ...] = ()
 
 
-COWREC = {"cowrec-fp32": "float32"}
-"""Values of train.precision."""
+COWREC = ("cowrec-fp32",)
 _UNCLIPPED = ("l2_on_every_row", "absent_rows_move")
 _TORCH = ("torch==2.13.0", "numpy==2.4.6")
 PEERS = {
@@ -101,7 +93,7 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, default=ROOT / "build" / "peers", help="the peers' [%(default)s]")
     arguments = parser.parse_args()
     try:
-        names = chosen(listed(arguments.only))
+        names = chosen("only", arguments.only, DOES)
         sizes = [size(each) for each in listed(arguments.batch_sizes)]
         rows = table_rows(arguments.rows)
         settings = Bench(("replay",), sizes, "deepfm", rows, (1,), arguments.epoch_share, arguments.seconds)
@@ -110,19 +102,10 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     lines = bench_peers(names, settings, arguments.rounds, arguments.venvs, arguments.output)
-    print(table(lines))
-    print(f"\n{arguments.output}, plot: {plot(lines, arguments.output.with_suffix('.png'))}")
-    sys.exit(any(line[_SPEED] is None for line in lines))
-
-
-def chosen(names: list[str]) -> list[str]:
-    """The names, each once; ValueError for one that is unknown."""
-    for name in names:
-        if name not in DOES:
-            nearest = get_close_matches(name, DOES, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(DOES)}"
-            raise ValueError(f"--only {name!r} is not known; {hint}")
-    return list(dict.fromkeys(names))
+    measured = [line for line in lines if line["error"] is None]
+    drawn = f", plot: {plot(measured, arguments.output.with_suffix('.png'))}" if measured else ""
+    print(f"{table(lines)}\n\n{arguments.output}{drawn}")
+    sys.exit(len(measured) < len(lines))
 
 
 def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, output: Path) -> list[dict[str, Any]]:
@@ -177,12 +160,12 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     """Draws samples/s with quartiles against the batch size; those that do the whole algorithm as full lines."""
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
     for number, name in enumerate(dict.fromkeys(line["implementation"] for line in lines)):
-        known = [line for line in lines if line["implementation"] == name and line[_SPEED] is not None]
+        of_name = [line for line in lines if line["implementation"] == name]
         whole = DOES[name] == PARTS
         axis.errorbar(
-            [line["batch_size"] for line in known],
-            [line[_SPEED] for line in known],
-            [[abs(line[_SPEED] - line[f"{_SPEED}_quartiles"][end]) for line in known] for end in (0, 1)],
+            [line["batch_size"] for line in of_name],
+            [line[_SPEED] for line in of_name],
+            [[abs(line[_SPEED] - line[f"{_SPEED}_quartiles"][end]) for line in of_name] for end in (0, 1)],
             color=f"C{number}",
             marker="o" if whole else "s",
             mfc=None if whole else "white",

@@ -1,9 +1,23 @@
-"""What users write behind a flag: values with commas between, and numbers with K."""
+"""What users write behind a flag: values with commas between, names, and numbers with K."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
 
 
 def listed(text: str) -> list[str]:
     """``a, b`` as ["a", "b"]."""
     return [each.strip() for each in text.split(",")]
+
+
+def chosen(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """The names in a list, each once. Raises ValueError for one that is not known, naming the nearest that is."""
+    names = list(dict.fromkeys(listed(text)))
+    for name in names:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+            raise ValueError(f"--{flag} {name!r} is not known; {hint}")
+    return names
 
 
 def size(text: str) -> int:
