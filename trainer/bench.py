@@ -115,10 +115,10 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
     ids = CriteoIds(max_rows=settings.max_rows)
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, output.open("w", encoding="utf-8", buffering=1) as file:
-        last_samples = _run_ids(ids, settings.samples)
+        last_samples = run_ids(ids, settings.samples)
         np.save(Path(folder) / _LAST_SAMPLES, last_samples)
         try:
-            for case in _cases(settings, ids, Path(folder) / _LAST_SAMPLES):
+            for case in cases(settings, ids, Path(folder) / _LAST_SAMPLES):
                 measured = _measured(case)
                 gaps = _gaps(case, last_samples, len(measured.step_seconds))
                 lines.append(_line(settings, case, measured, _peak_without_tables(case, lines), gaps))
@@ -150,15 +150,16 @@ def criteo_config(model: str, batch_size: int, mode: str) -> RunConfig:
     )
 
 
-def _run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
+def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
+    """What :meth:`CriteoIds.last_samples` says of the first samples of the stream, under a progress bar."""
     total = samples * len(ids.table_rows)
     hidden = not sys.stderr.isatty()
     with tqdm(total=total, unit=" ids", desc="ids before", unit_scale=True, leave=False, disable=hidden) as bar:
         return ids.last_samples(samples, bar.update)
 
 
-def _cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
-    """Batch size by batch size, so that what is compared is measured close together."""
+def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
+    """The combinations, batch size by batch size, so that what is compared is measured close together."""
     for batch_size, spacing, mode in product(settings.batch_sizes, settings.spacings, settings.modes):
         steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
         yield Case(

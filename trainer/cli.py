@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from tqdm import tqdm
 
+from .flag_values import listed, number, size, table_rows
 from .processes import launched_rank, launched_world_size
 
 app = typer.Typer(
@@ -200,7 +201,7 @@ def sweep(
 
     if launched_world_size() > 1:
         raise ValueError("sweep starts its runs itself; start it without torchrun")
-    grid = Grid([_size(each) for each in _listed(batch_sizes)], _listed(rules), _listed(clip), seeds)
+    grid = Grid([size(each) for each in listed(batch_sizes)], listed(rules), listed(clip), seeds)
     loaded, data_dir = _loaded(config, overrides, data)
     folder = output or Path("sweeps") / config.stem
     lines = run(loaded, data_dir, folder, grid)
@@ -272,11 +273,11 @@ def bench(
     if launched_world_size() > 1:
         raise ValueError("bench starts its processes itself; start it without torchrun")
     settings = Bench(
-        _listed(absent_rows),
-        [_size(each) for each in _listed(batch_sizes)],
+        listed(absent_rows),
+        [size(each) for each in listed(batch_sizes)],
         model,
-        None if rows == "full" else _number(rows, 1000, "--rows is full or a number, with K for 1000, such as 100K"),
-        [_number(each, 1, "--spacing is a whole number, such as 10") for each in _listed(spacing)],
+        table_rows(rows),
+        [number(each, 1, "--spacing is a whole number, such as 10") for each in listed(spacing)],
         epoch_share,
         seconds,
     )
@@ -355,23 +356,6 @@ def _loaded(config: Path, overrides: list[str] | None, data: Path | None) -> tup
     if data is None and not loaded.data.dir:
         raise ValueError("no data set: pass --data DIR or set data.dir in the TOML")
     return loaded, data or Path(loaded.data.dir)
-
-
-def _listed(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",")]
-
-
-def _size(text: str) -> int:
-    """8K as 8192."""
-    return _number(text, 1024, "a batch size is a number, with K for 1024, such as 512 or 8K")
-
-
-def _number(text: str, kilo: int, what: str) -> int:
-    """A whole number, K standing for so many; raises ValueError saying what it is elsewhere."""
-    number, factor = (text[:-1], kilo) if text[-1:] in ("K", "k") else (text, 1)
-    if not number.isdecimal():
-        raise ValueError(f"{what}; got {text!r}")
-    return int(number) * factor
 
 
 @contextmanager

@@ -1,0 +1,290 @@
+"""Training speed of cowrec beside that of others, on the same ids, model, machine and number of threads.
+
+    python scripts/bench_peers.py --output peers.jsonl
+    python scripts/bench_peers.py --output peers.jsonl --only cowrec-fp32,torch-sparse-adam --batch-sizes 8K
+
+All train DeepFM (embeddings of 10, MLP 400-400-400) on the samples that `cowrec bench` measures with. They take turns,
+each in a new process, several times over, so that the machine's swings meet all alike. A peer that is neither plain
+PyTorch nor TorchRec is installed into a virtual environment of its own, which is kept.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from cowrec.data_pipeline.criteo_ids import CriteoIds
+from cowrec.data_pipeline.synthetic import NUM_DENSE
+from cowrec.trainer.bench import Bench, cases, run_ids
+from cowrec.trainer.flag_values import chosen, listed, size, table_rows
+from cowrec.trainer.own_process import ProcessFailed, run_apart
+from cowrec.trainer.run_dir import environment, to_json
+from cowrec.trainer.steady_state import LEAST_STEPS, WARMUP_STEPS, Case, measure
+from cowrec.trainer.sweep_plot import size_name
+from cowrec.trainer.text_table import aligned
+
+ROOT = Path(__file__).resolve().parents[1]
+YARDSTICK = "torch-sparse-adam"
+_SPEED = "samples_per_second"
+_FASTEST = 200_000
+"""Samples per second; batches for more than that are not made, nor waited for."""
+PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
+"""Of the whole algorithm: L2 in the gradient of every row at every step, the clip, rows moving without their id."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One of the others.
+
+    Attributes:
+        worker: module of scripts/peers that measures it.
+        does: which of PARTS.
+        requirements: of its own virtual environment; none: it runs in cowrec's.
+    """
+
+    worker: str
+    does: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+
+
+COWREC = ("cowrec-fp32",)
+_UNCLIPPED = ("l2_on_every_row", "absent_rows_move")
+_TORCH = ("torch==2.13.0", "numpy==2.4.6")
+PEERS = {
+    "torch-sparse-adam": Peer("torch_sparse_adam"),
+    "torch-dense-adam-cowclip": Peer("torch_dense_adam_cowclip", PARTS),
+    "torchrec-fused-adagrad": Peer("torchrec_fused_adagrad"),
+    # requests it imports, but does not ask for.
+    "deepctr-torch": Peer("deepctr_torch_adam", _UNCLIPPED, ("deepctr-torch==0.3.0", "requests==2.34.2", *_TORCH)),
+    "fuxictr": Peer("fuxictr_adam", _UNCLIPPED, ("fuxictr==2.3.10", *_TORCH)),
+    "deepctr": Peer("deepctr_keras", _UNCLIPPED, ("deepctr==0.9.4", "tensorflow-cpu==2.21.0", "tf-keras==2.21.0")),
+}
+DOES = {**dict.fromkeys(COWREC, PARTS), **{name: peer.does for name, peer in PEERS.items()}}
+
+
+@dataclass
+class Turns:
+    """What an implementation took at a batch size: seconds of each step, versions by package; or why it could not."""
+
+    step_seconds: list[float]
+    versions: dict[str, str]
+    error: str | None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; the plot goes beside them")
+    parser.add_argument("--only", default=",".join(DOES), help="some of the implementations [%(default)s]")
+    parser.add_argument("--batch-sizes", default="1K,8K,64K", help="K is 1024 [%(default)s]")
+    parser.add_argument("--rows", default="100K", help="of a table at most, K is 1000, or full [%(default)s]")
+    parser.add_argument("--epoch-share", type=float, default=0.9, help="of ids before the clock starts [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="in which all take their turn [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn, at least 5 steps [%(default)s]")
+    parser.add_argument("--venvs", type=Path, default=ROOT / "build" / "peers", help="the peers' [%(default)s]")
+    arguments = parser.parse_args()
+    try:
+        names = chosen("only", arguments.only, DOES)
+        sizes = [size(each) for each in listed(arguments.batch_sizes)]
+        rows = table_rows(arguments.rows)
+        settings = Bench(("replay",), sizes, "deepfm", rows, (1,), arguments.epoch_share, arguments.seconds)
+        if arguments.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {arguments.rounds}")
+    except ValueError as error:
+        parser.error(str(error))
+    lines = bench_peers(names, settings, arguments.rounds, arguments.venvs, arguments.output)
+    measured = [line for line in lines if line["error"] is None]
+    drawn = f", plot: {plot(measured, arguments.output.with_suffix('.png'))}" if measured else ""
+    print(f"{table(lines)}\n\n{arguments.output}{drawn}")
+    sys.exit(len(measured) < len(lines))
+
+
+def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, output: Path) -> list[dict[str, Any]]:
+    """Measures, and writes a JSON object a line: one per implementation and batch size, as soon as its rounds are over.
+
+    Returns:
+        The lines. samples_per_second and step_ms are medians over the steps of all rounds. Where an implementation
+        failed they are None, and error is the reason.
+    """
+    pythons, unusable = _pythons(names, venvs)
+    ids = CriteoIds(max_rows=settings.max_rows)
+    lines = []
+    with tempfile.TemporaryDirectory() as folder, output.open("w", encoding="utf-8", buffering=1) as file:
+        last_samples = Path(folder) / "last_samples.npy"
+        np.save(last_samples, run_ids(ids, settings.samples))
+        for case in cases(settings, ids, last_samples):
+            most = max(LEAST_STEPS, int(_FASTEST * case.seconds / case.batch_size))
+            case = dataclasses.replace(case, max_steps=min(case.max_steps, most))
+            _save_samples(case, Path(folder))
+            turns = {name: Turns([], {}, unusable.get(name)) for name in names}
+            for _ in range(rounds):
+                for name, taken in turns.items():
+                    if taken.error is None:
+                        _take_turn(name, taken, case, Path(folder), pythons)
+            for name, taken in turns.items():
+                lines.append(_line(name, taken, case, settings))
+                file.write(to_json(lines[-1]) + "\n")
+                print(_short(lines[-1]), file=sys.stderr, flush=True)
+    return lines
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Samples/s by batch size, their ratios to plain PyTorch, and what each implementation does of the algorithm."""
+    names = list(dict.fromkeys(line["implementation"] for line in lines))
+    sizes = list(dict.fromkeys(line["batch_size"] for line in lines))
+    speeds = {(line["implementation"], line["batch_size"]): line[_SPEED] for line in lines}
+    speed_rows, ratio_rows = [["samples/s", *map(size_name, sizes)]], [[f"/ {YARDSTICK}", *map(size_name, sizes)]]
+    for name in names:
+        of_name = [speeds[name, size] for size in sizes]
+        speed_rows.append([name, *(f"{speed:,.0f}" if speed else "failed" for speed in of_name)])
+        of_yardstick = [speeds.get((YARDSTICK, size)) for size in sizes]
+        pairs = zip(of_name, of_yardstick, strict=True)
+        ratio_rows.append([name, *(f"{one / other:.2f}" if one and other else "-" for one, other in pairs)])
+    does_rows = [["what a step does", *(part.replace("_", " ") for part in PARTS), "the whole"]]
+    for name in names:
+        parts = [part in DOES[name] for part in PARTS]
+        does_rows.append([name, *("yes" if each else "-" for each in (*parts, all(parts)))])
+    return "\n\n".join(aligned(rows) for rows in (speed_rows, ratio_rows, does_rows))
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> Path:
+    """Draws samples/s with quartiles against the batch size; those that do the whole algorithm as full lines."""
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    for number, name in enumerate(dict.fromkeys(line["implementation"] for line in lines)):
+        of_name = [line for line in lines if line["implementation"] == name]
+        whole = DOES[name] == PARTS
+        axis.errorbar(
+            [line["batch_size"] for line in of_name],
+            [line[_SPEED] for line in of_name],
+            [[abs(line[_SPEED] - line[f"{_SPEED}_quartiles"][end]) for line in of_name] for end in (0, 1)],
+            color=f"C{number}",
+            marker="o" if whole else "s",
+            mfc=None if whole else "white",
+            ls="-" if whole else "--",
+            capsize=3,
+            label=name if whole else f"{name} (part of the algorithm)",
+        )
+    sizes = sorted({line["batch_size"] for line in lines})
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
+    axis.set(xlabel="batch size", ylabel="training samples per second", title="DeepFM, median and quartiles")
+    axis.grid(which="both", alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.suptitle(f"{lines[0]['device']}, {lines[0]['threads']} threads")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _pythons(names: list[str], venvs: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The interpreter of each peer, and why others have none. Environments that are complete are used again."""
+    pythons, unusable = {}, {}
+    for name in names:
+        requirements = PEERS[name].requirements if name in PEERS else ()
+        pythons[name] = sys.executable
+        if not requirements:
+            continue
+        pythons[name] = str(venvs.resolve() / name / "bin" / "python")
+        complete = venvs / name / "requirements.txt"
+        wanted = "\n".join(requirements)
+        if complete.is_file() and complete.read_text(encoding="utf-8") == wanted:
+            continue
+        print(f"{name}: installing {', '.join(requirements)} into {venvs / name}", file=sys.stderr, flush=True)
+        try:
+            _run([sys.executable, "-m", "venv", "--clear", str(venvs / name)])
+            _run([pythons[name], "-m", "pip", "install", "--quiet", *requirements])
+        except ProcessFailed as error:
+            unusable[name] = f"cannot be installed: {error}"
+        else:
+            complete.write_text(wanted, encoding="utf-8")
+    return pythons, unusable
+
+
+def _save_samples(case: Case, folder: Path) -> None:
+    """The samples that cowrec's own measurement steps through; dense features and labels are noise, as there."""
+    count = (WARMUP_STEPS + case.max_steps) * case.batch_size
+    random = np.random.default_rng(0)
+    np.save(folder / "ids.npy", case.ids.rows(case.steps_before * case.batch_size, count))
+    np.save(folder / "dense.npy", random.random((count, NUM_DENSE), np.float32) ** 3)
+    np.save(folder / "label.npy", (random.random(count) < 0.25).astype(np.float32))
+
+
+def _take_turn(name: str, taken: Turns, case: Case, folder: Path, pythons: dict[str, str]) -> None:
+    """Adds the steps of one process of the implementation, or why it has none."""
+    try:
+        if name in COWREC:
+            taken.step_seconds += run_apart(measure, case).step_seconds
+            taken.versions = environment(torch.device("cpu"))["versions"]
+        else:
+            found = _measure_peer(PEERS[name], case, folder, pythons[name])
+            taken.step_seconds += found["step_seconds"]
+            taken.versions = found["versions"]
+    except ProcessFailed as error:
+        taken.error = str(error)
+
+
+def _measure_peer(peer: Peer, case: Case, folder: Path, python: str) -> dict[str, Any]:
+    job = {
+        "folder": str(folder),
+        "table_rows": case.ids.table_rows.tolist(),
+        "batch_size": case.batch_size,
+        "warmup_steps": WARMUP_STEPS,
+        "least_steps": LEAST_STEPS,
+        "seconds": case.seconds,
+        "result": str(folder / "result.json"),
+    }
+    _run([python, "-m", f"scripts.peers.{peer.worker}", json.dumps(job)])
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _run(command: list[str]) -> None:
+    """Runs a command with as many threads as cowrec's; raises ProcessFailed with the last line of its errors."""
+    variables = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    threads = dict.fromkeys(variables, str(torch.get_num_threads()))
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        said = ended.stderr.strip().splitlines() or [f"it ended with exit code {ended.returncode}"]
+        raise ProcessFailed(said[-1])
+
+
+def _short(line: dict[str, Any]) -> str:
+    result = line["error"] or f"{line[_SPEED]:,.0f} samples/s, {line['step_ms']:.1f} ms a step"
+    return f"{line['implementation']}, batch {size_name(line['batch_size'])}: {result}"
+
+
+def _line(name: str, taken: Turns, case: Case, settings: Bench) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "implementation": name,
+        "batch_size": case.batch_size,
+        _SPEED: None,
+        f"{_SPEED}_quartiles": None,
+        "step_ms": None,
+        "steps": len(taken.step_seconds),
+        "error": taken.error,
+        "model": settings.model,
+        "max_rows": settings.max_rows,
+        **{part: part in DOES[name] for part in PARTS},
+        **environment(torch.device("cpu")),
+        "versions": taken.versions,
+    }
+    if taken.error is None:
+        low, median, high = np.quantile(taken.step_seconds, (0.25, 0.5, 0.75)).tolist()
+        line[_SPEED] = case.batch_size / median
+        line[f"{_SPEED}_quartiles"] = [case.batch_size / high, case.batch_size / low]
+        line["step_ms"] = 1e3 * median
+    return line
+
+
+if __name__ == "__main__":
+    main()

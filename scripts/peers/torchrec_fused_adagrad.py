@@ -1,0 +1,75 @@
+"""TorchRec as it comes: a sharded EmbeddingBagCollection under FBGEMM's fused row-wise Adagrad, the rest under Adam.
+
+No L2, no clip; rows without an id in the batch stay as they are. FBGEMM wants widths that are multiples of four, so a
+table holds the embedding and the linear part's weight.
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from .deepfm import DeepFM
+from .timed_steps import EMBEDDING_DIM, EMBEDDING_STD, Job, work
+
+WIDTH = 12
+
+
+class Model(nn.Module):
+    """DeepFM over one table per field."""
+
+    def __init__(self, table_rows: list[int], num_dense: int) -> None:
+        super().__init__()
+        self.fields = [f"C{field + 1}" for field in range(len(table_rows))]
+        tables = [
+            EmbeddingBagConfig(
+                name=field,
+                embedding_dim=WIDTH,
+                num_embeddings=rows,
+                feature_names=[field],
+                init_fn=lambda weights: nn.init.normal_(weights, std=EMBEDDING_STD),
+            )
+            for field, rows in zip(self.fields, table_rows, strict=True)
+        ]
+        self.tables = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.deepfm = DeepFM(len(table_rows), num_dense)
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Logits [B] of dense features [B, N] and the fields' ids."""
+        found = self.tables(sparse).to_dict()
+        rows = torch.stack([found[field] for field in self.fields], dim=1)
+        return self.deepfm(dense, rows[:, :, :EMBEDDING_DIM], rows[:, :, EMBEDDING_DIM].sum(1))
+
+
+class TorchRecFusedAdagrad:
+    def __init__(self, job: Job) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = Model(job.table_rows, job.num_dense)
+        self.fields = model.fields
+        apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.01})
+        self.model = DistributedModelParallel(model, device=torch.device("cpu"))
+        rest = [weights for _, weights in in_backward_optimizer_filter(self.model.named_parameters())]
+        self.optimizer = torch.optim.Adam(rest)
+
+    def batch(self, dense: np.ndarray, ids: np.ndarray, label: np.ndarray) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
+        values = torch.from_numpy(ids.reshape(-1))
+        sparse = KeyedJaggedTensor(self.fields, values, lengths=torch.ones(len(values), dtype=torch.int32))
+        return torch.from_numpy(dense), sparse, torch.from_numpy(label)
+
+    def step(self, dense: Tensor, sparse: KeyedJaggedTensor, label: Tensor) -> None:
+        loss = F.binary_cross_entropy_with_logits(self.model(dense, sparse), label)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+if __name__ == "__main__":
+    work(TorchRecFusedAdagrad, ["torch", "torchrec", "fbgemm-gpu-cpu"])
