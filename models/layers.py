@@ -11,7 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from .linear_relu import linear_relu
+from .linear_relu import LinearRelu
 
 
 @runtime_checkable
@@ -49,6 +49,12 @@ def glorot_normal(*shape: int) -> nn.Parameter:
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std))
 
 
+def logits_of(x: Tensor, kernel: Tensor) -> Tensor:
+    """``x @ kernel``, [B], of x [B, K] and kernel [K, 1], in the kernel's dtype under autocast too."""
+    with torch.autocast(x.device.type, enabled=False):
+        return (x.to(kernel.dtype) @ kernel).squeeze(1)
+
+
 class LinearPart(nn.Module):
     """Wide weights plus a kernel on the dense features plus the global bias.
 
@@ -69,7 +75,7 @@ class LinearPart(nn.Module):
     def forward(self, wide: Tensor, dense: Tensor) -> Tensor:
         """Logits [B] of summed wide weights [B] and dense features [B, N]."""
         logits = wide + self.bias
-        return logits if self.kernel is None else logits + (dense @ self.kernel).squeeze(1)
+        return logits if self.kernel is None else logits + logits_of(dense, self.kernel)
 
 
 class Mlp(nn.Module):
@@ -83,19 +89,18 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList()
+        self.layers = nn.Sequential()
         for fan_in, fan_out in pairwise([width, *hidden]):
-            layer = nn.Linear(fan_in, fan_out)
+            layer = LinearRelu(fan_in, fan_out)
             layer.weight = glorot_normal(fan_out, fan_in)
             nn.init.zeros_(layer.bias)
             self.layers.append(layer)
-        self.dropout = nn.Dropout(dropout)
+            if dropout > 0:
+                self.layers.append(nn.Dropout(dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] -> [B, hidden[-1]]."""
-        for layer in self.layers:
-            x = self.dropout(linear_relu(x, layer.weight, layer.bias))
-        return x
+        return self.layers(x)
 
 
 class LogitKernel(nn.Module):
@@ -111,4 +116,4 @@ class LogitKernel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] -> logits [B]."""
-        return (x @ self.kernel).squeeze(1)
+        return logits_of(x, self.kernel)

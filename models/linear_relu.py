@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _SAMPLES = 8192
+"""Whose part of a kernel's gradient is computed at a time: their copies in oneDNN's tensors stay in the cache."""
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -22,6 +23,13 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if kind == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
         return _OneDnn.apply(x, weight, bias)
     return F.relu(F.linear(x, weight, bias))
+
+
+class LinearRelu(nn.Linear):
+    """:func:`linear_relu` with kernel and bias of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_relu(x, self.weight, self.bias)
 
 
 class _OneDnn(torch.autograd.Function):
@@ -42,9 +50,9 @@ class _OneDnn(torch.autograd.Function):
         if grad.dtype != torch.float32:  # torch's own product is oneDNN's
             return of_x, grad.t() @ x, grad.sum(0)
         of_weight, of_bias = torch.zeros_like(weight), torch.zeros_like(weight[:, 0])
-        of_oned = weight.to_mkldnn()
+        kernel = weight.to_mkldnn()  # no more than its shape is asked for
         for some, inputs in zip(grad.split(_SAMPLES), x.split(_SAMPLES), strict=True):
-            parts = torch.ops.aten.mkldnn_linear_backward_weights(some.to_mkldnn(), inputs.to_mkldnn(), of_oned, True)
+            parts = torch.ops.aten.mkldnn_linear_backward_weights(some.to_mkldnn(), inputs.to_mkldnn(), kernel, True)
             of_weight += parts[0].to_dense()
             of_bias += parts[1].to_dense()
         return of_x, of_weight, of_bias

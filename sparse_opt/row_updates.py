@@ -301,7 +301,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="cowrec-rows")
 
 
-def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
+def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Results of the jobs, each run in a thread of its own."""
     if len(jobs) == 1:
         return [jobs[0]()]

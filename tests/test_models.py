@@ -242,3 +242,21 @@ def test_bad_tables() -> None:
     shared[0].feature_names.append("C9")
     with pytest.raises(ValueError, match="give each its own table"):
         build_model(config, shared, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast_logits_are_float32_and_near_those_without(name: str) -> None:
+    """Within a tenth of the largest: roundings of 2^-9 in each layer add up. Gradients of the tables likewise."""
+    model, (dense, sparse) = small_model(name), random_batch(64)
+    found = []
+    for half in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            logits = model(dense, sparse)
+        logits.sum().backward()
+        bags = model.front.embeddings.embedding_bags.values()
+        found.append([logits.detach(), *(bag.weight.grad.clone() for bag in bags)])
+    for whole, half in zip(*found, strict=True):
+        assert half.dtype == torch.float32
+        torch.testing.assert_close(half, whole, rtol=0, atol=0.1 * whole.abs().max().item())
+        assert not torch.equal(half, whole)

@@ -19,13 +19,14 @@ import torch
 from tqdm import tqdm
 
 from cowrec.data_pipeline.criteo_ids import CriteoIds
-from cowrec.models import ModelConfig
+from cowrec.models import ModelConfig, physical_dim
 from cowrec.sparse_opt import PRESETS, AdamConfig, ReferenceCowClip
 
 from .bench_plot import plot, short
 from .config import ClipConfig, OptimizerConfig, RunConfig, TrainConfig
 from .gaps import Gaps, last_steps, measure_gaps
 from .own_process import ProcessFailed, run_apart
+from .roofline import bytes_per_sample, floor_seconds
 from .run_dir import environment, to_json
 from .steady_state import WARMUP_STEPS, Case, Measurement, measure
 from .stopping import Interrupted
@@ -40,16 +41,19 @@ _MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured; every combination of modes, batch sizes and spacings is one line.
+    """What is measured; every combination of modes, clips, precisions, batch sizes and spacings is one line.
 
     Attributes:
         modes: values of optimizer.absent_rows.
+        clips: "on" and "off".
+        precisions: values of train.precision.
         batch_sizes: samples per step.
         model: name of the network.
         max_rows: rows of a table at most; None for Criteo's full vocabulary.
         spacings: tables are so many times larger than their ids need, which lie that far apart.
         epoch_share: how much of an epoch the ids have run before the clock starts.
         seconds: measured in each combination, at least 5 steps.
+        device: "cpu" or "cuda".
 
     Raises:
         ValueError: a value that is unknown, out of range or there twice.
@@ -62,18 +66,30 @@ class Bench:
     spacings: Sequence[int] = (1,)
     epoch_share: float = 0.9
     seconds: float = 20.0
+    clips: Sequence[str] = ("on",)
+    precisions: Sequence[str] = ("float32",)
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         ModelConfig(name=self.model)
-        known = get_args(get_type_hints(AdamConfig)["absent_rows"])
-        for mode in self.modes:
-            if mode not in known:
-                raise ValueError(f"--absent-rows {mode!r} is not known; known: {', '.join(known)}")
-        for flag, values in (
+        of_adam, of_train = get_type_hints(AdamConfig), get_type_hints(TrainConfig)
+        for flag, names, known in (
+            ("absent-rows", self.modes, get_args(of_adam["absent_rows"])),
+            ("clip", self.clips, ("on", "off")),
+            ("precision", self.precisions, get_args(of_train["precision"])),
+            ("device", [self.device], ("cpu", "cuda")),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"--{flag} {name!r} is not known; known: {', '.join(known)}")
+        listed: tuple[tuple[str, Sequence[Any]], ...] = (
             ("absent-rows", self.modes),
+            ("clip", self.clips),
+            ("precision", self.precisions),
             ("batch-sizes", self.batch_sizes),
             ("spacing", self.spacings),
-        ):
+        )
+        for flag, values in listed:
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"--{flag} needs one value or several different ones, got {values}")
         for flag, value, fits, what in (
@@ -99,10 +115,13 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
     Returns:
         The lines. Of each combination:
 
-        * mode, batch_size, spacing, model, max_rows; table_rows, table_bytes, moments_bytes;
+        * mode, clip, precision, batch_size, spacing, model, max_rows; table_rows, table_bytes, moments_bytes;
         * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps on the clock;
-        * peak_memory_bytes of the process, rss_before_tables_bytes, and peak_without_tables_bytes, the peak of one that
-          does the same on tables of two rows;
+        * step_parts_ms: the parts of a step (see step_parts.py) by their shares in some steps under the profiler;
+        * minutes_of_10_epochs of Criteo at this speed; roofline: flops and bytes that a sample takes at least, the rate
+          of either that this machine reached, and the step in ms that follows;
+        * peak_memory_bytes of the process (on CUDA: what torch held on the device), rss_before_tables_bytes, and
+          peak_without_tables_bytes, the peak of one that does the same on tables of two rows;
         * steps_before the clock starts; gaps, rows per sample whose last step was 2^k to 2^(k+1) - 1 steps back;
           never_seen rows per sample; missed_row_steps per sample, from the first step on for rows never seen; and
           replayed_row_steps, those of them that were computed before the row had come to rest (None but for replay);
@@ -130,12 +149,19 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def criteo_config(model: str, batch_size: int, mode: str) -> RunConfig:
+def criteo_config(
+    model: str, batch_size: int, mode: str, clip: str = "on", precision: str = "float32", device: str = "cpu"
+) -> RunConfig:
     """The published settings for Criteo, as in scripts/configs/criteo.toml, at a batch size."""
     preset = PRESETS["criteo"](_BASE_BATCH_SIZE)
     return RunConfig(
         model=ModelConfig(name=model),
-        train=TrainConfig(batch_size=batch_size, epochs=preset.epochs, device="cpu"),
+        train=TrainConfig(
+            batch_size=batch_size,
+            epochs=preset.epochs,
+            device=device,  # type: ignore[arg-type]
+            precision=precision,  # type: ignore[arg-type]
+        ),
         optimizer=OptimizerConfig(
             base_batch_size=_BASE_BATCH_SIZE,
             scaling="cowclip",
@@ -146,7 +172,9 @@ def criteo_config(model: str, batch_size: int, mode: str) -> RunConfig:
             embedding_init_std=preset.embedding_init_std,
             absent_rows=mode,  # type: ignore[arg-type]
         ),
-        clip=ClipConfig(ReferenceCowClip.name, **dataclasses.asdict(preset.clip)),
+        clip=ClipConfig(ReferenceCowClip.name, **dataclasses.asdict(preset.clip))
+        if clip == "on"
+        else ClipConfig("none"),
     )
 
 
@@ -160,10 +188,11 @@ def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
 
 def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
     """The combinations, batch size by batch size, so that what is compared is measured close together."""
-    for batch_size, spacing, mode in product(settings.batch_sizes, settings.spacings, settings.modes):
+    variants = (settings.spacings, settings.precisions, settings.modes, settings.clips)
+    for batch_size, spacing, precision, mode, clip in product(settings.batch_sizes, *variants):
         steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
         yield Case(
-            criteo_config(settings.model, batch_size, mode),
+            criteo_config(settings.model, batch_size, mode, clip, precision, settings.device),
             ids,
             spacing,
             EPOCH_SAMPLES,
@@ -204,8 +233,14 @@ def _gaps(case: Case, last_samples: np.ndarray, steps: int) -> Gaps:
 
 def _line(settings: Bench, case: Case, measured: Measurement, without_tables: int, gaps: Gaps) -> dict[str, Any]:
     low, median, high = np.quantile(measured.step_seconds, (0.25, 0.5, 0.75)).tolist()
+    rates, fields = measured.rates, len(case.ids.table_rows)
+    distinct_rows = sum(gaps.seen.values()) + gaps.never_seen
+    traffic = bytes_per_sample(fields, physical_dim(case.config.model.embedding_dim), distinct_rows)
+    floor = case.batch_size * floor_seconds(rates, measured.flops_per_sample, traffic)
     return {
         "mode": case.config.optimizer.absent_rows,
+        "clip": "off" if case.config.clip.rule == "none" else "on",
+        "precision": case.config.train.precision,
         "batch_size": case.batch_size,
         "spacing": case.spacing,
         "model": settings.model,
@@ -214,6 +249,14 @@ def _line(settings: Bench, case: Case, measured: Measurement, without_tables: in
         "samples_per_second_quartiles": [case.batch_size / high, case.batch_size / low],
         "step_ms": 1e3 * median,
         "steps": len(measured.step_seconds),
+        "step_parts_ms": {part: 1e3 * median * share for part, share in measured.parts.items()},
+        "minutes_of_10_epochs": 10 * EPOCH_SAMPLES / case.batch_size * median / 60,
+        "roofline": {
+            "flops_per_sample": measured.flops_per_sample,
+            "bytes_per_sample": traffic,
+            **dataclasses.asdict(rates),
+            "step_ms": 1e3 * floor,
+        },
         "table_rows": measured.table_rows,
         "table_bytes": measured.table_bytes,
         "moments_bytes": measured.moments_bytes,
@@ -226,5 +269,5 @@ def _line(settings: Bench, case: Case, measured: Measurement, without_tables: in
         "missed_row_steps": gaps.missed_row_steps,
         "replayed_row_steps": measured.replayed_row_steps,
         "config": {key: dataclasses.asdict(getattr(case.config, key)) for key in ("model", "optimizer", "clip")},
-        **environment(torch.device("cpu")),
+        **environment(torch.device(case.config.train.device)),
     }

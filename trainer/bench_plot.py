@@ -1,8 +1,8 @@
-"""What a bench found, as text and as a plot: speed by mode and batch size, and how long rows had been absent."""
+"""What a bench found, as text and as a plot: speed by batch size, where time went, and how long rows were absent."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,20 +14,30 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Lines = Sequence[dict[str, Any]]
-Curve = tuple[str, int]
-"""Mode and spacing."""
 
 _SPEED = "samples_per_second"
+PAPER_MINUTES = {1024: 768, 8192: 102, 131072: 9}
+"""Ten epochs of Criteo, DeepFM with CowClip on one V100. Source: CowClip (arXiv 2204.06240), Table 5."""
+
+
+class Curve(NamedTuple):
+    """What is the same along a curve."""
+
+    mode: str
+    clip: str
+    precision: str
+    spacing: int
 
 
 def table(lines: Lines) -> str:
-    """A row per combination, and the ratios of speed: the first mode over the others, larger tables over smaller.
+    """Several tables: speed and memory of each combination, where a step's time went, 10 epochs, and ratios of speed.
 
     Memory is in GB: at most, at most without tables, and what tables and moments take. Row-steps are those replayed
-    for a sample.
+    for a sample. The ratios are of the first curve over the others.
     """
     head = ["", "batch", "samples/s", "quartiles", "step ms", "peak GB", "without tables", "of tables", "row-steps"]
-    return f"{aligned([head, *map(_cells, lines)])}\n\n{_ratio_table(lines)}"
+    tables = [aligned([head, *map(_cells, lines)]), _parts_table(lines), _minutes_table(lines), _ratio_table(lines)]
+    return "\n\n".join(filter(None, tables))
 
 
 def short(line: dict[str, Any]) -> str:
@@ -37,30 +47,64 @@ def short(line: dict[str, Any]) -> str:
 
 
 def plot(lines: Lines, path: Path) -> Path:
-    """Draws samples/s with quartiles against the batch size, and the rows of a sample against their gaps."""
-    figure, (speed, gaps) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    """Draws the minutes of 10 epochs by batch size, where a step's time went, and how long rows had been absent."""
+    figure, axes = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained", width_ratios=(1, 1.1, 1))
+    _draw_minutes(axes[0], lines)
+    _draw_parts(axes[1], lines)
     sizes = sorted({line["batch_size"] for line in lines})
-    for curve, by_size in _curves(lines).items():
-        medians = [line[_SPEED] for line in by_size.values()]
-        quartiles = [line["samples_per_second_quartiles"] for line in by_size.values()]
-        errors = [
-            [median - low for median, (low, _) in zip(medians, quartiles, strict=True)],
-            [high - median for median, (_, high) in zip(medians, quartiles, strict=True)],
-        ]
-        speed.errorbar(list(by_size), medians, errors, marker="o", capsize=3, label=_name(curve))
-    speed.set_xscale("log", base=2)
-    speed.set_yscale("log")
-    speed.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
-    speed.set(xlabel="batch size", ylabel="training samples per second", title="steady state, median and quartiles")
-    speed.grid(which="both", alpha=0.3)
-    speed.legend(frameon=False)
-    _draw_gaps(gaps, [next(line for line in lines if line["batch_size"] == size) for size in sizes])
+    _draw_gaps(axes[2], [next(line for line in lines if line["batch_size"] == size) for size in sizes])
     first = lines[0]
     ids = first["table_rows"] // first["spacing"]
     figure.suptitle(f"{first['model']}, {ids:,} ids with Criteo's frequencies, {first['device']}")
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def _draw_minutes(axis: Axes, lines: Lines) -> None:
+    for number, (curve, by_size) in enumerate(_curves(lines).items()):
+        minutes = [line["minutes_of_10_epochs"] for line in by_size.values()]
+        speeds = [(line[_SPEED], *line[f"{_SPEED}_quartiles"]) for line in by_size.values()]
+        errors = [
+            [each * (1 - median / high) for each, (median, _, high) in zip(minutes, speeds, strict=True)],
+            [each * (median / low - 1) for each, (median, low, _) in zip(minutes, speeds, strict=True)],
+        ]
+        axis.errorbar(list(by_size), minutes, errors, marker="o", capsize=3, color=f"C{number}", label=_name(curve))
+    for number, (precision, floor) in enumerate(_floors(lines).items()):
+        axis.plot(list(floor), list(floor.values()), "k", ls=(":", "-.", "--")[number], label=f"roofline, {precision}")
+    sizes = sorted({line["batch_size"] for line in lines})
+    paper = {size: minutes for size, minutes in PAPER_MINUTES.items() if sizes[0] <= size <= sizes[-1]}
+    if paper and lines[0]["model"] == "deepfm":
+        axis.plot(list(paper), list(paper.values()), "kx", label="the paper, one V100")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
+    axis.set(xlabel="batch size", ylabel="minutes", title="10 epochs of Criteo, median and quartiles")
+    axis.grid(which="both", alpha=0.3)
+    axis.legend(frameon=False)
+
+
+def _floors(lines: Lines) -> dict[str, dict[int, float]]:
+    """Minutes of 10 epochs at the roofline, by precision and batch size."""
+    floors: dict[str, dict[int, float]] = {}
+    for line in sorted(lines, key=lambda each: each["batch_size"]):
+        minutes = line["minutes_of_10_epochs"] * line["roofline"]["step_ms"] / line["step_ms"]
+        floors.setdefault(line["precision"], {})[line["batch_size"]] = minutes
+    return floors
+
+
+def _draw_parts(axis: Axes, lines: Lines) -> None:
+    """A bar per combination, its time per sample in its parts."""
+    names = [f"{_name(_curve(line))}, {size_name(line['batch_size'])}" for line in lines]
+    ends = [0.0] * len(lines)
+    for part in lines[0]["step_parts_ms"]:
+        times = [1e3 * line["step_parts_ms"][part] / line["batch_size"] for line in lines]
+        axis.barh(names, times, left=ends, label=part.replace("_", " "))
+        ends = [end + time for end, time in zip(ends, times, strict=True)]
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set(xlabel="microseconds per sample", title="where a step's time went")
+    axis.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _draw_gaps(axis: Axes, lines: Lines) -> None:
@@ -80,31 +124,54 @@ def _draw_gaps(axis: Axes, lines: Lines) -> None:
     axis.legend(frameon=False)
 
 
+def _curve(line: dict[str, Any]) -> Curve:
+    return Curve(*(line[field] for field in Curve._fields))
+
+
 def _curves(lines: Lines) -> dict[Curve, dict[int, dict[str, Any]]]:
-    """Lines by mode and spacing, and those by batch size."""
-    curves: dict[Curve, dict[int, dict[str, Any]]] = {}
+    """Lines by curve, in the order they were measured, and those by batch size."""
+    curves: dict[Curve, dict[int, dict[str, Any]]] = {_curve(line): {} for line in lines}
     for line in sorted(lines, key=lambda each: each["batch_size"]):
-        curves.setdefault((line["mode"], line["spacing"]), {})[line["batch_size"]] = line
+        curves[_curve(line)][line["batch_size"]] = line
     return curves
+
+
+def _parts_table(lines: Lines) -> str:
+    parts = list(lines[0]["step_parts_ms"])
+    rows = [["step ms by its parts", "batch", *(part.replace("_", " ") for part in parts), "roofline"]]
+    for line in lines:
+        times = [*line["step_parts_ms"].values(), line["roofline"]["step_ms"]]
+        rows.append([_name(_curve(line)), size_name(line["batch_size"]), *(f"{each:.2f}" for each in times)])
+    return aligned(rows)
+
+
+def _minutes_table(lines: Lines) -> str:
+    sizes = sorted({line["batch_size"] for line in lines})
+    rows = [["10 epochs, minutes", *map(size_name, sizes)]]
+    for curve, by_size in _curves(lines).items():
+        rows.append([_name(curve), *(f"{by_size[size]['minutes_of_10_epochs']:,.1f}" for size in sizes)])
+    for precision, floor in _floors(lines).items():
+        rows.append([f"roofline, {precision}", *(f"{floor[size]:,.1f}" for size in sizes)])
+    if lines[0]["model"] == "deepfm":
+        rows.append(["the paper, one V100", *(str(PAPER_MINUTES.get(size, "-")) for size in sizes)])
+    return aligned(rows)
 
 
 def _ratio_table(lines: Lines) -> str:
     curves = _curves(lines)
-    modes, spacings = list(dict.fromkeys(mode for mode, _ in curves)), sorted({spacing for _, spacing in curves})
-    pairs = [((modes[0], spacing), (other, spacing)) for spacing in spacings for other in modes[1:]]
-    pairs += [((mode, spacing), (mode, spacings[0])) for mode in modes for spacing in spacings[1:]]
+    first, *others = curves
     sizes = sorted({line["batch_size"] for line in lines})
-    rows = [["samples/s, ratio", *(size_name(size) for size in sizes)]]
-    for one, other in pairs:
-        ratios = [curves[one][size][_SPEED] / curves[other][size][_SPEED] for size in sizes]
-        rows.append([f"{_name(one)} / {_name(other)}", *(f"{ratio:.2f}" for ratio in ratios)])
-    return aligned(rows) if pairs else ""
+    rows = [["samples/s, ratio", *map(size_name, sizes)]]
+    for other in others:
+        ratios = [curves[first][size][_SPEED] / curves[other][size][_SPEED] for size in sizes]
+        rows.append([f"{_name(first)} / {_name(other)}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return aligned(rows) if others else ""
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
     replayed = line["replayed_row_steps"]
     return [
-        _name((line["mode"], line["spacing"])),
+        _name(_curve(line)),
         size_name(line["batch_size"]),
         f"{line[_SPEED]:,.0f}",
         " - ".join(f"{each:,.0f}" for each in line["samples_per_second_quartiles"]),
@@ -117,5 +184,8 @@ def _cells(line: dict[str, Any]) -> list[str]:
 
 
 def _name(curve: Curve) -> str:
-    mode, spacing = curve
-    return mode if spacing == 1 else f"{mode}, tables x{spacing}"
+    """What is not as usual, behind the mode."""
+    unclipped = ["no clip"] if curve.clip == "off" else []
+    precision = [curve.precision] if curve.precision != "float32" else []
+    spacing = [f"tables x{curve.spacing}"] if curve.spacing > 1 else []
+    return ", ".join([curve.mode, *unclipped, *precision, *spacing])

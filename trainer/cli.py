@@ -258,11 +258,14 @@ def bench(
         float, typer.Option(help="Share of an epoch that the ids have run before the clock starts.")
     ] = 0.9,
     seconds: Annotated[float, typer.Option(help="Measured in each combination, at least 5 steps.")] = 20.0,
+    clip: Annotated[str, typer.Option(help="CowClip: on, off, or on,off to compare.")] = "on",
+    precision: Annotated[str, typer.Option(help="As train.precision: float32, tf32, bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measures training on this machine's CPU in the steady state, with ids as frequent as Criteo's, made in memory.
+    """Measures training in the steady state, with ids as frequent as Criteo's, made in memory.
 
     The settings are the published ones for Criteo. A line of the output is a combination, with its speed, its memory,
-    how long the rows of its batches had been absent, configuration, versions and hardware; at the end come the ratios.
+    where a step's time went, configuration, versions and hardware. At the end come tables, ratios among them.
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
@@ -280,6 +283,9 @@ def bench(
         [number(each, 1, "--spacing is a whole number, such as 10") for each in listed(spacing)],
         epoch_share,
         seconds,
+        listed(clip),
+        listed(precision),
+        device,
     )
     print(f"{table(run(settings, output))}\n\n{output}, plot: {output.with_suffix('.png')}")
 
@@ -327,6 +333,7 @@ def quiet_libraries() -> None:
     # fbgemm 1.6 does not know the torch that it was built for; require_matched_set does.
     logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table" not in record.getMessage())
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above its highest; torch's profiler announces itself otherwise
 
 
 def is_message(error: Exception) -> bool:

@@ -8,7 +8,8 @@ one gradient of the size of a real one leaves them in a row that had none.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ from .config import RunConfig
 from .evaluation import Pipeline
 from .gaps import last_steps
 from .processes import process_group
+from .roofline import Rates, flops_per_sample, measure_rates
 from .schedule import DenseAdam
+from .step_parts import step_parts
 
 WARMUP_STEPS, LEAST_STEPS = 3, 5
+_PROFILED_STEPS = 5
 _SPARE_STEPS = 2
 """Batches that TorchRec's pipeline reads ahead."""
 _ROWS_AT_ONCE = 1 << 16
@@ -78,7 +82,11 @@ class Measurement:
         step_seconds: of each step on the clock.
         replayed_row_steps: missed steps that were computed per sample, None where rows are not replayed.
         table_rows, table_bytes, moments_bytes: sizes of the tables, and of both moments.
-        rss_before_tables, peak_memory: bytes of memory that the process had with its batches made, and at most.
+        rss_before_tables, peak_memory: bytes of memory that the process had with its batches made, and at most; on CUDA
+            what torch held on the device.
+        parts: shares of a step, see :func:`step_parts`.
+        rates: of this machine.
+        flops_per_sample: of the dense network, see :func:`flops_per_sample`.
     """
 
     step_seconds: list[float]
@@ -88,6 +96,9 @@ class Measurement:
     moments_bytes: int
     rss_before_tables: int
     peak_memory: int
+    parts: dict[str, float]
+    rates: Rates
+    flops_per_sample: float
 
 
 def measure(case: Case) -> Measurement:
@@ -96,9 +107,10 @@ def measure(case: Case) -> Measurement:
     with process_group(case.config.train.device) as process:
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
-        steps = WARMUP_STEPS + case.max_steps + 1 + _SPARE_STEPS
+        steps = WARMUP_STEPS + case.max_steps + 1 + _PROFILED_STEPS + _SPARE_STEPS
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
-        rss_before = _memory("VmRSS")
+        on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
+        rss_before = _memory("VmRSS", process.device)
         model = build_sharded(case.config, schema, process)
         adam = embedding_optimizer(case.config, schema, model)
         assert isinstance(adam, EmbeddingAdam)
@@ -109,24 +121,31 @@ def measure(case: Case) -> Measurement:
             warmup_steps=round(case.config.optimizer.warmup_epochs * case.epoch_samples / case.batch_size),
         )
         pipeline: Pipeline = TrainPipelineSparseDist(model, dense, process.device)
-        batches = chain(first_batch, timed)
+        batches = iter(on_device)
         dense.prepare(0)
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(case, adam, first_batch[0]))
-        seconds = list(_step_times(case, pipeline, dense, batches))
+        seconds = _step_times(case, pipeline, dense, batches, process.device)
         # Before the probe, whose forward passes are no part of training.
-        peak = _memory("VmHWM")
+        peak = _memory("VmHWM", process.device)
         replayed = None
         if case.config.optimizer.absent_rows == "replay":
             model.eval()
             following = timed[WARMUP_STEPS + len(seconds)]
             replayed = _replayed(adam, pipeline, following, batches) / case.batch_size
+            model.train()
+        parts = step_parts(lambda: pipeline.progress(batches), _PROFILED_STEPS, process.device)
+        rates, flops = (
+            measure_rates(process.device, case.config.train.precision),
+            flops_per_sample(dense_parameters(model)),
+        )
         state = _shards(adam.state_dict())
     moments = [tensor for key, tensor in state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
     moments_bytes = sum(tensor.nbytes for tensor in moments)
     table_rows = sum(field.num_embeddings for field in schema.sparse)
     # Weights are float32, as each moment is.
-    return Measurement(seconds, replayed, table_rows, moments_bytes // 2, moments_bytes, rss_before, peak)
+    memory = (moments_bytes // 2, moments_bytes, rss_before, peak)
+    return Measurement(seconds, replayed, table_rows, *memory, parts, rates, flops)
 
 
 def make_schema(case: Case) -> Schema:
@@ -158,7 +177,7 @@ def _gradient_size(case: Case, adam: EmbeddingAdam, batch: Batch) -> Tensor:
     Those of frequent rows are larger, sums over their samples, and do not matter: such rows are never absent for long.
     """
     second, counts = _rows_of(batch, _shards(adam.state_dict()), "exp_avg_sq")
-    return (second[counts == counts.min()].mean(0) / (1 - case.config.optimizer.betas[1])).sqrt()
+    return (second[counts == counts.min()].mean(0) / (1 - case.config.optimizer.betas[1])).sqrt().cpu()
 
 
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
@@ -196,20 +215,37 @@ def _last_steps(case: Case, first: int, count: int) -> Tensor:
     return torch.from_numpy(last_steps(samples, case.batch_size, case.steps_before))
 
 
-def _step_times(case: Case, pipeline: Pipeline, dense: DenseAdam, batches: Iterator[Batch]) -> Iterator[float]:
-    """Seconds of each step on the clock, after the warm-up."""
-    started = stop = 0.0
+def _step_times(
+    case: Case, pipeline: Pipeline, dense: DenseAdam, batches: Iterator[Batch], device: torch.device
+) -> list[float]:
+    """Seconds of each step on the clock, after the warm-up.
+
+    On CUDA steps are enqueued ahead, and the time is the device's between their ends: the host is not waited for.
+    """
+    marks: list[Any] = []
+    stop = inf
     for index in range(WARMUP_STEPS + case.max_steps):
         dense.prepare(case.steps_before + index)
-        started = time.perf_counter()
         pipeline.progress(batches)
-        now = time.perf_counter()
-        if index < WARMUP_STEPS:
-            stop = now + case.seconds
-            continue
-        yield now - started
-        if now > stop and index + 1 >= WARMUP_STEPS + LEAST_STEPS:
-            return
+        if index + 1 == WARMUP_STEPS:
+            marks, stop = [], time.perf_counter() + case.seconds
+        if index + 1 >= WARMUP_STEPS:
+            marks.append(_mark(device))
+        if time.perf_counter() > stop and len(marks) > LEAST_STEPS:
+            break
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
+    return [other - one for one, other in pairwise(marks)]
+
+
+def _mark(device: torch.device) -> Any:
+    """Now: a number on CPU, an event on CUDA."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _replayed(adam: EmbeddingAdam, pipeline: Pipeline, batch: Batch, batches: Iterator[Batch]) -> int:
@@ -242,7 +278,9 @@ def _shards(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value.local_shards()[0].tensor for key, value in state.items() if hasattr(value, "local_shards")}
 
 
-def _memory(key: str) -> int:
+def _memory(key: str, device: torch.device) -> int:
     """Bytes of this process: VmRSS now, VmHWM at most. (getrusage's maximum includes the process it came from.)"""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) if key == "VmRSS" else torch.cuda.max_memory_allocated(device)
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

@@ -1,0 +1,72 @@
+"""The linear layer with its ReLU: oneDNN's products and gradients against float64 torch, at the sizes that are cut."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cowrec.models.deepfm import PairwiseProducts
+from cowrec.models.layers import logits_of
+from cowrec.models.linear_relu import _SAMPLES, LinearRelu, linear_relu
+
+
+def drawn(samples: int, width: int, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, weight, bias and the output's gradient, rounded to the dtype."""
+    generator = torch.Generator().manual_seed(samples)
+    shapes = ((samples, width), (hidden, width), (hidden,), (samples, hidden))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def with_gradients(function, x, weight, bias, grad) -> list[torch.Tensor]:
+    leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+    y = function(*leaves)
+    y.backward(grad)
+    return [y.detach(), *(each.grad for each in leaves)]
+
+
+@pytest.mark.parametrize("samples", [0, 1, 3, _SAMPLES + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_those_of_float64(samples, dtype):
+    """Within the rounding of sums of so many terms: relative to the largest value of each tensor."""
+    x, weight, bias, grad = drawn(samples, 13, 7, dtype)
+    found = with_gradients(linear_relu, x, weight, bias, grad)
+    # The same side of the ReLU: near zero the two could choose differently.
+    side = (found[0] > 0).double()
+
+    def expected(x, weight, bias):
+        return F.linear(x, weight, bias) * side
+
+    wanted = with_gradients(expected, *(each.double() for each in (x, weight, bias, grad)))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == dtype
+        largest = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * max(largest, 1e-30))
+    assert samples == 0 or 0 < side.mean() < 1
+
+
+def test_an_input_without_gradient_gets_none():
+    layer, x = LinearRelu(5, 4), torch.randn(3, 5)
+    layer(x).sum().backward()
+    assert x.grad is None
+    assert layer.weight.grad is not None
+
+
+def test_under_autocast_products_are_bfloat16_and_logits_float32():
+    layer, kernel = LinearRelu(5, 4), torch.randn(4, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = layer(torch.randn(3, 5))
+        logits = logits_of(hidden, kernel)
+    assert (hidden.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+    assert logits.tolist() == (hidden.float() @ kernel).squeeze(1).tolist()
+
+
+def test_pairwise_products_are_the_sum_over_pairs():
+    """Values and gradients against the definition, all pairs one by one, in float64: the same to its rounding."""
+    rows = torch.randn(5, 4, 8, dtype=torch.float64, requires_grad=True)
+    pairs = [(rows[:, i, :3] * rows[:, j, :3]).sum(1) for i in range(4) for j in range(i)]
+    expected = torch.stack(pairs).sum(0)
+    weights = torch.arange(1.0, 6, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(expected @ weights, rows)
+    found = PairwiseProducts(3)(rows)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(found @ weights, rows)[0], wanted, rtol=1e-12, atol=1e-12)

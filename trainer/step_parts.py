@@ -1,0 +1,52 @@
+"""Where the time of a training step goes, told by torch's profiler from the ranges that cowrec and TorchRec name."""
+
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cowrec.sparse_opt.adam import EMBEDDING_UPDATE
+from cowrec.sparse_opt.row_updates import ROW_GRADIENTS
+
+PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
+"""The next batch and its way to the tables; rows looked up, with the missed steps that they take first; the dense
+network forward and backward, with all that has no name here; sums over a row's ids; L2, clip and embedding optimizer,
+which are one pass; the dense optimizer; and the host between them, none on CUDA, where the device's time alone counts."""
+_STEP = "cowrec_step"
+# As TrainPipelineSparseDist and the sharded lookups name them, followed by numbers or table names.
+_INPUT = ("## copy_batch_to_gpu", "## start_sparse_data_dist", "## wait_sparse_data_dist")
+_DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward", "## backward"), ("[lookup]",)
+
+
+def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
+    """Share of each of :data:`PARTS` in ``steps`` further steps; they sum to 1.
+
+    On CUDA the shares are of the device's time, on CPU of the time that passes.
+    """
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities, acc_events=True) as profiled:
+        for _ in range(steps):
+            with record_function(_STEP):
+                step()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    ranges = profiled.key_averages()
+
+    def total(*prefixes: str) -> float:
+        found = [each for each in ranges if each.key.startswith(prefixes)]
+        return sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found)
+
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["input"], parts["lookup"], parts["dense_update"] = total(*_INPUT), total(*_LOOKUP), total(*_DENSE_UPDATE)
+    parts["row_gradients"] = total(ROW_GRADIENTS)
+    parts["clip_and_embedding_update"] = total(EMBEDDING_UPDATE) - parts["row_gradients"]
+    if on_cuda:  # the backward runs in a thread of its own, outside of the range that waits for it
+        whole = sum(each.self_device_time_total for each in ranges if not each.is_user_annotation)
+        parts["dense"] = whole - sum(parts.values())
+    else:
+        whole = total(_STEP)
+        rows = parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
+        parts["dense"] = total(*_PASSES) - rows
+        parts["other"] = whole - sum(parts.values())
+    return {part: time / whole for part, time in parts.items()}
