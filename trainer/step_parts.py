@@ -11,7 +11,7 @@ from cowrec.sparse_opt.row_updates import ROW_GRADIENTS
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
 """The next batch and its way to the tables; rows looked up, with the missed steps that they take first; the dense
 network forward and backward, with all that has no name here; sums over a row's ids; L2, clip and embedding optimizer,
-which are one pass; the dense optimizer; and the host between them, none on CUDA, where the device's time alone counts."""
+which are one pass; the dense optimizer; and the host in between, none on CUDA, where the device's time alone counts."""
 _STEP = "cowrec_step"
 # As TrainPipelineSparseDist and the sharded lookups name them, followed by numbers or table names.
 _INPUT = ("## copy_batch_to_gpu", "## start_sparse_data_dist", "## wait_sparse_data_dist")
