@@ -158,7 +158,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     """Draws samples/s with quartiles against the batch size; those that do the whole algorithm as full lines."""
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 5.5), layout="constrained")
     for number, name in enumerate(dict.fromkeys(line["implementation"] for line in lines)):
         of_name = [line for line in lines if line["implementation"] == name]
         whole = DOES[name] == PARTS
@@ -171,16 +171,16 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
             mfc=None if whole else "white",
             ls="-" if whole else "--",
             capsize=3,
-            label=name if whole else f"{name} (part of the algorithm)",
+            label=name,
         )
     sizes = sorted({line["batch_size"] for line in lines})
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    axis.set_ylim(bottom=0)
     axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
-    axis.set(xlabel="batch size", ylabel="training samples per second", title="DeepFM, median and quartiles")
-    axis.grid(which="both", alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False)
-    figure.suptitle(f"{lines[0]['device']}, {lines[0]['threads']} threads")
+    axis.set(xlabel="batch size", ylabel="training samples per second, median and quartiles")
+    axis.set_title(f"DeepFM, {lines[0]['device']}, {lines[0]['threads']} threads; full lines: the whole algorithm")
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
