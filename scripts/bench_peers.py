@@ -17,7 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -57,7 +57,8 @@ class Peer:
     requirements: tuple[str, ...] = ()
 
 
-COWREC = ("cowrec-fp32",)
+COWREC: dict[str, Literal["float32", "bfloat16"]] = {"cowrec-fp32": "float32", "cowrec-bf16": "bfloat16"}
+"""Values of train.precision."""
 _UNCLIPPED = ("l2_on_every_row", "absent_rows_move")
 _TORCH = ("torch==2.13.0", "numpy==2.4.6")
 PEERS = {
@@ -223,7 +224,9 @@ def _take_turn(name: str, taken: Turns, case: Case, folder: Path, pythons: dict[
     """Adds the steps of one process of the implementation, or why it has none."""
     try:
         if name in COWREC:
-            taken.step_seconds += run_apart(measure, case).step_seconds
+            train = dataclasses.replace(case.config.train, precision=COWREC[name])
+            config = dataclasses.replace(case.config, train=train)
+            taken.step_seconds += run_apart(measure, dataclasses.replace(case, config=config)).step_seconds
             taken.versions = environment(torch.device("cpu"))["versions"]
         else:
             found = _measure_peer(PEERS[name], case, folder, pythons[name])
