@@ -17,7 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -57,7 +57,8 @@ class Peer:
     requirements: tuple[str, ...] = ()
 
 
-COWREC = ("cowrec-fp32",)
+COWREC: dict[str, Literal["float32", "bfloat16"]] = {"cowrec-fp32": "float32", "cowrec-bf16": "bfloat16"}
+"""Values of train.precision."""
 _UNCLIPPED = ("l2_on_every_row", "absent_rows_move")
 _TORCH = ("torch==2.13.0", "numpy==2.4.6")
 PEERS = {
@@ -158,7 +159,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     """Draws samples/s with quartiles against the batch size; those that do the whole algorithm as full lines."""
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 5.5), layout="constrained")
     for number, name in enumerate(dict.fromkeys(line["implementation"] for line in lines)):
         of_name = [line for line in lines if line["implementation"] == name]
         whole = DOES[name] == PARTS
@@ -171,16 +172,16 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
             mfc=None if whole else "white",
             ls="-" if whole else "--",
             capsize=3,
-            label=name if whole else f"{name} (part of the algorithm)",
+            label=name,
         )
     sizes = sorted({line["batch_size"] for line in lines})
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    axis.set_ylim(bottom=0)
     axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
-    axis.set(xlabel="batch size", ylabel="training samples per second", title="DeepFM, median and quartiles")
-    axis.grid(which="both", alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False)
-    figure.suptitle(f"{lines[0]['device']}, {lines[0]['threads']} threads")
+    axis.set(xlabel="batch size", ylabel="training samples per second, median and quartiles")
+    axis.set_title(f"DeepFM, {lines[0]['device']}, {lines[0]['threads']} threads; full lines: the whole algorithm")
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
@@ -223,7 +224,9 @@ def _take_turn(name: str, taken: Turns, case: Case, folder: Path, pythons: dict[
     """Adds the steps of one process of the implementation, or why it has none."""
     try:
         if name in COWREC:
-            taken.step_seconds += run_apart(measure, case).step_seconds
+            train = dataclasses.replace(case.config.train, precision=COWREC[name])
+            config = dataclasses.replace(case.config, train=train)
+            taken.step_seconds += run_apart(measure, dataclasses.replace(case, config=config)).step_seconds
             taken.versions = environment(torch.device("cpu"))["versions"]
         else:
             found = _measure_peer(PEERS[name], case, folder, pythons[name])
