@@ -25,6 +25,7 @@ import torch
 
 from cowrec.data_pipeline.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic import NUM_DENSE
+from cowrec.trainer import PROCESS_SETTINGS
 from cowrec.trainer.bench import Bench, cases, run_ids
 from cowrec.trainer.flag_values import chosen, listed, size, table_rows
 from cowrec.trainer.own_process import ProcessFailed, run_apart
@@ -252,10 +253,14 @@ def _measure_peer(peer: Peer, case: Case, folder: Path, python: str) -> dict[str
 
 
 def _run(command: list[str]) -> None:
-    """Runs a command with as many threads as cowrec's; raises ProcessFailed with the last line of its errors."""
+    """Runs a command with as many threads as cowrec's, and none of the variables that cowrec sets for itself.
+
+    Raises ProcessFailed with the last line of its errors.
+    """
     variables = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     threads = dict.fromkeys(variables, str(torch.get_num_threads()))
-    ended = subprocess.run(command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True, check=False)
+    inherited = {name: value for name, value in os.environ.items() if name not in PROCESS_SETTINGS}
+    ended = subprocess.run(command, cwd=ROOT, env=inherited | threads, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         said = ended.stderr.strip().splitlines() or [f"it ended with exit code {ended.returncode}"]
         raise ProcessFailed(said[-1])

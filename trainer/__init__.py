@@ -11,4 +11,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from cowrec.sparse_opt.versions import require_matched_set
 
+PROCESS_SETTINGS = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT")
+"""Environment variables that a training process has set for itself, unless its user had."""
+
 require_matched_set()
