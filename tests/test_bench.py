@@ -11,19 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from cowrec.data_pipeline.criteo_frequencies import CRITEO_FREQUENCIES
 from cowrec.data_pipeline.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.assembly import build_sharded, embedding_optimizer
-from cowrec.trainer.bench import Bench, criteo_config
+from cowrec.trainer.bench import Bench, cases, criteo_config
 from cowrec.trainer.cli import main
 from cowrec.trainer.config import load_config
 from cowrec.trainer.gaps import last_steps, measure_gaps
 from cowrec.trainer.own_process import ProcessFailed, run_apart
 from cowrec.trainer.processes import process_group
+from cowrec.trainer.roofline import bytes_per_sample, flops_per_sample
 from cowrec.trainer.steady_state import Case, enter_steady_state, make_schema
+from cowrec.trainer.step_parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT.parent / "shared" / "data" / "criteo_80k_hash20.tsv.xz"
@@ -226,6 +230,33 @@ def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
     torch.testing.assert_close(found.square().mean(0).sqrt(), size, rtol=0.25, atol=0)
 
 
+def test_every_combination_is_measured_batch_size_by_batch_size():
+    settings = Bench(["replay", "lazy"], [64, 128], clips=["on", "off"], precisions=["float32", "bfloat16"])
+    configs = [case.config for case in cases(settings, CriteoIds(max_rows=50), Path("last.npy"))]
+    found = [
+        (each.train.batch_size, each.train.precision, each.optimizer.absent_rows, each.clip.rule) for each in configs
+    ]
+    expected = [
+        (size, precision, mode, rule)
+        for size in (64, 128)
+        for precision in ("float32", "bfloat16")
+        for mode in ("replay", "lazy")
+        for rule in ("cowclip_reference", "none")
+    ]
+    assert found == expected
+
+
+def test_the_roofline_counts_what_torch_counts():
+    """Operations of a step on the dense kernels, forward and backward, against torch's counter; bytes by hand."""
+    mlp = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1, bias=False))
+    x = torch.randn(16, 12, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        mlp(x).sum().backward()
+    assert 16 * flops_per_sample(dict(mlp.named_parameters())) == counter.get_total_flops()
+    # Two ids of 8 bytes; two rows of 4 floats out and their gradient, written and read; 1.5 rows of 3 x 4 floats twice.
+    assert bytes_per_sample(2, 4, 1.5) == 2 * 8 + 4 * 2 * 4 * 4 + 1.5 * 2 * 3 * 4 * 4
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     """Exit code of ``cowrec ARGUMENTS``, in this process."""
     monkeypatch.setattr(sys, "argv", ["cowrec", *map(str, arguments)])
@@ -255,6 +286,18 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
         assert line["peak_without_tables_bytes"] > 0
         assert line["config"]["optimizer"]["absent_rows"] == line["mode"]
         assert {"versions", "device", "threads", "git_commit"} <= line.keys()
+        parts = line["step_parts_ms"]
+        assert tuple(parts) == PARTS
+        assert sum(parts.values()) == pytest.approx(line["step_ms"])
+        assert min(parts.values()) > 0
+        assert line["minutes_of_10_epochs"] == pytest.approx(10 * 41_256_555 / line["samples_per_second"] / 60)
+        roof = line["roofline"]
+        seconds = (
+            roof["flops_per_sample"] / roof["flops_per_second"],
+            roof["bytes_per_sample"] / roof["bytes_per_second"],
+        )
+        assert roof["step_ms"] == pytest.approx(1e3 * 64 * max(seconds))
+        assert (line["clip"], line["precision"]) == ("on", "float32")
         # A field's rows of a batch are at most its samples.
         assert 1 < sum(line["gaps"].values()) + line["never_seen"] <= 26
     missed = replay["replayed_row_steps"]
@@ -275,6 +318,9 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
     ("flags", "message"),
     [
         ({"modes": ["replay", "eager"]}, "--absent-rows 'eager' is not known; known: lazy, dense, replay"),
+        ({"clips": ["no"]}, "--clip 'no' is not known; known: on, off"),
+        ({"precisions": ["float16"]}, "--precision 'float16' is not known; known: float32, tf32, bfloat16"),
+        ({"device": "tpu"}, "--device 'tpu' is not known; known: cpu, cuda"),
         ({"batch_sizes": [64, 64]}, "--batch-sizes needs one value or several different ones"),
         ({"batch_sizes": [0]}, "--batch-sizes must be at least 1, got 0"),
         ({"spacings": [0]}, "--spacing must be at least 1, got 0"),
