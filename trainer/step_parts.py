@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cowrec.sparse_opt.adam import EMBEDDING_UPDATE
@@ -31,7 +32,9 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
                 step()
         if on_cuda:
             torch.cuda.synchronize(device)
-    ranges = profiled.key_averages()
+    events = profiled.key_averages()
+    # On CUDA a range is there twice, once as the host saw it, with the time of the kernels that it launched.
+    ranges = [each for each in events if each.device_type == DeviceType.CPU]
 
     def total(*prefixes: str) -> float:
         found = [each for each in ranges if each.key.startswith(prefixes)]
@@ -42,7 +45,8 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
     parts["row_gradients"] = total(ROW_GRADIENTS)
     parts["clip_and_embedding_update"] = total(EMBEDDING_UPDATE) - parts["row_gradients"]
     if on_cuda:  # the backward runs in a thread of its own, outside of the range that waits for it
-        whole = sum(each.self_device_time_total for each in ranges if not each.is_user_annotation)
+        kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
+        whole = sum(each.self_device_time_total for each in kernels)
         parts["dense"] = whole - sum(parts.values())
     else:
         whole = total(_STEP)
