@@ -98,7 +98,8 @@ def main() -> None:
         names = chosen("only", arguments.only, DOES)
         sizes = [size(each) for each in listed(arguments.batch_sizes)]
         rows = table_rows(arguments.rows)
-        settings = Bench(("replay",), sizes, "deepfm", rows, (1,), arguments.epoch_share, arguments.seconds)
+        flags = {"max_rows": rows, "epoch_share": arguments.epoch_share, "seconds": arguments.seconds}
+        settings = Bench(modes=("replay",), batch_sizes=sizes, **flags)
         if arguments.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, got {arguments.rounds}")
     except ValueError as error:
