@@ -54,8 +54,8 @@ class VocabularyCounter:
         return Vocabulary(counts.take(order))
 
 
-def counted_values(text: pa.Array) -> pa.Table:
-    """Distinct non-empty strings of a chunk and how often each occurs: columns value, count."""
+def counted_values(text: pa.Array | pa.ChunkedArray) -> pa.Table:
+    """Distinct non-empty strings of a chunk of the stream and how often each occurs: columns value, count."""
     counted = pc.value_counts(text)
     table = pa.table({VALUE: counted.field(0).cast(LONG), COUNT: counted.field(1)})
     return table.filter(pc.not_equal(table[VALUE], ""))

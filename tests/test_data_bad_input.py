@@ -90,8 +90,7 @@ def test_the_right_line_is_named_after_others_were_left_out(prepared):
 
 
 def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
-    keywords = {"checksum": False, "block_bytes": 100}
-    monkeypatch.setattr("cowrec.data_pipeline.sources.RawFiles.blocks.__kwdefaults__", keywords)
+    monkeypatch.setattr("cowrec.data_pipeline.sources.survey.__kwdefaults__", {"block_bytes": 100})
     with pytest.raises(ValueError, match=r"raw\.csv, line 778, column click"):
         prepared(GOOD.encode() * 777 + b"7,2.5,x,a,k:1\n" + GOOD.encode() * 100)
 

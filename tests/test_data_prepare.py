@@ -201,9 +201,7 @@ def test_the_split_does_not_depend_on_how_files_are_cut(tmp_path, monkeypatch):
     lines = text.splitlines(keepends=True)
     (tmp_path / "a").write_text("".join(lines[:333]))
     (tmp_path / "b").write_text("".join(lines[333:]))
-    monkeypatch.setattr(
-        "cowrec.data_pipeline.sources.RawFiles.blocks.__kwdefaults__", {"checksum": False, "block_bytes": 9000}
-    )
+    monkeypatch.setattr("cowrec.data_pipeline.sources.survey.__kwdefaults__", {"block_bytes": 9000})
     prepare("criteo", [tmp_path / "a", tmp_path / "b"], tmp_path / "parts", PrepareConfig(shard_rows=100))
     for split in ("train", "test"):
         assert read_split(tmp_path / "whole", split) == read_split(tmp_path / "parts", split)
@@ -347,7 +345,7 @@ def test_progress_adds_up(tmp_path):
     for config in (PrepareConfig(), PrepareConfig(split="tail", test_rows=5)):
         done = []
         prepare("criteo", [tmp_path / "raw"], tmp_path / "out", config, overwrite=True, progress=done.append)
-        assert sum(done) == work_bytes([tmp_path / "raw"], config)
+        assert sum(done) == work_bytes([tmp_path / "raw"])
 
 
 def test_sources_are_recorded(tmp_path):

@@ -105,7 +105,7 @@ def prepare(
     from cowrec.data_pipeline import work_bytes
 
     settings = _prepare_config(config, {key: value for key, value in flags.items() if value is not None})
-    with _bar(work_bytes(inputs, settings, like=like), "B", f"prepare {layout}") as bar:
+    with _bar(work_bytes(inputs, like=like), "B", f"prepare {layout}") as bar:
         schema = run(
             layout.value,
             inputs,
