@@ -1,4 +1,4 @@
-"""Where the partitions of raw files are worked on: here, by threads. `dask_engine.py` has the other place.
+"""Where the partitions of raw files are worked on: here by threads, or by a Dask cluster (dask_engine.py).
 
 Both run the same functions on the same partitions and give the results in the same order, so that what comes out does
 not depend on the engine.

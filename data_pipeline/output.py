@@ -1,6 +1,9 @@
 """Writing a data set so that it appears whole or not at all."""
 
 import errno
+import fcntl
+import glob
+import logging
 import os
 import shutil
 import threading
@@ -20,6 +23,12 @@ from .shards import arrow_schema, shard_path
 SHARD_ROWS = 1 << 18
 """Rows of a Parquet file by default: some 20 MB for Criteo's 39 fields."""
 
+PARTIAL, REPLACED = ".partial-", ".replaced-"
+"""Between a folder's name and a process id: one that is not done yet, one that is being replaced."""
+LOCK_FILE = "lock"
+
+logger = logging.getLogger(__name__)
+
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -27,26 +36,61 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `output` when the block ends well and vanishes when it does not.
 
-    It lies beside `output`, on the same disk, as `<output>.partial-<process id>`. A killed process may leave one
-    behind; it holds no schema.json, so nothing takes it for a data set.
+    It lies beside `output`, on the same disk, as `<output>.partial-<process id>`. A killed process leaves one behind,
+    which the next one that makes `output` removes, with a warning: work begins anew.
 
     Raises:
-        ValueError: `output` exists and is not empty; with `overwrite`, only where it holds no data set.
+        ValueError: `output` exists and is not empty; with `overwrite`, only where it holds no data set. Or another
+            process is making it.
         OSError: the disk is full: which one, and how much was free.
     """
     final = Path(output).absolute()
+    _clear_leftovers(final)
     _check_target(final, overwrite)
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.with_name(f"{final.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = final.with_name(f"{final.name}{PARTIAL}{os.getpid()}")
     try:
         with disk_errors(partial):
             partial.mkdir()
-            yield partial
+            with _locked(partial):
+                yield partial
         _check_target(final, overwrite)
         _put_in_place(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Holds the lock by which others see that a process is at work in a folder; the system lets go of a dead one's.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    path = partial / LOCK_FILE
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+        path.unlink(missing_ok=True)
+
+
+def _clear_leftovers(final: Path) -> None:
+    """Removes what killed processes left beside `final`, and puts back what one had moved away but not replaced."""
+    for left in sorted(final.parent.glob(f"{glob.escape(final.name)}{PARTIAL}*")):
+        process = left.name.rpartition("-")[2]
+        try:
+            with _locked(left):
+                shutil.rmtree(left)
+        except BlockingIOError:
+            raise ValueError(
+                f"{final} is being made by process {process}, in {left}; wait until it is done, or end it"
+            ) from None
+        logger.warning("process %s ended before %s was done; its %s is removed, starting anew", process, final, left)
+    for old in sorted(final.parent.glob(f"{glob.escape(final.name)}{REPLACED}*")):
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(final)
 
 
 def _check_target(final: Path, overwrite: bool) -> None:
@@ -64,7 +108,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
     if not final.exists():
         partial.rename(final)
         return
-    old = final.with_name(f"{final.name}.replaced-{os.getpid()}")
+    old = final.with_name(f"{final.name}{REPLACED}{os.getpid()}")
     final.rename(old)
     try:
         partial.rename(final)

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from .bad_rows import BadRowLedger
 from .encoding import Encoder
-from .engine import LocalEngine
+from .engine import Engine, LocalEngine
 from .fitting import FitPlan, fit
 from .layouts import AVAZU, CRITEO, Layout, LayoutName, load_csv_schema
 from .output import new_folder
@@ -33,6 +34,7 @@ def prepare(
     like: PathLike | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    scheduler: str | None = None,
 ) -> Schema:
     """Turns raw files into a data set. Memory grows with the vocabulary, not with the number of rows.
 
@@ -47,6 +49,8 @@ def prepare(
             are NaN.
         overwrite: replace a data set that is there.
         progress: called with the number of raw bytes just done; `work_bytes` gives their sum.
+        scheduler: address of a Dask cluster that does the work instead of this machine's cores, with the same result,
+            byte by byte. Its machines must see inputs and output under the same absolute paths.
 
     Returns:
         The schema.
@@ -56,14 +60,14 @@ def prepare(
     """
     config = config or PrepareConfig()
     report = progress or (lambda _: None)
-    engine = LocalEngine()
-    paths = [os.fspath(path) for path in inputs]
+    # Workers of a cluster have other working folders.
+    paths = [os.fspath(path) if scheduler is None else os.path.abspath(path) for path in inputs]
     past = Schema.load(like) if like is not None else None
     described = _layout(layout, csv_schema, past)
     check_inputs(paths)
     described = described.resolve(first_line(paths[0]), paths[0], need_label=past is None)
     ledger = BadRowLedger(config.on_bad_row, config.max_bad_rows)
-    with new_folder(output, overwrite=overwrite) as folder:
+    with new_folder(output, overwrite=overwrite) as folder, _engine(scheduler) as engine:
         look = partial(survey, header=described.header, segment_rows=config.shard_rows)
         files = engine.survey(look, paths, report)
         _check_headers(files, described)
@@ -94,6 +98,17 @@ def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None) -> i
     """What the calls of `progress` add up to: bytes on disk of the raw files, once for each time they are read."""
     passes = 3 if like is None else 2
     return passes * sum(os.stat(path).st_size for path in inputs)
+
+
+@contextmanager
+def _engine(scheduler: str | None) -> Iterator[Engine]:
+    if scheduler is None:
+        yield LocalEngine()
+        return
+    from .dask_engine import dask_engine
+
+    with dask_engine(scheduler) as engine:
+        yield engine
 
 
 def _layout(name: LayoutName, csv_schema: PathLike | None, past: Schema | None) -> Layout:

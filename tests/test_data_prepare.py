@@ -302,14 +302,6 @@ def test_hashed_ids_need_no_vocabulary(tmp_path):
     assert read_split(tmp_path / "again", "test")["C1"] == expected[::-1]
 
 
-def test_equal_hashes_do_not_make_equal_ids(tmp_path, monkeypatch):
-    values = ["aa", "bb", "cc", "bb", "dd", ""]
-    monkeypatch.setattr("cowrec.data_pipeline.vocabulary.string_hashes", lambda text: np.full(len(text), 7, np.uint64))
-    prepare("criteo", id_file(tmp_path, values), tmp_path / "out", PrepareConfig(split="tail", test_rows=2))
-    assert read_split(tmp_path / "out", "train")["C1"] == [3, 2, 4, 2]
-    assert read_split(tmp_path / "out", "test")["C1"] == [0, 1]
-
-
 def test_new_files_without_a_label_are_prepared_like_old_ones(tmp_path):
     raw = write_criteo(tmp_path / "train.txt", 100)
     (tmp_path / "test.txt").write_text("".join("\t".join(row[1:]) + "\n" for row in raw[:40]))
