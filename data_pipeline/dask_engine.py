@@ -1,9 +1,11 @@
-"""Partitions worked on by a Dask cluster: each by a task, all of whose machines see the raw files and the output folder."""
+"""Partitions worked on by a Dask cluster, all of whose machines see the raw files and the output folder."""
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .engine import Result, Shared, loaded
@@ -12,10 +14,14 @@ from .sources import Block, Partition, RawFile, Report
 if TYPE_CHECKING:
     from distributed import Client, Future
 
+PLAN_FILE = "plan.pickle"
+
 
 @contextmanager
-def dask_engine(scheduler: str) -> Generator["DaskEngine", None, None]:
+def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, None]:
     """An engine on the cluster whose scheduler has this address, such as tcp://host:8786.
+
+    What all tasks need lies in `folder` for that time, which all workers must see.
 
     Raises:
         ValueError: Dask is not installed, or no worker answers. OSError: no scheduler answers.
@@ -27,7 +33,7 @@ def dask_engine(scheduler: str) -> Generator["DaskEngine", None, None]:
     with Client(scheduler, set_as_default=False) as client:
         if not client.nthreads():
             raise ValueError(f"the scheduler {scheduler} has no workers; start some: dask worker {scheduler}")
-        yield DaskEngine(client)
+        yield DaskEngine(client, folder)
 
 
 class DaskEngine:
@@ -35,8 +41,8 @@ class DaskEngine:
     does all partitions that begin in it.
     """
 
-    def __init__(self, client: "Client") -> None:
-        self._client = client
+    def __init__(self, client: "Client", folder: Path) -> None:
+        self._client, self._folder = client, folder
 
     def survey(self, work: Callable[[str, Report], RawFile], paths: Sequence[str], report: Report) -> Sequence[RawFile]:
         files = []
@@ -53,18 +59,28 @@ class DaskEngine:
 
     def _ordered(self, task: Callable, shared: object, items: Iterable) -> Generator:
         """`task(shared, item)` of each item in order, two a thread under way at a time."""
-        everywhere = self._client.scatter(shared, broadcast=True, hash=False)
+        path = self._folder / PLAN_FILE
+        with path.open("wb") as file:
+            pickle.dump(shared, file, protocol=5)
+        # A task, so that workers get it from each other, one that dies loses nothing, and the end of it frees it.
+        loaded_once = self._client.submit(_load, path, pure=False)
         most = 2 * sum(self._client.nthreads().values())
         pending: deque[Future] = deque()
         try:
             for item in items:
-                pending.append(self._client.submit(task, everywhere, item, pure=False))
+                pending.append(self._client.submit(task, loaded_once, item, pure=False))
                 if len(pending) > most:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
-            self._client.cancel(list(pending))
+            self._client.cancel([*pending, loaded_once])
+            path.unlink()
+
+
+def _load(path: Path) -> object:
+    with path.open("rb") as file:
+        return pickle.load(file)
 
 
 def _surveyed(work: Callable[[str, Report], RawFile], _: None, path: str) -> RawFile:

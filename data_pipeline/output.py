@@ -25,7 +25,6 @@ SHARD_ROWS = 1 << 18
 
 PARTIAL, REPLACED = ".partial-", ".replaced-"
 """Between a folder's name and a process id: one that is not done yet, one that is being replaced."""
-LOCK_FILE = "lock"
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +66,12 @@ def _locked(partial: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another process holds it.
     """
-    path = partial / LOCK_FILE
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-        path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
 
 
 def _clear_leftovers(final: Path) -> None:

@@ -67,7 +67,7 @@ def prepare(
     check_inputs(paths)
     described = described.resolve(first_line(paths[0]), paths[0], need_label=past is None)
     ledger = BadRowLedger(config.on_bad_row, config.max_bad_rows)
-    with new_folder(output, overwrite=overwrite) as folder, _engine(scheduler) as engine:
+    with new_folder(output, overwrite=overwrite) as folder, _engine(scheduler, folder) as engine:
         look = partial(survey, header=described.header, segment_rows=config.shard_rows)
         files = engine.survey(look, paths, report)
         _check_headers(files, described)
@@ -101,13 +101,13 @@ def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None) -> i
 
 
 @contextmanager
-def _engine(scheduler: str | None) -> Iterator[Engine]:
+def _engine(scheduler: str | None, folder: Path) -> Iterator[Engine]:
     if scheduler is None:
         yield LocalEngine()
         return
     from .dask_engine import dask_engine
 
-    with dask_engine(scheduler) as engine:
+    with dask_engine(scheduler, folder) as engine:
         yield engine
 
 

@@ -13,7 +13,7 @@ WORD = 8
 
 
 def string_order(text: pa.Array, before: np.ndarray) -> np.ndarray:
-    """Places of strings sorted by the numbers `before`, int [U], and where these are equal by their bytes: int64 [U]."""
+    """Places of strings, int64 [U], sorted by the numbers `before`, int [U], where these are equal by their bytes."""
     offsets, data = string_buffers(text)
     lengths = np.diff(offsets)
     order = np.arange(len(text))

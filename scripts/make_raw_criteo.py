@@ -3,8 +3,8 @@
     python scripts/make_raw_criteo.py --rows 45840617 --output train.txt      # 11 GB, like the real one
 
 Ids come as often as in the real rows (data_pipeline/criteo_ids.py), so 45,840,617 rows hold 33.8 million of them; the
-numbers are about as long and as often missing. Labels are random: there is nothing to learn. Row r of a seed is the same
-in a file of any length.
+numbers are about as long and as often missing. Labels are random: there is nothing to learn. Row r of a seed is the
+same in a file of any length.
 """
 
 import argparse

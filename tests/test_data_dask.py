@@ -3,7 +3,6 @@
 import gzip
 import os
 import signal
-import threading
 
 import pytest
 
@@ -11,6 +10,7 @@ from cowrec.data_pipeline import PrepareConfig, prepare, work_bytes
 from test_data_interrupted import content
 from test_data_prepare import MIXED_SCHEMA, write_criteo
 
+dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
 
 
@@ -87,30 +87,31 @@ def test_progress_adds_up_and_relative_paths_are_found(cluster, tmp_path, monkey
     assert sum(done) == work_bytes(["raw"])
 
 
-def test_a_killed_worker_changes_nothing(cluster, tmp_path):
-    """Its tasks are done by others, also those whose results it held."""
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
+    """Its tasks are done by others, also those whose results it held: after the survey, and in each pass."""
     write_criteo(tmp_path / "raw", 3000)
     pids = [worker.process.pid for worker in cluster.workers.values()]
-    kill = threading.Event()
+    done, killed = 0, []
 
-    def progress(_):
-        if not kill.is_set():
-            kill.set()
+    def progress(count):
+        nonlocal done
+        done += count
+        if done > share * work_bytes([tmp_path / "raw"]) and not killed:
+            killed.append(pids[0])
             os.kill(pids[0], signal.SIGKILL)
 
     raw, config = [tmp_path / "raw"], PrepareConfig(shard_rows=50)
     prepare("criteo", raw, tmp_path / "here", config)
     prepare("criteo", raw, tmp_path / "there", config, scheduler=cluster.scheduler_address, progress=progress)
-    assert kill.is_set()
+    assert killed
     assert content(tmp_path / "here") == content(tmp_path / "there")
 
 
 def test_a_scheduler_that_is_not_there_or_has_no_workers_is_named(tmp_path):
     write_criteo(tmp_path / "raw", 30)
-    with (
-        distributed.config.set({"distributed.comm.timeouts.connect": "1s"}),
-        pytest.raises(OSError, match="127.0.0.1:1"),
-    ):
+    soon = dask.config.set({"distributed.comm.timeouts.connect": "1s"})
+    with soon, pytest.raises(OSError, match=r"127\.0\.0\.1:1"):
         prepare("criteo", [tmp_path / "raw"], tmp_path / "out", scheduler="tcp://127.0.0.1:1")
     with distributed.LocalCluster(n_workers=0, dashboard_address=None) as empty:
         address = empty.scheduler_address
