@@ -1,6 +1,6 @@
 """Raw text files, plain or compressed: surveyed once, then read by segments of whole lines."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -153,7 +153,7 @@ def partitions(files: Sequence[RawFile], rows: int) -> list[Partition]:
     return [Partition(number, tuple(group)) for number, group in enumerate(groups)]
 
 
-def blocks(segments: Iterable[Segment]) -> Iterator[Block]:
+def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
     """Reads segments; those of a compressed file are best asked for in order, or it is decompressed again.
 
     Raises:

@@ -112,5 +112,5 @@ def _find(
 
 
 @numba.njit(inline="always")
-def _entry(string_hash: np.uint64, place: int) -> np.uint64:
+def _entry(string_hash: np.uint64, place: int | np.int64) -> np.uint64:
     return (string_hash & np.uint64(0xFFFFFFFF00000000)) | np.uint64(place + 1)

@@ -1,0 +1,81 @@
+"""Raw files made in Criteo's layout: what `prepare` finds in them is what they were made of."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.criteo_ids import CriteoIds
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+ROWS = 70_000  # more than a chunk of the writer
+
+
+def run(script: str, *arguments: object) -> str:
+    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("raw") / "train.txt"
+    run("make_raw_criteo.py", "--rows", ROWS, "--seed", 3, "--output", path)
+    return path
+
+
+def test_rows_are_as_in_kaggles_file(raw: Path) -> None:
+    rows = [line.split("\t") for line in raw.read_text().splitlines()]
+    assert len(rows) == ROWS
+    assert {len(row) for row in rows} == {40}
+    columns = list(zip(*rows, strict=True))
+    # Three standard deviations of a share of 70,000 rows are 0.6 points at most.
+    assert abs(columns[0].count("1") / ROWS - 0.256) < 0.006
+    for column in columns[1:14]:
+        assert all(re.fullmatch(r"\d{0,8}", value) for value in set(column))
+    for column in columns[14:]:
+        assert all(re.fullmatch(r"([0-9a-f]{8})?", value) for value in set(column))
+    missing = [column.count("") / ROWS for column in columns[1:]]
+    assert missing[1] == 0
+    assert abs(missing[0] - 0.45) < 0.006
+    assert abs(missing[13 + 18] - 0.414) < 0.006  # C19
+    assert abs(raw.stat().st_size / ROWS - 243) < 1, "11.1 GB for 45.8 million rows"
+
+
+def test_ids_are_those_of_the_frequencies(raw: Path, tmp_path: Path) -> None:
+    """Distinct ids are distinct texts: as many in each field as the stream has, the missing one aside."""
+    schema = prepare("criteo", [raw], tmp_path / "out", PrepareConfig(test_fraction=0.0))
+    for field, values in zip(schema.sparse, CriteoIds(3).values(0, ROWS), strict=True):
+        # Two rows are reserved; where ids are missing, the stream counts them as one.
+        assert field.num_embeddings - 2 - len(np.unique(values)) in (0, -1)
+
+
+def test_a_row_does_not_depend_on_the_length_but_on_the_seed(raw: Path, tmp_path: Path) -> None:
+    lines = raw.read_bytes().splitlines(keepends=True)
+    unpack = {"gz": gzip.decompress, "zst": lambda data: pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()}
+    for suffix, unpacked in unpack.items():
+        run("make_raw_criteo.py", "--rows", 500, "--seed", 3, "--output", tmp_path / f"a.{suffix}")
+        assert unpacked((tmp_path / f"a.{suffix}").read_bytes()) == b"".join(lines[:500])
+    run("make_raw_criteo.py", "--rows", 500, "--seed", 4, "--output", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() != b"".join(lines[:500])
+
+
+def test_the_measurement_says_what_it_measured(tmp_path: Path) -> None:
+    run("make_raw_criteo.py", "--rows", 2000, "--max-ids", 50, "--output", tmp_path / "few")
+    options = ["--folder", tmp_path, "--output", tmp_path / "lines.jsonl", "--seconds", 0.1]
+    run("measure_prepare.py", tmp_path / "few", *options)
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [line["what"] for line in lines] == ["prepare", "read", "read"]
+    for line in lines:
+        assert line["peak_memory_bytes"] > 50e6
+        assert {"versions", "device", "git_commit"} <= line.keys()
+    assert lines[0]["rows"] == 2000
+    assert lines[0]["ids"] <= 26 * 52, "two rows of a table are reserved"
+    assert sum(lines[0]["pass_seconds"].values()) <= lines[0]["seconds"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "lines.jsonl"]
