@@ -26,7 +26,7 @@ class RawText:
     def __init__(self, path: str, *, checksum: bool = False) -> None:
         self.path, self.offset = path, 0
         self._raw = _Tally(path, checksum)
-        status = os.fstat(self._raw._file.fileno())
+        status = os.fstat(self._raw.fileno())
         self.stamp = (status.st_size, status.st_mtime_ns)
         self._buffered = io.BufferedReader(self._raw, 1 << 20)
         self._kind, opener = _format(self._buffered.peek(6)[:6])
@@ -118,6 +118,9 @@ class _Tally(io.RawIOBase):
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
         self.digest = hashlib.sha256() if checksum else None
         self.bytes_read = 0
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def readable(self) -> bool:
         return True
