@@ -89,9 +89,9 @@ def check_inputs(paths: Sequence[str]) -> None:
 
 
 def first_line(path: str) -> bytes:
-    """The first line of a file, without its end."""
+    """The first line of a file, without its end; nothing where its text is empty."""
     with RawText(path) as text:
-        lines, _ = next(whole_lines(text, BLOCK_BYTES))
+        lines, _ = next(whole_lines(text, BLOCK_BYTES), (b"", 0))
     return first_of(lines)
 
 
@@ -177,7 +177,7 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
             text.close()
 
 
-def _opened(segment: Segment) -> "RawText":
+def _opened(segment: Segment) -> RawText:
     try:
         text = RawText(segment.path)
     except FileNotFoundError:

@@ -34,8 +34,12 @@ class VocabularyCounter:
         self._counts[places] += counted[COUNT].to_numpy()
 
     def finish(self, min_count: int) -> "Vocabulary":
-        """The ids seen at least `min_count` times: the most frequent first, equally frequent ones by their bytes."""
+        """The ids seen at least `min_count` times: the most frequent first, equally frequent ones by their bytes.
+
+        Nothing is counted any more afterwards, since the other fields need the memory.
+        """
         values, counts = self._table.strings(), self._counts[: len(self._table)]
+        self._table, self._counts = StringTable(), np.zeros(0, np.int64)
         kept = np.flatnonzero(counts >= min_count)
         if len(kept) < len(counts):
             values, counts = values.take(pa.array(kept)), counts[kept]

@@ -1,5 +1,7 @@
 """What is wrong with a raw file is told with file, line and column; or counted and left out, if so asked."""
 
+import gzip
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -121,6 +123,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         prepare("criteo", [tmp_path], tmp_path / "out")
     with pytest.raises(ValueError, match="no input file"):
         prepare("criteo", [], tmp_path / "out")
+
+
+def test_an_archive_of_nothing_has_no_rows(tmp_path):
+    (tmp_path / "raw.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(ValueError, match=r"raw\.gz has no rows"):
+        prepare("criteo", [tmp_path / "raw.gz"], tmp_path / "out")
+    with pytest.raises(ValueError, match=r"raw\.gz, line 1: no column"):
+        prepare("avazu", [tmp_path / "raw.gz"], tmp_path / "out")
 
 
 def test_headers_are_checked(tmp_path):
