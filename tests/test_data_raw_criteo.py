@@ -1,10 +1,15 @@
 """Raw files made in Criteo's layout: what `prepare` finds in them is what they were made of."""
 
+import fcntl
 import gzip
 import json
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +69,29 @@ def test_a_row_does_not_depend_on_the_length_but_on_the_seed(raw: Path, tmp_path
         assert unpacked((tmp_path / f"a.{suffix}").read_bytes()) == b"".join(lines[:500])
     run("make_raw_criteo.py", "--rows", 500, "--seed", 4, "--output", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() != b"".join(lines[:500])
+
+
+def test_a_terminal_shows_bytes_and_time_left_and_a_pipe_only_what_matters(raw: Path, tmp_path: Path) -> None:
+    """Bytes of all three times that the file is read; a dead process' leftover is worth a line."""
+    command = [sys.executable, "-m", "cowrec.trainer", "prepare", "criteo", "--input", str(raw), "--shard-rows", "7000"]
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    process = subprocess.Popen([*command, "--output", str(tmp_path / "seen")], stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(screen, 4096):
+            shown += part
+    except OSError:  # the terminal's other side is closed
+        pass
+    assert process.wait() == 0
+    total = f"{3 * raw.stat().st_size / 1e6:.1f}M"
+    assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", shown.decode()), shown
+    (tmp_path / "out.partial-1").mkdir()
+    done = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, check=True)
+    gone = f"process 1 ended before {tmp_path}/out was done; its {tmp_path}/out.partial-1 is removed, starting anew\n"
+    assert done.stderr.endswith(gone)
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_measurement_says_what_it_measured(tmp_path: Path) -> None:
