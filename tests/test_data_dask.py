@@ -17,7 +17,7 @@ distributed = pytest.importorskip("distributed")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A scheduler and two worker processes, which work in another folder than the test."""
-    options = {"dashboard_address": None, "local_directory": str(tmp_path_factory.mktemp("dask")), "silence_logs": 50}
+    options = {"dashboard_address": ":0", "local_directory": str(tmp_path_factory.mktemp("dask")), "silence_logs": 50}
     with distributed.LocalCluster(n_workers=2, threads_per_worker=2, processes=True, **options) as cluster:
         yield cluster
 
@@ -87,9 +87,9 @@ def test_progress_adds_up_and_relative_paths_are_found(cluster, tmp_path, monkey
     assert sum(done) == work_bytes(["raw"])
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.3, 0.9])
 def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
-    """Its tasks are done by others, also those whose results it held: after the survey, and in each pass."""
+    """Its tasks are done by others, also those whose results it held: after the survey, and in the last pass."""
     write_criteo(tmp_path / "raw", 3000)
     pids = [worker.process.pid for worker in cluster.workers.values()]
     done, killed = 0, []
@@ -113,7 +113,7 @@ def test_a_scheduler_that_is_not_there_or_has_no_workers_is_named(tmp_path):
     soon = dask.config.set({"distributed.comm.timeouts.connect": "1s"})
     with soon, pytest.raises(OSError, match=r"127\.0\.0\.1:1"):
         prepare("criteo", [tmp_path / "raw"], tmp_path / "out", scheduler="tcp://127.0.0.1:1")
-    with distributed.LocalCluster(n_workers=0, dashboard_address=None) as empty:
+    with distributed.LocalCluster(n_workers=0, dashboard_address=":0") as empty:
         address = empty.scheduler_address
         with pytest.raises(ValueError, match=f"the scheduler {address} has no workers; start some: dask worker"):
             prepare("criteo", [tmp_path / "raw"], tmp_path / "out", scheduler=address)

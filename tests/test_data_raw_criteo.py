@@ -2,7 +2,7 @@
 
 import fcntl
 import gzip
-import json
+import importlib.util
 import os
 import pty
 import re
@@ -19,19 +19,26 @@ import pytest
 from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.criteo_ids import CriteoIds
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "make_raw_criteo.py"
 ROWS = 70_000  # more than a chunk of the writer
 
 
-def run(script: str, *arguments: object) -> str:
-    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def make(*arguments: object) -> None:
+    """Runs the script, in this process."""
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        script.main()
 
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("raw") / "train.txt"
-    run("make_raw_criteo.py", "--rows", ROWS, "--seed", 3, "--output", path)
+    make("--rows", ROWS, "--seed", 3, "--output", path)
     return path
 
 
@@ -65,18 +72,25 @@ def test_a_row_does_not_depend_on_the_length_but_on_the_seed(raw: Path, tmp_path
     lines = raw.read_bytes().splitlines(keepends=True)
     unpack = {"gz": gzip.decompress, "zst": lambda data: pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()}
     for suffix, unpacked in unpack.items():
-        run("make_raw_criteo.py", "--rows", 500, "--seed", 3, "--output", tmp_path / f"a.{suffix}")
+        make("--rows", 500, "--seed", 3, "--output", tmp_path / f"a.{suffix}")
         assert unpacked((tmp_path / f"a.{suffix}").read_bytes()) == b"".join(lines[:500])
-    run("make_raw_criteo.py", "--rows", 500, "--seed", 4, "--output", tmp_path / "b")
+    make("--rows", 500, "--seed", 4, "--output", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() != b"".join(lines[:500])
 
 
-def test_a_terminal_shows_bytes_and_time_left_and_a_pipe_only_what_matters(raw: Path, tmp_path: Path) -> None:
-    """Bytes of all three times that the file is read; a dead process' leftover is worth a line."""
-    command = [sys.executable, "-m", "cowrec.trainer", "prepare", "criteo", "--input", str(raw), "--shard-rows", "7000"]
+def test_ids_can_be_fewer(tmp_path: Path) -> None:
+    make("--rows", 3000, "--max-ids", 50, "--output", tmp_path / "raw")
+    schema = prepare("criteo", [tmp_path / "raw"], tmp_path / "out")
+    assert max(field.num_embeddings for field in schema.sparse) == 52, "two rows of a table are reserved"
+
+
+def test_a_terminal_shows_bytes_and_time_left(raw: Path, tmp_path: Path) -> None:
+    """Bytes of all three times that the file is read; and what became of a dead process' leftover."""
+    (tmp_path / "out.partial-1").mkdir()
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-    process = subprocess.Popen([*command, "--output", str(tmp_path / "seen")], stdout=terminal, stderr=terminal)
+    command = [sys.executable, "-m", "cowrec.trainer", "prepare", "criteo", "--input", str(raw), "--shard-rows", "7000"]
+    process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""
     try:
@@ -85,25 +99,6 @@ def test_a_terminal_shows_bytes_and_time_left_and_a_pipe_only_what_matters(raw: 
     except OSError:  # the terminal's other side is closed
         pass
     assert process.wait() == 0
-    total = f"{3 * raw.stat().st_size / 1e6:.1f}M"
-    assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", shown.decode()), shown
-    (tmp_path / "out.partial-1").mkdir()
-    done = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, check=True)
-    gone = f"process 1 ended before {tmp_path}/out was done; its {tmp_path}/out.partial-1 is removed, starting anew\n"
-    assert done.stderr.endswith(gone)
-    assert done.stderr.count("\n") == 1
-
-
-def test_the_measurement_says_what_it_measured(tmp_path: Path) -> None:
-    run("make_raw_criteo.py", "--rows", 2000, "--max-ids", 50, "--output", tmp_path / "few")
-    options = ["--folder", tmp_path, "--output", tmp_path / "lines.jsonl", "--seconds", 0.1]
-    run("measure_prepare.py", tmp_path / "few", *options)
-    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert [line["what"] for line in lines] == ["prepare", "read", "read"]
-    for line in lines:
-        assert line["peak_memory_bytes"] > 50e6
-        assert {"versions", "device", "git_commit"} <= line.keys()
-    assert lines[0]["rows"] == 2000
-    assert lines[0]["ids"] <= 26 * 52, "two rows of a table are reserved"
-    assert sum(lines[0]["pass_seconds"].values()) <= lines[0]["seconds"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "lines.jsonl"]
+    said, total = shown.decode(), f"{3 * raw.stat().st_size / 1e6:.1f}M"
+    assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", said), said
+    assert f"process 1 ended before {tmp_path}/out was done; its {tmp_path}/out.partial-1 is removed" in said

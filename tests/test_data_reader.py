@@ -130,7 +130,7 @@ def write_uneven(folder, sizes):
     return folder
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     batch_size=st.integers(1, 40),
