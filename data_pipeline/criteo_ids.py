@@ -19,6 +19,7 @@ from .parallel import available_cores
 from .synthetic import CRITEO_SIZES
 
 _CLASS_BITS, _KEEP_BITS = 6, 26
+_UNFOLDED = 1 << 31
 _CHUNK = 1 << 22
 
 
@@ -50,6 +51,13 @@ class CriteoIds:
         for field, into in enumerate(rows):
             _draw(*self._field(field), first, into)
         return rows
+
+    def values(self, first: int, samples: int) -> np.ndarray:
+        """The ids of samples [first, first + samples) before they are folded into tables: int32 [F, S]."""
+        values = np.empty((len(self._keys), samples), np.int32)
+        for field, into in enumerate(values):
+            _draw(self._keys[field], _UNFOLDED, *self._classes[field], first, into)
+        return values
 
     def last_samples(self, samples: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
         """The last of the first `samples` samples that looks each row up, from 1; 0 for rows that none does.

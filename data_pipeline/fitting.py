@@ -1,6 +1,6 @@
-"""The first pass: counts ids and finds the range of numbers, block by block."""
+"""The first pass: counts ids and finds the range of numbers, partition by partition."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -10,23 +10,32 @@ import pyarrow as pa
 from .bad_rows import BadRow, BadRowLedger
 from .dense import DenseRange, bucket_ids, fitted
 from .encoding import Encoder
+from .engine import Engine
 from .layouts import Layout, RawField
 from .parallel import ordered_map
 from .parsing import Parsed, parse
 from .prepare_config import PrepareConfig
 from .schema import RESERVED_ROWS, SparseField, SparseKind
-from .sources import Block
+from .sources import Block, Partition, Report
 from .splitting import SplitRule
 from .vocabulary import Vocabulary, VocabularyCounter, counted_values
 
 BUCKET_SUFFIX = "_bucket"
 
 
-@dataclass
-class _Seen:
-    """What a block adds: ranges of the numeric fields, counted ids of the sparse ones, rows of each split."""
+@dataclass(frozen=True)
+class FitPlan:
+    """What every partition is looked at by."""
 
-    file_bytes: int = 0
+    layout: Layout
+    config: PrepareConfig
+    split: SplitRule
+
+
+@dataclass
+class Seen:
+    """What a partition adds: ranges of the numeric fields, counted ids of the sparse ones, training rows, bad rows."""
+
     train_rows: int = 0
     bad: list[BadRow] = field(default_factory=list)
     ranges: dict[str, DenseRange] = field(default_factory=dict)
@@ -34,32 +43,28 @@ class _Seen:
 
 
 def fit(
-    blocks: Iterable[Block],
-    layout: Layout,
-    config: PrepareConfig,
-    split: SplitRule,
-    ledger: BadRowLedger,
-    progress: Callable[[int], None],
+    engine: Engine, partitions: Sequence[Partition], plan: FitPlan, ledger: BadRowLedger, report: Report
 ) -> Encoder:
-    """Fits dense maps and vocabularies on all blocks.
+    """Fits dense maps and vocabularies on all partitions.
 
     Raises:
         ValueError: a bad row that may not be skipped, or no training row at all.
     """
+    layout, config = plan.layout, plan.config
     numeric = [each for each in layout.fields if each.kind == "numeric"]
     sparse = sparse_fields(layout, config)
     ranges = {each.name: DenseRange() for each in numeric}
     counters = {each.name: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
     train_rows = 0
-    with closing(ordered_map(lambda block: _see(block, layout, config, split, sparse), blocks)) as results:
-        for seen in results:
+    with closing(engine.map(see, plan, partitions)) as results:
+        for partition, seen in zip(partitions, results, strict=True):
             ledger.add(seen.bad)
             train_rows += seen.train_rows
             for name, span in seen.ranges.items():
                 ranges[name].merge(span)
             for name, counted in seen.counted.items():
                 counters[name].add(counted)
-            progress(seen.file_bytes)
+            report(partition.file_bytes)
     if not train_rows:
         raise ValueError("no training row: all rows are test rows or bad; lower test_fraction or test_rows")
     vocabularies = dict(
@@ -70,6 +75,25 @@ def fit(
         tuple(_sized(each, vocabularies, config) for each in sparse),
         vocabularies,
     )
+
+
+def see(plan: FitPlan, number: int, blocks: Sequence[Block]) -> Seen:
+    """Looks at one partition."""
+    seen = Seen()
+    counting = [each for each in sparse_fields(plan.layout, plan.config) if each.encoding == "vocabulary"]
+    texts: dict[str, list[pa.Array]] = {each.name: [] for each in counting}
+    for block in blocks:
+        parsed = parse(block, plan.layout)
+        train = ~plan.split.is_test(parsed.rows)
+        seen.bad += parsed.bad
+        seen.train_rows += int(train.sum())
+        fitted_rows = train if plan.config.fit_on == "train" else np.ones_like(train)
+        for name, values in parsed.numbers.items():
+            seen.ranges.setdefault(name, DenseRange()).add(values[fitted_rows])
+        for each in counting:
+            texts[each.name].append(_training_ids(each, parsed, pa.array(train)))
+    seen.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
+    return seen
 
 
 def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
@@ -96,21 +120,6 @@ def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseFie
 def _sized(each: SparseField, vocabularies: dict[str, Vocabulary], config: PrepareConfig) -> SparseField:
     ids = config.hash_buckets if each.encoding == "hash" else len(vocabularies[each.name])
     return replace(each, num_embeddings=ids + RESERVED_ROWS)
-
-
-def _see(block: Block, layout: Layout, config: PrepareConfig, split: SplitRule, sparse: list[SparseField]) -> _Seen:
-    parsed = parse(block, layout)
-    train = ~split.is_test(parsed.rows)
-    seen = _Seen(block.file_bytes, int(train.sum()), parsed.bad)
-    fitted_rows = train if config.fit_on == "train" else np.ones_like(train)
-    for name, values in parsed.numbers.items():
-        seen.ranges[name] = DenseRange()
-        seen.ranges[name].add(values[fitted_rows])
-    mask = pa.array(train)
-    for each in sparse:
-        if each.encoding == "vocabulary":
-            seen.counted[each.name] = counted_values(_training_ids(each, parsed, mask))
-    return seen
 
 
 def _training_ids(each: SparseField, parsed: Parsed, mask: pa.Array) -> pa.Array:

@@ -32,7 +32,8 @@ def _row_uniforms(key: np.uint64, rows: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(nogil=True, cache=True)
-def _hash(offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+def bytes_hashes(offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """`string_hashes` of strings that lie in `data`, uint8, from each offset to the next, int [R + 1]."""
     out = np.empty(len(offsets) - 1, np.uint64)
     for i in range(len(out)):
         state = FNV_OFFSET
@@ -52,7 +53,7 @@ def string_hashes(text: pa.Array) -> np.ndarray:
 
     Part of the data format (`hash_buckets`): it must never change.
     """
-    return _hash(*string_buffers(text))
+    return bytes_hashes(*string_buffers(text))
 
 
 def string_buffers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,15 @@
 """Writing a data set so that it appears whole or not at all."""
 
 import errno
+import fcntl
+import glob
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +17,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .schema import LABEL, SCHEMA_FILE, Schema, Split
+from .schema import LABEL, SCHEMA_FILE, WEIGHT_SUFFIX, Schema, Split
 from .shards import arrow_schema, shard_path
 
 SHARD_ROWS = 1 << 18
 """Rows of a Parquet file by default: some 20 MB for Criteo's 39 fields."""
+
+PARTIAL, REPLACED = ".partial-", ".replaced-"
+"""Between a folder's name and a process id: one that is not done yet, one that is being replaced."""
+
+logger = logging.getLogger(__name__)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -25,26 +35,62 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `output` when the block ends well and vanishes when it does not.
 
-    It lies beside `output`, on the same disk, as `<output>.partial-<process id>`. A killed process may leave one
-    behind; it holds no schema.json, so nothing takes it for a data set.
+    It lies beside `output`, on the same disk, as `<output>.partial-<process id>`. A killed process leaves one behind,
+    which the next one that makes `output` removes, with a warning: work begins anew.
 
     Raises:
-        ValueError: `output` exists and is not empty; with `overwrite`, only where it holds no data set.
+        ValueError: `output` exists and is not empty; with `overwrite`, only where it holds no data set. Or another
+            process is making it.
         OSError: the disk is full: which one, and how much was free.
     """
     final = Path(output).absolute()
+    _clear_leftovers(final)
     _check_target(final, overwrite)
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.with_name(f"{final.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = final.with_name(f"{final.name}{PARTIAL}{os.getpid()}")
     try:
         with disk_errors(partial):
             partial.mkdir()
-            yield partial
+            with _locked(partial):
+                yield partial
         _check_target(final, overwrite)
         _put_in_place(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Holds the lock by which others see that a process is at work in a folder; the system lets go of a dead one's.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _clear_leftovers(final: Path) -> None:
+    """Removes what killed processes left beside `final`, and puts back what one had moved away but not replaced."""
+    for left in sorted(final.parent.glob(f"{glob.escape(final.name)}{PARTIAL}*")):
+        process = left.name.rpartition("-")[2]
+        try:
+            with _locked(left):
+                shutil.rmtree(left)
+        except BlockingIOError:
+            raise ValueError(
+                f"{final} is being made by process {process}, in {left}; wait until it is done, or end it"
+            ) from None
+        logger.warning("process %s ended before %s was done; its %s is removed, starting anew", process, final, left)
+    for old in sorted(final.parent.glob(f"{glob.escape(final.name)}{REPLACED}*")):
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(final)
 
 
 def _check_target(final: Path, overwrite: bool) -> None:
@@ -62,7 +108,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
     if not final.exists():
         partial.rename(final)
         return
-    old = final.with_name(f"{final.name}.replaced-{os.getpid()}")
+    old = final.with_name(f"{final.name}{REPLACED}{os.getpid()}")
     final.rename(old)
     try:
         partial.rename(final)
@@ -89,6 +135,43 @@ def disk_errors(place: Path) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class ShardSize:
+    """What `Split` sums up of a shard: rows, those with label 1 (None where labels are NaN), ids of each list field."""
+
+    rows: int
+    positives: int | None
+    values: dict[str, int]
+
+
+def write_shard(path: Path, table: pa.Table, labelled: bool) -> ShardSize:
+    """Writes a Parquet file of the columns of `arrow_schema`, whole or not at all; equal rows make equal bytes."""
+    # One chunk per column: how rows came together would show in the file's pages.
+    table = table.combine_chunks()
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
+    # LZ4, because the reader decodes it up to three times as fast as zstd, for a third more bytes.
+    pq.write_table(table, partial, row_group_size=table.num_rows, compression="lz4", use_dictionary=True)
+    partial.replace(path)
+    lists = [field.name for field in table.schema if pa.types.is_list(field.type)]
+    lists = [name for name in lists if not name.endswith(WEIGHT_SUFFIX)]
+    return ShardSize(
+        table.num_rows,
+        int(np.rint(pc.sum(table[LABEL]).as_py())) if labelled else None,
+        {name: sum(len(chunk.flatten()) for chunk in table[name].chunks) for name in lists},
+    )
+
+
+def size_of_split(shards: Sequence[ShardSize], schema: Schema, *, labelled: bool) -> Split:
+    """The split that shards make up, in their order; of the schema the fields count."""
+    lists = [field.name for field in schema.sparse if field.kind != "categorical"]
+    return Split(
+        sum(each.rows for each in shards),
+        sum(each.positives or 0 for each in shards) if labelled else None,
+        tuple(each.rows for each in shards),
+        {name: sum(each.values[name] for each in shards) for name in lists},
+    )
+
+
 class ShardWriter:
     """Collects rows of one split and writes them as Parquet files of `shard_rows` rows.
 
@@ -101,13 +184,11 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: str, schema: Schema, shard_rows: int, *, labelled: bool = True) -> None:
-        self._folder, self._name, self._shard_rows = folder, split, shard_rows
-        self._columns = arrow_schema(schema)
+        self._folder, self._name, self._shard_rows, self._labelled = folder, split, shard_rows, labelled
+        self._schema, self._columns = schema, arrow_schema(schema)
         self._waiting: list[pa.Table] = []
         self._waiting_rows = 0
-        self._shards: list[int] = []
-        self._positives: int | None = 0 if labelled else None
-        self._values = {field.name: 0 for field in schema.sparse if field.kind != "categorical"}
+        self._shards: list[ShardSize] = []
         (folder / split).mkdir()
 
     def write(self, table: pa.Table) -> None:
@@ -128,14 +209,8 @@ class ShardWriter:
         if self._waiting_rows:
             self._write_shard(pa.concat_tables(self._waiting))
         self._waiting, self._waiting_rows = [], 0
-        return Split(sum(self._shards), self._positives, tuple(self._shards), self._values)
+        return size_of_split(self._shards, self._schema, labelled=self._labelled)
 
     def _write_shard(self, table: pa.Table) -> None:
         path = shard_path(self._folder, self._name, len(self._shards))
-        if self._positives is not None:
-            self._positives += int(np.rint(pc.sum(table[LABEL]).as_py()))
-        for name in self._values:
-            self._values[name] += sum(len(chunk.flatten()) for chunk in table[name].chunks)
-        # LZ4, because the reader decodes it up to three times as fast as zstd, for a third more bytes.
-        pq.write_table(table, path, row_group_size=self._shard_rows, compression="lz4", use_dictionary=True)
-        self._shards.append(table.num_rows)
+        self._shards.append(write_shard(path, table, self._labelled))

@@ -1,25 +1,24 @@
-"""`prepare`: raw click logs to a data set of ids, in two streaming passes."""
+"""`prepare`: raw click logs to a data set of ids. A survey finds the partitions, two passes go over them."""
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-
-from .bad_rows import BadRow, BadRowLedger
+from .bad_rows import BadRowLedger
 from .encoding import Encoder
-from .fitting import fit
+from .engine import Engine, LocalEngine
+from .fitting import FitPlan, fit
 from .layouts import AVAZU, CRITEO, Layout, LayoutName, load_csv_schema
-from .output import ShardWriter, new_folder
-from .parallel import ordered_map
-from .parsing import parse
+from .output import new_folder
 from .prepare_config import DEFAULT_TEST_FRACTION, PrepareConfig
-from .schema import Schema, SourceFile, Split, library_versions
-from .sources import Block, RawFiles
+from .schema import Schema, SourceFile, library_versions
+from .sources import RawFile, check_inputs, first_line, partitions, survey
 from .splitting import EVERYTHING_IS_TEST, SplitRule
+from .writing import WritePlan, write_splits
 
 PathLike = str | os.PathLike[str]
 Progress = Callable[[int], None]
@@ -35,6 +34,7 @@ def prepare(
     like: PathLike | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    scheduler: str | None = None,
 ) -> Schema:
     """Turns raw files into a data set. Memory grows with the vocabulary, not with the number of rows.
 
@@ -49,6 +49,8 @@ def prepare(
             are NaN.
         overwrite: replace a data set that is there.
         progress: called with the number of raw bytes just done; `work_bytes` gives their sum.
+        scheduler: address of a Dask cluster that does the work instead of this machine's cores, with the same result,
+            byte by byte. Its machines must see inputs and output under the same absolute paths.
 
     Returns:
         The schema.
@@ -58,22 +60,27 @@ def prepare(
     """
     config = config or PrepareConfig()
     report = progress or (lambda _: None)
+    # Workers of a cluster have other working folders.
+    paths = [os.fspath(path) if scheduler is None else os.path.abspath(path) for path in inputs]
     past = Schema.load(like) if like is not None else None
     described = _layout(layout, csv_schema, past)
-    files = RawFiles(inputs, header=described.header)
-    described = described.resolve(files.first_line(), files.paths[0], need_label=past is None)
+    check_inputs(paths)
+    described = described.resolve(first_line(paths[0]), paths[0], need_label=past is None)
     ledger = BadRowLedger(config.on_bad_row, config.max_bad_rows)
-    with new_folder(output, overwrite=overwrite) as folder:
+    with new_folder(output, overwrite=overwrite) as folder, _engine(scheduler, folder) as engine:
+        look = partial(survey, header=described.header, segment_rows=config.shard_rows)
+        files = engine.survey(look, paths, report)
+        _check_headers(files, described)
+        parts = partitions(files, config.shard_rows)
         if past is None:
-            split = _split_rule(layout, config, files, report)
-            encoder = fit(files.blocks(checksum=True), described, config, split, ledger, report)
+            split = _split_rule(layout, config, files)
+            encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
             skipped = BadRowLedger("skip", ledger.by_path.total())
         else:
             assert like is not None
             split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like), past), ledger
-        blocks = files.blocks(checksum=past is not None)
-        splits = _write(folder, blocks, described, encoder, split, config.shard_rows, skipped, report)
         encoder.save(folder)
+        splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split), skipped, report)
         schema = Schema(
             name=layout,
             dense=encoder.dense,
@@ -87,10 +94,21 @@ def prepare(
     return schema
 
 
-def work_bytes(inputs: Sequence[PathLike], config: PrepareConfig, *, like: PathLike | None = None) -> int:
+def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None) -> int:
     """What the calls of `progress` add up to: bytes on disk of the raw files, once for each time they are read."""
-    passes = 1 if like is not None else 3 if config.split == "tail" else 2
+    passes = 3 if like is None else 2
     return passes * sum(os.stat(path).st_size for path in inputs)
+
+
+@contextmanager
+def _engine(scheduler: str | None, folder: Path) -> Iterator[Engine]:
+    if scheduler is None:
+        yield LocalEngine()
+        return
+    from .dask_engine import dask_engine
+
+    with dask_engine(scheduler, folder) as engine:
+        yield engine
 
 
 def _layout(name: LayoutName, csv_schema: PathLike | None, past: Schema | None) -> Layout:
@@ -108,47 +126,21 @@ def _layout(name: LayoutName, csv_schema: PathLike | None, past: Schema | None) 
     return layouts[name]
 
 
-def _split_rule(layout: str, config: PrepareConfig, files: RawFiles, report: Progress) -> SplitRule:
+def _check_headers(files: Sequence[RawFile], layout: Layout) -> None:
+    for file in files if layout.header else ():
+        if file.first_line != files[0].first_line:
+            raise ValueError(f"{file.path}, line 1: header differs from that of {files[0].path}")
+
+
+def _split_rule(layout: str, config: PrepareConfig, files: Sequence[RawFile]) -> SplitRule:
     if config.split == "random":
         fraction = DEFAULT_TEST_FRACTION[layout] if config.test_fraction is None else config.test_fraction
         return SplitRule(config.seed, fraction)
     assert config.test_rows is not None
-    rows = 0
-    for block in files.blocks():
-        rows += block.lines
-        report(block.file_bytes)
+    rows = sum(file.rows for file in files)
     if config.test_rows >= rows:
         raise ValueError(f"test_rows must be less than the {rows:,} rows there are, got {config.test_rows:,}")
     return SplitRule(first_test_row=rows - config.test_rows)
-
-
-def _write(
-    folder: Path,
-    blocks: Iterable[Block],
-    layout: Layout,
-    encoder: Encoder,
-    split: SplitRule,
-    shard_rows: int,
-    ledger: BadRowLedger,
-    report: Progress,
-) -> dict[str, Split]:
-    """The second pass: encodes every block and writes its rows to their split."""
-
-    def encoded(block: Block) -> tuple[pa.Table, pa.Table, list[BadRow], int]:
-        parsed = parse(block, layout)
-        table, test = encoder.encode(parsed), split.is_test(parsed.rows)
-        return table.filter(pa.array(~test)), table.filter(pa.array(test)), parsed.bad, block.file_bytes
-
-    fields = Schema(layout.name, encoder.dense, encoder.sparse, {})
-    labelled = layout.label in layout.columns
-    writers = [ShardWriter(folder, name, fields, shard_rows, labelled=labelled) for name in ("train", "test")]
-    with closing(ordered_map(encoded, blocks)) as results:
-        for train, test, bad, file_bytes in results:
-            ledger.add(bad)
-            writers[0].write(train)
-            writers[1].write(test)
-            report(file_bytes)
-    return {"train": writers[0].close(), "test": writers[1].close()}
 
 
 def _settings(config: PrepareConfig, layout: Layout) -> dict[str, object]:
@@ -158,8 +150,8 @@ def _settings(config: PrepareConfig, layout: Layout) -> dict[str, object]:
     return json.loads(json.dumps(settings))  # lists for tuples, as they will be read back
 
 
-def _sources(files: RawFiles, ledger: BadRowLedger) -> tuple[SourceFile, ...]:
+def _sources(files: Sequence[RawFile], ledger: BadRowLedger) -> tuple[SourceFile, ...]:
     return tuple(
-        SourceFile(path, os.stat(path).st_size, files.checksums[path], files.rows[path], ledger.by_path[path])
-        for path in files.paths
+        SourceFile(file.path, file.segments[0].stamp[0], file.sha256, file.rows, ledger.by_path[file.path])
+        for file in files
     )

@@ -28,7 +28,7 @@ class PrepareConfig:
         seed: of the random split.
         on_bad_row: "error" stops at the first bad row, "skip" leaves it out.
         max_bad_rows: how many may be left out.
-        shard_rows: rows of a Parquet file.
+        shard_rows: raw rows that go to one Parquet file of each split; the unit of work, which is held in memory.
     """
 
     min_count: int = 1

@@ -1,195 +1,204 @@
-"""Raw text files, plain or compressed, as blocks of whole lines whose line numbers are known."""
+"""Raw text files, plain or compressed: surveyed once, then read by segments of whole lines."""
 
-import hashlib
-import io
-import lzma
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO, cast
 
-import pyarrow as pa
+import numpy as np
 
-BLOCK_BYTES = 16 << 20
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+from .raw_text import BLOCK_BYTES, BYTE_ORDER_MARK, RawText, first_of, whole_lines
+
+NEWLINE = 10
+
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Whole lines of one file, at most some 16 MB; headers are in none.
+
+    Attributes:
+        path: the file, as given.
+        stamp: its size and time of change when it was surveyed.
+        plain: not compressed, so that a segment can be read without those before it.
+        offset: of the first byte in the text, after decompression.
+        size: bytes of text.
+        lines: how many.
+        first_line: line number of the first line in the file, from 1.
+        first_row: number of the first row over all files, from 0; headers are not rows, bad rows are.
+        file_bytes: bytes on disk; those of a file's segments add up to its size.
+    """
+
+    path: str
+    stamp: tuple[int, int]
+    plain: bool
+    offset: int
+    size: int
+    lines: int
+    first_line: int
+    first_row: int
+    file_bytes: int
 
 
 @dataclass(frozen=True)
 class Block:
-    """Whole lines of one file, each ended by a newline.
-
-    Attributes:
-        path: the file, as given.
-        data: the bytes.
-        first_line: line number of the first line in the file, from 1.
-        first_row: number of the first row over all files, from 0; headers are not rows, bad rows are.
-        lines: how many.
-        file_bytes: bytes of the file on disk that were read since the block before.
-    """
+    """A segment's text, each line ended by a newline; the rest as in :class:`Segment`."""
 
     path: str
     data: bytes
     first_line: int
     first_row: int
     lines: int
-    file_bytes: int
 
 
-class _Tally(io.RawIOBase):
-    """A file that counts what is read from it and, if asked, takes its SHA-256."""
+@dataclass(frozen=True)
+class RawFile:
+    """What a survey found: the file's checksum, first line without its end, rows and segments."""
 
-    def __init__(self, path: str, checksum: bool) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        self.digest = hashlib.sha256() if checksum else None
-        self.bytes_read = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = self._file.readinto(buffer) or 0
-        self.bytes_read += count
-        if self.digest is not None:
-            self.digest.update(memoryview(buffer)[:count])
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    path: str
+    sha256: str
+    first_line: bytes
+    rows: int
+    segments: tuple[Segment, ...]
 
 
-class RawFiles:
-    """The raw files of a run, read once per pass and in the order given.
+@dataclass(frozen=True)
+class Partition:
+    """Consecutive segments, of which one task makes a shard of each split."""
 
-    Args:
-        paths: plain, gzip (several members too), xz or zstd files; told apart by their first bytes, not their names.
-        header: the first line of each file is a header, the same in all.
-
-    Raises:
-        ValueError: no file, or one that is missing, empty or not a regular file (a pipe cannot be read twice).
-    """
-
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, header: bool) -> None:
-        if not paths:
-            raise ValueError("no input file given")
-        self.paths = [os.fspath(path) for path in paths]
-        self._has_header = header
-        for path in self.paths:
-            if not Path(path).exists():
-                raise ValueError(f"input file {path} does not exist")
-            if not Path(path).is_file():
-                raise ValueError(f"input {path} is not a regular file; it is read twice, so a pipe or folder cannot be")
-            if Path(path).stat().st_size == 0:
-                raise ValueError(f"input file {path} is empty")
-        self._stamps = [_stamp(path) for path in self.paths]
-        self.rows: dict[str, int] = {}
-        self.checksums: dict[str, str] = {}
+    number: int
+    segments: tuple[Segment, ...]
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes on disk of all files: the sum of `Block.file_bytes` over a pass."""
-        return sum(size for size, _ in self._stamps)
-
-    def first_line(self) -> bytes:
-        """The first line of the first file, without its end."""
-        for block in _blocks_of(_Tally(self.paths[0], False), self.paths[0], BLOCK_BYTES):
-            return _without_end(block.data[: block.data.index(b"\n") + 1])
-        raise ValueError(f"input file {self.paths[0]} is empty")
-
-    def blocks(self, *, checksum: bool = False, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All lines of all files but headers; with `checksum`, `checksums` is complete at the end.
-
-        Raises:
-            ValueError: a truncated or damaged archive, a line longer than a block, an empty file, a differing header, a
-                file that changed since the pass before.
-        """
-        header, row = None, 0
-        for path, stamp in zip(self.paths, self._stamps, strict=True):
-            if _stamp(path) != stamp:
-                raise ValueError(f"{path} changed while it was being read; run again")
-            first_row, opened = row, _Tally(path, checksum)
-            for position, raw in enumerate(_blocks_of(opened, path, block_bytes)):
-                block = raw
-                if position == 0 and self._has_header:
-                    mine, block = _cut_header(raw)
-                    if header not in (None, mine):
-                        raise ValueError(f"{path}, line 1: header differs from that of {self.paths[0]}")
-                    header = mine
-                yield Block(path, block.data, block.first_line, row, block.lines, block.file_bytes)
-                row += block.lines
-            if row == first_row:
-                raise ValueError(f"input file {path} has no rows")
-            self.rows[path] = row - first_row
-            if opened.digest is not None:
-                self.checksums[path] = opened.digest.hexdigest()
+    def file_bytes(self) -> int:
+        return sum(segment.file_bytes for segment in self.segments)
 
 
-def _stamp(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
+def check_inputs(paths: Sequence[str]) -> None:
+    """Raises ValueError: no file, or one that is missing, empty or not a regular file (a pipe cannot be read twice)."""
+    if not paths:
+        raise ValueError("no input file given")
+    for path in paths:
+        if not Path(path).exists():
+            raise ValueError(f"input file {path} does not exist")
+        if not Path(path).is_file():
+            raise ValueError(f"input {path} is not a regular file; it is read twice, so a pipe or folder cannot be")
+        if Path(path).stat().st_size == 0:
+            raise ValueError(f"input file {path} is empty")
 
 
-def _cut_header(block: Block) -> tuple[bytes, Block]:
-    end = block.data.index(b"\n") + 1
-    rest = Block(block.path, block.data[end:], 2, 0, block.lines - 1, block.file_bytes)
-    return _without_end(block.data[:end]), rest
+def first_line(path: str) -> bytes:
+    """The first line of a file, without its end; nothing where its text is empty."""
+    with RawText(path) as text:
+        lines, _ = next(whole_lines(text, BLOCK_BYTES), (b"", 0))
+    return first_of(lines)
 
 
-def _without_end(line: bytes) -> bytes:
-    return line.removesuffix(b"\n").removesuffix(b"\r")
+def survey(path: str, report: Report, *, header: bool, segment_rows: int, block_bytes: int = BLOCK_BYTES) -> RawFile:
+    """Reads a file once, for its checksum and to find its segments.
+
+    Args:
+        path: of a plain, gzip (several members too), xz or zstd file; told apart by the first bytes, not by the name.
+        report: called with bytes on disk just read.
+        header: the first line is a header.
+        segment_rows: of a segment at most; every so many rows of the file, a segment ends.
+        block_bytes: of a line, and about of a segment, at most.
+
+    Raises:
+        ValueError: a truncated or damaged archive, a line longer than a block, a file without rows.
+    """
+    segments: list[Segment] = []
+    first, offset, rows, told = b"", 0, 0, 0
+    with RawText(path, checksum=True) as text:
+        for lines, count in whole_lines(text, block_bytes):
+            if offset == 0:
+                first = first_of(lines)
+                offset = lines.find(b"\n") + 1 if header else len(lines) - len(lines.removeprefix(BYTE_ORDER_MARK))
+                lines, count = lines[offset:], count - header
+            for size, cut in _cuts(lines, count, rows, segment_rows):
+                place = (offset, size, cut, rows + 1 + header, rows)
+                segments.append(Segment(path, text.stamp, text.plain, *place, file_bytes=0))
+                offset, rows = offset + size, rows + cut
+            if segments:
+                told += _account(segments, text.disk_bytes - told, report)
+        if not segments:
+            raise ValueError(f"input file {path} has no rows")
+        _account(segments, text.disk_bytes - told, report)  # what follows an archive's last line
+        return RawFile(path, text.sha256, first, rows, tuple(segments))
 
 
-def _blocks_of(raw: _Tally, path: str, block_bytes: int) -> Iterator[Block]:
-    """Blocks of one file. Decompresses as it goes, and reads the file to its end, so that the checksum covers it."""
-    line, done, rest = 1, 0, b""
-    with raw:
-        for chunk in _chunks(raw, path, block_bytes):
-            data = rest + chunk
-            if line == 1:
-                data = data.removeprefix(BYTE_ORDER_MARK)
-            end = data.rfind(b"\n") + 1
-            if not end:
-                if len(data) > block_bytes:
-                    raise ValueError(f"{path}, line {line}: longer than {block_bytes:,} bytes; is this a text file?")
-                rest = data
-                continue
-            whole, rest = data[:end], data[end:]
-            lines = whole.count(b"\n")
-            yield Block(path, whole, line, 0, lines, raw.bytes_read - done)
-            line, done = line + lines, raw.bytes_read
-        if rest:
-            yield Block(path, rest + b"\n", line, 0, 1, raw.bytes_read - done)
+def _account(segments: list[Segment], file_bytes: int, report: Report) -> int:
+    segments[-1] = replace(segments[-1], file_bytes=segments[-1].file_bytes + file_bytes)
+    report(file_bytes)
+    return file_bytes
 
 
-def _chunks(raw: _Tally, path: str, size: int) -> Iterator[bytes]:
-    buffered = io.BufferedReader(raw, 1 << 20)
-    kind, opener = _format(buffered.peek(6)[:6])
+def partitions(files: Sequence[RawFile], rows: int) -> list[Partition]:
+    """All segments of all files in order, put together to partitions of at most `rows` rows, numbered from 0."""
+    starts = accumulate((file.rows for file in files), initial=0)
+    segments = [
+        replace(segment, first_row=segment.first_row + start)
+        for file, start in zip(files, starts, strict=False)
+        for segment in file.segments
+    ]
+    groups: list[list[Segment]] = []
+    held = 0
+    for segment in segments:
+        if not groups or held + segment.lines > rows:
+            groups.append([])
+            held = 0
+        groups[-1].append(segment)
+        held += segment.lines
+    return [Partition(number, tuple(group)) for number, group in enumerate(groups)]
+
+
+def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
+    """Reads segments; those of a compressed file are best asked for in order, or it is decompressed again.
+
+    Raises:
+        ValueError: a file that is missing, or that changed since the survey.
+    """
+    text: RawText | None = None
     try:
-        stream = opener(buffered)
-        while chunk := stream.read(size):
-            yield chunk
-        while buffered.read(1 << 20):  # whatever follows the archive, for the checksum
-            pass
-    except (EOFError, OSError, lzma.LZMAError) as error:
-        truncated = isinstance(error, EOFError) or "runcated" in str(error)
-        if kind == "plain":
-            raise
-        raise ValueError(
-            f"{path}: the {kind} archive is {'truncated' if truncated else 'damaged'} ({error}); nothing was written. "
-            "Copy or download it again"
-        ) from error
+        for segment in segments:
+            if text is None or text.path != segment.path or segment.offset < text.offset:
+                if text is not None:
+                    text.close()
+                text = _opened(segment)
+            text.skip_to(segment.offset)
+            data = text.read(segment.size)
+            if len(data) < segment.size:
+                raise ValueError(_changed(segment.path))
+            data = data if data.endswith(b"\n") else data + b"\n"
+            yield Block(segment.path, data, segment.first_line, segment.first_row, segment.lines)
+    finally:
+        if text is not None:
+            text.close()
 
 
-def _format(magic: bytes) -> tuple[str, Callable[[BinaryIO], BinaryIO]]:
-    if magic.startswith(b"\x1f\x8b"):
-        return "gzip", lambda file: _arrow_stream(file, "gzip")
-    if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        return "zstd", lambda file: _arrow_stream(file, "zstd")
-    if magic.startswith(b"\xfd7zXZ\x00"):
-        return "xz", lambda file: cast(BinaryIO, lzma.LZMAFile(file))
-    return "plain", lambda file: file
+def _opened(segment: Segment) -> RawText:
+    try:
+        text = RawText(segment.path)
+    except FileNotFoundError:
+        raise ValueError(f"input file {segment.path} is gone; put it back and run again") from None
+    if text.stamp != segment.stamp:
+        text.close()
+        raise ValueError(_changed(segment.path))
+    return text
 
 
-def _arrow_stream(file: BinaryIO, codec: str) -> BinaryIO:
-    return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+def _changed(path: str) -> str:
+    return f"{path} changed while it was being read; run again"
+
+
+def _cuts(lines: bytes, count: int, rows: int, segment_rows: int) -> Iterator[tuple[int, int]]:
+    """Bytes and lines of each part of `count` lines that follow on `rows` rows, cut at multiples of `segment_rows`."""
+    if not count:
+        return
+    stops = range(segment_rows - rows % segment_rows, count, segment_rows)
+    ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == NEWLINE) + 1 if stops else np.empty(0)
+    places = [0, *(int(ends[stop - 1]) for stop in stops), len(lines)]
+    numbers = [0, *stops, count]
+    for k in range(len(stops) + 1):
+        yield places[k + 1] - places[k], numbers[k + 1] - numbers[k]

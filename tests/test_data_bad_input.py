@@ -1,5 +1,7 @@
 """What is wrong with a raw file is told with file, line and column; or counted and left out, if so asked."""
 
+import gzip
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -90,8 +92,7 @@ def test_the_right_line_is_named_after_others_were_left_out(prepared):
 
 
 def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
-    keywords = {"checksum": False, "block_bytes": 100}
-    monkeypatch.setattr("cowrec.data_pipeline.sources.RawFiles.blocks.__kwdefaults__", keywords)
+    monkeypatch.setattr("cowrec.data_pipeline.sources.survey.__kwdefaults__", {"block_bytes": 100})
     with pytest.raises(ValueError, match=r"raw\.csv, line 778, column click"):
         prepared(GOOD.encode() * 777 + b"7,2.5,x,a,k:1\n" + GOOD.encode() * 100)
 
@@ -122,6 +123,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         prepare("criteo", [tmp_path], tmp_path / "out")
     with pytest.raises(ValueError, match="no input file"):
         prepare("criteo", [], tmp_path / "out")
+
+
+def test_an_archive_of_nothing_has_no_rows(tmp_path):
+    (tmp_path / "raw.gz").write_bytes(gzip.compress(b""))
+    with pytest.raises(ValueError, match=r"raw\.gz has no rows"):
+        prepare("criteo", [tmp_path / "raw.gz"], tmp_path / "out")
+    with pytest.raises(ValueError, match=r"raw\.gz, line 1: no column"):
+        prepare("avazu", [tmp_path / "raw.gz"], tmp_path / "out")
 
 
 def test_headers_are_checked(tmp_path):

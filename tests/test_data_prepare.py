@@ -201,9 +201,7 @@ def test_the_split_does_not_depend_on_how_files_are_cut(tmp_path, monkeypatch):
     lines = text.splitlines(keepends=True)
     (tmp_path / "a").write_text("".join(lines[:333]))
     (tmp_path / "b").write_text("".join(lines[333:]))
-    monkeypatch.setattr(
-        "cowrec.data_pipeline.sources.RawFiles.blocks.__kwdefaults__", {"checksum": False, "block_bytes": 9000}
-    )
+    monkeypatch.setattr("cowrec.data_pipeline.sources.survey.__kwdefaults__", {"block_bytes": 9000})
     prepare("criteo", [tmp_path / "a", tmp_path / "b"], tmp_path / "parts", PrepareConfig(shard_rows=100))
     for split in ("train", "test"):
         assert read_split(tmp_path / "whole", split) == read_split(tmp_path / "parts", split)
@@ -304,14 +302,6 @@ def test_hashed_ids_need_no_vocabulary(tmp_path):
     assert read_split(tmp_path / "again", "test")["C1"] == expected[::-1]
 
 
-def test_equal_hashes_do_not_make_equal_ids(tmp_path, monkeypatch):
-    values = ["aa", "bb", "cc", "bb", "dd", ""]
-    monkeypatch.setattr("cowrec.data_pipeline.vocabulary.string_hashes", lambda text: np.full(len(text), 7, np.uint64))
-    prepare("criteo", id_file(tmp_path, values), tmp_path / "out", PrepareConfig(split="tail", test_rows=2))
-    assert read_split(tmp_path / "out", "train")["C1"] == [3, 2, 4, 2]
-    assert read_split(tmp_path / "out", "test")["C1"] == [0, 1]
-
-
 def test_new_files_without_a_label_are_prepared_like_old_ones(tmp_path):
     raw = write_criteo(tmp_path / "train.txt", 100)
     (tmp_path / "test.txt").write_text("".join("\t".join(row[1:]) + "\n" for row in raw[:40]))
@@ -347,7 +337,7 @@ def test_progress_adds_up(tmp_path):
     for config in (PrepareConfig(), PrepareConfig(split="tail", test_rows=5)):
         done = []
         prepare("criteo", [tmp_path / "raw"], tmp_path / "out", config, overwrite=True, progress=done.append)
-        assert sum(done) == work_bytes([tmp_path / "raw"], config)
+        assert sum(done) == work_bytes([tmp_path / "raw"])
 
 
 def test_sources_are_recorded(tmp_path):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField, Split, resident_bytes
 from cowrec.data_pipeline.order import epoch_windows
-from cowrec.data_pipeline.output import ShardWriter
+from cowrec.data_pipeline.output import ShardWriter, size_of_split, write_shard
+from cowrec.data_pipeline.shards import arrow_schema, shard_path
 
 
 def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True):
@@ -109,6 +110,48 @@ def test_the_shuffle_moves_shards_and_mixes_those_of_a_window(numbered):
 def test_an_epoch_can_be_resumed_anywhere(numbered, start_step, resident):
     reader = Reader(numbered, "train", batch_size=10, shuffle=True, window_rows=25, resident=resident)
     assert ids(reader, 2, start_step) == ids(reader, 2)[start_step:]
+
+
+def write_uneven(folder, sizes):
+    """Numbered rows in shards of these sizes, as `prepare` makes them of partitions and a random split."""
+    folder.mkdir()
+    schema = Schema("test", (DenseField("number"),), (SparseField("id", sum(sizes) + 2),), {})
+    (folder / "train").mkdir()
+    written, first = [], 0
+    for number, size in enumerate(sizes):
+        rows = np.arange(first, first + size)
+        columns = {"label": rows % 2, "number": rows, "id": rows}
+        arrays = [pa.array(values, arrow_schema(schema).field(name).type) for name, values in columns.items()]
+        table = pa.table(arrays, schema=arrow_schema(schema))
+        written.append(write_shard(shard_path(folder, "train", number), table, labelled=True))
+        first += size
+    split = size_of_split(written, schema, labelled=True)
+    Schema("test", schema.dense, schema.sparse, {"train": split}).save(folder)
+    return folder
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    batch_size=st.integers(1, 40),
+    window_rows=st.integers(1, 90),
+    world_size=st.integers(1, 3),
+    resident=st.booleans(),
+    data=st.data(),
+)
+def test_a_position_is_exact_whatever_the_shards(
+    tmp_path_factory, sizes, batch_size, window_rows, world_size, resident, data
+):
+    """Every rank goes on with the very rows that the epoch would have served, and so does another number of ranks."""
+    folder = write_uneven(tmp_path_factory.mktemp("uneven") / "data", sizes)
+    options = {"batch_size": batch_size, "window_rows": window_rows, "shuffle": True, "resident": resident}
+    whole = Reader(folder, "train", **options)
+    step = data.draw(st.integers(0, len(whole)))
+    expected = ids(whole, 1)[step:]
+    parts = [
+        ids(Reader(folder, "train", rank=rank, world_size=world_size, **options), 1, step) for rank in range(world_size)
+    ]
+    assert [flat(each) for each in zip(*parts, strict=True)] == expected
 
 
 def test_a_resumed_epoch_reads_only_what_it_serves(numbered, monkeypatch):

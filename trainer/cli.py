@@ -76,7 +76,10 @@ def prepare(
     seed: Annotated[int | None, typer.Option(help="Of the random split. [0]")] = None,
     on_bad_row: Annotated[str | None, typer.Option(help="At a bad row: [error], skip.")] = None,
     max_bad_rows: Annotated[int | None, typer.Option(help="How many may be skipped. [1000]")] = None,
-    shard_rows: Annotated[int | None, typer.Option(help="Rows of a Parquet file.")] = None,
+    shard_rows: Annotated[int | None, typer.Option(help="Raw rows that go to one Parquet file of each split.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Dask cluster to do it, such as tcp://host:8786; it must see all folders.")
+    ] = None,
 ) -> None:
     """Turns raw click logs into a data set: Parquet shards of ids and a schema.json.
 
@@ -105,7 +108,7 @@ def prepare(
     from cowrec.data_pipeline import work_bytes
 
     settings = _prepare_config(config, {key: value for key, value in flags.items() if value is not None})
-    with _bar(work_bytes(inputs, settings, like=like), "B", f"prepare {layout}") as bar:
+    with _bar(work_bytes(inputs, like=like), "B", f"prepare {layout}") as bar:
         schema = run(
             layout.value,
             inputs,
@@ -115,6 +118,7 @@ def prepare(
             like=like,
             overwrite=overwrite,
             progress=bar.update,
+            scheduler=scheduler,
         )
     rows = ", ".join(f"{split.rows:,} {name} rows" for name, split in schema.splits.items())
     bad = sum(source.bad_rows for source in schema.sources)

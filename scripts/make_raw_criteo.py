@@ -1,0 +1,142 @@
+"""Makes a raw file in the layout of Criteo's Kaggle train.txt, of any length, to try and to time `prepare` on.
+
+    python scripts/make_raw_criteo.py --rows 45840617 --output train.txt      # 11 GB, like the real one
+
+Ids come as often as in the real rows (data_pipeline/criteo_ids.py), so 45,840,617 rows hold 33.8 million of them; the
+numbers are about as long and as often missing. Labels are random: there is nothing to learn. Row r of a seed is the
+same in a file of any length.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numba
+import numpy as np
+import pyarrow as pa
+
+from cowrec.data_pipeline.criteo_ids import CriteoIds
+from cowrec.data_pipeline.hashing import GOLDEN, mix
+from cowrec.data_pipeline.parallel import ordered_map
+
+CHUNK_ROWS = 1 << 16
+CLICKS = 0.2562
+# Of I1..I13 in the Kaggle file: share of missing values, median, and standard deviation of the logarithm.
+NUMBERS = (
+    (0.45, 1, 1.2), (0.0, 3, 2.2), (0.21, 6, 1.3), (0.22, 4, 1.0), (0.03, 2800, 2.2), (0.22, 32, 1.7), (0.04, 3, 1.7),
+    (0.001, 7, 1.1), (0.04, 38, 1.3), (0.45, 1, 0.7), (0.04, 1, 1.0), (0.77, 1, 1.2), (0.22, 4, 1.0),
+)  # fmt: skip
+# Which id, by falling frequency, stands for a missing value in the fields that have some, from C1 = 0.
+MISSING_IDS = {2: 0, 3: 2, 5: 3, 11: 0, 15: 0, 18: 0, 19: 0, 20: 0, 21: 0, 23: 4, 24: 0, 25: 0}
+NUMBER_CHOICES = 1 << 16
+LONGEST_NUMBER = 8
+LONGEST_ROW = 1 + len(NUMBERS) * (1 + LONGEST_NUMBER) + 26 * 9 + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="plain, or compressed where it ends in .gz or .zst")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-ids", type=int, help="ids of a field at most, for a vocabulary that rows do not add to")
+    arguments = parser.parse_args()
+    if arguments.rows < 1:
+        parser.error(f"--rows must be at least 1, got {arguments.rows}")
+    chunk = raw_chunks(arguments.seed, arguments.max_ids)
+    spans = [(first, min(CHUNK_ROWS, arguments.rows - first)) for first in range(0, arguments.rows, CHUNK_ROWS)]
+    with pa.output_stream(arguments.output) as file:
+        for data in ordered_map(lambda span: chunk(*span), spans):
+            file.write(data)
+    print(f"{arguments.output}: {arguments.rows:,} rows, {arguments.output.stat().st_size:,} bytes")
+
+
+def raw_chunks(seed: int, max_ids: int | None = None) -> Callable[[int, int], np.ndarray]:
+    """A function of (first, rows) that gives the text of rows [first, first + rows), uint8 [bytes].
+
+    Raises:
+        ValueError: `max_ids` below 2.
+    """
+    ids = CriteoIds(seed, max_ids)
+    key, *field_keys = np.random.SeedSequence((seed, 1)).generate_state(27, np.uint64)
+    draw = ids.values if max_ids is None else ids.rows
+    missing = np.array([MISSING_IDS.get(field, -1) for field in range(26)])
+    return partial(_chunk, draw, key, np.array(field_keys).astype(np.uint32), missing, *_number_texts(seed))
+
+
+def _chunk(
+    draw: Callable[[int, int], np.ndarray],
+    key: np.uint64,
+    field_keys: np.ndarray,
+    missing: np.ndarray,
+    texts: np.ndarray,
+    lengths: np.ndarray,
+    first: int,
+    rows: int,
+) -> np.ndarray:
+    text = np.empty(rows * LONGEST_ROW, np.uint8)
+    values = np.ascontiguousarray(draw(first, rows).T)
+    return text[: _write(text, values, key, field_keys, missing, texts, lengths, first)]
+
+
+def _number_texts(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Equally likely texts of each number, uint8 [13, NUMBER_CHOICES, LONGEST_NUMBER], and how long they are."""
+    random = np.random.default_rng((seed, 2))
+    texts = np.zeros((len(NUMBERS), NUMBER_CHOICES), f"S{LONGEST_NUMBER}")
+    for column, (missing, median, spread) in enumerate(NUMBERS):
+        drawn = median * np.exp(spread * random.standard_normal(NUMBER_CHOICES))
+        whole = np.floor(np.minimum(drawn, 10**LONGEST_NUMBER - 1)).astype(np.int64)
+        texts[column] = np.where(random.random(NUMBER_CHOICES) < missing, b"", whole.astype(f"S{LONGEST_NUMBER}"))
+    return texts[..., None].view(np.uint8), np.char.str_len(texts).astype(np.int64)
+
+
+@numba.njit(nogil=True, cache=True)
+def _write(
+    text: np.ndarray,
+    values: np.ndarray,
+    key: np.uint64,
+    field_keys: np.ndarray,
+    missing: np.ndarray,
+    number_texts: np.ndarray,
+    number_lengths: np.ndarray,
+    first: int,
+) -> int:
+    """Writes the rows with the ids `values`, int32 [rows, 26]; returns the number of bytes."""
+    at = 0
+    for row in range(len(values)):
+        bits = mix(key + np.uint64(first + row) * GOLDEN)
+        text[at] = 48 + ((bits >> np.uint64(11)) * (1.0 / 9007199254740992.0) < CLICKS)
+        at += 1
+        for column in range(len(number_texts)):
+            bits = mix(bits + np.uint64(column))
+            choice = bits >> np.uint64(48)
+            text[at] = 9
+            at += 1
+            for k in range(number_lengths[column, choice]):
+                text[at] = number_texts[column, choice, k]
+                at += 1
+        for field in range(values.shape[1]):
+            text[at] = 9
+            at += 1
+            if values[row, field] != missing[field]:
+                code = _scrambled(np.uint32(values[row, field]) + field_keys[field])
+                for k in range(8):
+                    digit = (code >> np.uint32(28 - 4 * k)) & np.uint32(15)
+                    text[at] = digit + (48 if digit < 10 else 87)
+                    at += 1
+        text[at] = 10
+        at += 1
+    return at
+
+
+@numba.njit(inline="always")
+def _scrambled(code: np.uint32) -> np.uint32:
+    """A bijection of the 32-bit integers (Mueller's integer hash), so that different ids get different texts."""
+    code = (code ^ (code >> np.uint32(16))) * np.uint32(0x45D9F3B)
+    code = np.uint32(code)
+    code = np.uint32((code ^ (code >> np.uint32(16))) * np.uint32(0x45D9F3B))
+    return np.uint32(code ^ (code >> np.uint32(16)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Times `prepare` on raw files in Criteo's layout and the reader on what comes out; one JSON object a line.
+
+    python scripts/make_raw_criteo.py --rows 45840617 --output train.txt
+    python scripts/measure_prepare.py train.txt --folder /scratch --output prepare.jsonl
+
+Each measurement has a process of its own, whose peak memory is given. `prepare` writes to a new folder in `--folder`,
+which is removed again. The reader serves shuffled batches as training takes them, for `--seconds` or one epoch; loading
+a resident set is not on the clock.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cowrec.data_pipeline import Reader, prepare
+from cowrec.data_pipeline.parallel import available_cores
+from cowrec.trainer.own_process import run_apart
+from cowrec.trainer.run_dir import environment
+
+BATCH_SIZE = 8192
+PASSES = ("survey", "fit", "write")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("raw", type=Path, nargs="+", help="files that are prepared one after the other")
+    parser.add_argument("--folder", type=Path, required=True, help="where they are prepared")
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write")
+    parser.add_argument("--seconds", type=float, default=20.0, help="that the reader is measured for")
+    arguments = parser.parse_args()
+    surroundings = {**environment(torch.device("cpu")), "cores": available_cores()}
+    with arguments.output.open("w", encoding="utf-8", buffering=1) as file:
+        for raw in arguments.raw:
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                for line in measured(raw, Path(folder) / "data", arguments.seconds):
+                    print(line, flush=True)
+                    file.write(json.dumps({**line, **surroundings}) + "\n")
+
+
+def measured(raw: Path, data: Path, seconds: float) -> Iterator[dict[str, Any]]:
+    """The lines of one raw file: prepare, then the reader, streaming and resident."""
+    yield {"what": "prepare", "raw": raw.name, **run_apart(time_prepare, raw, data)}
+    for resident in (False, True):
+        yield {"what": "read", "raw": raw.name, **run_apart(time_reader, data, resident, seconds)}
+
+
+def time_prepare(raw: Path, data: Path) -> dict[str, Any]:
+    """Rows, ids, seconds of each pass and of all, of the processor too, rows per second, bytes, peak memory."""
+    size, start = raw.stat().st_size, time.perf_counter()
+    done = 0
+    ends: list[float] = []
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        if done >= size * (len(ends) + 1):
+            ends.append(time.perf_counter() - start)
+
+    schema = prepare("criteo", [raw], data, progress=progress)
+    seconds = time.perf_counter() - start
+    starts = [0.0, *ends[:-1]]
+    return {
+        "rows": schema.sources[0].rows,
+        "seconds": seconds,
+        "cpu_seconds": time.process_time(),
+        "rows_per_second": schema.sources[0].rows / seconds,
+        "pass_seconds": {name: end - begin for name, begin, end in zip(PASSES, starts, ends, strict=True)},
+        "ids": sum(field.num_embeddings for field in schema.sparse),
+        "raw_bytes": size,
+        "prepared_bytes": sum(path.stat().st_size for path in data.rglob("*") if path.is_file()),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def time_reader(data: Path, resident: bool, seconds: float) -> dict[str, Any]:
+    """Samples per second of shuffled training batches, and peak memory."""
+    reader = Reader(data, "train", batch_size=BATCH_SIZE, shuffle=True, resident=resident)
+    samples, start = 0, time.perf_counter()
+    for batch in reader.epoch(0):
+        samples += batch.label.numel()
+        if time.perf_counter() - start > seconds:
+            break
+    return {
+        "resident": resident,
+        "batch_size": BATCH_SIZE,
+        "rows": reader.num_rows,
+        "samples_per_second": samples / (time.perf_counter() - start),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Of this process, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()
