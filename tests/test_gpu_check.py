@@ -1,0 +1,120 @@
+"""The one command for machines with a GPU: says so without one, goes on after a part that fails, and does its sums."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SPEC = importlib.util.spec_from_file_location("gpu_check", SCRIPTS / "gpu_check.py")
+assert SPEC
+assert SPEC.loader
+gpu_check: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["gpu_check"] = gpu_check  # where its dataclass looks its annotations up
+SPEC.loader.exec_module(gpu_check)
+
+
+def line(batch_size: int, step_ms: float, rule: str, mode: str = "replay") -> dict[str, Any]:
+    return {
+        "mode": mode,
+        "batch_size": batch_size,
+        "step_ms": step_ms,
+        "samples_per_second": 1000 * batch_size / step_ms,
+        "config": {"clip": {"rule": rule}, "optimizer": {"absent_rows": mode}},
+    }
+
+
+def test_says_so_without_a_gpu(tmp_path: Path) -> None:
+    """Even where there is one, which is hidden here."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    script = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--results", str(tmp_path / "results")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "sees no CUDA device" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_shell_script_is_one() -> None:
+    script = SCRIPTS / "gpu_check.sh"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_parts_take_less_than_eight_minutes() -> None:
+    parts = gpu_check.parts_to_run(Path("tests.xml"), Path("bench.jsonl"))
+    assert [part.name for part in parts] == ["tests", "bench"]
+    assert sum(part.timeout for part in parts) < 8 * 60
+
+
+def test_a_part_fails_alone() -> None:
+    failed = gpu_check.run_part(gpu_check.Part("bad", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], 60))
+    assert (failed["passed"], failed["exit_code"], failed["timed_out"]) == (False, 3, False)
+    assert failed["output_end"] == "why\n"
+    passed = gpu_check.run_part(gpu_check.Part("good", [sys.executable, "-c", ""], 60))
+    assert (passed["passed"], passed["exit_code"]) == (True, 0)
+
+
+def test_a_part_ends_with_all_its_processes(tmp_path: Path) -> None:
+    """The part and its child would go on for ten minutes."""
+    file = tmp_path / "pid"
+    child = f"import os, pathlib, time; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    ended = gpu_check.run_part(gpu_check.Part("slow", [sys.executable, "-c", parent], 5))
+    assert (ended["passed"], ended["timed_out"]) == (False, True)
+    pid = int(file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_counts_of_pytest(tmp_path: Path) -> None:
+    file = tmp_path / "test_three.py"
+    file.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
+    )
+    report = tmp_path / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={tmp_path}", f"--junitxml={report}", str(file)]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=120)
+    assert gpu_check.test_counts(report) == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
+    assert gpu_check.test_counts(tmp_path / "none.xml") is None
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "bench.jsonl"
+    assert gpu_check.bench_lines(file) == []
+    file.write_text(json.dumps({"mode": "lazy"}) + '\n{"mode": "rep')
+    assert gpu_check.bench_lines(file) == [{"mode": "lazy"}]
+
+
+def test_speeds_and_aims() -> None:
+    """By hand: 131,072 samples in 9.5 ms make 412,565,550 in 29.9 s; 1,024 in 2.5 ms make them in 16.79 minutes."""
+    lines = [
+        line(131072, 9.5, "cowclip_reference"),
+        line(131072, 9.0, "none"),
+        line(131072, 8.0, "cowclip_reference", "lazy"),
+        line(1024, 2.5, "cowclip_reference"),
+    ]
+    found = gpu_check.speeds(lines)
+    assert [each["clip"] for each in found] == [True, False, True, True]
+    assert [each["minutes_of_10_epochs"] for each in found] == pytest.approx(
+        [0.49838, 0.47215, 0.41969, 16.7874], rel=1e-4
+    )
+    assert [each["step_over_unclipped"] for each in found] == [pytest.approx(9.5 / 9), 1.0, None, None]
+    assert [(each["batch_size"], each["met"]) for each in gpu_check.aims(lines)] == [
+        (131072, True),
+        (1024, False),
+        (131072, False),
+    ]
+    assert not any(each["met"] or each["measured"] for each in gpu_check.aims([]))
+
+
+@pytest.mark.parametrize(
+    ("device", "folder"),
+    [("NVIDIA H100 80GB HBM3", "nvidia_h100_80gb_hbm3"), ("NVIDIA GeForce RTX 4090 (D)", "nvidia_geforce_rtx_4090_d")],
+)
+def test_folder_of_a_device(device: str, folder: str) -> None:
+    assert gpu_check.slug(device) == folder
