@@ -1,5 +1,6 @@
 """The one command for machines with a GPU: says so without one, goes on after a part that fails, and does its sums."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -8,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -61,14 +61,18 @@ def test_a_part_fails_alone() -> None:
 
 
 def test_a_part_ends_with_all_its_processes(tmp_path: Path) -> None:
-    """The part and its child would go on for ten minutes."""
-    file = tmp_path / "pid"
-    child = f"import os, pathlib, time; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    """The part's child holds a lock as long as it lives, and would at last write that it came to its end."""
+    file = tmp_path / "lock"
+    child = (
+        f"import fcntl, time; file = open({str(file)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
+        " time.sleep(60); file.write('end')"
+    )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    ended = gpu_check.run_part(gpu_check.Part("slow", [sys.executable, "-c", parent], 5))
+    ended = gpu_check.run_part(gpu_check.Part("slow", [sys.executable, "-c", parent], 3))
     assert (ended["passed"], ended["timed_out"]) == (False, True)
-    pid = int(file.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with file.open() as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        assert opened.read() == ""
 
 
 def test_counts_of_pytest(tmp_path: Path) -> None:
