@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cowrec.sparse_opt import AdamConfig, EmbeddingAdam, NoClip, attach_cowclip
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.lookups import find_lookups
 from cowrec.sparse_opt.row_updates import Backward, LookupRows
-from sharded_case import gather_tables, process_group, sharded_model, train_step
+from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
 from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 
 pytestmark = [
@@ -83,6 +83,29 @@ def test_row_work_never_waits_for_the_device() -> None:
         rows.id_factors(backward)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
+def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
+    """Lookup, replay, clip and update, after two steps in which kernels are compiled and the ids' lengths are told."""
+    case = Case()
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], device=CUDA)
+    optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
+    ids = batch_of(case, drawn["steps"][0][0], 0, case.batch).to(CUDA)
+    ids.sync()
+
+    def step() -> None:
+        model.module["ebc"](ids).wait().values().mean().backward()
+
+    step()
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.steps == 3
 
 
 def test_rows_cached_apart_from_their_memory_are_refused() -> None:
