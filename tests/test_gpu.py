@@ -10,6 +10,7 @@ import torch
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.lookups import find_lookups
 from cowrec.sparse_opt.row_updates import Backward, LookupRows
+from cowrec.trainer.assembly import set_product_precision
 from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
 from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 
@@ -106,6 +107,18 @@ def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert optimizer.steps == 3
+
+
+def test_tf32_rounds_products_and_float32_does_not() -> None:
+    """1 + 2^-12 has 12 bits behind the point; TF32 keeps 10 of a factor, so its product with 1 rounds to 1."""
+    x = torch.full((256, 256), 1 + 2.0**-12, device=CUDA)
+    eye = torch.eye(256, device=CUDA)
+    try:
+        set_product_precision("tf32", CUDA)
+        assert (x @ eye == 1).all()
+    finally:
+        set_product_precision("float32", CUDA)
+    assert torch.equal(x @ eye, x)
 
 
 def test_rows_cached_apart_from_their_memory_are_refused() -> None:
