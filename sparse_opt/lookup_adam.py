@@ -38,9 +38,7 @@ class LookupAdam:
         self.rows = rows
         self.ids: LookupIds | None = None
         self._config, self._history = config, history
-        weights = rows.lookup.flat_weights()
-        self.exp_avg = torch.zeros(weights.numel(), device=weights.device)
-        self.exp_avg_sq = torch.zeros(weights.numel(), device=weights.device)
+        self.exp_avg, self.exp_avg_sq = rows.lookup.zeros_of_weights(), rows.lookup.zeros_of_weights()
         self.step = 0
         self.replay: Replay | None = None
         if config.absent_rows == "replay":

@@ -41,7 +41,7 @@ def test_equals_plain_loops(kind: str, optimizer: str) -> None:
     assert_follows_loops(case, gather_tables(case, model))
 
 
-@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel"])
+@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel", "uvm"])
 def test_other_plans_equal_plain_loops(sharding: str) -> None:
     case = case_of("weights", "adam", sharding=sharding)
     model = sharded_model(case, case.draw()["tables"], device=CUDA)
@@ -119,6 +119,25 @@ def test_tf32_rounds_products_and_float32_does_not() -> None:
     finally:
         set_product_precision("float32", CUDA)
     assert torch.equal(x @ eye, x)
+
+
+@pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
+def test_tables_in_unified_memory_train_as_those_on_the_device(absent_rows: str) -> None:
+    """But for the order of float64 sums; their moments lie where they do, having no room on the device either."""
+    trained = []
+    for sharding in ("uvm", "table_wise"):
+        case = Case(sharding=sharding)
+        drawn = case.draw()
+        model = sharded_model(case, drawn["tables"], device=CUDA)
+        optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
+        for bags, targets in drawn["steps"]:
+            train_step(case, model, bags, targets, 0, case.batch)
+        optimizer.flush()
+        flats = [each for tables in optimizer._tables for each in (tables.exp_avg, tables.exp_avg_sq)]
+        assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding == "uvm") for each in flats)
+        trained.append(gather_tables(case, model))
+    for mine, expected in zip(*trained, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_rows_cached_apart_from_their_memory_are_refused() -> None:
