@@ -114,15 +114,35 @@ class Reader:
         return self._moved(batches) if on_gpu else batches
 
     def _moved(self, batches: Batches) -> Batches:
+        """Copies page-locked batches to the GPU on a stream of their own, each while the one before is computed."""
+        stream = torch.cuda.Stream(self.device)
+
+        def copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+            with torch.cuda.stream(stream):
+                return batch.to(self.device, non_blocking=True), stream.record_event()
+
+        def given(batch: Batch, copied: torch.cuda.Event) -> Batch:
+            consumer = torch.cuda.current_stream(self.device)
+            consumer.wait_event(copied)
+            batch.record_stream(consumer)
+            return batch
+
         with closing(batches):
+            ahead: tuple[Batch, torch.cuda.Event] | None = None
             for batch in batches:
-                yield batch.to(self.device, non_blocking=True)
+                following = copy(batch)
+                if ahead:
+                    yield given(*ahead)
+                ahead = following
+            if ahead:
+                yield given(*ahead)
 
     def _batches(self, windows: Windows, step: int, pin: bool = False) -> Batches:
         """Cuts windows into this rank's slices; a slice that crosses a border is put together from its parts."""
         parts: list[Rows] = []
         with closing(windows):
             for window, rows, order in windows:
+                order = order.to(rows.label.device, non_blocking=True)
                 while step < len(self):
                     start, stop, size = self._slice(step)
                     index = order[max(start - window.start, 0) : max(stop - window.start, 0)]
@@ -160,7 +180,8 @@ class Reader:
         for window in self._windows(epoch, start_step):
             laid_out = np.concatenate([np.arange(starts[each], starts[each] + sizes[each]) for each in window.shards])
             order = torch.from_numpy(laid_out[window.order()])
-            yield window, self._everything, order.to(self.device)
+            # Copied by the consumer, on whose stream it is used and may be freed.
+            yield window, self._everything, order.pin_memory() if self.device.type == "cuda" else order
 
     def _load_everything(self) -> Rows:
         """The whole split on the device, copied there window by window."""

@@ -119,7 +119,10 @@ class Rows:
         return Rows(dense, label, ids, {name: Bags.concat(parts) for name, parts in bags.items()})
 
     def batch(self, schema: Schema, global_batch_size: int) -> Batch:
-        """These rows, all of them, as the model's input."""
+        """These rows, all of them, as the model's input.
+
+        It says how many ids each field has, or TorchRec would ask the device at every step.
+        """
         sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
         return Batch(self.dense, sparse, self.label, global_batch_size)
 
@@ -127,7 +130,8 @@ class Rows:
         lengths, offsets = _unit_bags(self.ids.numel(), self.ids.device)
         keys = [each.name for each in schema.sparse]
         values = self.ids.t().contiguous().view(-1)
-        return KeyedJaggedTensor(keys, values, lengths=lengths, offsets=offsets, stride=len(self))
+        each = [len(self)] * len(keys)
+        return KeyedJaggedTensor(keys, values, lengths=lengths, offsets=offsets, stride=len(self), length_per_key=each)
 
     def _jagged(self, schema: Schema) -> KeyedJaggedTensor:
         """Fields with lists. With weights, single-valued fields weigh 1 and mean-pooled lists 1 / length.
@@ -156,6 +160,7 @@ class Rows:
             weights=torch.cat([each for each in weights if each is not None]) if schema.is_weighted else None,
             lengths=torch.cat(lengths),
             stride=len(self),
+            length_per_key=[value.numel() for value in values],
         )
 
 

@@ -6,8 +6,6 @@ exists for CUDA alone, moves touched rows only and decays weights apart from the
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,22 +15,18 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.profiler import record_function
 
-from . import cpu_kernels
-from .adam_formula import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
+from .adam_formula import AdamConfig
 from .attach import LookupsHandle, check_lookup_inputs, hook_lookups, rows_to_clip
 from .clip import ClipRule, NoClip
 from .column_shards import take_from_first_shards
-from .dense_adam import dense_adam_, dense_gradient, exact_root, row_squares
+from .lookup_adam import LookupAdam
 from .lookups import column_split_tables, leave_ddp, sharded_collections
 from .replay import Replay, StepHistory, require_replayable
-from .row_gradients import RowGradients
 from .row_state import sharded_like_weights
 from .row_updates import Backward, LookupRows, TableStats
 
 EMBEDDING_UPDATE = "embedding_update"
 """What torch's profiler calls a lookup's backward."""
-_NO_ROWS = np.empty(0, np.int32)
-_ROWS_AT_ONCE = 1 << 20
 
 
 class EmbeddingAdam:
@@ -82,7 +76,7 @@ class EmbeddingAdam:
                     " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
                 )
         self.history = StepHistory(config, _device_of(model))
-        self._tables = [_LookupAdam(each, self) for each in rows]
+        self._tables = [LookupAdam(each, config, self.history) for each in rows]
         self._by_rows = {tables.rows: tables for tables in self._tables}
         self._collections = list(sharded_collections(model))
         self._rejoin_ddp = [leave_ddp(collection) for collection in self._collections]
@@ -228,15 +222,17 @@ class EmbeddingAdam:
         id_weights = inputs.get("per_sample_weights")
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
-        return _UpdateInBackward.apply(output.detach(), self._by_rows[rows], inputs, torch.ones((), requires_grad=True))
+        tables, anchor = self._by_rows[rows], torch.ones((), requires_grad=True)
+        return _UpdateInBackward.apply(output.detach(), self, tables, inputs, anchor)
 
     def _replay_hooks(self) -> list[Any]:
         """Hooks that bring rows up to date: before a lookup its ids', before a state_dict all."""
 
-        def before_lookup(tables: "_LookupAdam", replay: Replay) -> Any:
+        def before_lookup(tables: "LookupAdam", replay: Replay) -> Any:
             def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
                 check_lookup_inputs(kwargs)
-                replay.bring_current(kwargs["indices"], kwargs["offsets"], tables.step)
+                ids = replay.bring_current(kwargs["indices"], kwargs["offsets"], tables.step)
+                tables.ids = ids if torch.is_grad_enabled() else None
 
             return hook
 
@@ -265,130 +261,22 @@ class _UpdateInBackward(torch.autograd.Function):
     """Identity whose backward updates the rows of a lookup; autograd goes no further."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, tables: "_LookupAdam", inputs: Mapping[str, Any], _: Tensor) -> Tensor:
-        ctx.tables, ctx.inputs, ctx.step = tables, inputs, tables.step
+    def forward(
+        ctx: Any, output: Tensor, optimizer: EmbeddingAdam, tables: LookupAdam, inputs: Mapping[str, Any], _: Tensor
+    ) -> Tensor:
+        ctx.optimizer, ctx.tables, ctx.inputs, ctx.step = optimizer, tables, inputs, tables.step
+        ctx.ids, tables.ids = tables.ids, None
         return output.view_as(output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
         inputs = ctx.inputs
-        backward = Backward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"), grads[0])
+        id_weights = inputs.get("per_sample_weights")
+        backward = Backward(inputs["indices"], inputs["offsets"], id_weights, grads[0], ctx.ids)
         with record_function(EMBEDDING_UPDATE):
-            ctx.tables.update(backward, step_of_lookup=ctx.step)
-        return None, None, None, None
-
-
-class _LookupAdam:
-    """Moments and step count of one lookup; moments are flat, float32, laid out like the weights."""
-
-    def __init__(self, rows: LookupRows, optimizer: EmbeddingAdam):
-        self.rows = rows
-        self.optimizer = optimizer
-        weights = rows.lookup.flat_weights()
-        self.exp_avg = torch.zeros(weights.numel(), device=weights.device)
-        self.exp_avg_sq = torch.zeros(weights.numel(), device=weights.device)
-        self.step = 0
-        self.replay: Replay | None = None
-        if optimizer.config.absent_rows == "replay":
-            self.replay = Replay(rows, optimizer.config, optimizer.history, self.exp_avg, self.exp_avg_sq)
-
-    def update(self, backward: Backward, step_of_lookup: int) -> None:
-        """Takes a step; ``step_of_lookup`` is the one that its forward pass brought the rows to."""
-        config, lr, replay = self.optimizer.config, self.optimizer.lr, self.replay
-        if replay and step_of_lookup < self.step:
-            replay.bring_current(backward.indices, backward.offsets, self.step)
-        self.step += 1
-        scalars = adam_scalars(config, lr, self.step)
-        if config.absent_rows == "dense":
-            self._update_all_rows(backward, scalars)
-        elif self.rows.runs_compiled(backward):
-            moments = (self.exp_avg.numpy(), self.exp_avg_sq.numpy())
-            numbers = map(np.float32, (*astuple(adam_constants(config)), *astuple(scalars)))
-            tracked = (_NO_ROWS, _NO_ROWS.astype(np.int64), self.step, 0.0)
-            if replay:
-                tracked = (replay.last_step.numpy(), replay.first_rows, self.step, replay.log_beta2)
-            self.rows.run_kernel(cpu_kernels.adam_rows, backward, *moments, *numbers, *tracked)
-        elif backward.indices.numel() or self.rows.waits_for_ranks:
-            self._update_in_torch(backward, scalars)
-        if replay:
-            self.optimizer.history.record(self.step, lr)
-
-    def _update_in_torch(self, backward: Backward, scalars: AdamScalars) -> None:
-        sums, constants = self.rows.torch_sums(backward), adam_constants(self.optimizer.config)
-        if self.replay and self.rows.gathers_rows:
-            self.replay.bring_rows_current(sums, self.step - 1)
-        rows = self.rows.torch_gradients(sums)
-        rows.grad.add_(constants.twice_l2 * rows.weight)
-        factors = self.rows.torch_factors(rows)[:, None]
-        grad = torch.where(self.rows.clipped_lanes(rows), rows.grad * factors, rows.grad)
-        exp_avg_sq = self.exp_avg_sq[rows.place]
-        if self.replay:
-            exp_avg_sq *= self.replay.take_step(rows, self.step)[:, None]
-        stepped = adam_element(
-            rows.weight,
-            self.exp_avg[rows.place],
-            exp_avg_sq,
-            grad,
-            *(constants.beta1, constants.rest1, constants.beta2, constants.rest2, constants.eps),
-            *(scalars.step_size, scalars.denominator_scale),
-            exact_root,
-            torch.div,
-        )
-        for flat, value in zip((self.rows.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq), stepped, strict=True):
-            # Padding repeats a real row and its values, so that a place written twice is written the same.
-            flat[rows.place] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)
-
-    def _update_all_rows(self, backward: Backward, scalars: AdamScalars) -> None:
-        """The dense oracle on every table, a part of its rows at a time."""
-        mine, config = self.rows, self.optimizer.config
-        of_batch = None
-        if backward.indices.numel() or mine.gathers_rows:
-            of_batch = mine.torch_gradients(mine.torch_sums(backward))
-        norms = self._norms_beyond_columns(of_batch)
-        if of_batch:
-            self._count_clipped(replace(of_batch, grad=of_batch.grad + 2 * config.l2 * of_batch.weight), norms)
-        for table, shard in enumerate(mine.lookup.shards):
-            limit, columns = mine.limits[table], mine.clip_columns[table]
-            of_rows = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
-            for part, of_part in zip(self._parts_of(table, of_batch), of_rows, strict=False):
-                dense_adam_(*part, limit=limit, clip_columns=columns, config=config, scalars=scalars, norms=of_part)
-
-    def _norms_beyond_columns(self, of_batch: RowGradients | None) -> list[Tensor] | None:
-        """Norms of gradients and weights that limits hold for, float32 [2, V] or [2, 1] of each table.
-
-        None where a row's columns here are all that decides its norm.
-        """
-        mine = self.rows
-        if mine.scope == "row" and mine.columns is None:
-            return None
-        squares = [
-            torch.cat(
-                [
-                    row_squares(weights, grad, clip_columns=columns, l2=self.optimizer.config.l2)
-                    for weights, _, _, grad, _ in self._parts_of(table, of_batch)
-                ],
-                dim=1,
-            )
-            for table, columns in enumerate(mine.clip_columns)
-        ]
-        if mine.columns:
-            return [each.sqrt().float() for each in mine.columns.add_up_tables(squares)]
-        return list(mine.group_norms(torch.stack([each.sum(1) for each in squares], dim=1)).float().split(1, dim=1))
-
-    def _parts_of(self, table: int, of_batch: RowGradients | None) -> Iterator[tuple[Tensor, ...]]:
-        """Weights, moments, gradient and counts of a whole table, as dense_adam_ wants them, a part at a time."""
-        lookup = self.rows.lookup
-        views = [lookup.view_of(flat, table) for flat in (lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)]
-        whole = (*views, *dense_gradient(of_batch, table, lookup.weight_offsets[table], views[1]))
-        yield from zip(*(each.split(_ROWS_AT_ONCE) for each in whole), strict=True)
-
-    def _count_clipped(self, of_batch: RowGradients, norms: list[Tensor] | None) -> None:
-        """Statistics of the batch's rows, whose gradients have their L2; dense_adam_ clips all rows by itself."""
-        if norms is None or self.rows.scope == "row":
-            self.rows.torch_factors(of_batch)
-        else:
-            self.rows.factors_of_norms(of_batch, *torch.cat(norms, dim=1)[:, of_batch.table])
+            ctx.tables.update(backward, ctx.optimizer.lr, step_of_lookup=ctx.step)
+        return None, None, None, None, None
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -16,6 +16,7 @@ from .versions import require_matched_set
 require_matched_set()  # before the imports that fail in riddles without it
 
 # ruff: noqa: E402
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -141,6 +142,14 @@ class Lookup:
     def flat_weights(self) -> Tensor:
         """All weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
         return _memory_of(self.module).detach().view(-1)
+
+    def zeros_of_weights(self) -> Tensor:
+        """A state for each weight, zeros, float32, laid out as :meth:`flat_weights` and in the same kind of memory."""
+        weights = self.flat_weights()
+        if self.is_replicated or not self.module.weights_uvm.numel():
+            return torch.zeros(weights.numel(), device=weights.device)
+        like = torch.empty(1, device=weights.device)
+        return torch.ops.fbgemm.new_managed_tensor(like, [weights.numel()]).zero_()
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
         """One table's part of a flat tensor: laid out like :meth:`flat_weights`, [rows, D], or with one value a row,
@@ -343,7 +352,10 @@ def _why_not_kernel(kernel: Any, replicated: bool) -> str | None:
         return "its rows and its columns are both cut (grid sharding); shard it row-, column- or table-wise"
     tbe = kernel.emb_module
     if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
-        return 'its rows are cached on the device, apart from their memory; shard it with compute_kernel="fused"'
+        return (
+            "its rows are cached on the device, apart from their memory, where their norms would be read too late;"
+            ' shard it with compute_kernel="fused", or "fused_uvm" if the device has no room for it'
+        )
     if len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1:
         return "tables of its group lie in different memories; give them one placement"
     if len({view.dtype for view in tbe.split_embedding_weights()}) != 1 or not all(

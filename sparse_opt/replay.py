@@ -17,7 +17,7 @@ from torch import Tensor
 from .adam_formula import AdamConfig, adam_constants, adam_scalars
 from .clip import ClipRule, RowLimit
 from .replay_kernels import PLACE_BITS, replay_clipped_rows, replay_rows, stale_rows
-from .row_gradients import RowGradients, RowSums, bag_of_ids, count_rows
+from .row_gradients import LookupIds, RowGradients, RowSums, rows_of_ids
 from .row_updates import LookupRows, balanced_groups, in_threads
 
 REST = 1e-11
@@ -135,16 +135,23 @@ class Replay:
         self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
         self._rest = _rest(config, [limit.floor for limit in limits])
 
-    def bring_current(self, indices: Tensor, offsets: Tensor, step: int) -> None:
+    def bring_current(self, indices: Tensor, offsets: Tensor, step: int) -> LookupIds | None:
         """Brings the rows of a lookup's ids to ``step``; their second moments at rest stay as they are.
+
+        Returns:
+            The rows behind the ids, where it had to find them.
 
         Raises:
             ValueError: an id outside its table (on CPU).
         """
         if not self.uses_triton:
             self._bring_current_on_cpu(indices.long().numpy(), offsets.long().numpy(), step)
-        elif indices.numel():
-            self._bring_current_on_device(indices.long(), offsets, step)
+            return None
+        if not indices.numel():
+            return None
+        ids = rows_of_ids(self._rows.layout, indices, offsets)
+        self._bring_current_on_device(ids, step)
+        return ids
 
     def bring_all_current(self, step: int) -> None:
         """Brings every row to ``step``; second moments of rows at rest stay as they are."""
@@ -212,16 +219,11 @@ class Replay:
             self._replay(torch.from_numpy(found), step)
         self._rows.raise_bad_ids(bad, begins, indices)
 
-    def _bring_current_on_device(self, indices: Tensor, offsets: Tensor, step: int) -> None:
+    def _bring_current_on_device(self, ids: LookupIds, step: int) -> None:
         """Does not wait for the device: distinct rows are padded to the number of ids, and what is current stays."""
-        layout = self._rows.layout
-        table = layout.feature_table[
-            bag_of_ids(offsets, indices.numel()) // ((len(offsets) - 1) // len(layout.feature_table))
-        ]
-        place = self._first_rows[table] + indices
-        counts = count_rows(place)
-        place = place[counts.occurrence]
-        lasts = self.last_step[place].where(counts.real, step)
+        one = ids.counts.occurrence
+        place = self._places_of(ids.table[one], ids.start[one])
+        lasts = self.last_step[place].where(ids.counts.real, step)
         self._replay(_keys(place, torch.where(lasts < 0, step, lasts)), step)
 
     def _replay(self, keys: Tensor, step: int) -> None:

@@ -30,7 +30,7 @@ class RowCounts:
 
 
 def count_rows(keys: Tensor) -> RowCounts:
-    """Distinct values of ``keys``, int64 [nnz], and how often each occurs."""
+    """Distinct values of ``keys``, int [nnz], and how often each occurs."""
     ordered, order = torch.sort(keys)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
@@ -53,6 +53,7 @@ class LookupLayout:
         dim: columns of each table, [tables].
         start: first weight of each table in the flat weights, [tables].
         max_dim: the widest table's columns.
+        size: elements of the flat weights.
     """
 
     feature_table: Tensor
@@ -61,6 +62,39 @@ class LookupLayout:
     dim: Tensor
     start: Tensor
     max_dim: int
+    size: int
+
+
+@dataclass(frozen=True)
+class LookupIds:
+    """The ids of one lookup and the rows behind them; found once, for its forward and its backward pass.
+
+    Attributes:
+        bag: bag of each id over all features, feature-major, int64 [nnz].
+        table: table of each id, int64 [nnz].
+        start: index of the first element of each id's row in the flat weights, int64 [nnz].
+        counts: the distinct rows.
+    """
+
+    bag: Tensor
+    table: Tensor
+    start: Tensor
+    counts: RowCounts
+
+
+def rows_of_ids(layout: LookupLayout, indices: Tensor, offsets: Tensor) -> LookupIds:
+    """The rows of a lookup's ids.
+
+    Args:
+        layout: the lookup's geometry.
+        indices: row of each id in its table, int [nnz].
+        offsets: start of each bag in ``indices``, feature-major, int [T * B + 1].
+    """
+    bag = bag_of_ids(offsets, indices.numel())
+    table = layout.feature_table[bag // ((len(offsets) - 1) // len(layout.feature_table))]
+    start = layout.start[table] + indices.long() * layout.dim[table]
+    # Half as many bits are sorted in half the time.
+    return LookupIds(bag, table, start, count_rows(start.int() if layout.size < 1 << 31 else start))
 
 
 @dataclass(frozen=True)
@@ -107,37 +141,31 @@ class RowGradients:
     grad: Tensor
 
 
-def row_sums(
-    layout: LookupLayout, indices: Tensor, offsets: Tensor, id_weights: Tensor | None, output_grad: Tensor
-) -> RowSums:
+def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, output_grad: Tensor) -> RowSums:
     """Sums the output gradient over each row's occurrences: ``g[row] = sum_i id_weight[i] * output_grad[bag(i)]``.
 
     Args:
         layout: the lookup's geometry.
-        indices: row of each id in its table, int [nnz].
-        offsets: start of each bag in ``indices``, feature-major, int [T * B + 1].
+        ids: of the lookup.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
         output_grad: gradient of the lookup's output, float [B, sum of the features' D].
     """
     batch = output_grad.shape[0]
-    bag = bag_of_ids(offsets, indices.numel())
-    feature, sample = bag // batch, bag % batch
-    table = layout.feature_table[feature]
-    lane = torch.arange(layout.max_dim, device=indices.device)
+    feature, sample = ids.bag // batch, ids.bag % batch
+    lane = torch.arange(layout.max_dim, device=output_grad.device)
 
-    inside = lane < layout.dim[table][:, None]
+    inside = lane < layout.dim[ids.table][:, None]
     column = (layout.feature_column[feature][:, None] + lane).clamp_max(output_grad.shape[1] - 1)
     # Summed in float64, so that a row's gradient does not depend on the order of its occurrences.
     contribution = torch.where(inside, output_grad[sample[:, None], column].double(), 0)
     if id_weights is not None:
         contribution = contribution * id_weights[:, None]
 
-    start = layout.start[table] + indices.long() * layout.dim[table]
-    counts = count_rows(start)
+    counts = ids.counts
     sums = torch.zeros_like(contribution).index_add_(0, counts.slot, contribution)
     sums = torch.where(counts.real[:, None], sums, sums[:1])
     dtype = torch.promote_types(output_grad.dtype, torch.float32)
-    return RowSums(counts, bag, table[counts.occurrence], start[counts.occurrence], sums, dtype)
+    return RowSums(counts, ids.bag, ids.table[counts.occurrence], ids.start[counts.occurrence], sums, dtype)
 
 
 def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:

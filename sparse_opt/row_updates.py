@@ -21,7 +21,16 @@ from . import cpu_kernels
 from .clip import ClipRule, NoClip, scales_of_norms
 from .column_shards import ColumnShards, Groups
 from .lookups import Lookup, TableShard
-from .row_gradients import LookupLayout, RowGradients, RowSums, row_sums, sums_of_ranks, with_weights
+from .row_gradients import (
+    LookupIds,
+    LookupLayout,
+    RowGradients,
+    RowSums,
+    row_sums,
+    rows_of_ids,
+    sums_of_ranks,
+    with_weights,
+)
 
 ROW_GRADIENTS = "row_gradients"
 """What torch's profiler calls the first part of the work on rows, within the update of the embeddings."""
@@ -51,12 +60,16 @@ class TableStats:
 
 @dataclass
 class Backward:
-    """What one backward pass of a lookup needs: the ids as the lookup saw them and the gradient of its output."""
+    """What one backward pass of a lookup needs: the ids as the lookup saw them and the gradient of its output.
+
+    ``ids`` are the rows behind them where the forward pass has found them already.
+    """
 
     indices: Tensor
     offsets: Tensor
     id_weights: Tensor | None
     output_grad: Tensor
+    ids: LookupIds | None = None
 
 
 class LookupRows:
@@ -111,6 +124,7 @@ class LookupRows:
             dim=torch.tensor(dims, device=device),
             start=torch.tensor(lookup.weight_offsets, device=device),
             max_dim=max(dims),
+            size=lookup.flat_weights().numel(),
         )
         bounded = zip(lookup.shards, self.limits, strict=True)
         clipped = {shard.name for shard, limit in bounded if shard.column_ranks and limit.floor < inf}
@@ -202,9 +216,9 @@ class LookupRows:
 
     def torch_sums(self, backward: Backward) -> RowSums:
         """The distinct rows of a backward pass and their gradients; of replicated tables, those of all ranks."""
-        inputs = (backward.indices, backward.offsets, backward.id_weights, backward.output_grad)
         with record_function(ROW_GRADIENTS):
-            rows = row_sums(self.layout, *inputs)
+            ids = backward.ids or rows_of_ids(self.layout, backward.indices, backward.offsets)
+            rows = row_sums(self.layout, ids, backward.id_weights, backward.output_grad)
             return sums_of_ranks(rows, self.lookup.process_group) if self.gathers_rows else rows
 
     def torch_gradients(self, rows: RowSums) -> RowGradients:

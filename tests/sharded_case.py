@@ -161,6 +161,7 @@ def sharded_model(
     make_kind: dict[str, Callable[[int], Any]] = {
         "row_wise": lambda t: row_wise(compute_kernel="fused"),
         "table_wise": lambda t: table_wise(rank=t % world, compute_kernel="fused"),
+        "uvm": lambda t: table_wise(rank=t % world, compute_kernel="fused_uvm"),
         "cached": lambda t: table_wise(rank=t % world, compute_kernel="fused_uvm_caching"),
         # In one process both shards lie on it; in two both tables lie on both; in four each table has two ranks.
         "column_wise": lambda t: column_wise(ranks=[t % world, (t + 1) % world], compute_kernel="fused"),

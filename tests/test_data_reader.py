@@ -335,6 +335,7 @@ def test_a_split_that_does_not_fit_is_refused_with_both_sizes(numbered, monkeypa
         Reader(numbered, "train", batch_size=9, resident=True)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("resident", [False, True])
 def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path, resident):

@@ -80,6 +80,8 @@ def check(batch, kinds, poolings, samples):
     assert batch.sparse.values().dtype == batch.sparse.lengths().dtype == torch.int32
     assert batch.sparse.lengths().tolist() == lengths
     assert batch.sparse.offsets().tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
+    of_fields = [lengths[n * len(samples) : (n + 1) * len(samples)] for n in range(len(kinds))]
+    assert batch.sparse.length_per_key_or_none() == [sum(each) for each in of_fields]
     assert batch.sparse.stride() == len(samples) == batch.label.numel()
     if "weighted" in kinds:
         torch.testing.assert_close(batch.sparse.weights(), torch.tensor(weights, dtype=torch.float32))

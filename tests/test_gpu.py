@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from cowrec.sparse_opt import AdamConfig, EmbeddingAdam, NoClip, attach_cowclip
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.lookups import find_lookups
 from cowrec.sparse_opt.row_updates import Backward, LookupRows
-from sharded_case import gather_tables, process_group, sharded_model, train_step
+from cowrec.trainer.assembly import set_product_precision
+from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
 from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 
 pytestmark = [
@@ -40,7 +41,7 @@ def test_equals_plain_loops(kind: str, optimizer: str) -> None:
     assert_follows_loops(case, gather_tables(case, model))
 
 
-@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel"])
+@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel", "uvm"])
 def test_other_plans_equal_plain_loops(sharding: str) -> None:
     case = case_of("weights", "adam", sharding=sharding)
     model = sharded_model(case, case.draw()["tables"], device=CUDA)
@@ -83,6 +84,60 @@ def test_row_work_never_waits_for_the_device() -> None:
         rows.id_factors(backward)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
+def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
+    """Lookup, replay, clip and update, after two steps in which kernels are compiled and the ids' lengths are told."""
+    case = Case()
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], device=CUDA)
+    optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
+    ids = batch_of(case, drawn["steps"][0][0], 0, case.batch).to(CUDA)
+    ids.sync()
+
+    def step() -> None:
+        model.module["ebc"](ids).wait().values().mean().backward()
+
+    step()
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.steps == 3
+
+
+def test_tf32_rounds_products_and_float32_does_not() -> None:
+    """1 + 2^-12 has 12 bits behind the point; TF32 keeps 10 of a factor, so its product with 1 rounds to 1."""
+    x = torch.full((256, 256), 1 + 2.0**-12, device=CUDA)
+    eye = torch.eye(256, device=CUDA)
+    try:
+        set_product_precision("tf32", CUDA)
+        assert (x @ eye == 1).all()
+    finally:
+        set_product_precision("float32", CUDA)
+    assert torch.equal(x @ eye, x)
+
+
+@pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
+def test_tables_in_unified_memory_train_as_those_on_the_device(absent_rows: str) -> None:
+    """But for the order of float64 sums; their moments lie where they do, having no room on the device either."""
+    trained = []
+    for sharding in ("uvm", "table_wise"):
+        case = Case(sharding=sharding)
+        drawn = case.draw()
+        model = sharded_model(case, drawn["tables"], device=CUDA)
+        optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
+        for bags, targets in drawn["steps"]:
+            train_step(case, model, bags, targets, 0, case.batch)
+        optimizer.flush()
+        flats = [each for tables in optimizer._tables for each in (tables.exp_avg, tables.exp_avg_sq)]
+        assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding == "uvm") for each in flats)
+        trained.append(gather_tables(case, model))
+    for mine, expected in zip(*trained, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_rows_cached_apart_from_their_memory_are_refused() -> None:

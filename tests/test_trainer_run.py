@@ -211,6 +211,7 @@ def test_settings_that_cannot_work_leave_nothing_behind(retrain: Train, tmp_path
     for overrides, message in (
         (["train.drop_last=true", "train.batch_size=1000"], "train.drop_last leaves nothing of 205 training rows"),
         (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
+        (["train.precision=tf32"], 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'),
         (["optimizer.embedding=sgd", "optimizer.l2=0"], "samples have several ids .field 'tags'"),
     ):
         with pytest.raises(ValueError, match=message):

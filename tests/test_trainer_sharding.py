@@ -173,6 +173,25 @@ def test_torchrecs_planner_chooses_what_can_be_clipped(tmp_path: Path) -> None:
     assert {plan["t0"].sharding_type, plan["t3"].sharding_type} <= {"table_wise", "row_wise", "table_row_wise"}
 
 
+@pytest.mark.parametrize(("world_size", "plan"), [(1, "auto"), (1, "row_wise"), (2, "auto"), (2, "table_row_wise")])
+def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str) -> None:
+    """Whoever makes the plan; a machine without a GPU can make it too."""
+    process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
+    config = RunConfig(sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm"))
+    collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
+    with process_group(0, 1, str(tmp_path)):
+        plan_of = sharding_plan(nn.ModuleDict({"ebc": collection}), config, process, sharder).plan["ebc"]
+    kernels = {name: table.compute_kernel for name, table in plan_of.items()}
+    assert kernels == {"t0": "fused_uvm", "t1": "dense", "t2": "fused_uvm"}
+
+
+def test_unified_memory_is_for_cuda() -> None:
+    config = RunConfig(sharding=ShardingConfig(memory="uvm"))
+    with pytest.raises(ValueError, match=r'sharding.memory = "uvm" exists on CUDA only'):
+        chosen_kinds(config, tables([40, 5]), processes(1))
+
+
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [

@@ -78,8 +78,10 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     """The run's model, sharded over the process group, with seeded initial values that no sharding plan changes.
 
     Raises:
-        ValueError: an optimizer that this device does not have, or a sharding that the run does not go with.
+        ValueError: an optimizer or precision that this device does not have, or a sharding that the run does not go
+            with.
     """
+    set_product_precision(config.train.precision, process.device)
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
     hyperparameters = derived_hyperparameters(config)
@@ -100,6 +102,20 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     )
     fill_tables(sharded, config.model.embedding_dim, config.optimizer.embedding_init_std, config.train.seed)
     return sharded
+
+
+def set_product_precision(precision: str, device: torch.device) -> None:
+    """Lets float32 matrix products on CUDA round their factors to TF32, or keeps them from it, in this whole process.
+
+    Raises:
+        ValueError: "tf32" on another device.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    elif precision == "tf32":
+        raise ValueError(
+            'train.precision = "tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'
+        )
 
 
 def fused_params(config: RunConfig) -> dict[str, Any]:

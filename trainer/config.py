@@ -219,10 +219,13 @@ class ShardingConfig:
             all of it, for small tables. "auto": on CUDA what TorchRec's planner chooses; on CPU row-wise for a table of
             more than half of a process's share of all bytes, else table-wise.
         tables: the kind of single tables, by the name of their field; goes before the plan.
+        memory: of tables and moments on CUDA: the "device"'s, or the machine's, which the GPU reads and writes over the
+            bus as unified memory ("uvm"), where they are larger than its own. Data-parallel tables stay on the device.
     """
 
     plan: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"] = "auto"
     tables: dict[str, ShardingKind] = field(default_factory=dict)
+    memory: Literal["device", "uvm"] = "device"
 
 
 @dataclass(frozen=True)

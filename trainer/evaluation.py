@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import nan
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,14 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
-from torchrec.distributed import TrainPipelineSparseDist
 
-from cowrec.data_pipeline import Batch, Reader
+from cowrec.data_pipeline import Reader
 
+from .pipeline import Pipeline
 from .readers import even_slices
-
-Pipeline: TypeAlias = TrainPipelineSparseDist[Batch, tuple[Tensor, Tensor, Tensor]]
-"""TorchRec's pipeline over a TrainTask: ``progress`` returns (loss, logits [B], label [B])."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,7 @@ def predictions(model: nn.Module, pipeline: Pipeline, reader: Reader) -> Iterato
     was_training = model.training
     model.eval()
     batches = even_slices(reader.epoch(0), dist.get_world_size())
+    pipeline.reset()
     try:
         with torch.no_grad():
             for _ in range(len(reader)):

@@ -7,7 +7,6 @@ from math import ceil, isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from torchrec.distributed import TrainPipelineSparseDist
 from tqdm import tqdm
 
 from cowrec.sparse_opt import EmbeddingAdam
@@ -19,6 +18,7 @@ from .clip_statistics import ClipWatch
 from .config import RunConfig, to_plain
 from .evaluation import evaluate
 from .heartbeat import Heartbeat
+from .pipeline import pipeline_of
 from .processes import Process, on_first, process_group
 from .readers import even_slices, training_readers
 from .run_dir import (
@@ -101,7 +101,7 @@ class _Run:
             derived_hyperparameters(config).dense_lr,
             warmup_steps=ceil(config.optimizer.warmup_epochs * len(self.train_reader)),
         )
-        self.pipeline = TrainPipelineSparseDist(self.model, self.dense_optimizer, process.device)
+        self.pipeline = pipeline_of(self.model, self.dense_optimizer, process)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
         self.heartbeat = Heartbeat(process)
         self.environment = environment(process.device)
@@ -149,6 +149,7 @@ class _Run:
         """The rest of an epoch. No step waits for the device but those after which metrics are written."""
         steps, size, epoch = len(self.train_reader), self.config.train.batch_size, self.epoch
         batches = even_slices(self.train_reader.epoch(epoch, self.epoch_step), self.process.world_size)
+        self.pipeline.reset()
         watch = LossWatch(self.process)
         self.speed.start(self.epoch_step * size)
         with self._bar() as bar:

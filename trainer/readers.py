@@ -49,7 +49,13 @@ def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
         if len(batch.dense) * world_size < batch.global_batch_size:
             dense, sparse = F.pad(batch.dense, (0, 0, 0, 1)), batch.sparse
             lengths = F.pad(sparse.lengths().view(len(sparse.keys()), -1), (0, 1)).flatten()
-            padded = KeyedJaggedTensor(sparse.keys(), sparse.values(), sparse.weights_or_none(), lengths)
+            padded = KeyedJaggedTensor(
+                sparse.keys(),
+                sparse.values(),
+                sparse.weights_or_none(),
+                lengths,
+                length_per_key=sparse.length_per_key(),  # a row without ids adds none
+            )
             batch = Batch(dense, padded, batch.label, batch.global_batch_size)
         yield batch
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import nn
 from torch.optim import SGD
-from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed import DistributedModelParallel
 
 from cowrec.data_pipeline import Reader, Schema
 from cowrec.sparse_opt import EmbeddingAdam
@@ -21,7 +21,8 @@ from cowrec.sparse_opt import EmbeddingAdam
 from .assembly import build_sharded, dense_parameters, embedding_optimizer
 from .checkpoint import load_model
 from .config import RunConfig, load_config
-from .evaluation import Pipeline, evaluate, predictions
+from .evaluation import evaluate, predictions
+from .pipeline import Pipeline, pipeline_of
 from .processes import Process, launched_world_size, process_group
 from .readers import require_labelled_rows
 from .run_dir import CHECKPOINTS, CONFIG, VOCABULARY
@@ -96,7 +97,7 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.M
         )
         model = trained_model(run_dir, process)
         never_steps = SGD(dense_parameters(model).values())
-        yield model, TrainPipelineSparseDist(model, never_steps, process.device), reader
+        yield model, pipeline_of(model, never_steps, process), reader
 
 
 def _require_same_ids(run_dir: Path, of_run: Schema, data_dir: Path, of_data: Schema) -> None:

@@ -49,7 +49,7 @@ def sharding_plan(
     kinds = chosen_kinds(config, tables, process)
     if "auto" in kinds.values():
         return _planned(model, kinds, config, process, sharder)
-    placed = _placed(tables, kinds, process)
+    placed = _placed(tables, kinds, config, process)
     plan = construct_module_sharding_plan(
         collection,
         placed,
@@ -60,7 +60,7 @@ def sharding_plan(
     )
     for table in plan.values():
         if table.sharding_type in _BY_ROWS:
-            table.compute_kernel = "fused"  # table_row_wise does not take it as an argument
+            table.compute_kernel = _kernel(config)  # table_row_wise does not take it as an argument
     return ShardingPlan(plan={path: plan})
 
 
@@ -101,6 +101,11 @@ def _balanced_kinds(tables: list[EmbeddingBagConfig], process: Process) -> dict[
 def _refuse(
     config: RunConfig, tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
 ) -> None:
+    if config.sharding.memory == "uvm" and process.device.type != "cuda":
+        raise ValueError(
+            'sharding.memory = "uvm" exists on CUDA only; on CPU, where tables lie in the machine\'s memory anyway,'
+            " leave it out"
+        )
     optimizer = config.optimizer.embedding
     for name, kind in kinds.items():
         if kind == "data_parallel" and optimizer != "adam":
@@ -159,9 +164,10 @@ def _reaches_all(rows: int, ranks: int) -> bool:
 
 
 def _placed(
-    tables: list[EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
+    tables: list[EmbeddingBagConfig], kinds: Mapping[str, str], config: RunConfig, process: Process
 ) -> dict[str, Callable[..., Any]]:
     """Each table's place: the largest first to the ranks with the fewest bytes."""
+    kernel = _kernel(config)
     load = [0.0] * process.world_size
     machine = process.local_world_size
     placed: dict[str, Callable[..., Any]] = {}
@@ -169,16 +175,16 @@ def _placed(
         kind = kinds[table.name]
         if kind == "table_wise":
             ranks = _emptiest(load, 1)
-            placed[table.name] = table_wise(rank=ranks[0], compute_kernel="fused")
+            placed[table.name] = table_wise(rank=ranks[0], compute_kernel=kernel)
         elif kind == "column_wise":
             ranks = _emptiest(load, _column_shards(table.embedding_dim, process.world_size))
-            placed[table.name] = column_wise(ranks=ranks, compute_kernel="fused")
+            placed[table.name] = column_wise(ranks=ranks, compute_kernel=kernel)
         elif kind == "table_row_wise":
             ranks = _emptiest(load, machine)
             placed[table.name] = table_row_wise(host_index=ranks[0] // machine)
         else:
             ranks = list(range(process.world_size))
-            placed[table.name] = row_wise(compute_kernel="fused") if kind == "row_wise" else data_parallel()
+            placed[table.name] = row_wise(compute_kernel=kernel) if kind == "row_wise" else data_parallel()
         for rank in ranks:
             load[rank] += _bytes(table) / (1 if kind == "data_parallel" else len(ranks))
     return placed
@@ -210,7 +216,7 @@ def _planned(
     constraints = {
         name: ParameterConstraints(
             sharding_types=allowed if kind == "auto" else [kind],
-            compute_kernels=["dense" if kind == "data_parallel" else "fused"],
+            compute_kernels=["dense" if kind == "data_parallel" else _kernel(config)],
         )
         for name, kind in kinds.items()
     }
@@ -234,12 +240,18 @@ def _planned(
         ) from error
 
 
+def _kernel(config: RunConfig) -> str:
+    """FBGEMM's name for a fused table in the memory that the run wants."""
+    return "fused" if config.sharding.memory == "device" else "fused_uvm"
+
+
 def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
     """The planner knows what FBGEMM's optimizers keep, but not EmbeddingAdam's two moments for each weight."""
     if not torch.cuda.is_available():
         return None
     memory = torch.cuda.get_device_properties(process.device).total_memory
-    return memory // 3 if config.optimizer.embedding == "adam" else memory
+    shares = config.optimizer.embedding == "adam" and config.sharding.memory == "device"
+    return memory // 3 if shares else memory
 
 
 def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
