@@ -30,6 +30,7 @@ class LookupAdam:
     Attributes:
         exp_avg, exp_avg_sq: flat, float32, laid out like the weights.
         step: steps taken.
+        uses_triton: whether a Triton kernel updates whole rows, as on CUDA those of float32.
         replay: brings rows up to date under "replay", else None.
         ids: rows behind the ids of the latest lookup, from its replay to its output; None where nothing found them.
     """
@@ -38,8 +39,10 @@ class LookupAdam:
         self.rows = rows
         self.ids: LookupIds | None = None
         self._config, self._history = config, history
+        weights = rows.lookup.flat_weights()
         self.exp_avg, self.exp_avg_sq = rows.lookup.zeros_of_weights(), rows.lookup.zeros_of_weights()
         self.step = 0
+        self.uses_triton = weights.is_cuda and weights.dtype == torch.float32
         self.replay: Replay | None = None
         if config.absent_rows == "replay":
             self.replay = Replay(rows, config, history, self.exp_avg, self.exp_avg_sq)
@@ -53,7 +56,7 @@ class LookupAdam:
         scalars = adam_scalars(config, lr, self.step)
         if config.absent_rows == "dense":
             self._update_all_rows(backward, scalars)
-        elif self.rows.runs_compiled(backward):
+        elif self.rows.runs_compiled(backward) and not self.uses_triton:
             moments = (self.exp_avg.numpy(), self.exp_avg_sq.numpy())
             numbers = map(np.float32, (*astuple(adam_constants(config)), *astuple(scalars)))
             tracked = (_NO_ROWS, _NO_ROWS.astype(np.int64), self.step, 0.0)
@@ -69,13 +72,24 @@ class LookupAdam:
         sums, constants = self.rows.torch_sums(backward), adam_constants(self._config)
         if self.replay and self.rows.gathers_rows:
             self.replay.bring_rows_current(sums, self.step - 1)
+        decays = self.replay.take_step(sums, self.step) if self.replay else None
+        if self.uses_triton and self.rows.decides_alone:
+            from .triton_kernels import update_rows_on_device
+
+            flats = (self.rows.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)
+            numbers = (*astuple(constants), *astuple(scalars))
+            ratios = update_rows_on_device(
+                sums, self.rows.layout, self.rows.limit_tensors, decays, *flats, scalars=numbers
+            )
+            self.rows.keep_ratios(ratios, sums)
+            return
         rows = self.rows.torch_gradients(sums)
         rows.grad.add_(constants.twice_l2 * rows.weight)
         factors = self.rows.torch_factors(rows)[:, None]
         grad = torch.where(self.rows.clipped_lanes(rows), rows.grad * factors, rows.grad)
         exp_avg_sq = self.exp_avg_sq[rows.place]
-        if self.replay:
-            exp_avg_sq *= self.replay.take_step(rows, self.step)[:, None]
+        if decays is not None:
+            exp_avg_sq *= decays[:, None]
         stepped = adam_element(
             rows.weight,
             self.exp_avg[rows.place],

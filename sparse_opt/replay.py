@@ -17,7 +17,7 @@ from torch import Tensor
 from .adam_formula import AdamConfig, adam_constants, adam_scalars
 from .clip import ClipRule, RowLimit
 from .replay_kernels import PLACE_BITS, replay_clipped_rows, replay_rows, stale_rows
-from .row_gradients import LookupIds, RowGradients, RowSums, rows_of_ids
+from .row_gradients import LookupIds, RowSums, rows_of_ids
 from .row_updates import LookupRows, balanced_groups, in_threads
 
 REST = 1e-11
@@ -193,9 +193,9 @@ class Replay:
         """Takes the rows as they are for those after ``step``."""
         self.last_step.fill_(step)
 
-    def take_step(self, rows: RowGradients, step: int) -> Tensor:
+    def take_step(self, rows: RowSums, step: int) -> Tensor:
         """Marks rows as being at ``step``; returns the factor that their second moments missed before it, [nnz]."""
-        places = self._places_of(rows.table, rows.place[:, 0])
+        places = self._places_of(rows.table, rows.start)
         decay = self.decay_at_rest(self.last_step[places], step - 1)
         self.last_step[places] = step
         return decay

@@ -145,6 +145,11 @@ class LookupRows:
         self._latest_used = np.zeros(len(dims), np.int64)
 
     @property
+    def decides_alone(self) -> bool:
+        """Whether what this process has of a row in a backward pass is all that its limit and update depend on."""
+        return self.scope == "row" and self.columns is None and not self.gathers_rows
+
+    @property
     def waits_for_ranks(self) -> bool:
         return self.adds_up_norms or self.gathers_rows
 
@@ -160,8 +165,7 @@ class LookupRows:
 
     def runs_compiled(self, backward: Backward) -> bool:
         weights, grad = self.lookup.flat_weights(), backward.output_grad
-        alone = self.scope == "row" and self.columns is None and not self.gathers_rows
-        return alone and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
+        return self.decides_alone and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
 
     def run_kernel(self, kernel: Callable[..., None], backward: Backward, *arguments: Any) -> None:
         """Sums the gradients of the rows of all tables, and runs a kernel of cpu_kernels.py on them; keeps the ratios.
@@ -242,12 +246,15 @@ class LookupRows:
         norms, weight_norms = norms.to(dtype), weight_norms.to(dtype)
         limits = (self._r[rows.table] * weight_norms).clamp_min(self._floor[rows.table])
         limits = torch.where(self._per_occurrence[rows.table], limits * rows.counts.count, limits)
-        ratios = torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf)
+        self.keep_ratios(torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf), rows)
+        return scales_of_norms(norms, limits)
+
+    def keep_ratios(self, ratios: Tensor, rows: RowSums | RowGradients) -> None:
+        """Keeps ``||g|| / limit`` of each row, float [nnz], for the statistics."""
         ones = rows.counts.real.long()
         self._rows_seen.scatter_add_(0, rows.table, ones)
         self._rows_clipped.scatter_add_(0, rows.table, ones * (ratios > 1))
         self._latest = (ratios.float(), torch.where(rows.counts.real, rows.table, -1))
-        return scales_of_norms(norms, limits)
 
     def group_norms(self, squares: Tensor) -> Tensor:
         """Norms of each table, or of all tables together, over all ranks, from the tables' squared norms here.

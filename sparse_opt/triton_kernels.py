@@ -1,19 +1,21 @@
-"""CUDA kernel that brings embedding rows up to date: what replay_kernels.py does on CPU, bit for bit.
+"""CUDA kernels for embedding rows: the steps that they missed, and the step of their batch; as on CPU, bit for bit.
 
-Written in Triton. A program takes a few rows, those of about the same last step side by side, and holds them in
-registers until they are current or at rest. Without fused multiply-adds, and with the correctly rounded root and
-quotient, the arithmetic of adam_formula.py has one result everywhere.
+Written in Triton. A program takes a few rows and holds them in registers until they are current or at rest, as in
+replay_kernels.py, or have had their L2, clip and Adam step, as in cpu_kernels.py. Without fused multiply-adds, and with
+the correctly rounded root and quotient, the arithmetic of adam_formula.py has one result everywhere.
 """
 
 from collections.abc import Sequence
 from types import FunctionType
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .adam_formula import adam_element
 from .replay_kernels import REST_INTERVAL
+from .row_gradients import LookupLayout, RowSums
 
 _ELEMENTS = 512
 
@@ -152,3 +154,81 @@ def replay_rows_on_device(
         CLIPPED=limits is not None,
         enable_fp_fusion=False,
     )
+
+
+@triton.jit
+def _update(
+    starts, tables, counts, real, sums, decays, count, width,
+    dims, clip_columns, rs, floors, per_occurrence, weights, exp_avg, exp_avg_sq, ratios,
+    beta1, rest1, beta2, rest2, eps, twice_l2, step_size, denominator_scale,
+    ROWS: tl.constexpr, LANES: tl.constexpr, REPLAYS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    exists = row < count
+    exists = exists & (tl.load(real + row, mask=exists, other=0) != 0)
+    table = tl.load(tables + row, mask=exists, other=0)
+    inside = exists[:, None] & (lane[None, :] < tl.load(dims + table, mask=exists, other=0)[:, None])
+    place = tl.load(starts + row, mask=exists, other=0)[:, None] + lane[None, :]
+    w = tl.load(weights + place, mask=inside, other=0.0)
+    m = tl.load(exp_avg + place, mask=inside, other=0.0)
+    v = tl.load(exp_avg_sq + place, mask=inside, other=0.0)
+    if REPLAYS:
+        v = v * tl.load(decays + row, mask=exists, other=1.0)[:, None]
+    g = tl.load(sums + row.to(tl.int64)[:, None] * width + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+    g = g + twice_l2 * w
+    measured = inside & (lane[None, :] < tl.load(clip_columns + table, mask=exists, other=0)[:, None])
+    limit = _norms(tl.where(measured, w, 0.0)) * tl.load(rs + table, mask=exists, other=0.0)
+    limit = tl.maximum(limit, tl.load(floors + table, mask=exists, other=0.0))
+    occurrences = tl.load(counts + row, mask=exists, other=1).to(tl.float32)
+    limit = tl.where(tl.load(per_occurrence + table, mask=exists, other=0) != 0, limit * occurrences, limit)
+    norm = _norms(tl.where(measured, g, 0.0))
+    ratio = tl.where(norm > 0.0, _divide(norm, tl.where(limit > 0.0, limit, 1.0)), 0.0)
+    ratio = tl.where((norm > 0.0) & (limit == 0.0), float("inf"), ratio)
+    tl.store(ratios + row, ratio, mask=exists)
+    factor = tl.where(norm > limit, _divide(limit, tl.where(norm > limit, norm, 1.0)), 1.0)
+    g = tl.where(measured, g * factor[:, None], g)
+    w, m, v = _step_of_element(
+        w, m, v, g, beta1, rest1, beta2, rest2, eps, step_size, denominator_scale, _root, _divide
+    )
+    tl.store(weights + place, w, mask=inside)
+    tl.store(exp_avg + place, m, mask=inside)
+    tl.store(exp_avg_sq + place, v, mask=inside)
+
+
+def update_rows_on_device(
+    rows: RowSums,
+    layout: LookupLayout,
+    limits: Sequence[Tensor],
+    decays: Tensor | None,
+    weights: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scalars: Sequence[float],
+) -> Tensor:
+    """L2, clip and one Adam step on the rows of a backward pass, in place.
+
+    Args:
+        rows: distinct rows and their gradients.
+        layout: the lookup's geometry.
+        limits: of each table clip columns, r, floor and whether per occurrence.
+        decays: factor of each row's second moment before the step, float32 [nnz]; None for ones.
+        weights, exp_avg, exp_avg_sq: flat, float32.
+        scalars: beta1, rest1, beta2, rest2, eps, twice_l2, step_size, denominator_scale.
+
+    Returns:
+        ``||g|| / limit`` of each row, float32 [nnz]; 0 for the padding.
+    """
+    lanes = triton.next_power_of_2(layout.max_dim)
+    per_program = max(1, _ELEMENTS // lanes)
+    ratios = torch.zeros(len(rows.start), device=weights.device)
+    _update[(triton.cdiv(len(rows.start), per_program),)](
+        *(rows.start, rows.table, rows.counts.count, rows.counts.real, rows.sums),
+        *(ratios if decays is None else decays, len(rows.start), rows.sums.shape[1]),
+        *(layout.dim, *limits, weights, exp_avg, exp_avg_sq, ratios, *scalars),
+        ROWS=per_program,
+        LANES=lanes,
+        REPLAYS=decays is not None,
+        enable_fp_fusion=False,
+    )
+    return ratios

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam
+from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam
 from cowrec.sparse_opt.adam_formula import adam_constants
 from cowrec.sparse_opt.replay import StepHistory
 from cowrec.sparse_opt.replay_kernels import replay_clipped_rows, replay_rows
@@ -32,7 +33,7 @@ def test_interpreted() -> None:
     script = [sys.executable, __file__]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + 1)
+    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS))
 
 
 @pytest.mark.gpu
@@ -86,17 +87,19 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
         np.testing.assert_array_equal(mine.cpu().numpy(), expected)
 
 
-def compare_training() -> None:
-    """Training with either kernel: batches with repeated and no ids, tables of several features."""
+def compare_training(absent_rows: str, **clip: Any) -> None:
+    """Training with either back end's kernels: batches with repeated and no ids, tables of several features."""
 
     def train(uses_triton: bool) -> list[torch.Tensor]:
         case = Case(rows=(20, 5, 60), batch=8, steps=40)
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"])
-        optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-2, absent_rows="replay"), CowClip(), clip_columns=6)
+        config = AdamConfig(lr=1e-3, l2=1e-2, absent_rows=absent_rows)
+        optimizer = EmbeddingAdam(model, config, clip_columns=6, **clip)
         for tables in optimizer._tables:
-            assert tables.replay
-            tables.replay.uses_triton = uses_triton
+            tables.uses_triton = uses_triton
+            if tables.replay:
+                tables.replay.uses_triton = uses_triton
         for bags, targets in drawn["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         optimizer.flush()
@@ -109,9 +112,17 @@ def compare_training() -> None:
             np.testing.assert_array_equal(mine.numpy(), expected.numpy())
 
 
+TRAININGS = (
+    {"absent_rows": "replay", "rule": CowClip()},
+    {"absent_rows": "lazy", "rule": CowClip(), "exclude": ["t1"]},
+    {"absent_rows": "lazy", "rule": ConstantClip(1e-6)},
+)
+
+
 if __name__ == "__main__":
-    compare_training()
-    print("equal")
+    for training in TRAININGS:
+        compare_training(**training)
+        print("equal")
     for each in CASES.values():
         for with_clip in (False, True):
             compare(each, with_clip, torch.device("cpu"))

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec.distributed import TrainPipelineSparseDist
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.criteo_ids import CriteoIds
@@ -27,8 +26,8 @@ from cowrec.sparse_opt import EmbeddingAdam
 from .assembly import build_sharded, dense_parameters, derived_hyperparameters, embedding_optimizer
 from .cli import quiet_libraries
 from .config import RunConfig
-from .evaluation import Pipeline
 from .gaps import last_steps
+from .pipeline import Pipeline, pipeline_of
 from .processes import process_group
 from .roofline import Rates, flops_per_sample, measure_rates
 from .schedule import DenseAdam
@@ -120,7 +119,7 @@ def measure(case: Case) -> Measurement:
             derived_hyperparameters(case.config).dense_lr,
             warmup_steps=round(case.config.optimizer.warmup_epochs * case.epoch_samples / case.batch_size),
         )
-        pipeline: Pipeline = TrainPipelineSparseDist(model, dense, process.device)
+        pipeline = pipeline_of(model, dense, process)
         batches = iter(on_device)
         dense.prepare(0)
         pipeline.progress(batches)

@@ -14,8 +14,8 @@ PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update
 network forward and backward, with all that has no name here; sums over a row's ids; L2, clip and embedding optimizer,
 which are one pass; the dense optimizer; and the host in between, none on CUDA, where the device's time alone counts."""
 _STEP = "cowrec_step"
-# As TrainPipelineSparseDist and the sharded lookups name them, followed by numbers or table names.
-_INPUT = ("## copy_batch_to_gpu", "## start_sparse_data_dist", "## wait_sparse_data_dist")
+# As TrainPipelineBase and the sharded lookups name them, followed by numbers or table names.
+_INPUT, _EXCHANGE = ("## load batch", "## wait_for_batch", "## copy_batch_to_gpu"), ("[splits_dist]",)
 _DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward", "## backward"), ("[lookup]",)
 
 
@@ -41,7 +41,8 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
         return sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found)
 
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["input"], parts["lookup"], parts["dense_update"] = total(*_INPUT), total(*_LOOKUP), total(*_DENSE_UPDATE)
+    parts["input"] = total(*_INPUT) + total(*_EXCHANGE)
+    parts["lookup"], parts["dense_update"] = total(*_LOOKUP), total(*_DENSE_UPDATE)
     parts["row_gradients"] = total(ROW_GRADIENTS)
     parts["clip_and_embedding_update"] = total(EMBEDDING_UPDATE) - parts["row_gradients"]
     if on_cuda:  # the backward runs in a thread of its own, outside of the range that waits for it
@@ -50,7 +51,7 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
         parts["dense"] = whole - sum(parts.values())
     else:
         whole = total(_STEP)
-        rows = parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
+        rows = total(*_EXCHANGE) + parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
         parts["dense"] = total(*_PASSES) - rows
         parts["other"] = whole - sum(parts.values())
     return {part: time / whole for part, time in parts.items()}
