@@ -55,8 +55,8 @@ class TrainConfig:
         log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
         warm_start: folder of an earlier run whose weights to begin with; ids are matched by what they stand for.
         timeout_seconds: a process that keeps the others waiting longer is taken to hang, and ends the run.
-        precision: of the networks' matrix products while training and predicting. "tf32" (CUDA only) and "bfloat16"
-            round their factors; sums, logits, loss, weights, moments, tables and everything about a row stay float32.
+        precision: of the network's hidden layers. "tf32" (CUDA only) rounds the factors of their products, "bfloat16"
+            their results too; weights, logits, loss, moments, tables and everything about a row stay float32.
     """
 
     batch_size: int = 1024
