@@ -321,6 +321,7 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
         ({"clips": ["no"]}, "--clip 'no' is not known; known: on, off"),
         ({"precisions": ["float16"]}, "--precision 'float16' is not known; known: float32, tf32, bfloat16"),
         ({"device": "tpu"}, "--device 'tpu' is not known; known: cpu, cuda"),
+        ({"precisions": ["tf32"]}, "--precision tf32 exists on CUDA only"),
         ({"batch_sizes": [64, 64]}, "--batch-sizes needs one value or several different ones"),
         ({"batch_sizes": [0]}, "--batch-sizes must be at least 1, got 0"),
         ({"spacings": [0]}, "--spacing must be at least 1, got 0"),

@@ -101,6 +101,10 @@ class Bench:
         ):
             if not fits:
                 raise ValueError(f"--{flag} must be {what}, got {value}")
+        if self.device == "cpu" and "tf32" in self.precisions:
+            raise ValueError("--precision tf32 exists on CUDA only; add --device cuda, or measure float32 or bfloat16")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda, but torch sees no GPU; measure with --device cpu or check the driver")
 
     @property
     def samples(self) -> int:
@@ -209,8 +213,8 @@ def _measured(case: Case) -> Measurement:
     except ProcessFailed as error:
         rows = int(case.ids.table_rows.sum()) * case.spacing
         raise ValueError(
-            f"{case.config.optimizer.absent_rows} at batch size {case.batch_size}: {error}; its {rows:,} table rows and"
-            f" their moments take {rows * 144 / 1e9:.1f} GB of memory, lower --rows or --spacing if that is too much"
+            f"{case.config.optimizer.absent_rows} at batch size {case.batch_size}: {error}. Its {rows:,} table rows and"
+            f" their moments take {rows * 144 / 1e9:.1f} GB of memory; lower --rows or --spacing if that is too much"
         ) from None
 
 
