@@ -41,7 +41,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("batch_size = 5", "unknown key batch_size (= 5); did you mean train.batch_size?"),
         ("[train]\nl2 = 0.1", "unknown key train.l2 (= 0.1); did you mean optimizer.l2?"),
         ("[model]\nseed = 1", "unknown key model.seed (= 1); did you mean prepare.seed or train.seed?"),
-        ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: plan, tables, memory"),
+        ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: memory, plan, tables"),
         ("train = 5", "train = 5 must be a section"),
         ('[train]\nbatch_size = "8K"', "train.batch_size = '8K': input should be a valid integer"),
         ("[train]\nbatch_size = 1.5", "train.batch_size = 1.5: input should be a valid integer"),
