@@ -94,7 +94,8 @@ def _floors(lines: Lines) -> dict[str, dict[int, float]]:
 
 
 def _draw_parts(axis: Axes, lines: Lines) -> None:
-    """A bar per combination, its time per sample in its parts."""
+    """A bar per combination, its time per sample in its parts; beside the dense oracle's they would not be seen."""
+    lines = [line for line in lines if line["mode"] != "dense"] or lines
     names = [f"{_name(_curve(line))}, {size_name(line['batch_size'])}" for line in lines]
     ends = [0.0] * len(lines)
     for part in lines[0]["step_parts_ms"]:
