@@ -248,7 +248,9 @@ def predict(
 
 @app.command()
 def bench(
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines to write; the plot goes beside them.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="JSON lines to write; the plot goes beside them.")
+    ] = Path("bench.jsonl"),
     absent_rows: Annotated[str, typer.Option(help="What the rows do that a batch lacks.")] = "replay,lazy,dense",
     batch_sizes: Annotated[str, typer.Option(help="Such as 1K,8K,64K; K is 1024.")] = "1K,8K,64K",
     model: Annotated[str, typer.Option(help="Network: wdl, deepfm, dcn, dcnmix, dcnv2.")] = "deepfm",
