@@ -90,7 +90,8 @@ def _number_texts(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return texts[..., None].view(np.uint8), np.char.str_len(texts).astype(np.int64)
 
 
-@numba.njit(nogil=True, cache=True)
+# Not cached: numba loads what it cached by the module's name, and a script has another one where it is imported.
+@numba.njit(nogil=True)
 def _write(
     text: np.ndarray,
     values: np.ndarray,
