@@ -43,7 +43,7 @@ def build_model(
 
     Args:
         config: architecture; ``config.embedding_dim`` is D.
-        tables: one per field, in the order in which the network sees the fields, each of width ``physical_dim(D)``.
+        tables: of width ``physical_dim(D)``; the network sees the fields in the order of their feature names.
         num_dense: number of dense features N; 0 is fine.
         is_weighted: the ids carry weights; all tables are pooled by sum then.
         device: where everything is built. The meta device holds the tables only, so that sharding allocates them; the

@@ -34,10 +34,10 @@ class Features(NamedTuple):
 
 
 class EmbeddingFront(nn.Module):
-    """One table per field, and the dense features beside them.
+    """One table per field, or for fields that share it, and the dense features beside them.
 
     Args:
-        tables: one per field, each with one feature name and width ``physical_dim(embedding_dim)``.
+        tables: each of width ``physical_dim(embedding_dim)``; their feature names are the fields, in that order.
         embedding_dim: D.
         num_dense: N, may be 0.
         is_weighted: the ids carry weights.
@@ -61,8 +61,6 @@ class EmbeddingFront(nn.Module):
             raise ValueError("a model needs at least one sparse field, got none")
         stored = physical_dim(embedding_dim)
         for table in tables:
-            if len(table.feature_names) != 1:
-                raise ValueError(f"table {table.name} serves the fields {table.feature_names}; give each its own table")
             if table.embedding_dim != stored:
                 raise ValueError(
                     f"table {table.name} is {table.embedding_dim} wide, but embedding_dim = {embedding_dim} needs "
@@ -74,10 +72,10 @@ class EmbeddingFront(nn.Module):
                     "ids; pool by sum and give the ids the weight 1 / length"
                 )
         # By name below: the order of the looked-up columns depends on the sharding plan.
-        self.fields = [table.feature_names[0] for table in tables]
+        self.fields = [field for table in tables for field in table.feature_names]
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
-        self.width = len(tables) * embedding_dim + num_dense
+        self.width = len(self.fields) * embedding_dim + num_dense
         self.embeddings = EmbeddingBagCollection(tables=list(tables), is_weighted=is_weighted, device=device)
         self.layout = _Layout(self.fields, embedding_dim)
 

@@ -163,7 +163,10 @@ class Replay:
 
     def bring_rows_current(self, rows: RowSums, step: int) -> None:
         """Brings the rows of a backward pass to ``step``, also those that no id of this rank asked for."""
-        places = self._places_of(rows.table, rows.start)[rows.counts.real]
+        self.bring_places_current(self._places_of(rows.table, rows.start)[rows.counts.real], step)
+
+    def bring_places_current(self, places: Tensor, step: int) -> None:
+        """Brings distinct rows, by their numbers among those of all tables (int64 [n]), to ``step``."""
         last = self.last_step[places]
         places = places[(last >= 0) & (last < step)]
         if len(places):
