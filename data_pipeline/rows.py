@@ -121,7 +121,7 @@ class Rows:
             dense[start:stop] = rows.dense
             label[start:stop] = rows.label
             ids[start:stop] = rows.ids
-            if time is not None:
+            if time is not None and rows.time is not None:
                 time[start:stop] = rows.time
             for name, parts in bags.items():
                 parts.append(rows.bags[name].to(device))

@@ -148,7 +148,7 @@ class Schema:
 
     def __post_init__(self) -> None:
         names = [LABEL] + [TIME] * self.timed
-        names += [each.name for each in (*self.dense, *self.sparse)]
+        names += [each.name for each in self.dense] + [each.name for each in self.sparse]
         names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
