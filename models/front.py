@@ -37,10 +37,11 @@ class EmbeddingFront(nn.Module):
     """One table per field, or for fields that share it, and the dense features beside them.
 
     Args:
-        tables: each of width ``physical_dim(embedding_dim)``; their feature names are the fields, in that order.
+        tables: each of width ``physical_dim(embedding_dim)``; their feature names are the fields.
         embedding_dim: D.
         num_dense: N, may be 0.
         is_weighted: the ids carry weights.
+        fields: their order; by default that of the tables.
         device: of the tables; the meta device leaves their memory to the sharding.
 
     Raises:
@@ -54,6 +55,7 @@ class EmbeddingFront(nn.Module):
         num_dense: int,
         *,
         is_weighted: bool = False,
+        fields: Sequence[str] | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ class EmbeddingFront(nn.Module):
                     "ids; pool by sum and give the ids the weight 1 / length"
                 )
         # By name below: the order of the looked-up columns depends on the sharding plan.
-        self.fields = [field for table in tables for field in table.feature_names]
+        self.fields = list(fields or (field for table in tables for field in table.feature_names))
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
         self.width = len(self.fields) * embedding_dim + num_dense
@@ -82,6 +84,29 @@ class EmbeddingFront(nn.Module):
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Features:
         """Looks up ``sparse``; ``dense`` is float [B, N]."""
         return self.layout(self.embeddings(sparse), dense)
+
+
+class LookedUpFront(nn.Module):
+    """In the place of an :class:`EmbeddingFront` where the rows are looked up elsewhere, as in serving: no tables.
+
+    Args:
+        num_fields: F.
+        embedding_dim: D.
+        num_dense: N, may be 0.
+    """
+
+    def __init__(self, num_fields: int, embedding_dim: int, num_dense: int) -> None:
+        super().__init__()
+        self.embedding_dim = embedding_dim
+        self.num_dense = num_dense
+        self.width = num_fields * embedding_dim + num_dense
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Features:
+        """Of dense features [B, N] and pooled rows [B, F, P], fields in the order of the tables."""
+        return _features(rows, dense, self.embedding_dim)
+
+
+Front = EmbeddingFront | LookedUpFront
 
 
 class _Layout(nn.Module):
@@ -100,11 +125,15 @@ class _Layout(nn.Module):
         else:  # another order, by the sharding plan
             by_field = looked_up.to_dict()
             rows = torch.stack([by_field[field] for field in self._fields], dim=1)
-        kind = rows.device.type
-        dtype = torch.promote_types(rows.dtype, dense.dtype)
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        return Features(rows, *_WideAndFlat.apply(rows, dense, self._embedding_dim, dtype))
+        return _features(rows, dense, self._embedding_dim)
+
+
+def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:
+    kind = rows.device.type
+    dtype = torch.promote_types(rows.dtype, dense.dtype)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return Features(rows, *_WideAndFlat.apply(rows, dense, embedding_dim, dtype))
 
 
 class _WideAndFlat(torch.autograd.Function):

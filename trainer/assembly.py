@@ -92,7 +92,12 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     specs = table_specs(schema, config.id_table)
     tables = embedding_tables(schema, specs, config.model.embedding_dim)
     model = build_model(
-        config.model, tables, len(schema.dense), is_weighted=schema.is_weighted, device=torch.device("meta")
+        config.model,
+        tables,
+        len(schema.dense),
+        is_weighted=schema.is_weighted,
+        fields=[field.name for field in schema.sparse],
+        device=torch.device("meta"),
     )
     half_on = process.device.type if config.train.precision == "bfloat16" else ""
     ids = row_ids(schema, specs, process, config.train.seed)

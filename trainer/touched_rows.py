@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import EmbeddingAdam
 
-from .tables import TableSpec
+from .tables import TableSpec, tables_of
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,11 @@ class TouchedRows:
 def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows: Tensor) -> CurrentRows:
     """Rows of a table, distinct, with the steps that they have missed, where rows are replayed."""
     if adam is None:
-        weights = model.state_dict()
+        value = tables_of(model)[table]
     else:
         adam.bring_current(table, rows)
         with adam.as_stored():
-            weights = model.state_dict()
-    (value,) = (value for key, value in weights.items() if key.endswith(f".embedding_bags.{table}.weight"))
+            value = tables_of(model)[table]
     if isinstance(value, ShardedTensor):
         (shard,) = value.local_shards()
         value = shard.tensor
