@@ -223,7 +223,7 @@ def _draw(
                 share = 0.0 if births[f] == 0 else 1.0
             if uniform(bits) < share:
                 age = -lifetime * math.log(1.0 - cut * uniform(mix(bits + GOLDEN)))
-                ident = -1 - int(math.floor((start + moments[i] - age) * births[f]))
+                ident = -1 - math.floor((start + moments[i] - age) * births[f])
             else:
                 ident = _rank(uniform(mix(bits + GOLDEN)), core[f], skew)
             ids[f, i] = ident

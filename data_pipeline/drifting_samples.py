@@ -1,9 +1,6 @@
 """Drifting samples as tables: raw ones with text ids, as a log or a stream has them, and a data set of raw ids."""
 
-import dataclasses
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
