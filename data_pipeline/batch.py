@@ -13,16 +13,18 @@ class Batch(Pipelineable):
 
     Attributes:
         dense: float32 [B, N], N may be 0.
-        sparse: ids of every sparse field, keys in schema order, int32 values, lengths and offsets, stride B. With
-            float32 weights if, and only if, the schema has a weighted field.
+        sparse: ids of every sparse field, keys in schema order, int32 values (int64 where a field's ids are raw), int32
+            lengths and offsets, stride B. With float32 weights if, and only if, the schema has a weighted field.
         label: float32 [B], 0 or 1; NaN where the split has no labels.
         global_batch_size: samples over all ranks; by default B.
+        time: int64 [B], Unix seconds; None where the data set has no time column.
     """
 
     dense: torch.Tensor
     sparse: KeyedJaggedTensor
     label: torch.Tensor
     global_batch_size: int = -1
+    time: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 0:
@@ -35,14 +37,23 @@ class Batch(Pipelineable):
             self.sparse.to(device, non_blocking=non_blocking),
             self.label.to(device, non_blocking=non_blocking),
             self.global_batch_size,
+            None if self.time is None else self.time.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory, from which `to(cuda, non_blocking=True)` is asynchronous."""
-        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.label.pin_memory(), self.global_batch_size)
+        return Batch(
+            self.dense.pin_memory(),
+            self.sparse.pin_memory(),
+            self.label.pin_memory(),
+            self.global_batch_size,
+            None if self.time is None else self.time.pin_memory(),
+        )
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory from being reused before `stream` has caught up (CUDA only)."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.label.record_stream(stream)
+        if self.time is not None:
+            self.time.record_stream(stream)

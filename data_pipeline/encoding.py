@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from .dense import bucket_ids, transformed
 from .parsing import Parsed
-from .schema import LABEL, RESERVED_ROWS, WEIGHT_SUFFIX, DenseField, Schema, SparseField
-from .vocabulary import Vocabulary, hashed_rows
+from .schema import LABEL, RESERVED_ROWS, TIME, WEIGHT_SUFFIX, DenseField, Schema, SparseField
+from .vocabulary import Vocabulary, hashed_rows, raw_ids
 
 VOCABULARY_FOLDER = "vocabulary"
 
@@ -31,6 +31,8 @@ class Encoder:
     def encode(self, parsed: Parsed) -> pa.Table:
         """All rows of a block as the columns of `arrow_schema`."""
         columns: dict[str, pa.Array] = {LABEL: pa.array(parsed.label)}
+        if parsed.time is not None:
+            columns[TIME] = pa.array(parsed.time)
         for dense in self.dense:
             columns[dense.name] = pa.array(transformed(dense, parsed.numbers[dense.source]))
         for sparse in self.sparse:
@@ -51,6 +53,8 @@ class Encoder:
     def _rows(self, field: SparseField, text: pa.Array) -> np.ndarray:
         if field.encoding == "hash":
             return hashed_rows(text, field.num_embeddings - RESERVED_ROWS)
+        if field.encoding == "raw":
+            return raw_ids(text)
         return self.vocabularies[field.name].rows(text)
 
     def save(self, folder: Path) -> None:

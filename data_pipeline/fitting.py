@@ -15,7 +15,7 @@ from .layouts import Layout, RawField
 from .parallel import ordered_map
 from .parsing import Parsed, parse
 from .prepare_config import PrepareConfig
-from .schema import RESERVED_ROWS, SparseField, SparseKind
+from .schema import RESERVED_ROWS, Encoding, SparseField, SparseKind
 from .sources import Block, Partition, Report
 from .splitting import SplitRule
 from .vocabulary import Vocabulary, VocabularyCounter, counted_values
@@ -106,18 +106,21 @@ def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
 
 def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseField:
     bucketed = raw.kind == "numeric"
+    encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
     return SparseField(
         raw.name + BUCKET_SUFFIX if bucketed else raw.name,
         RESERVED_ROWS,
         kind,
         pooling=raw.pooling or "sum",
-        encoding="hash" if config.hash_buckets else "vocabulary",
+        encoding=encoding,
         source=raw.name,
         bucketed=bucketed,
     )
 
 
 def _sized(each: SparseField, vocabularies: dict[str, Vocabulary], config: PrepareConfig) -> SparseField:
+    if each.encoding == "raw":
+        return replace(each, num_embeddings=0)
     ids = config.hash_buckets if each.encoding == "hash" else len(vocabularies[each.name])
     return replace(each, num_embeddings=ids + RESERVED_ROWS)
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .schema import LABEL, WEIGHT_SUFFIX, Pooling
+from .schema import LABEL, TIME, WEIGHT_SUFFIX, Pooling
 
 RawKind = Literal["numeric", "categorical", "multi", "weighted"]
 LayoutName = Literal["criteo", "avazu", "csv"]
+TimeFormat = Literal["timestamp", "hour"]
 
 # Names become Parquet columns, file names and PyTorch module names.
 FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -78,6 +79,8 @@ class Layout:
         columns: all raw columns in order; empty where the header is to tell.
         label: the label's column.
         fields: what is kept; other columns are left out.
+        time: the column of the sample's time, which may be a field as well; empty where there is none.
+        time_format: "timestamp" (Unix seconds, whole or not, or ISO 8601) or "hour" (YYMMDDHH, UTC).
     """
 
     name: str
@@ -87,6 +90,8 @@ class Layout:
     columns: tuple[str, ...]
     label: str
     fields: tuple[RawField, ...]
+    time: str = ""
+    time_format: TimeFormat = "timestamp"
 
     def __post_init__(self) -> None:
         if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in "\r\n":
@@ -98,6 +103,10 @@ class Layout:
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
             raise ValueError(f"field names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
+        if self.time and TIME in names:
+            raise ValueError(f"field {TIME!r}: samples have a time, whose name this is; choose another for the field")
+        if self.time and self.time == self.label:
+            raise ValueError(f"column {self.label!r} is the label, so it cannot be the time as well")
         if self.columns:
             self._check_columns(self.columns, labelled=False)
 
@@ -126,7 +135,7 @@ class Layout:
         return dataclasses.replace(self, columns=columns)
 
     def _check_columns(self, columns: Sequence[str], *, labelled: bool) -> None:
-        wanted = [field.column for field in self.fields] + ([self.label] if labelled else [])
+        wanted = [field.column for field in self.fields] + [self.time] * bool(self.time) + [self.label] * labelled
         missing = sorted(set(wanted) - set(columns))
         if missing:
             raise ValueError(f"no column {', '.join(map(repr, missing))} among {', '.join(columns)}")
@@ -169,6 +178,8 @@ AVAZU = Layout(
     columns=(),
     label="click",
     fields=tuple(RawField(name, "categorical") for name in _AVAZU_IDS),
+    time="hour",
+    time_format="hour",
 )
 """Avazu's Kaggle `train` (and `test`, without `click`). `id` is different in every row, so it is no feature."""
 
@@ -181,6 +192,7 @@ def load_csv_schema(path: str | os.PathLike[str]) -> Layout:
         header = true                    # default
         columns = ["label", "age"]       # instead of a header
         label = "label"                  # default
+        time = "seen at"                 # column of the sample's time; default: none
         [[fields]]
         name = "genres"
         kind = "multi"                   # numeric | categorical | multi | weighted
@@ -189,7 +201,8 @@ def load_csv_schema(path: str | os.PathLike[str]) -> Layout:
         weight_separator = ":"           # weighted
         pooling = "mean"                 # multi: mean (default) or sum
 
-    An empty value is a missing one.
+    An empty value is a missing one. A time is Unix seconds (also with decimals, which are cut off) or ISO 8601 text
+    ("2014-10-21T07:00:00Z", a date alone, UTC where it names no zone); a sample without one is a bad row.
 
     Raises:
         ValueError: with the file, the key and the remedy.
@@ -207,7 +220,7 @@ def load_csv_schema(path: str | os.PathLike[str]) -> Layout:
 
 
 def _layout_of(content: dict[str, Any]) -> Layout:
-    types = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": str, "fields": list}
+    types = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": str, "time": str, "fields": list}
     _check_types("", content, types)
     header, columns = content.get("header", True), content.get("columns", [])
     if header == bool(columns):
@@ -220,7 +233,7 @@ def _layout_of(content: dict[str, Any]) -> Layout:
         fields.append(RawField(**field))
     layout = Layout(
         "csv", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns),
-        content.get("label", LABEL), tuple(fields),
+        content.get("label", LABEL), tuple(fields), content.get("time", ""),
     )  # fmt: skip
     if columns:
         layout._check_columns(columns, labelled=True)

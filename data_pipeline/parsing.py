@@ -16,6 +16,7 @@ from .bad_rows import BadRow
 from .layouts import Layout, RawField
 from .screening import Screened, screened
 from .sources import Block
+from .times import TIME_RULES, as_times
 
 NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 LONGEST_QUOTED_VALUE = 60
@@ -30,6 +31,7 @@ class Parsed:
     Attributes:
         rows: their numbers over all raw files, int64 [R].
         label: float32 [R]; NaN throughout where the files have no label.
+        time: int64 [R], Unix seconds; None where the layout names no column of it.
         numbers: float64 [R] of each numeric field, NaN where missing.
         ids: strings [R] of each categorical field, lists of strings [R] of each list field; empty string where missing.
         weights: float32 of each value of each weighted field.
@@ -38,6 +40,7 @@ class Parsed:
 
     rows: np.ndarray
     label: np.ndarray
+    time: np.ndarray | None
     numbers: dict[str, np.ndarray]
     ids: dict[str, pa.Array]
     weights: dict[str, np.ndarray]
@@ -54,6 +57,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
     table, lines, bad = _split(screen, block.path, layout)
     checks = _Checks(block.path, lines, [*screen.bad, *bad])
     label = _label(table, layout, checks)
+    time = checks.times(table, layout) if layout.time else None
     numbers = {field.name: checks.numbers(table, field) for field in layout.fields if field.kind == "numeric"}
     lists = {field.name: _Lists(table, field, checks) for field in layout.fields if field.kind in ("multi", "weighted")}
     good = ~checks.is_bad
@@ -67,6 +71,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
     return Parsed(
         rows=keep(lines) - block.first_line + block.first_row,
         label=keep(label),
+        time=None if time is None else keep(time),
         numbers={name: keep(values) for name, values in numbers.items()},
         ids=ids,
         weights={name: each.kept_weights(good) for name, each in lists.items() if each.weights is not None},
@@ -78,7 +83,7 @@ def _split(screen: Screened, path: str, layout: Layout) -> tuple[pa.Table, np.nd
     """Fields as strings, the line of each row, and the rows with a wrong number of columns."""
     lines = screen.lines
     wanted = [field.column for field in layout.fields]
-    wanted += [layout.label] if layout.label in layout.columns else []
+    wanted += [name for name in (layout.label, layout.time) if name in layout.columns]
     # Columns that nobody wants may have any name, also one that occurs twice.
     names = [name if name in wanted else f"unused {number}" for number, name in enumerate(layout.columns)]
     wrong: list[tuple[int, int]] = []
@@ -166,13 +171,20 @@ class _Checks:
     def numbers(self, table: pa.Table, field: RawField) -> np.ndarray:
         """float64 [R], NaN where missing; bad ones are marked."""
         text = _column(table, field.column)
-        values, wrong = _as_numbers(text)
+        values, wrong = as_numbers(text)
         self.fail(wrong, field.column, text, "must be a finite number or empty")
         return values
 
+    def times(self, table: pa.Table, layout: Layout) -> np.ndarray:
+        """int64 [R]; bad ones, and missing ones, are marked."""
+        text = _column(table, layout.time)
+        values, wrong = as_times(text, layout.time_format)
+        self.fail(wrong, layout.time, text, TIME_RULES[layout.time_format])
+        return values
 
-def _as_numbers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Values, NaN where empty or wrong; and where they are wrong."""
+
+def as_numbers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Values of strings, float64 [R], NaN where empty or wrong; and where they are wrong."""
     present = pc.not_equal(text, "")
     text = pc.if_else(present, text, pa.scalar(None, text.type))
     try:  # the whole column at once: it is nearly always good
@@ -208,7 +220,7 @@ class _Lists:
         pairs = pc.if_else(pc.and_(has_weight, pc.not_equal(text, "")), text, separator + "1")
         halves = pc.split_pattern(pairs, separator, max_splits=1, reverse=True).flatten()
         values, weights = (halves.take(pa.array(np.arange(part, len(halves), 2))) for part in (0, 1))
-        numbers, wrong = _as_numbers(weights)
+        numbers, wrong = as_numbers(weights)
         checks.fail(wrong | _mask(pc.equal(weights, "")), field.column, text, rule, row_of)
         return values, numbers.astype(np.float32)
 

@@ -86,6 +86,7 @@ def prepare(
             dense=encoder.dense,
             sparse=encoder.sparse,
             splits=splits,
+            timed=bool(described.time),
             settings=_settings(config, described) if past is None else past.settings,
             sources=_sources(files, ledger),
             versions=library_versions(),

@@ -18,6 +18,8 @@ class PrepareConfig:
     Attributes:
         min_count: ids seen less often in training share the out-of-vocabulary row of their field.
         hash_buckets: this many rows per field by a stateless hash, instead of a vocabulary; 0 for a vocabulary.
+        raw_ids: ids stay 64-bit numbers (`vocabulary.raw_ids`), which become rows in training only, of tables that ids
+            come to and go from; instead of a vocabulary.
         dense: "minmax" to [0, 1]; "log", log1p(x - minimum); "buckets", as minmax and each integer also as a
             categorical field `<name>_bucket`; "none", the number itself. Missing is 0 before the map.
         fit_on: rows whose minimum and maximum count: "train", or "all" as the published numbers did. Vocabularies
@@ -33,6 +35,7 @@ class PrepareConfig:
 
     min_count: int = 1
     hash_buckets: int = 0
+    raw_ids: bool = False
     dense: DenseTransform = "minmax"
     fit_on: Literal["train", "all"] = "train"
     split: Literal["random", "tail"] = "random"
@@ -56,8 +59,11 @@ class PrepareConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.hash_buckets and self.min_count > 1:
-            raise ValueError("min_count has no effect with hash_buckets, which keeps no vocabulary; give one of them")
+        if self.hash_buckets and self.raw_ids:
+            raise ValueError("hash_buckets and raw_ids exclude each other; give one of them")
+        if (self.hash_buckets or self.raw_ids) and self.min_count > 1:
+            way = "raw_ids" if self.raw_ids else "hash_buckets"
+            raise ValueError(f"min_count has no effect with {way}, which keeps no vocabulary; give one of them")
         if self.split == "tail" and (self.test_rows is None or self.test_rows < 0):
             raise ValueError(f'split = "tail" needs test_rows of at least 0, got {self.test_rows}')
         if self.split == "tail" and self.test_fraction is not None:

@@ -8,15 +8,17 @@ from .schema import Schema
 def resident_bytes(schema: Schema, split: str = "train") -> int:
     """Bytes that `Reader(resident=True)` keeps for a split.
 
-    4 for each label, dense value and id, 4 for each weight, and 8 for each list's offset.
+    4 for each label, dense value and id (8 where ids are raw), 4 for each weight, 8 for each time and list's offset.
     """
     size = schema.split(split)
-    total = 4 * size.rows * (1 + len(schema.dense))
+    id_bytes = 8 if schema.has_raw_ids else 4
+    total = size.rows * (4 * (1 + len(schema.dense)) + (8 if schema.timed else 0))
     for field in schema.sparse:
         if field.kind == "categorical":
-            total += 4 * size.rows
+            total += id_bytes * size.rows
         else:
-            total += 8 * (size.rows + 1) + (8 if field.kind == "weighted" else 4) * size.values.get(field.name, 0)
+            value_bytes = id_bytes + (4 if field.kind == "weighted" else 0)
+            total += 8 * (size.rows + 1) + value_bytes * size.values.get(field.name, 0)
     return total
 
 

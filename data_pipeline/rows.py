@@ -19,7 +19,7 @@ class Bags:
     """One list field: the values of row r are `values[offsets[r] : offsets[r + 1]]`.
 
     Attributes:
-        values: int32 [V].
+        values: int32 [V]; int64 where the schema has raw ids.
         offsets: int64 [R + 1], starting at 0.
         weights: float32 [V], or None.
     """
@@ -45,10 +45,10 @@ class Bags:
         return Bags(self.values[position], offsets, weights)
 
     @staticmethod
-    def concat(parts: Sequence["Bags"]) -> "Bags":
-        """All bags of the parts, one after the other; no part is no bag."""
+    def concat(parts: Sequence["Bags"], dtype: torch.dtype = torch.int32) -> "Bags":
+        """All bags of the parts, one after the other; no part is no bag, of values of `dtype`."""
         if not parts:
-            return Bags(torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+            return Bags(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
         weights = [part.weights for part in parts if part.weights is not None]
         return Bags(
             torch.cat([part.values for part in parts]),
@@ -68,14 +68,16 @@ class Rows:
     Attributes:
         dense: float32 [R, N].
         label: float32 [R].
-        ids: int32 [R, S], the single-valued fields in schema order.
+        ids: int32 [R, S], the single-valued fields in schema order; int64 where the schema has raw ids.
         bags: the list fields by name.
+        time: int64 [R], Unix seconds, or None.
     """
 
     dense: torch.Tensor
     label: torch.Tensor
     ids: torch.Tensor
     bags: dict[str, Bags]
+    time: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.label.numel()
@@ -87,6 +89,7 @@ class Rows:
             self.label.index_select(0, index),
             self.ids.index_select(0, index),
             {name: bags.take(index) for name, bags in self.bags.items()},
+            None if self.time is None else self.time.index_select(0, index),
         )
 
     @staticmethod
@@ -94,11 +97,13 @@ class Rows:
         """All rows of the parts, one after the other; at least one part."""
         if len(parts) == 1:
             return parts[0]
+        times = [part.time for part in parts if part.time is not None]
         return Rows(
             torch.cat([part.dense for part in parts]),
             torch.cat([part.label for part in parts]),
             torch.cat([part.ids for part in parts]),
             {name: Bags.concat([part.bags[name] for part in parts]) for name in parts[0].bags},
+            torch.cat(times) if times else None,
         )
 
     @staticmethod
@@ -107,16 +112,20 @@ class Rows:
         singles = sum(field.kind == "categorical" for field in schema.sparse)
         dense = torch.empty((total, len(schema.dense)), dtype=torch.float32, device=device)
         label = torch.empty(total, dtype=torch.float32, device=device)
-        ids = torch.empty((total, singles), dtype=torch.int32, device=device)
+        dtype = id_dtype(schema)
+        ids = torch.empty((total, singles), dtype=dtype, device=device)
+        time = torch.empty(total, dtype=torch.int64, device=device) if schema.timed else None
         bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
         for start, rows in pieces:
             stop = start + len(rows)
             dense[start:stop] = rows.dense
             label[start:stop] = rows.label
             ids[start:stop] = rows.ids
+            if time is not None and rows.time is not None:
+                time[start:stop] = rows.time
             for name, parts in bags.items():
                 parts.append(rows.bags[name].to(device))
-        return Rows(dense, label, ids, {name: Bags.concat(parts) for name, parts in bags.items()})
+        return Rows(dense, label, ids, {name: Bags.concat(parts, dtype) for name, parts in bags.items()}, time)
 
     def batch(self, schema: Schema, global_batch_size: int) -> Batch:
         """These rows, all of them, as the model's input.
@@ -124,7 +133,7 @@ class Rows:
         It says how many ids each field has, or TorchRec would ask the device at every step.
         """
         sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
-        return Batch(self.dense, sparse, self.label, global_batch_size)
+        return Batch(self.dense, sparse, self.label, global_batch_size, self.time)
 
     def _one_id_each(self, schema: Schema) -> KeyedJaggedTensor:
         lengths, offsets = _unit_bags(self.ids.numel(), self.ids.device)
@@ -162,6 +171,11 @@ class Rows:
             stride=len(self),
             length_per_key=[value.numel() for value in values],
         )
+
+
+def id_dtype(schema: Schema) -> torch.dtype:
+    """Of the ids of all fields together: int64 where some are raw, else int32."""
+    return torch.int64 if schema.has_raw_ids else torch.int32
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 FORMAT_VERSION = 1
 SCHEMA_FILE = "schema.json"
 LABEL = "label"
+TIME = "time"
 WEIGHT_SUFFIX = "__weight"
 """Parquet column of a weighted field's weights: the field's name and this suffix."""
 
@@ -28,7 +29,7 @@ RESERVED_ROWS = 2
 """The rows above; the ids' own rows follow."""
 
 SparseKind = Literal["categorical", "multi", "weighted"]
-Encoding = Literal["vocabulary", "hash", "synthetic"]
+Encoding = Literal["vocabulary", "hash", "raw", "synthetic"]
 Pooling = Literal["sum", "mean"]
 
 
@@ -58,9 +59,10 @@ class SparseField:
     Attributes:
         name: Parquet column, and key of the `KeyedJaggedTensor`.
         kind: "categorical" (exactly one id per sample), "multi" (a list), "weighted" (a list with float weights).
-        num_embeddings: rows of the table, the two reserved ones included.
+        num_embeddings: rows of the table, the two reserved ones included; 0 where ids are raw and the trainer decides.
         pooling: how a bag becomes one vector; a weighted bag is always summed.
-        encoding: "vocabulary" (rows by decreasing training count), "hash" (2 + hash % buckets) or "synthetic".
+        encoding: "vocabulary" (rows by decreasing training count), "hash" (2 + hash % buckets), "raw" (int64 ids that
+            are no rows yet, see `raw_ids`) or "synthetic".
         source: the raw field it was made of.
         bucketed: True where the ids are the logarithmic buckets of an integer column.
     """
@@ -74,7 +76,8 @@ class SparseField:
     bucketed: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_embeddings <= RESERVED_ROWS - 1:
+        unsized = self.encoding == "raw" and self.num_embeddings == 0
+        if self.num_embeddings < RESERVED_ROWS and not unsized:
             raise ValueError(f"field {self.name!r}: num_embeddings must be at least 2, got {self.num_embeddings}")
         if self.kind == "weighted" and self.pooling != "sum":
             raise ValueError(f'field {self.name!r}: a weighted field is always summed; pooling must be "sum"')
@@ -125,6 +128,7 @@ class Schema:
         name: the layout or generator it came from ("criteo", "avazu", "csv", "synthetic").
         dense, sparse: the fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
         splits: "train" and "test".
+        timed: True where every sample has a time, in the Parquet column `time`: int64, Unix seconds.
         best: {"auc", "logloss"} of the true probabilities on the test split, for synthetic data; None elsewhere.
         settings: the configuration that made it, as plain JSON.
         sources: checksums of the raw files.
@@ -135,6 +139,7 @@ class Schema:
     dense: tuple[DenseField, ...]
     sparse: tuple[SparseField, ...]
     splits: Mapping[str, Split]
+    timed: bool = False
     best: Mapping[str, float] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[SourceFile, ...] = ()
@@ -142,7 +147,8 @@ class Schema:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        names = [LABEL, *(dense.name for dense in self.dense), *(sparse.name for sparse in self.sparse)]
+        names = [LABEL] + [TIME] * self.timed
+        names += [each.name for each in self.dense] + [each.name for each in self.sparse]
         names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -152,6 +158,11 @@ class Schema:
     def is_weighted(self) -> bool:
         """True where the `KeyedJaggedTensor` carries weights: at least one field is weighted."""
         return any(each.kind == "weighted" for each in self.sparse)
+
+    @property
+    def has_raw_ids(self) -> bool:
+        """True where ids are int64, because at least one field's are raw; else they are int32."""
+        return any(each.encoding == "raw" for each in self.sparse)
 
     def split(self, name: str) -> Split:
         """The split of that name. Raises ValueError naming the ones there are."""

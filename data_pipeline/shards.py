@@ -10,10 +10,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from .rows import Bags, Rows
-from .schema import LABEL, WEIGHT_SUFFIX, Schema, SparseField
+from .rows import Bags, Rows, id_dtype
+from .schema import LABEL, TIME, WEIGHT_SUFFIX, Schema, SparseField
 
-ID_LIST = pa.list_(pa.int32())
 WEIGHT_LIST = pa.list_(pa.float32())
 
 
@@ -23,11 +22,12 @@ def shard_path(data_dir: Path, split: str, number: int) -> Path:
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """The Parquet columns of a data set: label, dense fields, sparse fields (each weighted one with its weights)."""
-    columns = [(LABEL, pa.float32())]
+    """The Parquet columns of a data set: label, time, dense fields, sparse fields (weighted ones with weights)."""
+    columns = [(LABEL, pa.float32()), *([(TIME, pa.int64())] if schema.timed else [])]
     columns += [(field.name, pa.float32()) for field in schema.dense]
     for field in schema.sparse:
-        columns.append((field.name, pa.int32() if field.kind == "categorical" else ID_LIST))
+        ids = pa.int64() if field.encoding == "raw" else pa.int32()
+        columns.append((field.name, ids if field.kind == "categorical" else pa.list_(ids)))
         if field.kind == "weighted":
             columns.append((field.name + WEIGHT_SUFFIX, WEIGHT_LIST))
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
@@ -55,13 +55,22 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
 
 
 def _load_shard(path: Path, schema: Schema, size: int) -> Rows:
-    table = _read(path, schema, size)
+    return rows_of_table(_read(path, schema, size), schema, path)
+
+
+def rows_of_table(table: pa.Table, schema: Schema, path: Path | str) -> Rows:
+    """`Rows` from the columns of `arrow_schema`; `path` is for messages.
+
+    Raises:
+        ValueError: nulls, or a list of weights that is not as long as its list of ids.
+    """
     single = [field.name for field in schema.sparse if field.kind == "categorical"]
     return Rows(
         _stacked(table, [field.name for field in schema.dense], np.float32, path),
         _stacked(table, [LABEL], np.float32, path)[:, 0],
-        _stacked(table, single, np.int32, path),
-        {field.name: _bags(table, field, path) for field in schema.sparse if field.kind != "categorical"},
+        _stacked(table, single, np.int64 if schema.has_raw_ids else np.int32, path),
+        {field.name: _bags(table, field, schema, path) for field in schema.sparse if field.kind != "categorical"},
+        _stacked(table, [TIME], np.int64, path)[:, 0] if schema.timed else None,
     )
 
 
@@ -106,7 +115,9 @@ def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
 
 
 def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
-    """An id outside its table would read or write foreign memory in FBGEMM, so none may pass."""
+    """An id outside its table would read or write foreign memory in FBGEMM, so none may pass; raw ids have no table."""
+    if field.encoding == "raw":
+        return
     for chunk in column.chunks:
         bounds = pc.min_max(chunk if field.kind == "categorical" else chunk.flatten()).as_py()
         for value in bounds.values():
@@ -117,7 +128,7 @@ def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
                 )
 
 
-def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path) -> torch.Tensor:
+def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path | str) -> torch.Tensor:
     """Flat columns side by side: a transposed view, [rows, len(names)], of one copy of Arrow's buffers."""
     columns = np.empty((len(names), table.num_rows), dtype)
     for name, target in zip(names, columns, strict=True):
@@ -131,7 +142,7 @@ def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path) -> 
     return torch.from_numpy(columns).t()
 
 
-def _bags(table: pa.Table, field: SparseField, path: Path) -> Bags:
+def _bags(table: pa.Table, field: SparseField, schema: Schema, path: Path | str) -> Bags:
     lists = _lists(table, field.name, path)
     weights = None
     offsets = lists.offsets.to_numpy().astype(np.int64)
@@ -142,10 +153,11 @@ def _bags(table: pa.Table, field: SparseField, path: Path) -> Bags:
         if not np.array_equal(weight_offsets - weight_offsets[0], offsets):
             raise ValueError(f"{path}, column {field.name!r}: a list of weights is not as long as its list of ids")
         weights = torch.from_numpy(weight_lists.flatten().to_numpy().copy())
-    return Bags(torch.from_numpy(lists.flatten().to_numpy().copy()), torch.from_numpy(offsets), weights)
+    values = torch.from_numpy(lists.flatten().to_numpy().copy()).to(id_dtype(schema))
+    return Bags(values, torch.from_numpy(offsets), weights)
 
 
-def _lists(table: pa.Table, name: str, path: Path) -> pa.ListArray:
+def _lists(table: pa.Table, name: str, path: Path | str) -> pa.ListArray:
     column = table[name].combine_chunks()
     lists = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
     if lists.null_count or lists.flatten().null_count:

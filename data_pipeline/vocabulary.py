@@ -96,6 +96,16 @@ def hashed_rows(text: pa.Array, buckets: int) -> np.ndarray:
     return _with_missing(rows, text)
 
 
+def raw_ids(text: pa.Array) -> np.ndarray:
+    """Raw ids: the bits of `string_hashes` as int64 [R]; empty strings are missing.
+
+    0 and 1 are rows, never ids, so a hash of 0 or 1 becomes 2 or 3.
+    """
+    ids = string_hashes(text).view(np.int64)
+    ids[(ids == OUT_OF_VOCABULARY) | (ids == MISSING)] += RESERVED_ROWS
+    return _with_missing(ids, text)
+
+
 def _with_missing(rows: np.ndarray, text: pa.Array) -> np.ndarray:
     offsets, _ = string_buffers(text)
     rows[offsets[1:] == offsets[:-1]] = MISSING

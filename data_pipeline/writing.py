@@ -89,7 +89,7 @@ def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Wr
 
 
 def _fields(plan: WritePlan) -> Schema:
-    return Schema(plan.layout.name, plan.encoder.dense, plan.encoder.sparse, {})
+    return Schema(plan.layout.name, plan.encoder.dense, plan.encoder.sparse, {}, timed=bool(plan.layout.time))
 
 
 def _labelled(layout: Layout) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from cowrec.data_pipeline import PrepareConfig, prepare, work_bytes
 from test_data_interrupted import content
 from test_data_prepare import MIXED_SCHEMA, write_criteo
+from test_data_raw_ids import write_timed
 
 dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
@@ -35,8 +36,9 @@ def both(cluster, folder, *arguments, **options):
         PrepareConfig(shard_rows=150),
         PrepareConfig(shard_rows=150, split="tail", test_rows=260, min_count=2, dense="buckets"),
         PrepareConfig(shard_rows=150, hash_buckets=50, dense="log", fit_on="all"),
+        PrepareConfig(shard_rows=150, raw_ids=True),
     ],
-    ids=["random", "tail", "hash"],
+    ids=["random", "tail", "hash", "raw"],
 )
 def test_a_cluster_makes_the_same_files(cluster, tmp_path, config):
     """Of a plain and a compressed file, whose partitions are not cut alike."""
@@ -61,6 +63,14 @@ def test_lists_weights_and_bad_rows_too(cluster, tmp_path):
     (tmp_path / "raw.csv").write_text("\n".join(["past views,unused,click,price,tags,city", *lines]))
     config = PrepareConfig(shard_rows=37, on_bad_row="skip")
     here, there = both(cluster, tmp_path, "csv", [tmp_path / "raw.csv"], config, csv_schema=tmp_path / "schema.toml")
+    assert here == there
+
+
+def test_raw_ids_and_times_too(cluster, tmp_path):
+    write_timed(tmp_path)
+    config = PrepareConfig(shard_rows=37, raw_ids=True)
+    options = {"csv_schema": tmp_path / "schema.toml"}
+    here, there = both(cluster, tmp_path, "csv", [tmp_path / "raw.csv"], config, **options)
     assert here == there
 
 

@@ -68,6 +68,9 @@ def prepare(
     hash_buckets: Annotated[
         int | None, typer.Option(help="Rows per field by a stateless hash, instead of a vocabulary. [0, off]")
     ] = None,
+    raw_ids: Annotated[
+        bool | None, typer.Option("--raw-ids", help="64-bit ids that become rows in training; no vocabulary.")
+    ] = None,
     dense: Annotated[str | None, typer.Option(help="What becomes of numbers: [minmax], log, buckets, none.")] = None,
     fit_on: Annotated[str | None, typer.Option(help="Rows whose minimum and maximum count: [train], all.")] = None,
     split: Annotated[str | None, typer.Option(help="Rows for testing: [random], tail (the last ones).")] = None,
@@ -94,6 +97,7 @@ def prepare(
     flags = {
         "min_count": min_count,
         "hash_buckets": hash_buckets,
+        "raw_ids": raw_ids,
         "dense": dense,
         "fit_on": fit_on,
         "split": split,
@@ -123,8 +127,9 @@ def prepare(
     rows = ", ".join(f"{split.rows:,} {name} rows" for name, split in schema.splits.items())
     bad = sum(source.bad_rows for source in schema.sources)
     skipped = f"; {bad:,} bad rows left out" if bad else ""
-    ids = sum(field.num_embeddings for field in schema.sparse)
-    print(f"{output}: {rows}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids:,} ids{skipped}")
+    rows_of_ids = sum(field.num_embeddings for field in schema.sparse)
+    ids = "raw ids" if schema.has_raw_ids else f"{rows_of_ids:,} ids"
+    print(f"{output}: {rows}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}")
 
 
 @app.command()

@@ -56,7 +56,7 @@ def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
                 lengths,
                 length_per_key=sparse.length_per_key(),  # a row without ids adds none
             )
-            batch = Batch(dense, padded, batch.label, batch.global_batch_size)
+            batch = Batch(dense, padded, batch.label, batch.global_batch_size, batch.time)
         yield batch
 
 
