@@ -23,7 +23,7 @@ PILOT_ROWS = 1 << 16
 
 
 @numba.njit(inline="always")
-def _gaussian(bits: np.uint64) -> float:
+def gaussian(bits: np.uint64) -> float:
     """Mean 0, variance 1: the sum of a hash's four 16-bit words. Integers until the end, so the same everywhere."""
     low = np.uint64(0xFFFF)
     words = (bits & low) + ((bits >> np.uint64(16)) & low) + ((bits >> np.uint64(32)) & low) + (bits >> np.uint64(48))
@@ -67,10 +67,10 @@ def _draw(
             place = min(int(x), size) - 1
             ids[f, i] = place
             effect = mix(effects[f] + np.uint64(place) * GOLDEN)
-            logit += id_scale * _gaussian(effect)
+            logit += id_scale * gaussian(effect)
             for k in range(rank):
                 effect = mix(effect + GOLDEN)
-                v = pair_scale * _gaussian(effect)
+                v = pair_scale * gaussian(effect)
                 sums[k] += v
                 squares += v * v
         total = 0.0
@@ -82,7 +82,7 @@ def _draw(
             # Counts scaled by their maximum are mostly small: the cube of a uniform has mean 1/4 and a long tail.
             x = u * u * u
             dense[n, i] = x
-            logit += dense_scale * _gaussian(effects[fields + n]) * (x - 0.25)
+            logit += dense_scale * gaussian(effects[fields + n]) * (x - 0.25)
         logits[i] = logit
         uniforms[i] = uniform(mix(row))
 
@@ -135,8 +135,8 @@ class PlantedModel:
         ids = np.empty((len(self.sizes), rows), np.int32)
         dense = np.empty((self.num_dense, rows), np.float32)
         logits, uniforms = np.empty(rows), np.empty(rows)
-        effects = _keys((self.seed, 0), len(self.sizes) + self.num_dense)
-        (row_key,) = _keys((self.seed, 1, stream), 1)
+        effects = keys((self.seed, 0), len(self.sizes) + self.num_dense)
+        (row_key,) = keys((self.seed, 1, stream), 1)
         _draw(
             first_row, row_key, effects, self.sizes, self.skew,
             self.id_scale, self.pair_scale, self.rank, self.dense_scale, ids, dense, logits, uniforms,
@@ -158,6 +158,6 @@ class PlantedModel:
         return (low + high) / 2
 
 
-def _keys(seed: tuple[int, ...], count: int) -> np.ndarray:
+def keys(seed: tuple[int, ...], count: int) -> np.ndarray:
     """Independent 64-bit keys: uint64 [count]."""
     return np.random.SeedSequence(seed).generate_state(count, np.uint64)
