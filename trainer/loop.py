@@ -102,8 +102,7 @@ class _Run:
         self.say(self.summary())
         self.checkpoints.clean()
         if not (resume and self.resume()) and self.config.train.warm_start:
-            source = Path(self.config.train.warm_start)
-            warm_start(source, self.run_dir, self.schema, self.model, self.process)
+            warm_start(self.config, self.run_dir, self.schema, self.model, self.process)
         with RunLog(self.run_dir if self.process.is_first else None, self.step) as log:
             with stop_requests(self.process) as stop:
                 while self.epoch < self.config.train.epochs:

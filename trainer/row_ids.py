@@ -33,6 +33,7 @@ class RowIds:
     Attributes:
         tables: the collisionless ones, None where there are none.
         births: makes the rows of new ids in the model; set before training.
+        latest: what the latest call returned.
 
     Raises:
         ValueError: an expiry or window by sample time where the data have none.
@@ -40,6 +41,7 @@ class RowIds:
 
     def __init__(self, schema: Schema, specs: Sequence[TableSpec], process: Process, seed: int):
         self.births: RowBirths | None = None
+        self.latest: KeyedJaggedTensor
         self._fields = [field.name for field in schema.sparse]
         self._buckets = {
             field.name: (spec.ids.capacity, place)
@@ -76,7 +78,7 @@ class RowIds:
         elif self.tables:
             ids = self.tables.rows_of(ids, splits)
         rows = torch.from_numpy(ids).to(torch.int32).to(sparse.values().device)
-        return KeyedJaggedTensor(
+        self.latest = KeyedJaggedTensor(
             sparse.keys(),
             rows,
             sparse.weights_or_none(),
@@ -85,6 +87,7 @@ class RowIds:
             stride=sparse.stride(),
             length_per_key=sparse.length_per_key(),
         )
+        return self.latest
 
 
 def row_ids(schema: Schema, specs: Sequence[TableSpec], process: Process, seed: int) -> RowIds | None:

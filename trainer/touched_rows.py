@@ -1,7 +1,6 @@
 """Rows that training has touched since they were published last, and what they are now."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +10,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.sparse_opt import EmbeddingAdam
 
 from .tables import TableSpec, tables_of
-
-
-@dataclass(frozen=True)
-class CurrentRows:
-    """Rows of one table: ``row`` int64 [n], ascending, and their weights float32 [n, P], copies on the CPU."""
-
-    row: Tensor
-    weight: Tensor
 
 
 class TouchedRows:
@@ -58,8 +49,8 @@ class TouchedRows:
         return found
 
 
-def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows: Tensor) -> CurrentRows:
-    """Rows of a table, distinct, with the steps that they have missed, where rows are replayed."""
+def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows: Tensor) -> Tensor:
+    """Rows of a table (distinct, int64 [n]) with the steps that they have missed: a copy, float32 [n, P], on the CPU."""
     if adam is None:
         value = tables_of(model)[table]
     else:
@@ -69,4 +60,4 @@ def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows:
     if isinstance(value, ShardedTensor):
         (shard,) = value.local_shards()
         value = shard.tensor
-    return CurrentRows(rows, value[rows.to(value.device)].float().cpu())
+    return value[rows.to(value.device)].float().cpu()
