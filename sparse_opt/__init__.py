@@ -1,6 +1,7 @@
 """CowClip and the embedding optimizers, usable alone in any TorchRec job.
 
-The clip and scaling functions need torch alone; ``attach_cowclip`` and ``EmbeddingAdam`` load TorchRec when first used.
+The clip and scaling functions need torch alone; the rest is loaded when first used: TorchRec by ``attach_cowclip``,
+``EmbeddingAdam`` and ``IdTableModule``, compiled kernels by these and ``IdTables``.
 """
 
 from importlib import import_module
@@ -29,11 +30,17 @@ if TYPE_CHECKING:
     from .adam import EmbeddingAdam
     from .adam_formula import AdamConfig
     from .attach import LookupsHandle, attach_cowclip
+    from .id_tables import Admission, Births, Entries, IdTableConfig, IdTables
     from .row_updates import TableStats
 
-_NEEDS_TORCHREC = {
+_LOADED_WHEN_USED = {
     "AdamConfig": ".adam_formula",
+    "Admission": ".id_tables",
+    "Births": ".id_tables",
     "EmbeddingAdam": ".adam",
+    "Entries": ".id_tables",
+    "IdTableConfig": ".id_tables",
+    "IdTables": ".id_tables",
     "LookupsHandle": ".attach",
     "TableStats": ".row_updates",
     "attach_cowclip": ".attach",
@@ -45,13 +52,18 @@ __all__ = [
     "SCALING_RULES",
     "AdamConfig",
     "AdaptiveFieldClip",
+    "Admission",
+    "Births",
     "ClipRule",
     "ConstantClip",
     "CowClip",
     "EmbeddingAdam",
+    "Entries",
     "FieldClip",
     "GlobalClip",
     "Hyperparameters",
+    "IdTableConfig",
+    "IdTables",
     "LookupsHandle",
     "NoClip",
     "Preset",
@@ -70,6 +82,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCHREC:
+    if name not in _LOADED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NEEDS_TORCHREC[name], __name__), name)
+    return getattr(import_module(_LOADED_WHEN_USED[name], __name__), name)

@@ -18,7 +18,8 @@ from .adam_formula import AdamConfig, adam_constants, adam_scalars
 from .clip import ClipRule, RowLimit
 from .replay_kernels import PLACE_BITS, replay_clipped_rows, replay_rows, stale_rows
 from .row_gradients import LookupIds, RowSums, rows_of_ids
-from .row_updates import LookupRows, balanced_groups, in_threads
+from .row_updates import LookupRows
+from .threads import balanced_groups, in_threads
 
 REST = 1e-11
 """A weight this small is at rest where L2 draws it to zero, and so is a first moment that can move it no further."""
