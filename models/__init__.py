@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from .config import ModelConfig
 from .dcn import DCN, DCNMix, DCNv2
 from .deepfm import DeepFM
-from .front import EmbeddingFront, physical_dim
+from .front import EmbeddingFront, LookedUpFront, physical_dim
 from .layers import l2_kernels
 from .wdl import WideDeep
 
@@ -25,7 +25,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "dcnv2": DCNv2,
 }
 
-__all__ = ["MODELS", "EmbeddingFront", "ModelConfig", "build_model", "l2_kernels", "physical_dim"]
+__all__ = ["MODELS", "EmbeddingFront", "ModelConfig", "build_model", "build_network", "l2_kernels", "physical_dim"]
 
 
 def build_model(
@@ -61,3 +61,13 @@ def build_model(
     if device is not None and device.type != "meta":
         model.to(device)
     return model
+
+
+def build_network(config: ModelConfig, num_fields: int, num_dense: int) -> nn.Module:
+    """The network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
+
+    Returns:
+        A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]`` with F =
+        ``num_fields`` and P = ``physical_dim(D)``. Its parameters have the names they have in :func:`build_model`'s.
+    """
+    return MODELS[config.name](config, LookedUpFront(num_fields, config.embedding_dim, num_dense))

@@ -6,7 +6,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .config import ModelConfig
 from .cross import MatrixCross, MixtureCross, VectorCross
-from .front import EmbeddingFront
+from .front import Front
 from .layers import LinearPart, LogitKernel, Mlp
 
 
@@ -19,7 +19,7 @@ class CrossAndDeep(nn.Module):
         cross: a module [B, K] -> [B, K] with K = ``front.width``.
     """
 
-    def __init__(self, config: ModelConfig, front: EmbeddingFront, cross: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, front: Front, cross: nn.Module) -> None:
         super().__init__()
         self.front = front
         self.linear = LinearPart(front.num_dense)
@@ -37,19 +37,19 @@ class CrossAndDeep(nn.Module):
 class DCN(CrossAndDeep):
     """Cross layers with a vector each (arXiv 1708.05123)."""
 
-    def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
+    def __init__(self, config: ModelConfig, front: Front) -> None:
         super().__init__(config, front, VectorCross(front.width, config.cross_layers))
 
 
 class DCNMix(CrossAndDeep):
     """Cross layers of low-rank experts: what the CowClip paper and its reference call DCNv2."""
 
-    def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
+    def __init__(self, config: ModelConfig, front: Front) -> None:
         super().__init__(config, front, MixtureCross(front.width, config.cross_layers, config.experts, config.rank))
 
 
 class DCNv2(CrossAndDeep):
     """Cross layers with a full matrix each (arXiv 2008.13535)."""
 
-    def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
+    def __init__(self, config: ModelConfig, front: Front) -> None:
         super().__init__(config, front, MatrixCross(front.width, config.cross_layers))

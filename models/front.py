@@ -86,6 +86,29 @@ class EmbeddingFront(nn.Module):
         return self.layout(self.embeddings(sparse), dense)
 
 
+class LookedUpFront(nn.Module):
+    """In the place of an :class:`EmbeddingFront` where the rows are looked up elsewhere, as in serving: no tables.
+
+    Args:
+        num_fields: F.
+        embedding_dim: D.
+        num_dense: N, may be 0.
+    """
+
+    def __init__(self, num_fields: int, embedding_dim: int, num_dense: int) -> None:
+        super().__init__()
+        self.embedding_dim = embedding_dim
+        self.num_dense = num_dense
+        self.width = num_fields * embedding_dim + num_dense
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Features:
+        """Of dense features [B, N] and pooled rows [B, F, P], fields in the order of the tables."""
+        return _features(rows, dense, self.embedding_dim)
+
+
+Front = EmbeddingFront | LookedUpFront
+
+
 class _Layout(nn.Module):
     """From the looked-up rows to a network's features.
 
@@ -102,11 +125,15 @@ class _Layout(nn.Module):
         else:  # another order, by the sharding plan
             by_field = looked_up.to_dict()
             rows = torch.stack([by_field[field] for field in self._fields], dim=1)
-        kind = rows.device.type
-        dtype = torch.promote_types(rows.dtype, dense.dtype)
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        return Features(rows, *_WideAndFlat.apply(rows, dense, self._embedding_dim, dtype))
+        return _features(rows, dense, self._embedding_dim)
+
+
+def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:
+    kind = rows.device.type
+    dtype = torch.promote_types(rows.dtype, dense.dtype)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return Features(rows, *_WideAndFlat.apply(rows, dense, embedding_dim, dtype))
 
 
 class _WideAndFlat(torch.autograd.Function):

@@ -20,7 +20,8 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-    if kind == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
+    by_one_dnn = kind == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
+    if by_one_dnn and not torch.compiler.is_exporting():  # what is exported is to run anywhere
         return _OneDnn.apply(x, weight, bias)
     return F.relu(F.linear(x, weight, bias))
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .config import ModelConfig
-from .front import EmbeddingFront
+from .front import Front
 from .layers import LinearPart, LogitKernel, Mlp
 
 
@@ -16,7 +16,7 @@ class WideDeep(nn.Module):
         front: embeddings and dense features.
     """
 
-    def __init__(self, config: ModelConfig, front: EmbeddingFront) -> None:
+    def __init__(self, config: ModelConfig, front: Front) -> None:
         super().__init__()
         self.front = front
         self.linear = LinearPart(front.num_dense)

@@ -180,7 +180,7 @@ def load_run(
 
 def load_model(
     folder: Path, model: nn.Module, replayed: EmbeddingAdam | None, process: Process, say: Callable[[str], None]
-) -> None:
+) -> Progress:
     """Loads the newest intact checkpoint's weights into a sharded model in place. All processes call.
 
     Args:
@@ -189,6 +189,9 @@ def load_model(
         replayed: the tables' optimizer where rows of the checkpoint may be behind; it then brings them up to date.
         process: this process.
         say: told of each damaged checkpoint that is passed over.
+
+    Returns:
+        How far the checkpoint had come.
 
     Raises:
         ValueError: there is no checkpoint, all are damaged, or they do not fit the model.
@@ -208,6 +211,7 @@ def load_model(
         reader.read_metadata()  # fails in its own words; older libraries would look for another description
         dcp.load(state, storage_reader=reader)
         _take_over(state, model, replayed)
+    return progress
 
 
 def _iterations(model: DistributedModelParallel) -> Tensor:

@@ -4,7 +4,6 @@ step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp ...    
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import CheckpointConfig
+from .durable_files import checksum, sync_folder
 
 FORMAT = 1
 _MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
@@ -61,7 +61,7 @@ def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkpo
     Raises:
         OSError: the disk is full or cannot be written; no earlier checkpoint is lost then.
     """
-    files = {each.name: [each.stat().st_size, _checksum(each)] for each in sorted(partial.iterdir())}
+    files = {each.name: [each.stat().st_size, checksum(each)] for each in sorted(partial.iterdir())}
     manifest = {"format": FORMAT, "progress": dataclasses.asdict(progress), **about, "files": files}
     with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
@@ -70,7 +70,7 @@ def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkpo
     final = partial.with_suffix("")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    _sync(final.parent)
+    sync_folder(final.parent)
     _prune(final.parent, keep)
     return final
 
@@ -108,13 +108,13 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progr
 def _verified(path: Path) -> Progress:
     """The progress of a checkpoint whose files have their sizes and checksums."""
     manifest = _manifest(path)
-    for name, (size, checksum) in manifest["files"].items():
+    for name, (size, sha256) in manifest["files"].items():
         file = path / name
         if not file.is_file():
             raise Damaged(f"{path} is damaged: it has no {name}")
         if file.stat().st_size != size:
             raise Damaged(f"{path} is damaged: {name} has {file.stat().st_size:,} bytes instead of {size:,}")
-        if _checksum(file) != checksum:
+        if checksum(file) != sha256:
             raise Damaged(f"{path} is damaged: {name} is not what was written")
     return Progress(**manifest["progress"])
 
@@ -155,17 +155,3 @@ def _best(found: list[Path], metric: str) -> list[Path]:
         if progress.epochs and progress.epoch_step == 0 and progress.epochs[-1][metric] is not None:
             results[path] = sign * progress.epochs[-1][metric]
     return [max(results, key=lambda path: results[path])] if results else []
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Has the disk hold the names in a folder."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

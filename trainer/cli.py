@@ -1,4 +1,4 @@
-"""The command line: ``cowrec prepare | synthesize | train | sweep | evaluate | predict | bench``.
+"""The command line: ``cowrec prepare | synthesize | train | sweep | bench``, and those of cli_saved_run.py.
 
 Commands import what they need when they run, so that ``--help`` answers at once.
 """
@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from tqdm import tqdm
 
+from .cli_saved_run import app as saved_run
 from .flag_values import listed, number, size, table_rows
 from .processes import launched_rank, launched_world_size
 
@@ -33,6 +34,9 @@ app = typer.Typer(
 )
 
 
+app.add_typer(saved_run)
+
+
 class LayoutName(StrEnum):
     criteo = "criteo"
     avazu = "avazu"
@@ -44,8 +48,6 @@ TrainData = Annotated[Path | None, typer.Option(help="Prepared data set. [data.d
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value over the TOML; repeat it for several.")
 ]
-RunDir = Annotated[Path, typer.Argument(help="Folder of a trained run.")]
-RunData = Annotated[Path, typer.Option(help="Data set prepared with the run's ids.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")]
 
 
@@ -233,40 +235,6 @@ def sweep(
     folder = output or Path("sweeps") / config.stem
     lines = run(loaded, data_dir, folder, grid)
     print(f"{table(lines)}\n\n{folder}, plot: {plot(lines, folder / PLOT)}")
-
-
-@app.command()
-def evaluate(
-    run_dir: RunDir, data: RunData, split: Annotated[str, typer.Option(help="Which rows: test, train.")] = "test"
-) -> None:
-    """Prints AUC, logloss and rows of a data set under a run's newest checkpoint, as JSON.
-
-    Example: `cowrec evaluate runs/criteo --data data/criteo`
-    """
-    from .run_dir import to_json
-    from .saved_run import evaluate_run
-
-    quality = evaluate_run(run_dir, data, split)
-    if launched_rank() == 0:
-        print(to_json(quality))
-
-
-@app.command()
-def predict(
-    run_dir: RunDir,
-    data: RunData,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write; replaced where it is there.")],
-    split: Annotated[str, typer.Option(help="Which rows: test, train.")] = "test",
-) -> None:
-    """Writes the click probability of every row, in order, to a Parquet file.
-
-    Raw data first take the run's ids: `cowrec prepare criteo --like RUN --input new.txt --output DIR`
-
-    Example: `cowrec predict runs/criteo --data DIR --output predictions.parquet`
-    """
-    from .saved_run import predict_run
-
-    print(f"{output}: {predict_run(run_dir, data, output, split):,} rows")
 
 
 @app.command()

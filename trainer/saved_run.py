@@ -20,6 +20,7 @@ from cowrec.sparse_opt import EmbeddingAdam
 
 from .assembly import build_sharded, dense_parameters, embedding_optimizer
 from .checkpoint import load_model
+from .checkpoint_folder import Progress
 from .config import RunConfig, load_config
 from .evaluation import evaluate, predictions
 from .pipeline import Pipeline, pipeline_of
@@ -60,22 +61,25 @@ def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test"
         return reader.num_rows
 
 
-def trained_model(run_dir: Path, process: Process) -> DistributedModelParallel:
-    """A run's model with the weights of its newest intact checkpoint, sharded over the process group.
+def trained_model(run_dir: Path, process: Process) -> tuple[DistributedModelParallel, Progress]:
+    """A run's model with the weights of its newest intact checkpoint, and how far that had come.
+
+    The model is sharded over the process group.
 
     Raises:
         ValueError: a folder that is no run, or has no checkpoint that can be used.
     """
-    config, schema = _run_of(run_dir)
+    config, schema = run_of(run_dir)
     model = build_sharded(config, schema, process)
     optimizer = embedding_optimizer(config, schema, model)
     replays = isinstance(optimizer, EmbeddingAdam) and optimizer.config.absent_rows == "replay"
     replayed = cast(EmbeddingAdam, optimizer) if replays else None
-    load_model(run_dir / CHECKPOINTS, model, replayed, process, partial(print, file=sys.stderr))
-    return model
+    progress = load_model(run_dir / CHECKPOINTS, model, replayed, process, partial(print, file=sys.stderr))
+    return model, progress
 
 
-def _run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
+def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
+    """A run's configuration and the description of its data. Raises ValueError for a folder that is no run."""
     if not (run_dir / CONFIG).is_file():
         raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
     return load_config(run_dir / CONFIG), Schema.load(run_dir)
@@ -84,7 +88,7 @@ def _run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
 @contextmanager
 def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.Module, Pipeline, Reader]]:
     """A run's model with its newest weights, and a reader of a split of data that has its ids."""
-    config, schema = _run_of(run_dir)
+    config, schema = run_of(run_dir)
     _require_same_ids(run_dir, schema, data_dir, Schema.load(data_dir))
     with process_group(config.train.device) as process:
         reader = Reader(
@@ -95,7 +99,7 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[nn.M
             world_size=process.world_size,
             device=process.device,
         )
-        model = trained_model(run_dir, process)
+        model, _ = trained_model(run_dir, process)
         never_steps = SGD(dense_parameters(model).values())
         yield model, pipeline_of(model, never_steps, process), reader
 

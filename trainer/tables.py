@@ -1,15 +1,18 @@
-"""Embedding tables of a run: their sizes and their initial values."""
+"""Embedding tables of a run: their sizes, their initial values, and where they are in a model."""
 
 import hashlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from cowrec.data_pipeline import Schema
 from cowrec.models import physical_dim
+
+from .processes import Process
 
 
 def embedding_tables(schema: Schema, embedding_dim: int) -> list[EmbeddingBagConfig]:
@@ -40,6 +43,21 @@ def fill_tables(model: nn.Module, embedding_dim: int, std: float, seed: int) -> 
             shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
         for part, place in shards:
             _fill_shard(part, place, key.split(".")[-2], embedding_dim, std, seed)
+
+
+def tables_of(model: nn.Module) -> dict[str, ShardedTensor | Tensor]:
+    """The tables by field; rows that are replayed are brought up to date by the model's ``state_dict``."""
+    return {key.split(".")[-2]: value for key, value in model.state_dict().items() if ".embedding_bags." in key}
+
+
+def whole_table(table: ShardedTensor | Tensor, process: Process) -> Tensor:
+    """A table in one piece on every process."""
+    if not isinstance(table, ShardedTensor):  # data-parallel
+        return table.detach()
+    whole = torch.empty(table.size(), dtype=table.dtype, device=process.device)
+    table.gather(0, whole if process.is_first else None)
+    dist.broadcast(whole, 0)
+    return whole
 
 
 _BLOCK_ROWS = 1 << 12

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
@@ -18,6 +17,7 @@ from .assembly import dense_parameters
 from .processes import Process
 from .run_dir import VOCABULARY
 from .saved_run import trained_model
+from .tables import tables_of, whole_table
 
 
 def warm_start(source: Path, run_dir: Path, schema: Schema, model: nn.Module, process: Process) -> None:
@@ -38,20 +38,20 @@ def warm_start(source: Path, run_dir: Path, schema: Schema, model: nn.Module, pr
     """
     earlier = Schema.load(source)
     _require_same_fields(source, earlier, schema)
-    old = trained_model(source, process)
+    old, _ = trained_model(source, process)
     with torch.no_grad():
         theirs = dense_parameters(old)
         for name, mine in dense_parameters(model).items():
             if name not in theirs or theirs[name].shape != mine.shape:
                 raise ValueError(f"train.warm_start = {str(source)!r} is another network: {name} differs")
             mine.copy_(theirs[name])
-    old_tables, new_tables = _tables(old), _tables(model)
+    old_tables, new_tables = tables_of(old), tables_of(model)
     known = {field.name: field for field in earlier.sparse}
     kept = 0
     for field in schema.sparse:
         rows = _earlier_rows(field, known[field.name], source, run_dir)
         kept += int((rows >= RESERVED_ROWS).sum())
-        _fill(new_tables[field.name], _whole(old_tables[field.name], process), rows)
+        _fill(new_tables[field.name], whole_table(old_tables[field.name], process), rows)
     if process.is_first:
         ids = sum(field.num_embeddings - RESERVED_ROWS for field in schema.sparse)
         print(f"warm start from {source}: {kept:,} of {ids:,} ids known", file=sys.stderr)
@@ -82,21 +82,6 @@ def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, run_di
     places = pc.fill_null(pc.index_in(new, value_set=old), -1).to_numpy().astype(np.int64)
     rows = np.where(places >= 0, places + RESERVED_ROWS, -1)
     return torch.from_numpy(np.concatenate([np.arange(RESERVED_ROWS), rows]))
-
-
-def _tables(model: nn.Module) -> dict[str, ShardedTensor | Tensor]:
-    """The tables by field; rows that are replayed are brought up to date by the model's ``state_dict``."""
-    return {key.split(".")[-2]: value for key, value in model.state_dict().items() if ".embedding_bags." in key}
-
-
-def _whole(table: ShardedTensor | Tensor, process: Process) -> Tensor:
-    """A table in one piece on every process."""
-    if not isinstance(table, ShardedTensor):  # data-parallel
-        return table.detach()
-    whole = torch.empty(table.size(), dtype=table.dtype, device=process.device)
-    table.gather(0, whole if process.is_first else None)
-    dist.broadcast(whole, 0)
-    return whole
 
 
 def _fill(table: ShardedTensor | Tensor, earlier: Tensor, rows: Tensor) -> None:
