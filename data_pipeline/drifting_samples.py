@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .drifting import DAY, DriftConfig, DriftDraw, DriftingModel
+from .layouts import Layout, RawField
 from .output import SHARD_ROWS, ShardWriter, new_folder
 from .parallel import ordered_map
 from .ranking import exact_auc, exact_logloss
@@ -82,8 +83,9 @@ def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
         raise ValueError(
             f"{data_dir} is no set of drifting samples but {schema.name!r}; make one: cowrec synthesize --days"
         )
-    lists = {name: tuple(value) for name, value in schema.settings.items() if isinstance(value, list)}
-    return DriftConfig(**{**schema.settings, **lists})
+    settings = schema.settings["drift"]
+    lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+    return DriftConfig(**{**settings, **lists})
 
 
 def drifting_tables(config: DriftConfig, first_row: int, rows: int, chunk_rows: int = CHUNK_ROWS) -> Iterator[pa.Table]:
@@ -152,11 +154,19 @@ def _json(line: dict[str, float]) -> dict[str, float | None]:
 
 
 def _schema(config: DriftConfig) -> Schema:
-    dense = tuple(DenseField(f"I{n + 1}", source=f"I{n + 1}") for n in range(config.num_dense))
-    names = [f"C{f + 1}" for f in range(config.fields)]
-    sparse = tuple(SparseField(name, 0, encoding="raw", source=name) for name in names)
-    settings = json.loads(json.dumps(dataclasses.asdict(config)))
-    return Schema(NAME, dense, sparse, {}, timed=True, settings=settings, versions=library_versions())
+    numbers, ids = [f"I{n + 1}" for n in range(config.num_dense)], [f"C{f + 1}" for f in range(config.fields)]
+    fields = [RawField(name, "numeric") for name in numbers] + [RawField(name, "categorical") for name in ids]
+    layout = Layout(NAME, ",", "", True, (), LABEL, tuple(fields), time=TIME)
+    settings = {"layout": dataclasses.asdict(layout), "drift": dataclasses.asdict(config)}
+    return Schema(
+        NAME,
+        tuple(DenseField(name, source=name) for name in numbers),
+        tuple(SparseField(name, 0, encoding="raw", source=name) for name in ids),
+        {},
+        timed=True,
+        settings=json.loads(json.dumps(settings)),
+        versions=library_versions(),
+    )
 
 
 def _with_raw_ids(table: pa.Table, schema: Schema) -> pa.Table:
