@@ -1,6 +1,7 @@
 """Raw click logs to Parquet shards of ids, and those to batches. Knows nothing of models."""
 
 from .batch import Batch
+from .drifting_samples import synthesize_drifting
 from .preparation import prepare, work_bytes
 from .prepare_config import PrepareConfig
 from .reader import Reader
@@ -23,5 +24,6 @@ __all__ = [
     "prepare",
     "resident_bytes",
     "synthesize",
+    "synthesize_drifting",
     "work_bytes",
 ]

@@ -1,13 +1,22 @@
 """Drifting samples: reproducible in any chunks, ids that are born and die, tastes that turn, known best quality."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
+from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
 from cowrec.data_pipeline.drifting import DAY, LIFETIMES, DriftConfig, DriftingModel
-from cowrec.data_pipeline.drifting_samples import best_by_window, drifting_tables, id_text
+from cowrec.data_pipeline.drifting_samples import (
+    best_by_window,
+    drift_config,
+    drifting_tables,
+    id_text,
+    synthesize_drifting,
+)
+from cowrec.data_pipeline.vocabulary import raw_ids
 
 SMALL = {"rows": 20_000, "days": 40.0, "core_ids": (3, 50, 0), "births_per_day": (0, 20, 40)}
 
@@ -141,3 +150,28 @@ def test_text_of_no_ids():
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         DriftConfig(**settings)
+
+
+def test_a_data_set_holds_the_samples_with_raw_ids_and_times(tmp_path):
+    config = DriftConfig(**{**SMALL, "rows": 3000})
+    schema = synthesize_drifting(tmp_path / "data", config, test_rows=1500)
+    assert schema == Schema.load(tmp_path / "data")
+    assert drift_config(tmp_path / "data") == config
+    for split, first, rows in (("train", 0, 3000), ("test", 3000, 1500)):
+        draw = DriftingModel.of(config).draw(first, rows)
+        batch = next(Reader(tmp_path / "data", split, batch_size=rows).epoch(0))
+        np.testing.assert_array_equal(batch.time, draw.times)
+        np.testing.assert_array_equal(batch.label, draw.labels)
+        np.testing.assert_array_equal(batch.dense, draw.dense.T)
+        expected = np.concatenate([raw_ids(id_text(ids)) for ids in draw.ids])
+        np.testing.assert_array_equal(batch.sparse.values(), expected)
+    assert schema.best["auc"] == pytest.approx(roc_auc_score(draw.labels, draw.logits), abs=1e-12)
+    windows = [json.loads(line) for line in (tmp_path / "data" / "windows.jsonl").read_text().splitlines()]
+    assert sum(window["samples"] for window in windows) == 4500
+    assert len(windows) == 60
+
+
+def test_settings_of_another_data_set_are_refused(tmp_path):
+    synthesize(tmp_path / "data", SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4))
+    with pytest.raises(ValueError, match="no set of drifting samples but 'synthetic'"):
+        drift_config(tmp_path / "data")

@@ -140,18 +140,36 @@ def synthesize(
     rows: Annotated[int, typer.Option(help="Training rows.")] = 1_000_000,
     test_rows: Annotated[int, typer.Option(help="Test rows.")] = 100_000,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
-    vocabulary_scale: Annotated[float, typer.Option(help="Share of Criteo's 33.8 million ids.")] = 0.01,
+    vocabulary_scale: Annotated[
+        float, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days.")
+    ] = 0.01,
+    days: Annotated[
+        float, typer.Option(help="Drifting samples: so many days of training rows, ids that come and go. [0, off]")
+    ] = 0.0,
 ) -> None:
-    """Makes Criteo-shaped data from a planted model, whose best possible AUC is written down.
+    """Makes click data from a planted model, whose best possible AUC is written down.
+
+    By default it is Criteo-shaped and stands still. With --days, tastes drift in time, most ids are new at some moment
+    and gone at another, and the data set has raw ids and times; `cowrec stream` sends the samples that follow.
 
     Example: `cowrec synthesize --output data/synthetic --rows 1000000`
-    """
-    from cowrec.data_pipeline import SynthesizeConfig
-    from cowrec.data_pipeline import synthesize as run
 
-    config = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=vocabulary_scale)
+    Example: `cowrec synthesize --output data/drifting --rows 1000000 --days 10`
+    """
+    from cowrec.data_pipeline import SynthesizeConfig, synthesize_drifting
+    from cowrec.data_pipeline import synthesize as run
+    from cowrec.data_pipeline.drifting import DriftConfig
+
     with _bar(rows + test_rows, " rows", "synthesize") as bar:
-        schema = run(output, config, progress=bar.update)
+        if days:
+            if vocabulary_scale is not None:
+                raise ValueError("--vocabulary-scale has no effect on drifting samples; leave it out or --days")
+            drift = DriftConfig(rows=rows, days=days, seed=seed)
+            schema = synthesize_drifting(output, drift, test_rows=test_rows, progress=bar.update)
+        else:
+            scale = SynthesizeConfig.vocabulary_scale if vocabulary_scale is None else vocabulary_scale
+            config = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
+            schema = run(output, config, progress=bar.update)
     best = schema.best or {}
     print(f"{output}: {rows:,} train rows, {test_rows:,} test rows, best possible AUC {best['auc']:.4f}")
 
