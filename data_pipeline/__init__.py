@@ -6,12 +6,13 @@ from .preparation import prepare, work_bytes
 from .prepare_config import PrepareConfig
 from .reader import Reader
 from .residency import available_bytes, resident_bytes
-from .schema import MISSING, OUT_OF_VOCABULARY, DenseField, Schema, SparseField, Split
+from .schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
 from .synthetic import SynthesizeConfig, synthesize
 
 __all__ = [
     "MISSING",
     "OUT_OF_VOCABULARY",
+    "RESERVED_ROWS",
     "Batch",
     "DenseField",
     "PrepareConfig",

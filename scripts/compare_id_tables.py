@@ -63,11 +63,21 @@ def measure(name: str, data: Path, config_file: Path, overrides: list[str]) -> d
     config = dataclasses.replace(config, id_table=id_tables(name, schema))
     with tempfile.TemporaryDirectory() as folder:
         report = train(config, data, Path(folder) / "run")
-    kept = ("auc", "logloss", "samples_per_second", "best_possible", "batch_size", "model", "versions", "device", "threads")
+    kept = (
+        "auc",
+        "logloss",
+        "samples_per_second",
+        "best_possible",
+        "batch_size",
+        "model",
+        "versions",
+        "device",
+        "threads",
+    )
     return {
         "tables": name,
         "seed": config.train.seed,
-        **{key: report[key] for key in (*kept, "git_commit")},
+        **{key: report[key] for key in kept},
         "rows": sum(spec.num_embeddings for spec in table_specs(schema, config.id_table)),
         "data": dict(schema.settings),
         "config": settings(config),
@@ -78,7 +88,7 @@ def id_tables(name: str, schema: Schema) -> IdConfig:
     """Hashing into a share of each field's vocabulary, its own rows, or a collisionless table that has room for all."""
     if name == "vocabulary":
         return IdConfig()
-    kind, _, percent = name.partition(" ")
+    percent = name.partition(" ")[2]
     share = float(percent.rstrip("%")) / 100 if percent else 1.1  # ids do not spread quite evenly over its pieces
     sizes = {field.name: field.num_embeddings - RESERVED_ROWS for field in schema.sparse}
     tables = {field: TableIds(capacity=max(1, round(share * size))) for field, size in sizes.items()}
@@ -114,7 +124,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     line = lines[0]
     seeds = len({each["seed"] for each in lines})
     figure.suptitle(
-        f"{line['model']} on synthetic data with {line['data']['rows']:,} training rows; bars: mean of {seeds} seeds (dots)"
+        f"{line['model']} on synthetic data, {line['data']['rows']:,} training rows; bars: mean of {seeds} seeds (dots)"
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)

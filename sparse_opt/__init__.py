@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from .adam import EmbeddingAdam
     from .adam_formula import AdamConfig
     from .attach import LookupsHandle, attach_cowclip
+    from .id_layout import rows_for
+    from .id_records import hashed_ids
     from .id_tables import Admission, Births, Entries, IdTableConfig, IdTables
+    from .row_births import RowBirths
     from .row_updates import TableStats
 
 _LOADED_WHEN_USED = {
@@ -42,8 +45,11 @@ _LOADED_WHEN_USED = {
     "IdTableConfig": ".id_tables",
     "IdTables": ".id_tables",
     "LookupsHandle": ".attach",
+    "RowBirths": ".row_births",
     "TableStats": ".row_updates",
     "attach_cowclip": ".attach",
+    "hashed_ids": ".id_records",
+    "rows_for": ".id_layout",
 }
 
 __all__ = [
@@ -68,6 +74,7 @@ __all__ = [
     "NoClip",
     "Preset",
     "ReferenceCowClip",
+    "RowBirths",
     "RowLimit",
     "TableStats",
     "attach_cowclip",
@@ -75,7 +82,9 @@ __all__ = [
     "clip_scales",
     "clip_tables",
     "cowclip_limits",
+    "hashed_ids",
     "reference_cowclip_limits",
+    "rows_for",
     "scale_clip",
     "scale_hyperparameters",
 ]

@@ -12,6 +12,8 @@ from .id_records import FREE, LOAD, PLACE, TABLE
 
 RESERVED_ROWS = 2
 """OUT_OF_VOCABULARY and MISSING, the first rows of every table."""
+SHARDS = 64
+"""Most pieces of a table, unless the caller knows better."""
 LEAST_OF_PIECE = 4096
 """Ids of a piece, at least: a table is full where its fullest piece is, and ids spread less evenly over small ones."""
 _SWEEPS, _LEAST_SLICE = 1024, 64
@@ -57,6 +59,16 @@ class IdTableConfig:
             raise ValueError(f"expire_after must be >= 0 seconds (0: ids never expire), got {self.expire_after}")
 
 
+def rows_for(capacity: int, shards: int = SHARDS) -> int:
+    """Rows of the embedding table of an id table: the reserved ones, and the capacity rounded up to whole pieces."""
+    pieces = _pieces(capacity, shards)
+    return RESERVED_ROWS + pieces * -(-capacity // pieces)
+
+
+def _pieces(capacity: int, shards: int) -> int:
+    return min(shards, max(1, capacity // LEAST_OF_PIECE))
+
+
 class IdLayout:
     """Which segments there are, in the order of shards, and where this rank's lie in its memory.
 
@@ -85,7 +97,7 @@ class IdLayout:
             raise ValueError(f"id tables need at least as many shards as ranks, got {shards} for {ranks}; raise shards")
         self.rank = rank
         self.feature_table = _feature_table(configs, features)
-        pieces = [min(shards, max(1, config.capacity // LEAST_OF_PIECE)) for config in configs.values()]
+        pieces = [_pieces(config.capacity, shards) for config in configs.values()]
         first = np.cumsum([0, *pieces])
         self.tables = np.array(
             [_settings(*each) for each in zip(configs.items(), pieces, first[:-1].tolist(), strict=True)], TABLE

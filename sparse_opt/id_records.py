@@ -25,12 +25,13 @@ MOST_COUNTED = 0xFFFF
 """Counts of records and of sketches stop here."""
 
 SEGMENT_STATE = (
-    *("used", "free", "first_free", "last_free", "slots", "hand"),
+    *("used", "free", "first_free", "last_free", "fresh", "fresh_batch", "slots", "hand"),
     *("admitted", "refused", "below_threshold", "expired", "evicted", "late", "unknown", "occurrences"),
     *("pane", "noted_0", "noted_1", "noted_2", "noted_3"),
 )
 SEGMENT = np.dtype([(name, "<i8") for name in SEGMENT_STATE])
-"""What changes of a segment. Resident are used - free rows. ``pane``, ``noted_*``: see id_admission.py."""
+"""What changes of a segment. Resident are used - free rows. ``fresh`` is the row that was freed first in batch
+``fresh_batch``, the latest in which one was. ``pane``, ``noted_*``: see id_admission.py."""
 PLACE = np.dtype(
     [(name, "<i8") for name in ("number", "table", "first_row", "first_record", "first_slot", "first_cell")]
 )
@@ -52,7 +53,7 @@ BLOCK = 32
 FIRST_SLOTS = 16
 GROWTH, LOAD = 1.25, 0.8
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
@@ -76,7 +77,7 @@ def mix(state):
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def id_hash(id, feature):
     """uint64 of an id and the number of its feature in the table; no seed, so that it lays out every table alike."""
-    return mix(np.uint64(id) + (np.uint64(feature) + np.uint64(1)) * _GOLDEN)
+    return mix(np.uint64(id) + (np.uint64(feature) + np.uint64(1)) * GOLDEN)
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
@@ -221,6 +222,39 @@ def free_row(row, batch, segment, place, table, slots, records):
         segment.first_free = row
     segment.last_free = row
     segment.free += 1
+    if segment.fresh_batch != batch:
+        segment.fresh, segment.fresh_batch = row, batch
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def freed_in(batch, segments, places, records):
+    """Table and row of all that were freed in the latest batch, int64 [2, n]; they rest, so that none is given yet."""
+    count = 0
+    for fill in range(2):
+        if fill:
+            found = np.empty((2, count), np.int64)
+        count = 0
+        for s in range(len(segments)):
+            if segments[s].fresh_batch != batch or segments[s].free == 0:
+                continue
+            row = segments[s].fresh
+            while True:
+                if fill:
+                    found[0, count], found[1, count] = places[s].table, places[s].first_row + row
+                count += 1
+                if row == segments[s].last_free:
+                    break
+                row = records[places[s].first_record + row].id - 1
+    return found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def hashed_ids(ids, feature):
+    """Hash of ids of one feature, by its number in its table: uint64 [n] of int64 [n]. It must never change."""
+    found = np.empty(len(ids), np.uint64)
+    for i in range(len(ids)):
+        found[i] = id_hash(ids[i], feature)
+    return found
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

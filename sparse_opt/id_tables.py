@@ -16,8 +16,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from .id_admission import PANES, Admission
 from .id_exchange import NO_TIMES, IdExchange, OwnIds
-from .id_layout import IdLayout, IdTableConfig
-from .id_records import FREE, RECORD, SEGMENT, SEGMENT_STATE, fill_segments, reserved
+from .id_layout import RESERVED_ROWS, SHARDS, IdLayout, IdTableConfig
+from .id_records import FREE, RECORD, SEGMENT, SEGMENT_STATE, fill_segments, freed_in, reserved
 from .id_table_kernels import assign_segments, births_of, find_segments, sort_by_segment, spread
 from .threads import in_threads
 
@@ -106,7 +106,7 @@ class IdTables:
         features: Sequence[str],
         *,
         seed: int = 0,
-        shards: int = 64,
+        shards: int = SHARDS,
         group: ProcessGroup | None = None,
     ) -> None:
         """Empty tables.
@@ -172,6 +172,25 @@ class IdTables:
         rows, begins, occurrences = self._sorted(own)
         self._in_threads(find_segments, begins, (begins, occurrences, own.ids, rows, self._memory, self._clock))
         return self._exchange.send_back(rows)
+
+    def freed(self) -> dict[str, np.ndarray]:
+        """Rows of each table, int64 [n], that this rank took from their ids in the latest :meth:`assign`."""
+        table, row = freed_in(self._batch, self._segments, self._layout.places, self._records)
+        return {name: row[table == number] for number, name in enumerate(self._configs)}
+
+    def ids_of(self, table: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Id and number of the feature, int64 [n], of rows of a table, and whether they have any; in one process.
+
+        The reserved rows have none.
+        """
+        number = list(self._configs).index(table)
+        capacity = self._layout.tables["capacity"][number]
+        first_records = np.array([each["first_record"] for each in self._layout.places if each["table"] == number])
+        piece, place = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), capacity)
+        records = self._records[first_records[piece] + place]
+        used = self._segments["used"][self._layout.places["table"] == number]
+        lives = (rows >= RESERVED_ROWS) & (place < used[piece]) & (records["feature"] != FREE)
+        return records["id"], records["feature"].astype(np.int64), lives
 
     def entries(self, table: str) -> Entries:
         """This rank's living ids of a table."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .adam import EmbeddingAdam
-from .id_hash import GOLDEN, mix
+from .id_records import GOLDEN, mix
 from .id_tables import Births
 from .lookup_adam import LookupAdam
 from .lookups import Lookup, find_lookups

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from cowrec.data_pipeline import Schema, SparseField
 from cowrec.trainer.config import config_from, load_config, save_config
 from cowrec.trainer.id_config import seconds

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from cowrec.sparse_opt.row_births import initial_rows
 from scipy import stats
+
+from cowrec.sparse_opt.row_births import initial_rows
 
 KEYS = np.full(20_000, 12345, np.uint64)
 

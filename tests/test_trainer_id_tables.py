@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet as pq
+
 from cowrec.trainer.config import load_config
 from cowrec.trainer.loop import train
 from cowrec.trainer.saved_run import evaluate_run, predict_run
-from pyarrow import parquet as pq
-
 from test_resume import same
 from trainer_cases import (
     UNWEIGHTED,
@@ -145,9 +145,7 @@ def test_two_processes_train_what_one_trains(on_two: Path, name: str) -> None:
     """The same ids on the same rows, and weights that differ by rounding: sums are taken in another order."""
     for rank in range(2):
         assert json.loads((on_two / f"cases.rank{rank}").read_text()) == ["ok"] * len(CASES)
-    one, two = (
-        tensors(checkpoint(on_two / f"runs{count}" / name.replace("/", "_"))["model"]) for count in (1, 2)
-    )
+    one, two = (tensors(checkpoint(on_two / f"runs{count}" / name.replace("/", "_"))["model"]) for count in (1, 2))
     assert one.keys() == two.keys()
     for key, value in one.items():
         torch.testing.assert_close(two[key], value, rtol=0, atol=2e-5)

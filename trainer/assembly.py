@@ -54,11 +54,21 @@ class TrainTask(nn.Module):
     ``forward(batch)`` returns (loss, (loss, logits [B], label [B])), the latter detached. The loss is this rank's share
     of the mean over the global batch, times the world size, because TorchRec and DDP average over ranks; slices may be
     of unequal size. ``half_on`` is the type of device whose matrix products are to be bfloat16, none by default.
+    ``row_ids`` finds the rows of ids that are none.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, linear_l2: float, cross_l2: float, half_on: str = ""):
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int,
+        linear_l2: float,
+        cross_l2: float,
+        half_on: str = "",
+        row_ids: RowIds | None = None,
+    ):
         super().__init__()
         self.model = model
+        self.row_ids = row_ids
         self._half_on = half_on
         self._world_size = world_size
         kernels = l2_kernels(model)

@@ -80,6 +80,11 @@ class IdConfig:
                 raise ValueError(f"{key}.capacity must be below 2^31, got {own.capacity}")
             for each in ("window", "expire_after"):
                 seconds(getattr(own, each), f"{key}.{each}")
+            if own.window and own.admission != "count":
+                raise ValueError(
+                    f'{key}.window = {own.window!r} has no meaning for {key}.admission = "{own.admission}"; set that to'
+                    ' "count" or leave window out'
+                )
             if own.kind != "collisionless":
                 _refuse_without_meaning(key, self.tables[name] if name else self, own.kind)
 

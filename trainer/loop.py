@@ -121,7 +121,8 @@ class _Run:
         self.epochs = list(progress.epochs)
         self.speed = _Speed(progress.samples, progress.seconds)
         self.say(
-            f"going on from {self.checkpoints.latest}: step {self.step}, {self.epoch} of {self.config.train.epochs} epochs done"
+            f"going on from {self.checkpoints.latest}: step {self.step},"
+            f" {self.epoch} of {self.config.train.epochs} epochs done"
         )
         return True
 

@@ -98,11 +98,14 @@ def row_ids(schema: Schema, specs: Sequence[TableSpec], process: Process, seed: 
 def id_table(spec: TableSpec) -> IdTableConfig:
     """The id table of a collisionless embedding table."""
     key, ids = f"id_table ({spec.name})", spec.ids
+    counted = {}
+    if ids.admission == "count":
+        counted = {"window": seconds(ids.window, key), "counters": ids.counters}
     return IdTableConfig(
         capacity=ids.capacity,
         features=tuple(field.name for field in spec.fields),
         when_full=ids.when_full,
-        admission=Admission(ids.admission, ids.threshold, seconds(ids.window, key), ids.counters),
+        admission=Admission(ids.admission, ids.threshold, **counted),
         expire_after=seconds(ids.expire_after, key),
     )
 
@@ -129,6 +132,6 @@ def _require_times(schema: Schema, tables: dict[str, IdTableConfig]) -> None:
         if (table.expire_after or table.admission.window) and not schema.timed:
             key = "expire_after" if table.expire_after else "window"
             raise ValueError(
-                f"id_table.{key} of table {name!r} goes by the time of samples, which the data do not have; prepare them"
-                f" with a time column, or leave {key} out"
+                f"id_table.{key} of table {name!r} goes by the time of samples, which the data do not have; prepare"
+                f" them with a time column, or leave {key} out"
             )
