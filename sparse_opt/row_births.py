@@ -88,7 +88,7 @@ def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, column
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw(keys, features, ids, std, out):
+def _draw(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, std: float, out: np.ndarray) -> None:
     unit = 1.0 / (1 << 24)
     for i in range(len(ids)):
         state = mix(mix(keys[i] + np.uint64(features[i]) * GOLDEN) + np.uint64(ids[i]) * GOLDEN)
