@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Schema
-from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.sparse_opt import EmbeddingAdam, IdTables
 
-from .assembly import build_sharded, dense_parameters, derived_hyperparameters, embedding_optimizer
+from .assembly import build_sharded, dense_parameters, derived_hyperparameters, embedding_optimizer, row_ids_of
 from .checkpoint import Beside, Checkpoints, load_run, random_state, run_state
 from .checkpoint_folder import Progress
 from .clip_statistics import ClipWatch
@@ -53,6 +53,12 @@ class Learner:
     def adam(self) -> EmbeddingAdam | None:
         """The tables' optimizer, where it is not FBGEMM's fused one."""
         return self.embedding_optimizer if isinstance(self.embedding_optimizer, EmbeddingAdam) else None
+
+    @property
+    def id_tables(self) -> IdTables | None:
+        """Those that give ids their rows; None where ids are rows or hashes."""
+        ids = row_ids_of(self.model)
+        return ids.tables if ids else None
 
     def save(self, checkpoints: Checkpoints, progress: Progress, beside: Beside | None = None) -> None:
         """Writes a checkpoint; see :meth:`Checkpoints.save`."""

@@ -150,6 +150,8 @@ class _Run:
                 log.write("train", self.step, epoch=epoch, loss=mean_loss, samples_per_second=rate, dense_lr=lr)
                 if self.clip_watch:
                     log.write("clip", self.step, epoch=epoch, **self.clip_watch.read())
+                if ids := self.learner.id_tables:
+                    log.write("ids", self.step, epoch=epoch, **ids.counters())
                 bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
                 bar.update(done - bar.n)
                 if stopping or saving:
