@@ -52,6 +52,8 @@ class TableChange:
         of_ids = [(self.ids, n), (self.gone, m)]
         of_ids += [(each, size) for each, size in ((self.feature, n), (self.gone_feature, m)) if each is not None]
         fit = all(each.dtype == np.int64 and each.shape == (size,) for each, size in of_ids)
+        if (self.feature is None) != (self.gone_feature is None):
+            raise ValueError("of a table that fields share, both the written and the gone ids need their field")
         if not fit or self.rows.dtype != np.float32 or self.rows.ndim != 2 or len(self.rows) != n:
             raise ValueError(
                 f"a table's change is int64 ids [n] and float32 rows [n, P], got {self.ids.dtype} {self.ids.shape} and"

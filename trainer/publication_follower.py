@@ -21,11 +21,13 @@ class Follower:
         gaps: how often the next delta was not the one that fits.
         damaged: blobs whose bytes are not what was published.
         unreachable: looks at a target that did not answer.
+        reachable: False where the last one was such.
     """
 
     def __init__(self, target: Target) -> None:
         self.version, self.lineage = 0, ""
         self.gaps = self.damaged = self.unreachable = 0
+        self.reachable = True
         self._target = target
         self._fruitless: list[tuple[int, Kind]] | None = None
 
@@ -46,11 +48,13 @@ class Follower:
     def _next(self) -> Blob | None:
         try:
             found = self._target.blobs()
+            self.reachable = True
             if found == self._fruitless or not found:
                 return None
             blob = self._next_of(found)
         except OSError:
             self.unreachable += 1
+            self.reachable = False
             return None
         # The same blobs would be looked at in vain again.
         self._fruitless = found if blob is None else None
