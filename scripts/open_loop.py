@@ -1,7 +1,7 @@
 """Open-loop HTTP load: requests leave at set moments, whether or not earlier ones were answered.
 
-A request's latency counts from the moment it was to be sent, so that a server that stalls cannot hide it by holding back
-its clients (coordinated omission).
+A request's latency counts from the moment it was to be sent, so that a server that stalls cannot hide it by holding
+back its clients (coordinated omission).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Outcome:
 
 def request_bytes(path: str, body: bytes) -> bytes:
     """A POST of JSON on a connection that stays open."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -11,7 +11,7 @@ app = typer.Typer()
 @app.command()
 def stream(
     data: Annotated[Path, typer.Argument(help="Data set made by synthesize --days.")],
-    to: Annotated[str, typer.Option(help="redis://HOST:PORT/STREAM, kafka://HOST:PORT/TOPIC, or a folder for Parquet.")],
+    to: Annotated[str, typer.Option(help="redis://HOST:PORT/STREAM, kafka://HOST:PORT/TOPIC, or a folder.")],
     days: Annotated[float, typer.Option(help="Of sample time.")] = 1.0,
     rate: Annotated[float, typer.Option(help="Samples a second; 0: as fast as it goes.")] = 0.0,
     skip_days: Annotated[
@@ -38,7 +38,8 @@ def stream(
 def serve(
     export_dir: Annotated[Path, typer.Argument(help="Exported model.")],
     follow: Annotated[
-        str | None, typer.Option(help="Publication whose versions are applied as they come: a folder, or redis://HOST:PORT.")
+        str | None,
+        typer.Option(help="Publication whose versions are applied as they come: a folder, or redis://HOST:PORT."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is open to all who reach this machine.")] = (
         "127.0.0.1"

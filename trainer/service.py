@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,9 @@ class Service:
         self.ready = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
-        self._gathering: Gathering[Mapping[str, Any], Result] = Gathering(self._compute, max(BATCH, self.limits.samples))
+        self._gathering: Gathering[Mapping[str, Any], Result] = Gathering(
+            self._compute, max(BATCH, self.limits.samples)
+        )
         self._following = Following(follow, self._apply, self.metrics.deltas_refused.inc) if follow else None
 
     def load(self) -> None:
@@ -121,6 +124,10 @@ class Service:
         known = self.ready and self._model.sample_time is not None
         return float(self._model.sample_time) if known else math.nan
 
+    def counters(self) -> dict[str, int]:
+        """As :meth:`ServedModel.counters`."""
+        return self._model.counters() if self.ready else {}
+
     @property
     def applied_time(self) -> float:
         """When a version was applied last, Unix seconds; NaN where none was."""
@@ -134,15 +141,16 @@ class Service:
     def _compute(self, samples: Sequence[Mapping[str, Any]]) -> Sequence[Result]:
         wanted = self._codec.columns
         results: list[Result] = [_missing(sample, wanted) for sample in samples]
-        places = [place for place, wrong in enumerate(results) if not wrong]
-        encoded = self._codec.encode(self._codec.from_objects(samples[place] for place in places), training=False)
-        for bad in encoded.bad:
-            results[places[bad.index]] = f"{bad.reason}; correct the value, or give null for one that is missing"
-        predicted = self._model.predict(encoded.rows)
-        for row, probability in zip(encoded.index.tolist(), predicted.tolist(), strict=True):
-            results[places[row]] = probability
-        self.metrics.predictions.inc(len(predicted))
-        self.metrics.batch_samples.observe(len(samples))
+        asked = [place for place, wrong in enumerate(results) if not wrong]
+        rows, bad = self._codec.prediction_rows([samples[place] for place in asked])
+        for each in bad:
+            results[asked[each.index]] = f"{each.reason}; correct the value, or give null where it is missing"
+        good = [place for place in asked if not results[place]]
+        if good:
+            for place, probability in zip(good, self._model.predict(rows).tolist(), strict=True):
+                results[place] = probability
+            self.metrics.predictions.inc(len(good))
+            self.metrics.batch_samples.observe(len(good))
         return results
 
     def _apply(self, blob: Blob) -> None:
@@ -192,6 +200,8 @@ def serve(
         server_header=False,
     )
     server = uvicorn.Server(config)
+    # uvicorn sends itself the signal once more when all is done; to end by SIGTERM is to end well.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     server.run()
     if service.failure:
         raise service.failure

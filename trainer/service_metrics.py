@@ -1,11 +1,13 @@
 """What a prediction service counts and times, for Prometheus."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -19,6 +21,10 @@ class State(Protocol):
     sample_time: float
     applied_time: float
     following: float
+
+    def counters(self) -> dict[str, int]:
+        """Of the model: ids without a row of their own, rows written and removed, ids that have a row."""
+        ...
 
 
 class ServiceMetrics:
@@ -40,8 +46,6 @@ class ServiceMetrics:
             "cowrec_batch_samples", "Samples computed together.", buckets=SAMPLES, registry=registry
         )
         self.rejected = Counter("cowrec_rejected_requests", "Requests refused.", ["reason"], registry=registry)
-        self.ids = Counter("cowrec_ids", "Ids looked up, missing ones left out.", registry=registry)
-        self.unknown_ids = Counter("cowrec_unknown_ids", "Ids that the model has no row for.", registry=registry)
         self.deltas_applied = Counter("cowrec_deltas_applied", "Publications applied.", registry=registry)
         self.deltas_refused = Counter("cowrec_deltas_refused", "Publications refused.", registry=registry)
         self.delta_seconds = Histogram(
@@ -63,10 +67,28 @@ class ServiceMetrics:
             ),
         ):
             _gauge(registry, name, help_, read)
+        registry.register(_ModelCounters(state))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _ModelCounters(Collector):
+    """What the model counts itself, read when metrics are asked for."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._state.counters()
+        for name, help_ in (
+            ("unknown_ids", "Ids asked about that the model has no row for."),
+            ("applied_rows", "Rows that publications wrote."),
+            ("removed_rows", "Rows that publications removed."),
+        ):
+            yield CounterMetricFamily(f"cowrec_{name}", help_, value=counts.get(name, 0))
+        yield GaugeMetricFamily("cowrec_resident_ids", "Ids that have a row.", value=counts.get("resident_ids", 0))
 
 
 def _gauge(registry: CollectorRegistry, name: str, help_: str, read: Callable[[], float]) -> None:
