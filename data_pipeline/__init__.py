@@ -6,16 +6,21 @@ from .preparation import prepare, work_bytes
 from .prepare_config import PrepareConfig
 from .reader import Reader
 from .residency import available_bytes, resident_bytes
+from .samples import BadSample, Encoded, RawSamples, SampleCodec
 from .schema import MISSING, OUT_OF_VOCABULARY, DenseField, Schema, SparseField, Split
 from .synthetic import SynthesizeConfig, synthesize
 
 __all__ = [
     "MISSING",
     "OUT_OF_VOCABULARY",
+    "BadSample",
     "Batch",
     "DenseField",
+    "Encoded",
     "PrepareConfig",
+    "RawSamples",
     "Reader",
+    "SampleCodec",
     "Schema",
     "SparseField",
     "Split",

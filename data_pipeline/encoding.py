@@ -55,6 +55,8 @@ class Encoder:
             return hashed_rows(text, field.num_embeddings - RESERVED_ROWS)
         if field.encoding == "raw":
             return raw_ids(text)
+        if field.encoding == "synthetic":
+            return text.to_numpy()  # the ids are rows already
         return self.vocabularies[field.name].rows(text)
 
     def save(self, folder: Path) -> None:

@@ -197,6 +197,16 @@ def as_numbers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return (np.where(finite, values, np.nan) if wrong.any() else values), wrong
 
 
+def split_pairs(text: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """Each `id:weight` in two: ids, weights, float64, and which are wrong. An empty one is the empty id of weight 1."""
+    has_weight = pc.or_(pc.match_substring(text, separator), pc.equal(text, ""))
+    pairs = pc.if_else(pc.and_(has_weight, pc.not_equal(text, "")), text, separator + "1")
+    halves = pc.split_pattern(pairs, separator, max_splits=1, reverse=True).flatten()
+    values, weights = (halves.take(pa.array(np.arange(part, len(halves), 2))) for part in (0, 1))
+    numbers, wrong = as_numbers(weights)
+    return values, numbers, ~_mask(has_weight) | wrong | _mask(pc.equal(weights, ""))
+
+
 class _Lists:
     """A list field of a block: `ids`, lists of strings [R], and for weighted ones `weights` of all their values."""
 
@@ -211,18 +221,11 @@ class _Lists:
             self.ids = pa.ListArray.from_arrays(pa.array(offsets), values)
 
     def _split_weights(self, text: pa.Array, field: RawField, checks: _Checks) -> tuple[pa.Array, np.ndarray]:
-        """Each `id:weight` in two. A missing value is the empty id with weight 1."""
-        separator = field.weight_separator
+        values, weights, wrong = split_pairs(text, field.weight_separator)
         row_of = np.repeat(np.arange(len(self._lengths)), self._lengths)
-        has_weight = pc.or_(pc.match_substring(text, separator), pc.equal(text, ""))
-        rule = f"must be id{separator}weight, joined by {field.separator!r}"
-        checks.fail(~_mask(has_weight), field.column, text, rule, row_of)
-        pairs = pc.if_else(pc.and_(has_weight, pc.not_equal(text, "")), text, separator + "1")
-        halves = pc.split_pattern(pairs, separator, max_splits=1, reverse=True).flatten()
-        values, weights = (halves.take(pa.array(np.arange(part, len(halves), 2))) for part in (0, 1))
-        numbers, wrong = as_numbers(weights)
-        checks.fail(wrong | _mask(pc.equal(weights, "")), field.column, text, rule, row_of)
-        return values, numbers.astype(np.float32)
+        rule = f"must be id{field.weight_separator}weight, joined by {field.separator!r}"
+        checks.fail(wrong, field.column, text, rule, row_of)
+        return values, weights.astype(np.float32)
 
     def kept_weights(self, good: np.ndarray) -> np.ndarray:
         assert self.weights is not None

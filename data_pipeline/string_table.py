@@ -36,8 +36,11 @@ class StringTable:
 
     def find(self, text: pa.Array) -> np.ndarray:
         """Places of strings, int64 [R]; -1 where they are not there."""
-        strings = (string_hashes(text), *string_buffers(text))
-        return _find(*strings, self._slots, self._starts, self._data, self._size, False)[0]
+        return self.find_hashed(string_hashes(text), *string_buffers(text))
+
+    def find_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """`find` for strings as `string_buffers` gives them, whose hashes are known: uint64 [R]."""
+        return _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, False)[0]
 
     def strings(self) -> pa.Array:
         """All strings in order, large_string [U], without a copy: valid until the next `insert`."""

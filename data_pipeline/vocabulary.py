@@ -72,9 +72,12 @@ class Vocabulary:
 
     def rows(self, text: pa.Array) -> np.ndarray:
         """Embedding rows of strings: int32 [R]. Empty ones are missing, unknown ones out of the vocabulary."""
-        places = self._table.find(text)
-        rows = np.where(places < 0, OUT_OF_VOCABULARY, places + RESERVED_ROWS).astype(np.int32)
-        return _with_missing(rows, text)
+        return _with_missing(self.rows_of_hashed(string_hashes(text), *string_buffers(text)), text)
+
+    def rows_of_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """`rows` of strings as `string_buffers` gives them, none of them empty, whose hashes are known: uint64 [R]."""
+        places = self._table.find_hashed(hashes, offsets, data)
+        return np.where(places < 0, OUT_OF_VOCABULARY, places + RESERVED_ROWS).astype(np.int32)
 
     def save(self, path: Path) -> None:
         table = pa.table({VALUE: self._table.strings(), COUNT: pa.array(self.counts)})
@@ -91,9 +94,13 @@ class Vocabulary:
 
 
 def hashed_rows(text: pa.Array, buckets: int) -> np.ndarray:
-    """Embedding rows without a vocabulary: 2 + hash % buckets, int32 [R]; empty strings are missing."""
-    rows = (string_hashes(text) % np.uint64(buckets)).astype(np.int32) + np.int32(RESERVED_ROWS)
-    return _with_missing(rows, text)
+    """Embedding rows without a vocabulary, int32 [R]; empty strings are missing."""
+    return _with_missing(bucket_rows(string_hashes(text), buckets), text)
+
+
+def bucket_rows(hashes: np.ndarray, buckets: int) -> np.ndarray:
+    """2 + hash % buckets: int32 [R] from uint64 [R]."""
+    return (hashes % np.uint64(buckets)).astype(np.int32) + np.int32(RESERVED_ROWS)
 
 
 def raw_ids(text: pa.Array) -> np.ndarray:
