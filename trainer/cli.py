@@ -1,4 +1,4 @@
-"""The command line: ``cowrec prepare | synthesize | train | sweep | bench``, and those of cli_saved_run.py.
+"""The command line: ``cowrec prepare | synthesize | train | sweep | bench``, and those of the other cli files.
 
 Commands import what they need when they run, so that ``--help`` answers at once.
 """
@@ -20,6 +20,7 @@ import typer
 from tqdm import tqdm
 
 from .cli_saved_run import app as saved_run
+from .cli_streams import app as streams
 from .flag_values import listed, number, size, table_rows
 from .processes import launched_rank, launched_world_size
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 
 
 app.add_typer(saved_run)
+app.add_typer(streams)
 
 
 class LayoutName(StrEnum):

@@ -1,0 +1,144 @@
+"""Open-loop HTTP load: requests leave at set moments, whether or not earlier ones were answered.
+
+A request's latency counts from the moment it was to be sent, so that a server that stalls cannot hide it by holding
+back its clients (coordinated omission).
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+DRAIN_SECONDS = 5.0
+"""How long answers are waited for after the last request was to be sent."""
+
+
+@dataclass
+class Outcome:
+    """What became of the requests of one rate.
+
+    Attributes:
+        latencies: seconds of those that were answered with status 200, by the order of the answers.
+        statuses: other statuses and how often they came; -1 where the connection was lost.
+        asked: requests that were to be sent.
+        seconds: from the first request to the last answer.
+    """
+
+    latencies: list[float] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    asked: int = 0
+    seconds: float = 0.0
+
+
+def request_bytes(path: str, body: bytes) -> bytes:
+    """A POST of JSON on a connection that stays open."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def open_loop(
+    host: str, port: int, requests: Sequence[bytes], rate: float, seconds: float, connections: int
+) -> Outcome:
+    """Sends requests, one after the other from the start again, at a constant rate.
+
+    Args:
+        host, port: of the server.
+        requests: whole HTTP requests.
+        rate: requests per second.
+        seconds: for so long.
+        connections: most that are open; requests for which none is free wait on the client, and their clock runs.
+    """
+    pool = _Pool(connections)
+    loop = asyncio.get_running_loop()
+    for _ in range(connections):
+        await loop.create_connection(lambda: _Connection(pool), host, port)
+    start = time.perf_counter() + 0.05
+    total = round(rate * seconds)
+    sent = 0
+    while sent < total:
+        due = min(total, int((time.perf_counter() - start) * rate) + 1)
+        while sent < due:
+            pool.send(start + sent / rate, requests[sent % len(requests)])
+            sent += 1
+        await asyncio.sleep(max(0.0, start + sent / rate - time.perf_counter()))
+    deadline = time.perf_counter() + DRAIN_SECONDS
+    while pool.unanswered and time.perf_counter() < deadline:
+        await asyncio.sleep(0.01)
+    pool.outcome.asked = total
+    pool.outcome.seconds = pool.last_answer - start
+    pool.close()
+    return pool.outcome
+
+
+class _Pool:
+    """Connections, those that are free, and requests that wait for one."""
+
+    def __init__(self, connections: int) -> None:
+        self.outcome = Outcome()
+        self.last_answer = time.perf_counter()
+        self.unanswered = 0
+        self._free: list[_Connection] = []
+        self._all: list[_Connection] = []
+        self._waiting: deque[tuple[float, bytes]] = deque()
+
+    def send(self, due: float, request: bytes) -> None:
+        self.unanswered += 1
+        if self._free:
+            self._free.pop().send(due, request)
+        else:
+            self._waiting.append((due, request))
+
+    def add(self, connection: "_Connection") -> None:
+        self._all.append(connection)
+        self._free.append(connection)
+
+    def answered(self, connection: "_Connection", due: float, status: int) -> None:
+        self.last_answer = time.perf_counter()
+        self.unanswered -= 1
+        if status == 200:
+            self.outcome.latencies.append(self.last_answer - due)
+        else:
+            self.outcome.statuses[status] = self.outcome.statuses.get(status, 0) + 1
+        if status < 0:
+            return
+        if self._waiting:
+            connection.send(*self._waiting.popleft())
+        else:
+            self._free.append(connection)
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.transport.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: _Pool) -> None:
+        self._pool, self._received, self._due = pool, b"", -1.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._pool.add(self)
+
+    def send(self, due: float, request: bytes) -> None:
+        self._due = due
+        self.transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(b"\r\n\r\n")
+        if not found:
+            return
+        length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+        if len(body) >= length:
+            due, self._due, self._received = self._due, -1.0, b""
+            self._pool.answered(self, due, int(head[9:12]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._due >= 0:
+            self._pool.answered(self, self._due, -1)

@@ -1,0 +1,73 @@
+"""A thread that brings a served model to every version that is published."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from .publication_blob import Blob
+from .publication_follower import Follower
+from .publication_target import open_target
+
+logger = logging.getLogger(__name__)
+
+_PAUSE = 1.0
+"""Seconds after a version that cannot be applied, before reading starts anew from a full one."""
+
+
+class Following:
+    """Applies versions as they come; a source that does not answer, or that makes no sense, costs freshness only.
+
+    Args:
+        url: of the publication target.
+        apply: brings the model to a version. Raises ValueError where the version does not fit the model.
+        refused: called for each version that was not applied.
+
+    Raises:
+        ValueError: the URL is not one of a target.
+
+    Attributes:
+        applied_time: Unix seconds at which a version was applied last; NaN before the first.
+        problem: why the model may be behind what is published; empty where nothing is wrong.
+    """
+
+    def __init__(self, url: str, apply: Callable[[Blob], None], refused: Callable[[], None]) -> None:
+        self.url = url
+        self.applied_time = float("nan")
+        self._target = open_target(url)
+        self._follower = Follower(self._target)
+        self._apply, self._count_refused = apply, refused
+        self._error = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cowrec-follow", daemon=True)
+
+    @property
+    def problem(self) -> str:
+        if not self._follower.reachable:
+            return f"{self.url} cannot be reached; the last version that was applied goes on answering"
+        return self._error
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends after the version that is being applied."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._target.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                for blob in self._follower.blobs(self._stop):
+                    self._apply(blob)
+                    self.applied_time, self._error = time.time(), ""
+            except ValueError as error:
+                self._count_refused()
+                if str(error) != self._error:
+                    logger.warning("a version of %s is refused: %s", self.url, error)
+                self._error = str(error)
+                self._stop.wait(_PAUSE)
+                # The deltas that follow go on from the refused version; a full one does not.
+                self._follower = Follower(self._target)
