@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .adam_formula import AdamConfig
     from .attach import LookupsHandle, attach_cowclip
     from .id_tables import Admission, Births, Entries, IdTableConfig, IdTables
+    from .managed_ids import IdTableModule
     from .row_updates import TableStats
 
 _LOADED_WHEN_USED = {
@@ -40,6 +41,7 @@ _LOADED_WHEN_USED = {
     "EmbeddingAdam": ".adam",
     "Entries": ".id_tables",
     "IdTableConfig": ".id_tables",
+    "IdTableModule": ".managed_ids",
     "IdTables": ".id_tables",
     "LookupsHandle": ".attach",
     "TableStats": ".row_updates",
@@ -63,6 +65,7 @@ __all__ = [
     "GlobalClip",
     "Hyperparameters",
     "IdTableConfig",
+    "IdTableModule",
     "IdTables",
     "LookupsHandle",
     "NoClip",
