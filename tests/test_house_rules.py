@@ -20,10 +20,11 @@ MAY_IMPORT = {
 }
 NEVER_IMPORTED = {"tests", "scripts"}
 
-# Public names of cowrec.sparse_opt that work where torch is all there is.
+# Public names of cowrec.sparse_opt that work without TorchRec and FBGEMM.
 NEEDS_TORCH_ALONE = (
     "CLIP_RULES",
     "CowClip",
+    "IdTables",
     "PRESETS",
     "SCALING_RULES",
     "clip_rows",

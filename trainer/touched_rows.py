@@ -50,7 +50,7 @@ class TouchedRows:
 
 
 def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows: Tensor) -> Tensor:
-    """Rows of a table (distinct, int64 [n]) with the steps that they have missed: a copy, float32 [n, P], on the CPU."""
+    """Rows of a table (distinct, int64 [n]) with the steps that they missed: a copy, float32 [n, P], on the CPU."""
     if adam is None:
         value = tables_of(model)[table]
     else:
