@@ -61,16 +61,22 @@ def online(
     if launched_world_size() > 1:
         raise ValueError("online trains in one process; start it without torchrun")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
-    with process_group(config.train.device, config.train.timeout_seconds) as process, alone_in(run_dir, process):
-        require_own(run_dir, config) if resume else require_unused(run_dir)
+    with process_group(config.train.device, config.train.timeout_seconds) as process:
+
+        def check_folder() -> None:
+            require_own(run_dir, config) if resume else require_unused(run_dir)
+
+        check_folder()
         run = _OnlineRun(config, run_dir, process)
-        create_run_dir(run_dir, config, describe(config))
-        try:
-            report = run.follow(source, publish, resume)
-        except Exception:
-            run.checkpoints.abandon()
-            raise
-        write_report(run_dir, report)
+        with alone_in(run_dir, process):
+            check_folder()  # again, for nobody else can fill it now
+            create_run_dir(run_dir, config, describe(config))
+            try:
+                report = run.follow(source, publish, resume)
+            except Exception:
+                run.checkpoints.abandon()
+                raise
+            write_report(run_dir, report)
         return report
 
 
