@@ -7,12 +7,13 @@ from .prepare_config import PrepareConfig
 from .reader import Reader
 from .residency import available_bytes, resident_bytes
 from .samples import BadSample, Encoded, RawSamples, SampleCodec
-from .schema import MISSING, OUT_OF_VOCABULARY, DenseField, Schema, SparseField, Split
+from .schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
 from .synthetic import SynthesizeConfig, synthesize
 
 __all__ = [
     "MISSING",
     "OUT_OF_VOCABULARY",
+    "RESERVED_ROWS",
     "BadSample",
     "Batch",
     "DenseField",

@@ -34,6 +34,7 @@ def build_model(
     num_dense: int,
     *,
     is_weighted: bool = False,
+    fields: Sequence[str] | None = None,
     device: torch.device | None = None,
 ) -> nn.Module:
     """The network ``config.name`` on the given tables.
@@ -43,9 +44,10 @@ def build_model(
 
     Args:
         config: architecture; ``config.embedding_dim`` is D.
-        tables: one per field, in the order in which the network sees the fields, each of width ``physical_dim(D)``.
+        tables: of width ``physical_dim(D)``; their feature names are the fields.
         num_dense: number of dense features N; 0 is fine.
         is_weighted: the ids carry weights; all tables are pooled by sum then.
+        fields: the order in which the network sees them; by default that of the tables.
         device: where everything is built. The meta device holds the tables only, so that sharding allocates them; the
             dense part is on the CPU then. Default: the CPU.
 
@@ -56,7 +58,9 @@ def build_model(
     Raises:
         ValueError: the tables do not fit the configuration.
     """
-    front = EmbeddingFront(tables, config.embedding_dim, num_dense, is_weighted=is_weighted, device=device)
+    front = EmbeddingFront(
+        tables, config.embedding_dim, num_dense, is_weighted=is_weighted, fields=fields, device=device
+    )
     model = MODELS[config.name](config, front)
     if device is not None and device.type != "meta":
         model.to(device)

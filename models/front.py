@@ -34,13 +34,14 @@ class Features(NamedTuple):
 
 
 class EmbeddingFront(nn.Module):
-    """One table per field, and the dense features beside them.
+    """One table per field, or for fields that share it, and the dense features beside them.
 
     Args:
-        tables: one per field, each with one feature name and width ``physical_dim(embedding_dim)``.
+        tables: each of width ``physical_dim(embedding_dim)``; their feature names are the fields.
         embedding_dim: D.
         num_dense: N, may be 0.
         is_weighted: the ids carry weights.
+        fields: their order; by default that of the tables.
         device: of the tables; the meta device leaves their memory to the sharding.
 
     Raises:
@@ -54,6 +55,7 @@ class EmbeddingFront(nn.Module):
         num_dense: int,
         *,
         is_weighted: bool = False,
+        fields: Sequence[str] | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -61,8 +63,6 @@ class EmbeddingFront(nn.Module):
             raise ValueError("a model needs at least one sparse field, got none")
         stored = physical_dim(embedding_dim)
         for table in tables:
-            if len(table.feature_names) != 1:
-                raise ValueError(f"table {table.name} serves the fields {table.feature_names}; give each its own table")
             if table.embedding_dim != stored:
                 raise ValueError(
                     f"table {table.name} is {table.embedding_dim} wide, but embedding_dim = {embedding_dim} needs "
@@ -74,10 +74,10 @@ class EmbeddingFront(nn.Module):
                     "ids; pool by sum and give the ids the weight 1 / length"
                 )
         # By name below: the order of the looked-up columns depends on the sharding plan.
-        self.fields = [table.feature_names[0] for table in tables]
+        self.fields = list(fields or (field for table in tables for field in table.feature_names))
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
-        self.width = len(tables) * embedding_dim + num_dense
+        self.width = len(self.fields) * embedding_dim + num_dense
         self.embeddings = EmbeddingBagCollection(tables=list(tables), is_weighted=is_weighted, device=device)
         self.layout = _Layout(self.fields, embedding_dim)
 

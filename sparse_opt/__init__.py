@@ -1,6 +1,7 @@
 """CowClip and the embedding optimizers, usable alone in any TorchRec job.
 
-The clip and scaling functions need torch alone; ``attach_cowclip`` and ``EmbeddingAdam`` load TorchRec when first used.
+The clip and scaling functions need torch alone; the rest is loaded when first used: TorchRec by ``attach_cowclip``,
+``EmbeddingAdam`` and ``IdTableModule``, compiled kernels by these and ``IdTables``.
 """
 
 from importlib import import_module
@@ -29,14 +30,26 @@ if TYPE_CHECKING:
     from .adam import EmbeddingAdam
     from .adam_formula import AdamConfig
     from .attach import LookupsHandle, attach_cowclip
+    from .id_layout import rows_for
+    from .id_records import hashed_ids
+    from .id_tables import Admission, Births, Entries, IdTableConfig, IdTables
+    from .row_births import RowBirths
     from .row_updates import TableStats
 
-_NEEDS_TORCHREC = {
+_LOADED_WHEN_USED = {
     "AdamConfig": ".adam_formula",
+    "Admission": ".id_tables",
+    "Births": ".id_tables",
     "EmbeddingAdam": ".adam",
+    "Entries": ".id_tables",
+    "IdTableConfig": ".id_tables",
+    "IdTables": ".id_tables",
     "LookupsHandle": ".attach",
+    "RowBirths": ".row_births",
     "TableStats": ".row_updates",
     "attach_cowclip": ".attach",
+    "hashed_ids": ".id_records",
+    "rows_for": ".id_layout",
 }
 
 __all__ = [
@@ -45,17 +58,23 @@ __all__ = [
     "SCALING_RULES",
     "AdamConfig",
     "AdaptiveFieldClip",
+    "Admission",
+    "Births",
     "ClipRule",
     "ConstantClip",
     "CowClip",
     "EmbeddingAdam",
+    "Entries",
     "FieldClip",
     "GlobalClip",
     "Hyperparameters",
+    "IdTableConfig",
+    "IdTables",
     "LookupsHandle",
     "NoClip",
     "Preset",
     "ReferenceCowClip",
+    "RowBirths",
     "RowLimit",
     "TableStats",
     "attach_cowclip",
@@ -63,13 +82,15 @@ __all__ = [
     "clip_scales",
     "clip_tables",
     "cowclip_limits",
+    "hashed_ids",
     "reference_cowclip_limits",
+    "rows_for",
     "scale_clip",
     "scale_hyperparameters",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCHREC:
+    if name not in _LOADED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NEEDS_TORCHREC[name], __name__), name)
+    return getattr(import_module(_LOADED_WHEN_USED[name], __name__), name)

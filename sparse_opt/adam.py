@@ -105,6 +105,18 @@ class EmbeddingAdam:
             if tables.replay:
                 tables.replay.flush(tables.step)
 
+    def bring_current(self, table: str, rows: Tensor) -> None:
+        """Brings those of a table's rows (distinct, int64 [n]) up to date that this process holds.
+
+        Nothing to do unless rows are replayed.
+        """
+        for tables in self._tables:
+            for number, shard in enumerate(tables.rows.lookup.shards):
+                if tables.replay and shard.name == table:
+                    held = rows[(rows >= shard.first_row) & (rows < shard.first_row + shard.rows)] - shard.first_row
+                    places = held.to(tables.replay.last_step.device) + int(tables.replay.first_rows[number])
+                    tables.replay.bring_places_current(places, tables.step)
+
     @contextmanager
     def as_stored(self) -> Iterator[None]:
         """Within it the model's ``state_dict()`` has the rows as they lie in memory, some of them behind.
@@ -183,6 +195,11 @@ class EmbeddingAdam:
                 if tables.replay
             ]
             take_from_first_shards(self._column_ranks, parts)
+
+    @property
+    def lookups(self) -> list[LookupAdam]:
+        """What the optimizer keeps of each lookup of this process."""
+        return list(self._tables)
 
     @property
     def steps(self) -> int:

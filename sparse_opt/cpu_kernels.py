@@ -163,7 +163,7 @@ step_of_element = njit(nogil=True, cache=True, inline="always")(adam_element)
 
 
 @intrinsic
-def _prefetch(typing_context, array, place):
+def prefetch(typing_context, array, place):
     """Asks for the cache line of ``array[place]``, to be written soon; no more than a hint to the processor."""
 
     def generate(context, builder, signature, arguments):
@@ -182,12 +182,12 @@ def _prefetch(typing_context, array, place):
 def prefetch_row(weights, exp_avg, exp_avg_sq, start, dim):
     """Rows lie anywhere in memory: their lines are under way while the rows before them are computed."""
     for place in range(start, start + dim, _LINE):
-        _prefetch(weights, place)
-        _prefetch(exp_avg, place)
-        _prefetch(exp_avg_sq, place)
-    _prefetch(weights, start + dim - 1)
-    _prefetch(exp_avg, start + dim - 1)
-    _prefetch(exp_avg_sq, start + dim - 1)
+        prefetch(weights, place)
+        prefetch(exp_avg, place)
+        prefetch(exp_avg_sq, place)
+    prefetch(weights, start + dim - 1)
+    prefetch(exp_avg, start + dim - 1)
+    prefetch(exp_avg_sq, start + dim - 1)
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
@@ -237,7 +237,7 @@ def adam_rows(
                 if u + _ROWS < tops[k + 1]:
                     prefetch_row(weights, exp_avg, exp_avg_sq, starts[t] + rows[u + _ROWS] * dim, dim)
                     if len(last_step) > 0:
-                        _prefetch(last_step, first_rows[t] + rows[u + _ROWS])
+                        prefetch(last_step, first_rows[t] + rows[u + _ROWS])
                 if len(last_step) > 0:
                     last = last_step[first_rows[t] + rows[u]]
                     if last < 0 and ~last < step - 1:

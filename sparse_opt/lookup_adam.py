@@ -68,6 +68,20 @@ class LookupAdam:
         if replay:
             self._history.record(self.step, lr)
 
+    def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
+        """Makes rows that were given to new ids those of ids that have taken no step.
+
+        Args:
+            elements: places of their weights in the flat tensors, int64 [n, D].
+            shard: numbers of their shards in the lookup, int64 [n], on the CPU.
+            row: their places in those, int64 [n], on the CPU.
+        """
+        self.exp_avg[elements] = 0
+        self.exp_avg_sq[elements] = 0
+        if self.replay:
+            places = torch.from_numpy(self.replay.first_rows)[shard] + row
+            self.replay.last_step[places.to(elements.device)] = self.step
+
     def _update_in_torch(self, backward: Backward, scalars: AdamScalars) -> None:
         sums, constants = self.rows.torch_sums(backward), adam_constants(self._config)
         if self.replay and self.rows.gathers_rows:

@@ -41,6 +41,7 @@ class TableShard:
     Attributes:
         name: the table's name; a lookup may hold several shards of a table.
         rows: rows held here.
+        first_row: place of the first of them in the table.
         embedding_dim: columns of a row held here.
         first_column: place of the first of them in the table's row.
         table_dim: columns of the table's row, wherever they are.
@@ -50,6 +51,7 @@ class TableShard:
 
     name: str
     rows: int
+    first_row: int
     embedding_dim: int
     first_column: int
     table_dim: int
@@ -301,10 +303,10 @@ def _table_names_of(group: Any) -> list[str]:
 
 def _shard_of(collection: Any, table: Any, weights: Tensor) -> TableShard:
     place = table.local_metadata
-    first_column = place.shard_offsets[1] if place is not None else 0
+    first_row, first_column = place.shard_offsets if place is not None else (0, 0)
     ranks = _column_ranks(collection, table.name)
     rows, columns = weights.shape
-    return TableShard(table.name, rows, columns, first_column, table.embedding_dim, ranks)
+    return TableShard(table.name, rows, first_row, columns, first_column, table.embedding_dim, ranks)
 
 
 def _column_ranks(collection: Any, table: str) -> tuple[int, ...]:

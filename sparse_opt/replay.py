@@ -18,7 +18,8 @@ from .adam_formula import AdamConfig, adam_constants, adam_scalars
 from .clip import ClipRule, RowLimit
 from .replay_kernels import PLACE_BITS, replay_clipped_rows, replay_rows, stale_rows
 from .row_gradients import LookupIds, RowSums, rows_of_ids
-from .row_updates import LookupRows, balanced_groups, in_threads
+from .row_updates import LookupRows
+from .threads import balanced_groups, in_threads
 
 REST = 1e-11
 """A weight this small is at rest where L2 draws it to zero, and so is a first moment that can move it no further."""
@@ -163,7 +164,10 @@ class Replay:
 
     def bring_rows_current(self, rows: RowSums, step: int) -> None:
         """Brings the rows of a backward pass to ``step``, also those that no id of this rank asked for."""
-        places = self._places_of(rows.table, rows.start)[rows.counts.real]
+        self.bring_places_current(self._places_of(rows.table, rows.start)[rows.counts.real], step)
+
+    def bring_places_current(self, places: Tensor, step: int) -> None:
+        """Brings distinct rows, by their numbers among those of all tables (int64 [n]), to ``step``."""
         last = self.last_step[places]
         places = places[(last >= 0) & (last < step)]
         if len(places):

@@ -5,9 +5,8 @@ row's norm. Both give a clip factor per row and keep the statistics that a handl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -31,6 +30,7 @@ from .row_gradients import (
     sums_of_ranks,
     with_weights,
 )
+from .threads import balanced_groups, in_threads
 
 ROW_GRADIENTS = "row_gradients"
 """What torch's profiler calls the first part of the work on rows, within the update of the embeddings."""
@@ -304,27 +304,3 @@ def _checked_columns(shard: TableShard, columns: int) -> int:
             f"clip_columns of table {shard.name!r} must be in [1, {shard.table_dim}], its width, got {columns}"
         )
     return columns
-
-
-def balanced_groups(work: np.ndarray) -> list[np.ndarray]:
-    """Table numbers in groups of about the same work, one a thread: the largest next to the least loaded."""
-    members: list[list[int]] = [[] for _ in range(min(torch.get_num_threads(), len(work)))]
-    load = np.zeros(len(members))
-    for table in np.argsort(work, kind="stable")[::-1]:
-        lightest = int(load.argmin())
-        members[lightest].append(int(table))
-        load[lightest] += work[table]
-    return [np.array(group) for group in members if group]
-
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="cowrec-rows")
-
-
-def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Results of the jobs, each run in a thread of its own."""
-    if len(jobs) == 1:
-        return [jobs[0]()]
-    others = [_threads(len(jobs) - 1).submit(job) for job in jobs[1:]]
-    return [jobs[0](), *(other.result() for other in others)]

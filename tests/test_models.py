@@ -238,10 +238,6 @@ def test_bad_tables() -> None:
         build_model(config, [], 2)
     with pytest.raises(ValueError, match="1 / length"):
         build_model(config, tables(4, pooling="MEAN"), 2, is_weighted=True)
-    shared = tables(4)
-    shared[0].feature_names.append("C9")
-    with pytest.raises(ValueError, match="give each its own table"):
-        build_model(config, shared, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -172,13 +172,13 @@ class Touch:
 
 def test_a_malicious_checkpoint_runs_no_code(folder: Path, whole: Path, tmp_path: Path) -> None:
     """In the library's own description of the tensors, which it would unpickle; checksums are the attacker's."""
-    from cowrec.trainer.checkpoint_folder import _checksum
+    from cowrec.trainer.durable_files import checksum
 
     copy, proof = shutil.copytree(whole, tmp_path / "copy"), tmp_path / "proof"
     step = copy / "checkpoints" / "step_000000010"
     (step / ".metadata").write_bytes(pickle.dumps(Touch(proof)))
     manifest = json.loads((step / "checkpoint.json").read_text())
-    manifest["files"][".metadata"] = [(step / ".metadata").stat().st_size, _checksum(step / ".metadata")]
+    manifest["files"][".metadata"] = [(step / ".metadata").stat().st_size, checksum(step / ".metadata")]
     (step / "checkpoint.json").write_text(json.dumps(manifest))
     for use in (lambda: evaluate_run(copy, folder / "data"), lambda: run(folder, copy, resume=True)):
         with pytest.raises(ValueError, match="has no place in a checkpoint"):

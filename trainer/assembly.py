@@ -26,6 +26,7 @@ from cowrec.sparse_opt import (
     EmbeddingAdam,
     Hyperparameters,
     LookupsHandle,
+    RowBirths,
     attach_cowclip,
     scale_clip,
     scale_hyperparameters,
@@ -33,8 +34,9 @@ from cowrec.sparse_opt import (
 
 from .config import RunConfig
 from .processes import Process
+from .row_ids import RowIds, row_ids
 from .sharding import sharding_plan
-from .tables import embedding_tables, fill_tables
+from .tables import embedding_tables, fill_tables, table_specs
 
 FUSED_OPTIMIZERS = {
     "adam": EmbOptimType.EXACT_SGD,  # never runs: EmbeddingAdam takes over its backward
@@ -52,11 +54,21 @@ class TrainTask(nn.Module):
     ``forward(batch)`` returns (loss, (loss, logits [B], label [B])), the latter detached. The loss is this rank's share
     of the mean over the global batch, times the world size, because TorchRec and DDP average over ranks; slices may be
     of unequal size. ``half_on`` is the type of device whose matrix products are to be bfloat16, none by default.
+    ``row_ids`` finds the rows of ids that are none.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, linear_l2: float, cross_l2: float, half_on: str = ""):
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int,
+        linear_l2: float,
+        cross_l2: float,
+        half_on: str = "",
+        row_ids: RowIds | None = None,
+    ):
         super().__init__()
         self.model = model
+        self.row_ids = row_ids
         self._half_on = half_on
         self._world_size = world_size
         kernels = l2_kernels(model)
@@ -65,8 +77,9 @@ class TrainTask(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         # Rows after the last label are padding; see even_slices.
+        sparse = self.row_ids(batch, training=self.training) if self.row_ids else batch.sparse
         with torch.autocast(self._half_on or "cpu", torch.bfloat16, enabled=bool(self._half_on)):
-            logits = self.model(batch.dense, batch.sparse)[: batch.label.numel()]
+            logits = self.model(batch.dense, sparse)[: batch.label.numel()]
         total = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
         loss = total * self._world_size / batch.global_batch_size
         for coefficient, kernel in self._penalties:
@@ -86,12 +99,19 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
     hyperparameters = derived_hyperparameters(config)
     torch.manual_seed(config.train.seed)
-    tables = embedding_tables(schema, config.model.embedding_dim)
+    specs = table_specs(schema, config.id_table)
+    tables = embedding_tables(schema, specs, config.model.embedding_dim)
     model = build_model(
-        config.model, tables, len(schema.dense), is_weighted=schema.is_weighted, device=torch.device("meta")
+        config.model,
+        tables,
+        len(schema.dense),
+        is_weighted=schema.is_weighted,
+        fields=[field.name for field in schema.sparse],
+        device=torch.device("meta"),
     )
     half_on = process.device.type if config.train.precision == "bfloat16" else ""
-    task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2, half_on)
+    ids = row_ids(schema, specs, process, config.train.seed)
+    task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2, half_on, ids)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,
@@ -143,12 +163,35 @@ def fused_params(config: RunConfig) -> dict[str, Any]:
 def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
     """Puts the tables under their clip rule and optimizer; the wide weight behind the embedding is not clipped.
 
+    Rows of new ids are from then on made as the optimizer wants them.
+
     Returns:
         The optimizer; where FBGEMM's fused one does the work, the handle of its clip, or None unclipped.
 
     Raises:
         ValueError: a clip rule or L2 that the fused optimizer cannot follow on this data.
     """
+    optimizer = _embedding_optimizer(config, schema, model)
+    ids = row_ids_of(model)
+    if ids and ids.tables:
+        ids.births = RowBirths(
+            model,
+            optimizer if isinstance(optimizer, EmbeddingAdam) else None,
+            ids.table_names,
+            columns=config.model.embedding_dim,
+            std=config.optimizer.embedding_init_std,
+            seed=config.train.seed,
+        )
+    return optimizer
+
+
+def row_ids_of(model: nn.Module) -> RowIds | None:
+    """What finds the rows of a sharded :class:`TrainTask`'s ids, None where they are rows already."""
+    (task,) = (module for module in model.modules() if isinstance(module, TrainTask))
+    return task.row_ids
+
+
+def _embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
     hyperparameters = derived_hyperparameters(config)
     rule, columns = derived_clip(config), config.model.embedding_dim
     if config.optimizer.embedding == "adam":

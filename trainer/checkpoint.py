@@ -27,6 +27,7 @@ from torchrec.distributed import DistributedModelParallel
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.sparse_opt.lookups import find_lookups
 
+from .assembly import row_ids_of
 from .checkpoint_folder import Progress, newest_intact, remove_unfinished, seal, unfinished
 from .config import CheckpointConfig
 from .processes import Process, on_first
@@ -35,6 +36,8 @@ from .schedule import DenseAdam
 _MOMENT = 20.0
 """Seconds; other processes may be gone, or hang, and their part of a checkpoint with them."""
 
+Beside = Callable[[Path], None]
+"""Writes files of its own into the folder of a checkpoint."""
 State = dict[str, Any]
 """Nested dictionaries of Tensors and ShardedTensors."""
 
@@ -51,7 +54,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig, process: Process, say: Callable[[str], None]):
         self.latest: Path | None = None
-        self._folder, self._config, self._process, self._say = folder, config, process, say
+        self._folder, self._config, self._process, self.say = folder, config, process, say
         # A group of its own: what the writing threads tell each other must not meet the model's collectives.
         self._group = dist.new_group(backend="gloo") if process.world_size > 1 else None
         self._pending: tuple[int, Future[Path | None]] | None = None
@@ -61,10 +64,11 @@ class Checkpoints:
         """Removes what a process that was killed has left; call it where no other can be at work in the folder."""
         on_first(self._process, lambda: remove_unfinished(self._folder))
 
-    def save(self, state: State, progress: Progress, about: dict[str, Any]) -> None:
+    def save(self, state: State, progress: Progress, about: dict[str, Any], beside: Beside | None = None) -> None:
         """Writes ``folder/step_N``, which appears whole or not at all; returns once the state has been copied.
 
-        Where it cannot be written that is said, earlier ones stay, and the run goes on; see :meth:`finish`.
+        Where it cannot be written that is said, earlier ones stay, and the run goes on; see :meth:`finish`. ``beside``
+        is called later, on the first process, while training goes on.
         """
         self._settle()
         partial = unfinished(self._folder, progress.step)
@@ -77,6 +81,8 @@ class Checkpoints:
         def finish(done: Future[Any]) -> None:
             try:
                 done.result()
+                if beside and self._process.is_first:
+                    beside(partial)
                 sealed.set_result(seal(partial, progress, about, self._config) if self._process.is_first else None)
             except BaseException as error:  # CheckpointException is no Exception, and the waiting thread wants all
                 shutil.rmtree(partial, ignore_errors=True)
@@ -116,7 +122,7 @@ class Checkpoints:
         except (CheckpointException, Exception) as error:
             last = f"the last good one is {self.latest}" if self.latest else "there is none before it"
             self._failure = f"the checkpoint of step {step} could not be written ({_cause(error)}); {last}"
-            self._say(f"warning: {self._failure}")
+            self.say(f"warning: {self._failure}")
 
 
 def run_state(
@@ -130,6 +136,7 @@ def run_state(
         weights = model.state_dict()
     of_tables = embedding_optimizer.state_dict() if embedding_optimizer else model.fused_optimizer.state_dict()["state"]
     state: State = {"model": weights, "dense_optimizer": dense_optimizer.tensors(), "iterations": _iterations(model)}
+    state |= _id_tables(model)
     # The library takes an empty dictionary, of a process without tables, for an object to pickle.
     return state | ({"embedding_optimizer": of_tables} if of_tables else {})
 
@@ -204,7 +211,7 @@ def load_model(
         if replayed:
             replayed.steps = progress.step
         with replayed.as_stored() if replayed else nullcontext():
-            state = {"model": model.state_dict()}
+            state = {"model": model.state_dict()} | _id_tables(model)
         if replayed:
             state["embedding_optimizer"] = replayed.state_dict()
         reader = _TensorReader(path)
@@ -212,6 +219,12 @@ def load_model(
         dcp.load(state, storage_reader=reader)
         _take_over(state, model, replayed)
     return progress
+
+
+def _id_tables(model: nn.Module) -> State:
+    """Which ids have which rows, where the run gives them rows."""
+    ids = row_ids_of(model)
+    return {"id_tables": ids.tables.state_dict()} if ids and ids.tables else {}
 
 
 def _iterations(model: DistributedModelParallel) -> Tensor:
@@ -226,6 +239,9 @@ def _iterations(model: DistributedModelParallel) -> Tensor:
 def _take_over(state: State, model: nn.Module, embedding_optimizer: EmbeddingAdam | None) -> None:
     with embedding_optimizer.as_stored() if embedding_optimizer else nullcontext():
         model.load_state_dict(state["model"])
+    ids = row_ids_of(model)
+    if ids and ids.tables:
+        ids.tables.load_state_dict(state["id_tables"])
     if embedding_optimizer:
         embedding_optimizer.load_state_dict(state["embedding_optimizer"])
 

@@ -21,6 +21,9 @@ from cowrec.data_pipeline import PrepareConfig
 from cowrec.models import ModelConfig
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
+from .id_config import IdConfig
+from .online_config import OnlineConfig
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -240,6 +243,8 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    id_table: IdConfig = field(default_factory=IdConfig)
+    online: OnlineConfig = field(default_factory=OnlineConfig)
 
     def __post_init__(self) -> None:
         if self.optimizer.embedding == "fbgemm_cowclip" and self.clip.rule != NoClip.name:

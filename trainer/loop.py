@@ -9,15 +9,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cowrec.sparse_opt import EmbeddingAdam
-
-from .assembly import build_sharded, dense_parameters, derived_hyperparameters, describe, embedding_optimizer
-from .checkpoint import Checkpoints, load_run, random_state, run_state
+from .assembly import derived_hyperparameters, describe
+from .checkpoint import Checkpoints
 from .checkpoint_folder import Progress
-from .clip_statistics import ClipWatch
-from .config import RunConfig, to_plain
+from .config import RunConfig
 from .evaluation import evaluate
 from .heartbeat import Heartbeat
+from .learner import Learner
 from .pipeline import pipeline_of
 from .processes import Process, on_first, process_group
 from .readers import even_slices, training_readers
@@ -26,14 +24,13 @@ from .run_dir import (
     RunLog,
     alone_in,
     create_run_dir,
-    environment,
     require_own,
     require_unused,
     write_report,
 )
-from .schedule import DenseAdam
 from .sharding_report import describe_sharding, save_sharding, sharding_table
 from .stopping import Interrupted, LossWatch, NonFiniteLoss, StopRequest, stop_requests
+from .tables import table_specs
 from .warm_start import warm_start
 
 
@@ -88,38 +85,24 @@ class _Run:
         self.config, self.run_dir, self.process = config, run_dir, process
         self.train_reader, self.test_reader = training_readers(config, Path(config.data.dir), process)
         self.schema = self.train_reader.schema
-        self.model = build_sharded(config, self.schema, process)
+        warmup = ceil(config.optimizer.warmup_epochs * len(self.train_reader))
+        self.learner = Learner(config, self.schema, process, warmup)
+        self.model, self.dense_optimizer = self.learner.model, self.learner.dense_optimizer
+        self.clip_watch = self.learner.clip_watch
         self.sharding = describe_sharding(self.model)
-        self.embedding_optimizer = embedding_optimizer(config, self.schema, self.model)
-        self.clip_watch: ClipWatch | None = None
-        if self.embedding_optimizer is not None and config.clip.rule != "none":
-            fields = [field.name for field in self.schema.sparse]
-            self.clip_watch = ClipWatch(self.embedding_optimizer.stats, fields, process)
-        self.dense_optimizer = DenseAdam(
-            dense_parameters(self.model),
-            config.optimizer,
-            derived_hyperparameters(config).dense_lr,
-            warmup_steps=ceil(config.optimizer.warmup_epochs * len(self.train_reader)),
-        )
         self.pipeline = pipeline_of(self.model, self.dense_optimizer, process)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
         self.heartbeat = Heartbeat(process)
-        self.environment = environment(process.device)
         self.step = self.epoch = self.epoch_step = 0
         self.speed = _Speed()
         self.epochs: list[dict[str, Any]] = []
-
-    @property
-    def adam(self) -> EmbeddingAdam | None:
-        return self.embedding_optimizer if isinstance(self.embedding_optimizer, EmbeddingAdam) else None
 
     def train(self, resume: bool) -> dict[str, Any]:
         """The run from its first step, or from its newest checkpoint, to its report."""
         self.say(self.summary())
         self.checkpoints.clean()
         if not (resume and self.resume()) and self.config.train.warm_start:
-            source = Path(self.config.train.warm_start)
-            warm_start(source, self.run_dir, self.schema, self.model, self.process)
+            warm_start(self.config, self.run_dir, self.schema, self.model, self.process)
         with RunLog(self.run_dir if self.process.is_first else None, self.step) as log:
             with stop_requests(self.process) as stop:
                 while self.epoch < self.config.train.epochs:
@@ -131,18 +114,16 @@ class _Run:
 
     def resume(self) -> bool:
         """Takes over the newest checkpoint of this run; False where it has none."""
-        parts = (self.model, self.dense_optimizer, self.adam, self.process)
-        found = load_run(self.run_dir / CHECKPOINTS, *parts, self.say)
-        if found is None:
+        progress = self.learner.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
+        if progress is None:
             return False
-        path, progress = found
-        self.checkpoints.latest = path
         self.step, self.epoch, self.epoch_step = progress.step, progress.epoch, progress.epoch_step
         self.epochs = list(progress.epochs)
         self.speed = _Speed(progress.samples, progress.seconds)
-        if self.clip_watch:
-            self.clip_watch.go_on_from(progress.clip)
-        self.say(f"going on from {path}: step {self.step}, {self.epoch} of {self.config.train.epochs} epochs done")
+        self.say(
+            f"going on from {self.checkpoints.latest}: step {self.step},"
+            f" {self.epoch} of {self.config.train.epochs} epochs done"
+        )
         return True
 
     def train_epoch(self, log: RunLog, stop: StopRequest) -> None:
@@ -169,6 +150,8 @@ class _Run:
                 log.write("train", self.step, epoch=epoch, loss=mean_loss, samples_per_second=rate, dense_lr=lr)
                 if self.clip_watch:
                     log.write("clip", self.step, epoch=epoch, **self.clip_watch.read())
+                if ids := self.learner.id_tables:
+                    log.write("ids", self.step, epoch=epoch, **ids.counters())
                 bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
                 bar.update(done - bar.n)
                 if stopping or saving:
@@ -199,13 +182,10 @@ class _Run:
         )
 
     def save(self) -> None:
-        state = run_state(self.model, self.dense_optimizer, self.adam) | random_state(self.process)
-        clip = self.clip_watch.counts() if self.clip_watch else {}
-        progress = Progress(
-            self.step, self.epoch, self.epoch_step, list(self.epochs), self.speed.samples, self.speed.seconds, clip
-        )
-        about = {"world_size": self.process.world_size, "config": to_plain(self.config), **self.environment}
-        self.checkpoints.save(state, progress, about)
+        speed = (self.speed.samples, self.speed.seconds)
+        place = (self.step, self.epoch, self.epoch_step)
+        progress = Progress(*place, list(self.epochs), *speed, self.learner.clip_counts())
+        self.learner.save(self.checkpoints, progress)
 
     def report(self) -> dict[str, Any]:
         last = self.epochs[-1]
@@ -221,12 +201,12 @@ class _Run:
             "world_size": self.process.world_size,
             **describe(self.config),
             "epochs": self.epochs,
-            **self.environment,
+            **self.learner.environment,
         }
 
     def summary(self) -> str:
         derived = derived_hyperparameters(self.config)
-        table_rows = sum(field.num_embeddings for field in self.schema.sparse)
+        table_rows = sum(spec.num_embeddings for spec in table_specs(self.schema, self.config.id_table))
         return (
             f"{self.config.model.name} on {self.schema.name}: {self.train_reader.num_rows:,} training rows, "
             f"{len(self.schema.sparse)} fields, {table_rows:,} table rows\n"

@@ -8,6 +8,7 @@ from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 
 from cowrec.data_pipeline import Batch
 
+from .assembly import row_ids_of
 from .processes import Process
 
 _Out: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -19,7 +20,9 @@ def pipeline_of(model: nn.Module, optimizer: Optimizer, process: Process) -> Pip
     """The pipeline that suits the number of processes.
 
     Among several it exchanges the next batch's ids while this one is computed, for which it asks the device how many
-    there are. A process alone has nothing to exchange, and no step of its own waits for the device.
+    there are. A process alone has nothing to exchange, and no step of its own waits for the device. Where ids have yet
+    to be given rows, the next batch's cannot be exchanged: they may be born in this step.
     """
-    kind = TrainPipelineSparseDist if process.world_size > 1 else TrainPipelineBase
+    ahead = process.world_size > 1 and row_ids_of(model) is None
+    kind = TrainPipelineSparseDist if ahead else TrainPipelineBase
     return kind(model, optimizer, process.device)

@@ -1,7 +1,8 @@
-"""Embedding tables of a run: their sizes, their initial values, and where they are in a model."""
+"""Embedding tables of a run: their fields, their sizes, their initial values, and where they are in a model."""
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,24 +10,84 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
 from cowrec.models import physical_dim
+from cowrec.sparse_opt import rows_for
 
+from .id_config import IdConfig
 from .processes import Process
 
 
-def embedding_tables(schema: Schema, embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """One table per sparse field, named like the field, wide enough for the embedding and the wide weight."""
+@dataclass(frozen=True)
+class TableSpec:
+    """What the data and `[id_table]` say of one embedding table.
+
+    Attributes:
+        name: of the table; of the field, where no others share it.
+        fields: whose ids it holds.
+        ids: its `[id_table]` settings.
+        num_embeddings: its rows, the reserved ones included.
+    """
+
+    name: str
+    fields: tuple[SparseField, ...]
+    ids: IdConfig
+    num_embeddings: int
+
+
+def table_specs(schema: Schema, config: IdConfig) -> list[TableSpec]:
+    """The tables of a run, in the order of their first fields.
+
+    Raises:
+        ValueError: fields whose ids are no row numbers and that no id table serves, fields that cannot share a table,
+            or a table that is no field.
+    """
+    by_name = {field.name: field for field in schema.sparse}
+    specs = []
+    for name, names in config.table_fields(list(by_name)).items():
+        fields, ids = tuple(by_name[each] for each in names), config.of_table(name)
+        for field in fields:
+            if ids.kind == "rows" and field.encoding == "raw":
+                raise ValueError(
+                    f'field {field.name!r} has raw ids, but id_table.kind = "rows" takes row numbers; set it to'
+                    ' "collisionless" or "hash", or prepare the data without raw_ids'
+                )
+            if field.pooling != fields[0].pooling:
+                raise ValueError(
+                    f"fields {fields[0].name!r} and {field.name!r} are to share table {name!r}, but one is pooled by"
+                    f" {fields[0].pooling}, the other by {field.pooling}; give them tables of their own"
+                )
+        if ids.kind == "rows" and len(fields) > 1:
+            raise ValueError(
+                f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
+                ' "collisionless" or "hash", or give each its own'
+            )
+        specs.append(TableSpec(name, fields, ids, _rows(fields, ids)))
+    return specs
+
+
+def _rows(fields: Sequence[SparseField], ids: IdConfig) -> int:
+    if ids.kind == "rows":
+        return fields[0].num_embeddings
+    if ids.kind == "hash":
+        return RESERVED_ROWS + ids.capacity
+    return rows_for(ids.capacity)
+
+
+def embedding_tables(schema: Schema, specs: Sequence[TableSpec], embedding_dim: int) -> list[EmbeddingBagConfig]:
+    """One TorchRec table for each spec, wide enough for the embedding and the wide weight."""
     return [
         EmbeddingBagConfig(
-            name=field.name,
-            num_embeddings=field.num_embeddings,
+            name=spec.name,
+            num_embeddings=spec.num_embeddings,
             embedding_dim=physical_dim(embedding_dim),
-            feature_names=[field.name],
+            feature_names=[field.name for field in spec.fields],
             # A weighted collection only sums; the reader then gives a mean-pooled field's ids the weight 1/length.
-            pooling=PoolingType.MEAN if field.pooling == "mean" and not schema.is_weighted else PoolingType.SUM,
+            pooling=(
+                PoolingType.MEAN if spec.fields[0].pooling == "mean" and not schema.is_weighted else PoolingType.SUM
+            ),
         )
-        for field in schema.sparse
+        for spec in specs
     ]
 
 

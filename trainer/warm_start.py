@@ -1,6 +1,7 @@
 """Warm start: tables and dense weights of an earlier run, in a model of the same network over a grown vocabulary."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,23 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from cowrec.data_pipeline import Schema, SparseField
 from cowrec.data_pipeline.schema import RESERVED_ROWS
 
-from .assembly import dense_parameters
+from .assembly import dense_parameters, row_ids_of
+from .config import RunConfig
 from .processes import Process
-from .run_dir import VOCABULARY
-from .saved_run import trained_model
-from .tables import tables_of, whole_table
+from .run_dir import CONFIG, VOCABULARY
+from .saved_run import run_of, trained_model
+from .tables import TableSpec, table_specs, tables_of, whole_table
 
 
-def warm_start(source: Path, run_dir: Path, schema: Schema, model: nn.Module, process: Process) -> None:
+def warm_start(config: RunConfig, run_dir: Path, schema: Schema, model: nn.Module, process: Process) -> None:
     """Takes over the weights of a run's newest checkpoint; ids that it did not know keep their initial values.
 
-    Ids are matched by what they stand for, the strings in the vocabularies. Moments and schedules start anew. The
-    earlier model is in memory meanwhile. All processes call together.
+    Ids are matched by what they stand for, the strings in the vocabularies; collisionless tables are taken over with
+    their ids, as they are. Moments and schedules start anew. The earlier model is in memory meanwhile. All processes
+    call together.
 
     Args:
-        source: folder of the earlier run.
+        config: of this run; ``train.warm_start`` is the folder of the earlier one.
         run_dir: folder of this one, with its vocabularies.
         schema: of this run's data.
         model: this run's, sharded; changed in place.
@@ -36,8 +39,11 @@ def warm_start(source: Path, run_dir: Path, schema: Schema, model: nn.Module, pr
     Raises:
         ValueError: a folder that is no run, other fields or another network, or ids that cannot be matched.
     """
-    earlier = Schema.load(source)
+    source = Path(config.train.warm_start)
+    earlier_config, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
+    specs, earlier_specs = table_specs(schema, config.id_table), table_specs(earlier, earlier_config.id_table)
+    _require_same_tables(source, earlier_specs, specs)
     old, _ = trained_model(source, process)
     with torch.no_grad():
         theirs = dense_parameters(old)
@@ -46,15 +52,31 @@ def warm_start(source: Path, run_dir: Path, schema: Schema, model: nn.Module, pr
                 raise ValueError(f"train.warm_start = {str(source)!r} is another network: {name} differs")
             mine.copy_(theirs[name])
     old_tables, new_tables = tables_of(old), tables_of(model)
-    known = {field.name: field for field in earlier.sparse}
     kept = 0
-    for field in schema.sparse:
-        rows = _earlier_rows(field, known[field.name], source, run_dir)
+    for spec, of_earlier in zip(specs, earlier_specs, strict=True):
+        rows = torch.arange(spec.num_embeddings)
+        if spec.ids.kind == "rows":
+            rows = _earlier_rows(spec.fields[0], of_earlier.fields[0], source, run_dir)
         kept += int((rows >= RESERVED_ROWS).sum())
-        _fill(new_tables[field.name], whole_table(old_tables[field.name], process), rows)
+        _fill(new_tables[spec.name], whole_table(old_tables[spec.name], process), rows)
+    ids, earlier_ids = row_ids_of(model), row_ids_of(old)
+    if ids and ids.tables and earlier_ids and earlier_ids.tables:
+        ids.tables.load_state_dict(earlier_ids.tables.state_dict())
     if process.is_first:
-        ids = sum(field.num_embeddings - RESERVED_ROWS for field in schema.sparse)
-        print(f"warm start from {source}: {kept:,} of {ids:,} ids known", file=sys.stderr)
+        rows_in_all = sum(spec.num_embeddings - RESERVED_ROWS for spec in specs)
+        print(f"warm start from {source}: {kept:,} of {rows_in_all:,} rows taken over", file=sys.stderr)
+
+
+def _require_same_tables(source: Path, earlier: Sequence[TableSpec], now: Sequence[TableSpec]) -> None:
+    """Raises ValueError where ids are given rows in another way."""
+    for old, new in zip(earlier, now, strict=False):
+        by_rows = old.ids.kind == new.ids.kind == "rows"
+        names = [[field.name for field in each.fields] for each in (old, new)]
+        if (old.name, *names[:1]) != (new.name, *names[1:]) or not (by_rows or old.ids == new.ids):
+            raise ValueError(
+                f"train.warm_start = {str(source)!r} gives the ids of table {old.name!r} rows in another way; take over"
+                f" the [id_table] of {source / CONFIG}"
+            )
 
 
 def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:

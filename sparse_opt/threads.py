@@ -1,0 +1,33 @@
+"""Work in threads: kernels that numba compiled without the GIL run side by side in them."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def balanced_groups(work: np.ndarray) -> list[np.ndarray]:
+    """Table numbers in groups of about the same work, one a thread: the largest next to the least loaded."""
+    members: list[list[int]] = [[] for _ in range(min(torch.get_num_threads(), len(work)))]
+    load = np.zeros(len(members))
+    for table in np.argsort(work, kind="stable")[::-1]:
+        lightest = int(load.argmin())
+        members[lightest].append(int(table))
+        load[lightest] += work[table]
+    return [np.array(group) for group in members if group]
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="cowrec-rows")
+
+
+def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of the jobs, each run in a thread of its own."""
+    if len(jobs) == 1:
+        return [jobs[0]()]
+    others = [_threads(len(jobs) - 1).submit(job) for job in jobs[1:]]
+    return [jobs[0](), *(other.result() for other in others)]

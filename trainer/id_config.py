@@ -1,0 +1,153 @@
+"""The `[id_table]` section: how the ids of the data become rows of the embedding tables."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+IdKind = Literal["rows", "hash", "collisionless"]
+AdmissionKind = Literal["none", "count", "probabilistic"]
+WhenFull = Literal["oldest", "least_frequent", "refuse"]
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MAX_ROWS = 1 << 31
+
+
+@dataclass(frozen=True)
+class TableIds:
+    """`[id_table.tables.NAME]`: what differs from `[id_table]` for one table, and the fields that share it.
+
+    Attributes:
+        fields: that share the table and its capacity; by default the field of the table's name. Equal ids of two fields
+            are two ids.
+        others: as in :class:`IdConfig`.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    fields: tuple[str, ...] = ()
+    kind: IdKind | None = None
+    capacity: int | None = None
+    when_full: WhenFull | None = None
+    admission: AdmissionKind | None = None
+    threshold: int | None = None
+    window: str | None = None
+    counters: int | None = None
+    expire_after: str | None = None
+
+
+@dataclass(frozen=True)
+class IdConfig:
+    """`[id_table]`: for all tables, unless `[id_table.tables.NAME]` says otherwise.
+
+    Attributes:
+        kind: "rows" takes the data's row numbers; "hash" puts an id on row ``hash(id) % capacity``, which it may share;
+            "collisionless" gives every id a row of its own, for as long as it has one.
+        capacity: rows for ids in a table, the two reserved rows not counted.
+        when_full: of a collisionless table: which ids make room, those not seen for longest ("oldest"), those seen
+            least often ("least_frequent"), or none ("refuse": new ids use the row of unknown ones).
+        admission: when a new id gets a row: at once ("none"), once it has been counted `threshold` times within
+            `window` ("count"), or at each occurrence with Monolith's probability 1 - 0.05^(1 / threshold)
+            ("probabilistic"). Before that it uses the row of unknown ids.
+        threshold: as above.
+        window: time of samples after which a count is old, such as "7d"; empty: never.
+        counters: cells of the approximate counters of a table, two bytes each.
+        expire_after: time of samples after which an id that was not seen loses its row, such as "30d"; empty: never.
+        tables: single tables, by the name of their field or one of your own for fields that share a table.
+    """
+
+    kind: IdKind = "rows"
+    capacity: int = 1_000_000
+    when_full: WhenFull = "oldest"
+    admission: AdmissionKind = "none"
+    threshold: int = 1
+    window: str = ""
+    counters: int = 1 << 20
+    expire_after: str = ""
+    tables: dict[str, TableIds] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("", *self.tables):
+            own = self.of_table(name)
+            key = f"id_table.tables.{name}" if name else "id_table"
+            for each in ("capacity", "threshold", "counters"):
+                if getattr(own, each) < 1:
+                    raise ValueError(f"{key}.{each} must be at least 1, got {getattr(own, each)}")
+            if own.capacity >= _MAX_ROWS:
+                raise ValueError(f"{key}.capacity must be below 2^31, got {own.capacity}")
+            for each in ("window", "expire_after"):
+                seconds(getattr(own, each), f"{key}.{each}")
+            if own.window and own.admission != "count":
+                raise ValueError(
+                    f'{key}.window = {own.window!r} has no meaning for {key}.admission = "{own.admission}"; set that to'
+                    ' "count" or leave window out'
+                )
+            if own.kind != "collisionless":
+                _refuse_without_meaning(key, self.tables[name] if name else self, own.kind)
+
+    def of_table(self, name: str) -> "IdConfig":
+        """The settings of one table, without :attr:`tables`."""
+        own = self.tables.get(name)
+        given = {key: value for key, value in vars(own).items() if key != "fields" and value is not None} if own else {}
+        return _without_tables(self, **given)
+
+    def table_fields(self, known: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Fields of each table, tables in the order of their first field.
+
+        Raises:
+            ValueError: a table of fields that do not exist, or a field in two tables.
+        """
+        table_of: dict[str, str] = {}
+        for table, own in self.tables.items():
+            for name in own.fields or (table,):
+                key = f"id_table.tables.{table}"
+                if name not in known:
+                    nearest = get_close_matches(name, known, n=1)
+                    hint = f"did you mean {nearest[0]!r}?" if nearest else f"the data has {', '.join(known)}"
+                    remedy = "" if own.fields else f" (fields that share a table are listed in {key}.fields)"
+                    raise ValueError(f"{key} names {name!r}, which is no sparse field; {hint}{remedy}")
+                if name in table_of:
+                    raise ValueError(f"{key} and id_table.tables.{table_of[name]} both name field {name!r}; drop one")
+                table_of[name] = table
+        found: dict[str, tuple[str, ...]] = {}
+        for name in known:
+            table = table_of.get(name, name)
+            found[table] = (*found.get(table, ()), name)
+        return found
+
+
+def seconds(text: str, key: str) -> int:
+    """A time such as "90s", "30m", "12h", "30d" or "4w" in seconds; 0 for an empty one. ValueError elsewhere."""
+    if not text:
+        return 0
+    found = re.fullmatch(r"([1-9][0-9]*)\s*([smhdw])", text)
+    if not found:
+        raise ValueError(f'{key} is a whole number and a unit out of s, m, h, d, w, such as "30d"; got {text!r}')
+    return int(found[1]) * _SECONDS[found[2]]
+
+
+def _without_tables(config: IdConfig, **values: Any) -> IdConfig:
+    """As dataclasses.replace, without tables and without the checks that asked for it."""
+    made = object.__new__(IdConfig)
+    for each in fields(IdConfig):
+        object.__setattr__(made, each.name, values.get(each.name, getattr(config, each.name)))
+    object.__setattr__(made, "tables", {})
+    return made
+
+
+def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> None:
+    """Raises ValueError for settings of a collisionless table where there is none."""
+    defaults: Mapping[str, Any] = {each.name: each.default for each in fields(IdConfig)}
+    for name in ("when_full", "admission", "threshold", "window", "counters", "expire_after"):
+        value = getattr(given, name)
+        collisionless_elsewhere = isinstance(given, IdConfig) and any(
+            each.kind == "collisionless" for each in given.tables.values()
+        )
+        if value is not None and value != defaults[name] and not collisionless_elsewhere:
+            raise ValueError(
+                f'{key}.{name} = {value!r} has no meaning for {key}.kind = "{kind}"; set it to "collisionless" or leave'
+                f" {name} out"
+            )

@@ -1,0 +1,117 @@
+"""Progressive quality: how well each sample was predicted before it was trained on, by windows of sample time."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from pyarrow import feather
+from torch import Tensor
+from torchmetrics.functional.classification import binary_auroc
+
+_FILE = "window.arrow"
+
+
+@dataclass(frozen=True)
+class WindowQuality:
+    """Quality of the predictions of one window.
+
+    Attributes:
+        start: first second of the window, Unix time; it lasts until the next window's.
+        samples: that were predicted, then trained on.
+        auc: area under the ROC curve, exact; NaN where there is one class only.
+        logloss: mean binary cross-entropy, in nats.
+        calibration: mean prediction / mean label; NaN without a click.
+        ctr: mean label.
+    """
+
+    start: int
+    samples: int
+    auc: float
+    logloss: float
+    calibration: float
+    ctr: float
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ProgressiveQuality:
+    """Collects predictions and gives each window's quality once a sample of a later one has come.
+
+    A sample that comes after its window was closed counts in the one that is open.
+
+    Args:
+        window: length in seconds.
+    """
+
+    def __init__(self, window: int):
+        self._window = window
+        self._open: int | None = None
+        self._logits: list[Tensor] = []
+        self._labels: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor, times: Tensor) -> Iterator[WindowQuality]:
+        """Takes a batch's logits, labels and times, each [B]; yields the windows that it closes."""
+        logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
+        windows = torch.div(times.cpu(), self._window, rounding_mode="floor")
+        if self._open is not None:
+            windows = windows.clamp_min(self._open)
+        for window in windows.unique().tolist():
+            if self._open is not None and window > self._open:
+                yield self.close()
+            self._open = window
+            self._logits.append(logits[windows == window])
+            self._labels.append(labels[windows == window])
+
+    def close(self) -> WindowQuality:
+        """Quality of the open window, which has samples; it is then empty."""
+        assert self._open is not None
+        logits, labels = torch.cat(self._logits), torch.cat(self._labels)
+        self._logits, self._labels = [], []
+        mean = labels.double().mean().item()
+        prediction = logits.sigmoid()
+        return WindowQuality(
+            self._open * self._window,
+            len(labels),
+            binary_auroc(prediction, labels.long(), validate_args=False).item() if 0 < mean < 1 else nan,
+            F.binary_cross_entropy_with_logits(logits, labels.double()).item(),
+            prediction.mean().item() / mean if mean else nan,
+            mean,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._logits
+
+    def freeze(self) -> "FrozenWindow":
+        """The open window as it is now, to be saved later."""
+        return FrozenWindow(self._open, list(self._logits), list(self._labels))
+
+    def load(self, folder: Path) -> None:
+        """Goes on from what :meth:`FrozenWindow.save` wrote."""
+        table = feather.read_table(folder / _FILE, memory_map=False)
+        start = int(table.schema.metadata[b"open"])
+        self._open = None if start < 0 else start
+        numbers = [torch.from_numpy(table[name].to_numpy().copy()) for name in ("logit", "label")]
+        self._logits, self._labels = ([each] if len(each) else [] for each in numbers)
+
+
+@dataclass(frozen=True)
+class FrozenWindow:
+    """An open window at one moment; its tensors are never written to."""
+
+    open: int | None
+    logits: list[Tensor]
+    labels: list[Tensor]
+
+    def save(self, folder: Path) -> None:
+        parts = [torch.cat(each).numpy() if each else np.empty(0) for each in (self.logits, self.labels)]
+        table = pa.table({"logit": parts[0].astype(np.float64), "label": parts[1].astype(np.float32)})
+        start = -1 if self.open is None else self.open
+        feather.write_feather(table.replace_schema_metadata({"open": str(start)}), folder / _FILE, compression="zstd")
