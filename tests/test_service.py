@@ -186,15 +186,6 @@ def test_metrics_count_what_happened(folder: Path) -> None:
     assert after["cowrec_following"] == 0
 
 
-def test_a_killed_server_comes_back_with_the_same_answers(folder: Path) -> None:
-    port = free_port()
-    with serving(folder / "export", port=port) as server:
-        before = server.predict(GOOD)
-        assert server.send(signal.SIGKILL)[0] == -signal.SIGKILL
-    with serving(folder / "export", port=port) as server:
-        assert server.predict(GOOD) == before
-
-
 def test_sigterm_lets_requests_under_way_finish(folder: Path) -> None:
     with serving(folder / "export") as server:
         connection, rest = unfinished(server)

@@ -138,8 +138,8 @@ def synthesize(
     test_rows: Annotated[int, typer.Option(help="Test rows.")] = 100_000,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     vocabulary_scale: Annotated[
-        float, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days.")
-    ] = 0.01,
+        float | None, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days. [0.01]")
+    ] = None,
     days: Annotated[
         float, typer.Option(help="Drifting samples: so many days of training rows, ids that come and go. [0, off]")
     ] = 0.0,

@@ -1,4 +1,4 @@
-"""The commands of samples and models that flow: ``cowrec stream | online | serve``."""
+"""The commands of samples and models that flow: ``cowrec online | serve``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,32 +8,6 @@ import typer
 from .run_flags import Overrides, RunToml, TrainData, loaded_run, new_run_dir
 
 app = typer.Typer()
-
-
-@app.command()
-def stream(
-    data: Annotated[Path, typer.Argument(help="Data set made by synthesize --days.")],
-    to: Annotated[str, typer.Option(help="redis://HOST:PORT/STREAM, kafka://HOST:PORT/TOPIC, or a folder.")],
-    days: Annotated[float, typer.Option(help="Of sample time.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Samples a second; 0: as fast as it goes.")] = 0.0,
-    skip_days: Annotated[
-        float | None, typer.Option(help="Of sample time since the data set's first sample. [its training rows]")
-    ] = None,
-    chunk_rows: Annotated[int, typer.Option(help="Samples of a file, or sent at once.")] = 1000,
-) -> None:
-    """Sends the samples that follow the training rows of a drifting data set, in the order of time.
-
-    They are raw samples, as an application would write them: text ids, label, time, sample_id.
-
-    Example: `cowrec stream data/drifting --to redis://localhost:6379/clicks --days 30 --rate 2000`
-    """
-    from cowrec.data_pipeline.drifting_samples import drift_config, drifting_tables
-    from cowrec.data_pipeline.sample_sinks import open_sink, send
-
-    config = drift_config(data)
-    first = config.rows if skip_days is None else round(skip_days * config.rows / config.days)
-    tables = drifting_tables(config, first, round(days * config.rows / config.days), chunk_rows)
-    print(f"{to}: {send(tables, open_sink(to), rate):,} samples")
 
 
 @app.command()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline.samples import SampleCodec
+from cowrec.data_pipeline import SampleCodec
 
 from .following import Following
 from .gathering import Gathering
@@ -121,8 +121,8 @@ class Service:
     @property
     def sample_time(self) -> float:
         """Newest sample trained on, Unix seconds; NaN where it is not known."""
-        known = self.ready and self._model.sample_time is not None
-        return float(self._model.sample_time) if known else math.nan
+        known = self._model.sample_time if self.ready else None
+        return math.nan if known is None else float(known)
 
     def counters(self) -> dict[str, int]:
         """As :meth:`ServedModel.counters`."""

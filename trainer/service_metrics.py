@@ -16,11 +16,20 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 class State(Protocol):
     """What of the service is read when metrics are asked for; times in Unix seconds, NaN where there is none yet."""
 
-    version: float
-    step: float
-    sample_time: float
-    applied_time: float
-    following: float
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def sample_time(self) -> float: ...
+
+    @property
+    def applied_time(self) -> float: ...
+
+    @property
+    def following(self) -> float: ...
 
     def counters(self) -> dict[str, int]:
         """Of the model: ids without a row of their own, rows written and removed, ids that have a row."""
