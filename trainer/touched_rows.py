@@ -22,7 +22,7 @@ class TouchedRows:
 
     def __init__(self, specs: Sequence[TableSpec], fields: Sequence[str]):
         self._specs = list(specs)
-        first, firsts = 0, {}
+        first, firsts = 0, dict[str, int]()
         for spec in specs:
             firsts |= {field.name: first for field in spec.fields}
             first += spec.num_embeddings
