@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.distributed import ProcessGroup
 
 from cowrec.sparse_opt import Admission, Births, IdTableConfig, IdTables, id_layout
-from sharded_case import process_group
+from process_groups import process_group
 
 FEATURES = ["a", "b", "plain", "c"]
 CONFIGS = {
