@@ -7,7 +7,7 @@ from .prepare_config import PrepareConfig
 from .reader import Reader
 from .residency import available_bytes, resident_bytes
 from .samples import BadSample, Encoded, RawSamples, SampleCodec
-from .schema import MISSING, OUT_OF_VOCABULARY, DenseField, Schema, SparseField, Split
+from .schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
 from .stream import SampleStream, StreamBatch
 from .stream_position import Position
 from .stream_source import Chunk, SampleSource, open_source

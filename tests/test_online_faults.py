@@ -131,9 +131,7 @@ def test_a_full_disk_costs_a_snapshot_and_no_sample(case: Path, undisturbed: Pat
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, largest // 2))
 
-    done = subprocess.run(
-        parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=small_disk
-    )
+    done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
     assert done.returncode == 2, done.stderr
     assert "could not be written" in done.stderr
     assert "make room or mend the folder" in done.stderr
