@@ -251,7 +251,7 @@ def test_a_batch_that_fails_fails_its_own_calls_only() -> None:
 
 def test_a_call_that_was_given_up_takes_nothing_from_the_others() -> None:
     async def calls() -> Any:
-        gathering = Gathering(lambda items: list(items), 4)
+        gathering = Gathering(list, 4)
         given_up, kept = (asyncio.create_task(gathering.results([item])) for item in (1, 2))
         await asyncio.sleep(0)
         given_up.cancel()
