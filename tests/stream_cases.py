@@ -7,8 +7,6 @@ from collections import OrderedDict
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline import PrepareConfig, SampleCodec, prepare
-
 SCHEMA = """
 header = false
 columns = ["label", "number", "id", "tags", "time"]
@@ -23,6 +21,9 @@ fields = [
 
 def make_codec(folder):
     """Of a tiny data set whose numbers are kept as they are, so that `number` tells the sample."""
+    # Here, so that a process that only writes files starts at once.
+    from cowrec.data_pipeline import PrepareConfig, SampleCodec, prepare
+
     (folder / "schema.toml").write_text(SCHEMA)
     (folder / "raw.csv").write_text("1,1,a,b,1\n0,2,b,c,2\n")
     config = PrepareConfig(raw_ids=True, dense="none", test_fraction=0.0)
