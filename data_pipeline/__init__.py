@@ -8,6 +8,9 @@ from .reader import Reader
 from .residency import available_bytes, resident_bytes
 from .samples import BadSample, Encoded, RawSamples, SampleCodec
 from .schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
+from .stream import SampleStream, StreamBatch
+from .stream_position import Position
+from .stream_source import Chunk, SampleSource, open_source
 from .synthetic import SynthesizeConfig, synthesize
 
 __all__ = [
@@ -16,17 +19,23 @@ __all__ = [
     "RESERVED_ROWS",
     "BadSample",
     "Batch",
+    "Chunk",
     "DenseField",
     "Encoded",
+    "Position",
     "PrepareConfig",
     "RawSamples",
     "Reader",
     "SampleCodec",
+    "SampleSource",
+    "SampleStream",
     "Schema",
     "SparseField",
     "Split",
+    "StreamBatch",
     "SynthesizeConfig",
     "available_bytes",
+    "open_source",
     "prepare",
     "resident_bytes",
     "synthesize",

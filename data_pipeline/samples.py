@@ -104,6 +104,14 @@ class Encoded:
         """All rows as one batch."""
         return self.rows.batch(self.schema, self.table.num_rows)
 
+    def without(self, wrong: np.ndarray, reason: str) -> "Encoded":
+        """The same but for some of the rows, bool [R], which are bad for this reason."""
+        if not wrong.any():
+            return self
+        bad = [*self.bad, *(BadSample(place, reason) for place in self.index[wrong].tolist())]
+        kept = tuple(sorted(bad, key=lambda each: each.index))
+        return Encoded(self.schema, self.table.filter(pa.array(~wrong)), self.timed, self.index[~wrong], kept)
+
 
 def encoded_rows(table: pa.Table, schema: Schema, *, timed: bool = True) -> Rows:
     """Rows from the columns of `Encoded.table`."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .id_layout import rows_for
     from .id_records import hashed_ids
     from .id_tables import Admission, Births, Entries, IdTableConfig, IdTables
+    from .managed_ids import IdTableModule
     from .row_births import RowBirths
     from .row_updates import TableStats
 
@@ -43,6 +44,7 @@ _LOADED_WHEN_USED = {
     "EmbeddingAdam": ".adam",
     "Entries": ".id_tables",
     "IdTableConfig": ".id_tables",
+    "IdTableModule": ".managed_ids",
     "IdTables": ".id_tables",
     "LookupsHandle": ".attach",
     "RowBirths": ".row_births",
@@ -69,6 +71,7 @@ __all__ = [
     "GlobalClip",
     "Hyperparameters",
     "IdTableConfig",
+    "IdTableModule",
     "IdTables",
     "LookupsHandle",
     "NoClip",

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run(tmp_path, same, "first")
     with pytest.raises(ValueError, match=r"is another network: .* differs"):
         run(tmp_path, same, "wider", f"train.warm_start={tmp_path}/first", "model.hidden=[9]")
-    with pytest.raises(ValueError, match="is not a run: it has no config.toml"):
+    with pytest.raises(ValueError, match=r"is not a run: it has no config\.toml"):
         run(tmp_path, same, "nowhere", f"train.warm_start={tmp_path}/nowhere_else")
     other = data(
         tmp_path / "b",

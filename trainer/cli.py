@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -23,6 +22,7 @@ from .cli_saved_run import app as saved_run
 from .cli_streams import app as streams
 from .flag_values import listed, number, size, table_rows
 from .processes import launched_rank, launched_world_size
+from .run_flags import Overrides, RunToml, TrainData, loaded_run, new_run_dir
 
 app = typer.Typer(
     name="cowrec",
@@ -45,11 +45,6 @@ class LayoutName(StrEnum):
     csv = "csv"
 
 
-RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]
-TrainData = Annotated[Path | None, typer.Option(help="Prepared data set. [data.dir of the TOML]")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value over the TOML; repeat it for several.")
-]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")]
 
 
@@ -143,8 +138,8 @@ def synthesize(
     test_rows: Annotated[int, typer.Option(help="Test rows.")] = 100_000,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
     vocabulary_scale: Annotated[
-        float, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days.")
-    ] = 0.01,
+        float | None, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days. [0.01]")
+    ] = None,
     days: Annotated[
         float, typer.Option(help="Drifting samples: so many days of training rows, ids that come and go. [0, off]")
     ] = 0.0,
@@ -194,12 +189,12 @@ def train(
     """
     from .loop import train as run
 
-    loaded, data_dir = _loaded(config, overrides, data)
+    loaded, data_dir = loaded_run(config, overrides, data)
     if run_dir is None and launched_world_size() > 1:
         raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
     if run_dir is None and resume:
         raise ValueError("--resume goes on with a run; say which with --run-dir")
-    folder = run_dir or Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = run_dir or new_run_dir(config)
     report = run(loaded, data_dir, folder, resume=resume)
     if launched_rank() == 0:
         auc, logloss, speed = report["auc"], report["logloss"], report["samples_per_second"]
@@ -233,7 +228,7 @@ def sweep(
     if launched_world_size() > 1:
         raise ValueError("sweep starts its runs itself; start it without torchrun")
     grid = Grid([size(each) for each in listed(batch_sizes)], listed(rules), listed(clip), seeds)
-    loaded, data_dir = _loaded(config, overrides, data)
+    loaded, data_dir = loaded_run(config, overrides, data)
     folder = output or Path("sweeps") / config.stem
     lines = run(loaded, data_dir, folder, grid)
     print(f"{table(lines)}\n\n{folder}, plot: {plot(lines, folder / PLOT)}")
@@ -352,16 +347,6 @@ def _prepare_config(toml: Path | None, flags: dict[str, Any]) -> Any:
         # The file's sizes belong to the file's kind of split.
         flags = {"test_rows": None, "test_fraction": None, **flags}
     return dataclasses.replace(section, **flags)
-
-
-def _loaded(config: Path, overrides: list[str] | None, data: Path | None) -> tuple[Any, Path]:
-    """A run's configuration and its data set."""
-    from .config import load_config
-
-    loaded = load_config(config, overrides or ())
-    if data is None and not loaded.data.dir:
-        raise ValueError("no data set: pass --data DIR or set data.dir in the TOML")
-    return loaded, data or Path(loaded.data.dir)
 
 
 @contextmanager

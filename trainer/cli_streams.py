@@ -1,11 +1,47 @@
-"""The commands of samples and models that flow: ``cowrec serve``."""
+"""The commands of samples and models that flow: ``cowrec online | serve``."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .run_flags import Overrides, RunToml, TrainData, loaded_run, new_run_dir
+
 app = typer.Typer()
+
+
+@app.command()
+def online(
+    config: RunToml,
+    source: Annotated[
+        str, typer.Option(help="Of samples: a folder, redis://HOST:PORT/DB?stream=NAME, or kafka://HOST:PORT/TOPIC.")
+    ],
+    data: TrainData = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run, new or empty. [runs/NAME-DATE]")] = None,
+    publish: Annotated[
+        str | None, typer.Option(help="Where changes go: a folder, or redis://HOST:PORT/DB?name=NAME.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --run-dir; start it where there is none.")
+    ] = False,
+) -> None:
+    """Trains on samples as they arrive, each predicted before it is trained on; snapshots, expires ids, publishes.
+
+    Fields, scales and vocabularies are those of the data set, which may be a small sample. A run that was killed goes
+    on with --resume and becomes the run that was not, sample for sample.
+
+    Example: `cowrec online scripts/configs/online.toml --data data/sample --source incoming --run-dir runs/live
+    --publish published`
+    """
+    from .online import online as run
+
+    if run_dir is None and resume:
+        raise ValueError("--resume goes on with a run; say which with --run-dir")
+    loaded, data_dir = loaded_run(config, overrides, data)
+    folder = run_dir or new_run_dir(config)
+    report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
+    print(f"{report['samples']:,} samples  {report['samples_per_second']:,.0f} samples/s  run {folder}")
 
 
 @app.command()

@@ -5,27 +5,30 @@
 
 import io
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.data_pipeline.output import new_folder
 from cowrec.data_pipeline.schema import library_versions
 from cowrec.models import ModelConfig, build_network, physical_dim
+from cowrec.sparse_opt import IdTables
 
-from .assembly import dense_parameters
+from .assembly import dense_parameters, row_ids_of
 from .durable_files import checksum, sync_folder, write_file
 from .export_manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
 from .processes import launched_world_size, process_group
 from .quantised_rows import Precision, dequantise, quantise
 from .run_dir import VOCABULARY
 from .saved_run import run_of, trained_model
-from .tables import tables_of, whole_table
+from .tables import TableSpec, table_specs, tables_of, whole_table
 
 _PROBE = 4096
 """Samples of the probe."""
@@ -43,6 +46,7 @@ class TrainedTable:
             otherwise None, and the rows are numbered from 0.
         feature: int64 [n], where several fields share a collisionless table: the place in ``features`` of the field
             that a row belongs to.
+        hash_buckets: over which the ids are hashed; 0 for none.
     """
 
     name: str
@@ -50,6 +54,7 @@ class TrainedTable:
     rows: Tensor
     ids: Tensor | None = None
     feature: Tensor | None = None
+    hash_buckets: int = 0
 
 
 def export_run(run_dir: Path, output: Path, precision: Precision = "float32") -> Manifest:
@@ -68,11 +73,38 @@ def export_run(run_dir: Path, output: Path, precision: Precision = "float32") ->
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
         model, progress = trained_model(run_dir, process)
+        ids, weights = row_ids_of(model), tables_of(model)
+
+        def rows_of(spec: TableSpec, rows: Tensor) -> Tensor:
+            return whole_table(weights[spec.name], process).cpu()[rows]
+
         tables = (
-            TrainedTable(name, (name,), whole_table(table, process).cpu()) for name, table in tables_of(model).items()
+            trained_table(spec, ids.tables if ids else None, partial(rows_of, spec))
+            for spec in table_specs(schema, config.id_table)
         )
         dense, vocabulary = dense_weights(model), run_dir / VOCABULARY
         return write_export(output, config.model, schema, vocabulary, dense, tables, precision, step=progress.step)
+
+
+def trained_table(spec: TableSpec, id_tables: IdTables | None, rows_of: Callable[[Tensor], Tensor]) -> TrainedTable:
+    """All rows of a table that ids may have, in one process.
+
+    Args:
+        spec: the table.
+        id_tables: those of the run, if it has any.
+        rows_of: weights, float32 [n, P], of distinct rows, int64 [n].
+    """
+    features, hashed = tuple(field.name for field in spec.fields), spec.ids.kind == "hash"
+    if spec.ids.kind != "collisionless":
+        rows = rows_of(torch.arange(spec.num_embeddings))
+        return TrainedTable(spec.name, features, rows, hash_buckets=spec.ids.capacity if hashed else 0)
+    assert id_tables is not None
+    entries, reserved = id_tables.entries(spec.name), np.arange(RESERVED_ROWS)
+    rows, ids = (torch.from_numpy(np.concatenate([reserved, each])) for each in (entries.row, entries.id))
+    feature = None
+    if len(features) > 1:
+        feature = torch.from_numpy(np.concatenate([np.zeros_like(reserved), entries.feature]))
+    return TrainedTable(spec.name, features, rows_of(rows), ids, feature)
 
 
 def dense_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -160,7 +192,7 @@ def _write_table(folder: Path, table: TrainedTable, precision: Precision, probe:
     of_rows = {"ids": table.ids, "feature": table.feature}
     stored |= {key: value.contiguous() for key, value in of_rows.items() if value is not None}
     write_file(folder / TABLES / f"{table.name}.safetensors", safetensors.torch.save(stored))
-    return TableManifest(table.features, len(table.rows), table.ids is not None, error)
+    return TableManifest(table.features, len(table.rows), table.ids is not None, error, table.hash_buckets)
 
 
 class _Probe:

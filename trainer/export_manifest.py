@@ -28,12 +28,14 @@ class TableManifest:
         rows: that it has.
         collisionless: rows are found by the ids stored with them; otherwise an id is the number of its row.
         max_error: largest absolute difference between a stored weight and the trained one.
+        hash_buckets: over which the ids are hashed to rows; 0 where they are not.
     """
 
     features: tuple[str, ...]
     rows: int
     collisionless: bool
     max_error: float
+    hash_buckets: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ class OnlineConfig:
         late: what becomes of a sample that is later still: it is left out ("drop"), or trained on when it comes
             ("train"); either way it is counted.
         duplicates_window: the latest so many samples' `sample_id` are remembered, and a repeated one is left out.
-        max_jump: a sample whose time is further ahead of all before it is taken for a broken clock's, and left out;
-            empty: any jump is believed.
+        ahead: a sample whose time is later than this machine's clock by more is malformed, since it would make all
+            others late and expire ids; empty: none is.
+        most_waiting: samples that are held for their order at a time.
         max_wait_seconds: a batch that is not full is trained on after so long without a new sample; 0: never.
         warmup_steps: over which the dense learning rate rises.
         window: time of samples over which progressive AUC, logloss and calibration are taken.
@@ -28,8 +29,9 @@ class OnlineConfig:
 
     lateness: str = ""
     late: Literal["drop", "train"] = "drop"
-    duplicates_window: int = 100_000
-    max_jump: str = "1d"
+    duplicates_window: int = 1 << 18
+    ahead: str = "1d"
+    most_waiting: int = 1 << 20
     max_wait_seconds: float = 5.0
     warmup_steps: int = 0
     window: str = "1h"
@@ -38,10 +40,12 @@ class OnlineConfig:
     dense_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        for key in ("lateness", "max_jump", "window"):
+        for key in ("lateness", "ahead", "window"):
             seconds(getattr(self, key), f"online.{key}")
         if not self.window:
             raise ValueError('online.window must be a time such as "1h", got an empty one')
+        if self.most_waiting < 1:
+            raise ValueError(f"online.most_waiting must be at least 1, got {self.most_waiting}")
         for key in ("duplicates_window", "warmup_steps"):
             if getattr(self, key) < 0:
                 raise ValueError(f"online.{key} must be at least 0, got {getattr(self, key)}")

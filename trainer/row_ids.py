@@ -70,7 +70,7 @@ class RowIds:
         for place, name in enumerate(self._fields):
             if name in self._buckets:
                 part = slice(splits[place], splits[place + 1])
-                ids[part] = _bucket_rows(ids[part], *self._buckets[name])
+                ids[part] = bucket_rows(ids[part], *self._buckets[name])
         if self.tables and training:
             assert self.births is not None
             ids, births = self.tables.assign(ids, splits, _times(batch, len(counts)))
@@ -110,8 +110,11 @@ def id_table(spec: TableSpec) -> IdTableConfig:
     )
 
 
-def _bucket_rows(ids: np.ndarray, buckets: int, place: int) -> np.ndarray:
-    """Rows of ids under hashing, int64 [n]; the reserved ids keep theirs, and fields of one table differ."""
+def bucket_rows(ids: np.ndarray, buckets: int, place: int) -> np.ndarray:
+    """Rows of ids under hashing, int64 [n] of int64 [n]; the reserved ids keep theirs.
+
+    ``place`` is the field's among those of its table, in which equal ids of two fields fall differently.
+    """
     rows = RESERVED_ROWS + (hashed_ids(ids, place) % np.uint64(buckets)).astype(np.int64)
     return np.where((ids >= 0) & (ids < RESERVED_ROWS), ids, rows)
 

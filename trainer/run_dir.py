@@ -140,7 +140,7 @@ class RunLog:
             self._board.close()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line ``{"kind": "train" | "clip" | "ids" | "eval", "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
+        """One line ``{"kind": "train", "clip" or such, "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
         if self._path and self._board:
             with (self._path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")

@@ -1,5 +1,6 @@
 """A model that predicts from an export, and takes over what its trainer publishes while it does."""
 
+import dataclasses
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from cowrec.models import build_network, physical_dim
 
 from .export_manifest import DENSE, TABLES, Manifest
 from .publication_blob import Blob, TableChange
+from .row_ids import bucket_rows
 from .served_rows import ServedRows
 
 
@@ -51,6 +53,12 @@ class ServedModel:
             raise ValueError(
                 f"field {schema.sparse[int(table_of.argmin())].name!r} has no table; export the model again"
             )
+        self._buckets = {
+            feature: (table.hash_buckets, place)
+            for table in manifest.tables.values()
+            for place, feature in enumerate(table.features)
+            if table.hash_buckets
+        }
         width = physical_dim(manifest.model.embedding_dim)
         self._rows = ServedRows(schema, sizes, table_of, width, manifest.precision)
         self._state = _State(self._network(dense), 0, "", manifest.step, manifest.sample_time)
@@ -90,7 +98,7 @@ class ServedModel:
 
     def predict(self, rows: Rows) -> NDArray[np.float32]:
         """Click probabilities [B] of encoded samples on the CPU; their labels are not looked at."""
-        looked_up, unknown = self._rows.gather(rows)
+        looked_up, unknown = self._rows.gather(self._hashed(rows) if self._buckets else rows)
         with self._counting:
             self._unknown_ids += unknown
         with torch.inference_mode():
@@ -141,6 +149,19 @@ class ServedModel:
                 "removed_rows": self._removed_rows,
                 "resident_ids": self._rows.resident,
             }
+
+    def _hashed(self, rows: Rows) -> Rows:
+        """The samples with rows in the place of ids that are hashed."""
+        ids, bags = rows.ids.clone(), dict(rows.bags)
+        singles = [field.name for field in self.schema.sparse if field.kind == "categorical"]
+        for field, how in self._buckets.items():
+            if field in bags:
+                values = bucket_rows(bags[field].values.numpy().astype(np.int64), *how)
+                bags[field] = dataclasses.replace(bags[field], values=torch.from_numpy(values))
+            else:
+                column = ids[:, singles.index(field)]
+                column.copy_(torch.from_numpy(bucket_rows(column.numpy().astype(np.int64), *how)))
+        return dataclasses.replace(rows, ids=ids, bags=bags)
 
     def _network(self, dense: Mapping[str, Tensor]) -> nn.Module:
         network = build_network(self.manifest.model, len(self.schema.sparse), len(self.schema.dense)).eval()

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
+from math import inf, nan
 from types import FrameType
 
 import torch
@@ -37,7 +37,7 @@ class LossWatch:
         self._count += 1
 
     def read(self) -> tuple[float, int | None]:
-        """(mean loss since the last call, first step whose loss was not finite) over all processes.
+        """(mean loss since the last call, NaN without a step; first step whose loss was not finite) over all processes.
 
         Waits for the device. All processes call it together.
         """
@@ -45,7 +45,7 @@ class LossWatch:
             dist.all_reduce(self._sum)
             dist.all_reduce(self._bad, dist.ReduceOp.MIN)
         total, bad = torch.stack([self._sum, self._bad]).tolist()
-        mean = total / self._count / self._world_size
+        mean = total / self._count / self._world_size if self._count else nan
         self._sum.zero_()
         self._count = 0
         return mean, None if bad == inf else int(bad)

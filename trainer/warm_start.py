@@ -80,12 +80,11 @@ def _require_same_tables(source: Path, earlier: Sequence[TableSpec], now: Sequen
 
 
 def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
-    names = [
-        [*(dense.name for dense in each.dense), *(field.name for field in each.sparse)] for each in (earlier, schema)
-    ]
-    if names[0] != names[1]:
-        different = sorted(set(names[0]) ^ set(names[1])) or names[1]
-        raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
+    for kind in ("dense", "sparse"):
+        before, now = ([field.name for field in getattr(each, kind)] for each in (earlier, schema))
+        if before != now:
+            different = sorted(set(before) ^ set(now)) or now
+            raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
 
 
 def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, run_dir: Path) -> Tensor:
