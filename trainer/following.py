@@ -11,8 +11,8 @@ from .publication_target import open_target
 
 logger = logging.getLogger(__name__)
 
-_PAUSE = 1.0
-"""Seconds after a version that cannot be applied, before reading starts anew from a full one."""
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+"""Seconds after a version that cannot be applied, before reading starts anew from a full one; twice as long each time."""
 
 
 class Following:
@@ -58,16 +58,17 @@ class Following:
         self._target.close()
 
     def _run(self) -> None:
+        pause = _PAUSE
         while not self._stop.is_set():
             try:
                 for blob in self._follower.blobs(self._stop):
                     self._apply(blob)
-                    self.applied_time, self._error = time.time(), ""
-            except ValueError as error:
+                    self.applied_time, self._error, pause = time.time(), "", _PAUSE
+            except Exception as error:  # whatever it is, the service goes on answering, and says that it is behind
                 self._count_refused()
-                if str(error) != self._error:
-                    logger.warning("a version of %s is refused: %s", self.url, error)
-                self._error = str(error)
-                self._stop.wait(_PAUSE)
+                self._error = f"a version of {self.url} was refused: {error}"
+                logger.warning("%s", self._error, exc_info=not isinstance(error, ValueError))
+                self._stop.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
                 # The deltas that follow go on from the refused version; a full one does not.
                 self._follower = Follower(self._target)
