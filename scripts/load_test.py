@@ -1,6 +1,6 @@
 """Loads `cowrec serve` with more and more requests a second while versions arrive; one JSON object a line, and a plot.
 
-    python scripts/load_test.py --output serve.jsonl
+    python -m scripts.load_test --output serve.jsonl
 
 Requests leave at a constant rate whether or not earlier ones were answered, and their latency counts from when they
 were to leave. Client, server and publisher share the machine. The knee is the highest rate that is kept up with and at
@@ -24,14 +24,15 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
-from load_case import MODEL, bodies, make_export, publishing
-from open_loop import Outcome, open_loop, request_bytes
 from prometheus_client.parser import text_string_to_metric_families
 
 from cowrec.data_pipeline.drifting import DriftConfig
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.trainer.flag_values import listed
 from cowrec.trainer.run_dir import environment
+
+from .load_case import MODEL, bodies, make_export, publishing
+from .open_loop import Outcome, open_loop, request_bytes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -49,7 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; the plot goes beside them")
     parser.add_argument("--samples", default="1,32", help="samples of a request")
-    parser.add_argument("--rates", default="250,500,1000,1500,2000,2500,3000,3500,4000,5000,6000,8000,10000")
+    parser.add_argument(
+        "--rates", default="100,250,500,1000,1500,2000,3000,4000,5000,6000,8000", help="requests a second"
+    )
     parser.add_argument("--seconds", type=float, default=8.0, help="at each rate")
     parser.add_argument("--delta-rows", type=int, default=30_000, help="of a published delta, at most")
     parser.add_argument("--delta-seconds", type=float, default=2.0, help="from one to the next")

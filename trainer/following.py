@@ -12,7 +12,7 @@ from .publication_target import open_target
 logger = logging.getLogger(__name__)
 
 _PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds after a version that cannot be applied, before reading starts anew from a full one; twice as long each time."""
+"""Seconds after a version that cannot be applied, before reading starts anew from a full one; doubled each time."""
 
 
 class Following:
