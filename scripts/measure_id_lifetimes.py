@@ -34,7 +34,7 @@ from cowrec.data_pipeline.drifting_samples import CHUNK_ROWS, best_by_window, dr
 from cowrec.models import physical_dim
 from cowrec.trainer.cli import quiet_libraries
 from cowrec.trainer.config import RunConfig, load_config
-from cowrec.trainer.id_config import IdConfig, TableIds
+from cowrec.trainer.id_config import AdmissionKind, IdConfig, TableIds, WhenFull
 from cowrec.trainer.online import online
 from cowrec.trainer.own_process import run_apart
 from cowrec.trainer.text_table import aligned
@@ -55,15 +55,12 @@ YEAR = DriftConfig(
     interaction_effect=0.1,
 )
 ALL = "every id, for ever"
-THRESHOLDS = {f"count {n}": ("count", n) for n in (2, 4, 8, 16)} | {f"lot {n}": ("probabilistic", n) for n in (4, 16)}
+THRESHOLDS: dict[str, tuple[AdmissionKind, int]] = {f"count {n}": ("count", n) for n in (2, 4, 8, 16)}
+THRESHOLDS |= {f"lot {n}": ("probabilistic", n) for n in (4, 16)}
 EXPIRIES = ("180d", "60d", "20d", "5d", "1d")
-POLICIES = ("oldest", "least_frequent", "refuse")
-SHARES = (0.3, 0.1, 0.03)
-PANELS = {
-    "admission": list(THRESHOLDS),
-    "expiry": list(EXPIRIES),
-    "capacity": [f"{policy} {share:.0%}" for policy in POLICIES for share in SHARES],
-}
+POLICIES: tuple[WhenFull, ...] = ("oldest", "least_frequent", "refuse")
+CAPACITIES = {f"{policy} {share:.0%}": (policy, share) for policy in POLICIES for share in (0.3, 0.1, 0.03)}
+PANELS = {"admission": list(THRESHOLDS), "expiry": list(EXPIRIES), "capacity": list(CAPACITIES)}
 RUNS = [("", ALL), *((panel, name) for panel, names in PANELS.items() for name in names)]
 ID_BYTES = 22
 
@@ -173,11 +170,11 @@ def id_tables(base: IdConfig, panel: str, name: str, drift: DriftConfig, seen: d
     elif panel == "expiry":
         base = dataclasses.replace(base, expire_after=name)
     elif panel == "capacity":
-        policy, _, percent = name.partition(" ")
+        policy, share = CAPACITIES[name]
         base = dataclasses.replace(base, when_full=policy)
         for (field, count), births in zip(seen.items(), drift.births_per_day, strict=True):
             if births:
-                capacities[field] = max(1, round(float(percent.rstrip("%")) / 100 * count))
+                capacities[field] = max(1, round(share * count))
     tables = {field: TableIds(capacity=capacity) for field, capacity in capacities.items()}
     return dataclasses.replace(base, tables=tables)
 
