@@ -170,16 +170,20 @@ def follow(learner: Learner, reader: Reader, events: list[Event]) -> list[Window
     for step, batch in enumerate(reader.epoch(0)):
         assert batch.time is not None
         while due and due[0].time <= batch.time[0]:
-            event = due.popleft()
-            rows = shard_rows(adam, event.shard)
-            if event.dies:
-                for now, then in zip(rows, snapshots[event.shard], strict=True):
-                    now.copy_(then)
-            else:
-                snapshots[event.shard] = [each.clone() for each in rows]
+            happen(due.popleft(), adam, snapshots)
         logits = train_on(learner, batch, step)
         halves += quality.add(logits, batch.label, batch.time)
     return [*halves, quality.close()]
+
+
+def happen(event: Event, adam: EmbeddingAdam, snapshots: dict[int, list[Tensor]]) -> None:
+    """Takes a shard's snapshot into ``snapshots``, which has the latest of each shard, or brings it back from there."""
+    rows = shard_rows(adam, event.shard)
+    if not event.dies:
+        snapshots[event.shard] = [each.clone() for each in rows]
+        return
+    for now, then in zip(rows, snapshots[event.shard], strict=True):
+        now.copy_(then)
 
 
 def train_on(learner: Learner, batch: Batch, step: int) -> Tensor:
