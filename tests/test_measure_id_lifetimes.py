@@ -12,6 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+FORGOTTEN = ("below_threshold", "expired", "evicted", "refused")
 TINY = ["--rows", "6000", "--births", "0.02", "--seeds", "1"]
 
 
@@ -42,17 +43,16 @@ def test_lines_of_a_tiny_year(script, tmp_path, monkeypatch, capsys):
         assert 0 < line["auc"] < 1 > line["best_possible"]["auc"] > 0.5
         assert line["versions"]["torch"] == torch.__version__
         assert {"device", "threads", "git_commit", "config", "drift", "counters"} <= line.keys()
-    totals = {line["setting"]: {key: 0 for key in ("below_threshold", "expired", "refused")} for line in lines}
-    for line in lines:
-        for counts in line["counters"].values():
-            for key in totals[line["setting"]]:
-                totals[line["setting"]][key] += counts[key]
-    assert [[key for key, value in each.items() if value] for each in totals.values()] == [
-        [],
-        ["below_threshold"],
-        ["expired"],
-        ["refused"],
-    ]
+    told = {
+        line["setting"]: {key for key in FORGOTTEN if any(counts[key] for counts in line["counters"].values())}
+        for line in lines
+    }
+    assert told == {
+        script.ALL: set(),
+        "count 4": {"below_threshold"},
+        "20d": {"expired"},
+        "refuse 10%": {"refused"},
+    }
     before = output.read_text()
     assert "plot: " in capsys.readouterr().out
     script.main()

@@ -1,4 +1,4 @@
-"""`scripts/measure_snapshot_interval.py`: what dies goes back to its snapshot, what lives does not; its lines and plot."""
+"""`scripts/measure_snapshot_interval.py`: what dies goes back to its snapshot, what lives does not; its lines."""
 
 import dataclasses
 import importlib
