@@ -2,10 +2,11 @@
 
     python scripts/online_demo.py
 
-An application shows samples whose ids come and go and whose tastes drift: it asks `cowrec serve` what each will do, then
-writes down what was done. `cowrec online` trains on that and publishes, and the server follows. Two copies of the same
-model stay behind: one takes over what was published when a day of sample time ends, as a nightly job would, the other
-did so once, after the first days. A page that reloads itself, and at the end a plot, show how well each predicts, by days.
+An application shows samples whose ids come and go and whose tastes drift: it asks `cowrec serve` what each will do,
+then writes down what was done. `cowrec online` trains on that and publishes, and the server follows. Two copies of the
+same model stay behind: one takes over what was learned when a day of sample time ends, as from a job that trains every
+night, the other did so for the last time after the first days. A page that reloads itself, and at the end a plot, show
+how well each predicts, day by day.
 """
 
 import argparse
@@ -59,7 +60,7 @@ CHUNK = 500
 """Samples that are shown at once."""
 PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>cowrec online</title>
 <img src="online_demo.png" style="max-width: 100%">"""
-NAMES = {"online": "online, as served", "daily": "brought up to date daily", "never": "never again"}
+NAMES = {"online": "online, as served", "daily": "retrained daily", "never": "never retrained"}
 
 
 def main() -> None:
@@ -113,7 +114,9 @@ class Demo:
             day = int(table["time"][0].as_py() - DRIFT.start) // DAY
             if day > today:
                 found[today] = {**self.quality(today), "best": best[today]}
-                print(f"day {today}:  " + "  ".join(f"{key} {auc:.4f}" for key, auc in found[today].items()), flush=True)
+                print(
+                    f"day {today}:  " + "  ".join(f"{key} {auc:.4f}" for key, auc in found[today].items()), flush=True
+                )
                 plot(found, self.folder / "online_demo.png")
                 self.behind["daily"].catch_up()
                 if day <= FIRST_DAYS:
@@ -216,7 +219,9 @@ def wait_for(happened: Callable[[], object], what: str, seconds: float = 120.0) 
     end = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > end:
-            raise SystemExit(f"{what} did not come within {seconds:.0f} seconds; see the .log files in the demo's folder")
+            raise SystemExit(
+                f"{what} did not come within {seconds:.0f} seconds; see the .log files in the demo's folder"
+            )
         time.sleep(0.1)
 
 
@@ -226,9 +231,9 @@ def plot(days: dict[int, dict[str, float]], path: Path) -> None:
     for name, label in NAMES.items():
         axis.plot(list(days), [day[name] for day in days.values()], "o-", label=label)
     axis.axvline(FIRST_DAYS - 0.5, color="black", lw=0.5)
-    axis.set(xlabel="day of sample time", ylabel="AUC of the day's samples, predicted before they were known")
+    axis.set(xlabel="day of sample time", ylabel="AUC of the day's predictions")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
+    axis.legend(loc="lower left")
     figure.suptitle(f"{DRIFT.rows / DRIFT.days:,.0f} samples a day; half of all ids are new and gone within days")
     partial_file = path.with_suffix(".partial.png")
     figure.savefig(partial_file, dpi=110)
