@@ -185,12 +185,13 @@ class IdTables:
         The reserved rows have none.
         """
         number = list(self._configs).index(table)
-        capacity = self._layout.tables["capacity"][number]
-        first_records = np.array([each["first_record"] for each in self._layout.places if each["table"] == number])
-        piece, place = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), capacity)
-        records = self._records[first_records[piece] + place]
-        used = self._segments["used"][self._layout.places["table"] == number]
-        lives = (rows >= RESERVED_ROWS) & (place < used[piece]) & (records["feature"] != FREE)
+        places = self._layout.places
+        segments = (places["table"] == number).nonzero()[0]
+        segments = segments[np.argsort(places["first_row"][segments])]  # piece by piece, as the rows are
+        piece, place = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), self._layout.tables["capacity"][number])
+        records = self._records[places["first_record"][segments[piece]] + place]
+        used = self._segments["used"][segments[piece]]
+        lives = (rows >= RESERVED_ROWS) & (place < used) & (records["feature"] != FREE)
         return records["id"], records["feature"].astype(np.int64), lives
 
     def entries(self, table: str) -> Entries:

@@ -114,6 +114,20 @@ def test_an_id_of_two_features_of_a_shared_table_is_two() -> None:
     assert tables.rows_of(np.array([5, 5]), np.array([0, 1, 2])).tolist() == [rows[0], rows[1]]
 
 
+def test_rows_know_their_ids() -> None:
+    """Of two tables of several pieces, the second of which begins at another shard; the others' rows have no id."""
+    tables = IdTables({name: IdTableConfig(20_000, (name,)) for name in "ab"}, ["a", "b"])
+    ids = np.arange(2, 3002) * -7
+    rows, _ = tables.assign(np.concatenate([ids, ids]), np.array([0, 3000, 6000]))
+    for name, part in zip("ab", rows.reshape(2, 3000), strict=True):
+        found, feature, lives = tables.ids_of(name, part)
+        assert (found == ids).all()
+        assert lives.all()
+        assert not feature.any()
+        others = np.setdiff1d(np.arange(tables.num_embeddings[name]), part)
+        assert not tables.ids_of(name, others)[2].any()
+
+
 def test_reserved_ids_and_features_of_no_table_pass() -> None:
     tables = IdTables({"t": IdTableConfig(10, ("a",))}, ["x", "a"])
     rows, births = tables.assign(np.array([-9, 0, 77, 0, 1, -1]), np.array([0, 3, 6]))

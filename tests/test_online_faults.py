@@ -1,5 +1,6 @@
 """What an online run meets, done to it for real: kills, a full disk, a clock that is wrong, a target that hangs."""
 
+import json
 import random
 import resource
 import signal
@@ -23,6 +24,7 @@ from cowrec.trainer.publication_follower import Follower
 from cowrec.trainer.publication_target import open_target
 from cowrec.trainer.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
+from redis_server import RedisServer
 from test_faults import assert_same, lines, wait_for
 from trainer_cases import ENVIRONMENT, checkpoint, tensors
 
@@ -161,3 +163,57 @@ def test_samples_of_a_wrong_clock_expire_nothing(case: Path, tmp_path: Path) -> 
     assert one.keys() == other.keys()
     for key, value in one.items():
         assert value.equal(other[key]), key
+
+
+def test_a_redis_that_is_killed_loses_nothing_it_has_written(
+    case: Path, undisturbed: Path, tmp_path: Path, start: Callable
+) -> None:
+    """Killed in the middle of the stream, every command on its disk; the model is that of an undisturbed folder."""
+    server = RedisServer(tmp_path / "redis", appendonly=True)
+    tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=1000))
+    try:
+        send(server, tables[:4])
+        source, run_dir = f"{server.url}?stream=samples", tmp_path / "run"
+        process = start(command(case, run_dir, *OFTEN, *EXACT, "online.max_wait_seconds=3", source=source))
+        wait_for(lambda: lines(run_dir) > 100)
+        server.send(signal.SIGKILL)
+        server.start()
+        send(server, tables[4:])
+        wait_for(lambda: trained(run_dir) == SAMPLES)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    finally:
+        server.close()
+    assert process.returncode == 130, said
+    assert_same(run_dir, undisturbed)
+
+
+def test_a_target_that_hangs_does_not_hold_up_training(case: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """A Redis that is frozen before the first publication: the run ends as if nobody had wanted to read."""
+    server = RedisServer(tmp_path / "redis")
+    try:
+        server.send(signal.SIGSTOP)
+        said = finish(command(case, tmp_path / "run", *OFTEN, *EXACT, publish=f"{server.url}?name=model"))
+    finally:
+        server.close()
+    assert "what is due stays due" in said or "were not published" in said
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def send(server: RedisServer, tables: list[pa.Table]) -> None:
+    """Samples as entries of the stream, a JSON object each."""
+    with server.client() as client:
+        for table in tables:
+            batch = client.pipeline(transaction=False)
+            for sample in table.to_pylist():
+                batch.xadd("samples", {"sample": json.dumps(sample)})
+            batch.execute()
+
+
+def trained(run_dir: Path) -> int:
+    found = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        if line[-1] == "\n"
+    ]
+    return max((line["samples"] for line in found if line["kind"] == "train"), default=0)

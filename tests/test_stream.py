@@ -213,6 +213,21 @@ def test_without_a_journal_nothing_is_lost_or_repeated(tmp_path, codec):
     assert handed == list(range(50))
 
 
+def test_a_stream_that_ended_goes_on_where_more_came(tmp_path, codec):
+    """Also where it was opened in between, and from a position before the end."""
+    write_all(tmp_path / "in", [sample(n, n) for n in range(10)], [10])
+    options = {"batch_size": 4, "journal": tmp_path / "journal"}
+    first = list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options))
+    assert [len(batch.rows) for batch in first] == [4, 4, 2]
+    assert list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=first[2].end)) == []
+    write_file(tmp_path / "in", "more.arrow", [sample(n, n) for n in range(10, 13)])
+    for start in (1, 2, 3):
+        position = first[start - 1].end
+        stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=position)
+        handed = [number for batch in first[:start] + list(stream) for number in numbers(batch)]
+        assert handed == list(range(13))
+
+
 def test_a_source_that_lost_what_the_journal_needs_is_told(tmp_path, codec):
     write_all(tmp_path / "in", [sample(n, n) for n in range(20)], [20])
     options = {"batch_size": 4, "journal": tmp_path / "journal"}

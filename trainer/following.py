@@ -45,6 +45,8 @@ class Following:
     def problem(self) -> str:
         if not self._follower.reachable:
             return f"{self.url} cannot be reached; the last version that was applied goes on answering"
+        if self._follower.waits_for_full:
+            return f"versions of {self.url} are damaged or missing; the next full one will be applied"
         return self._error
 
     def start(self) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from cowrec.sparse_opt.id_records import id_hash
+
 EMPTY = -1
 _FIELD = 40
 _ROW = (1 << _FIELD) - 1
@@ -35,11 +37,8 @@ def _weight_of_kind(rows, scales, halves, row, column):
 
 @njit(inline="always")
 def _home(identifier, field, mask):
-    """Where the search for an id begins. splitmix64's output function (Steele, Lea, Flood 2014)."""
-    state = np.uint64(identifier) + np.uint64(field + 1) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((state ^ (state >> np.uint64(31))) & np.uint64(mask))
+    """Where the search for an id begins."""
+    return np.int64(id_hash(identifier, field) & np.uint64(mask))
 
 
 @njit(inline="always")

@@ -1,0 +1,245 @@
+"""What forgetting ids saves and costs over a year: admission thresholds, times to expiry, and tables that are full.
+
+    python scripts/measure_id_lifetimes.py --output id_lifetimes.jsonl
+
+For each seed a year of drifting samples is made, most of whose ids live for some weeks, and `cowrec online` follows it
+once with each setting, in a process of its own. Progressive AUC and logloss are of the second half of the year, beside
+the best possible. Each run is a JSON line; runs whose lines are there already are left out, so that an interrupted
+measurement goes on. The plot beside them shows AUC against bytes.
+
+Bytes are those of the rows that were in use at most (weights, both moments, 22 of the id table) and of the counters of
+admission.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+import pyarrow.parquet as pq
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from cowrec.data_pipeline import synthesize_drifting
+from cowrec.data_pipeline.drifting import DAY, DriftConfig, DriftingModel
+from cowrec.data_pipeline.drifting_samples import CHUNK_ROWS, best_by_window, drifting_tables
+from cowrec.models import physical_dim
+from cowrec.trainer.cli import quiet_libraries
+from cowrec.trainer.config import RunConfig, load_config
+from cowrec.trainer.id_config import AdmissionKind, IdConfig, TableIds, WhenFull
+from cowrec.trainer.online import online
+from cowrec.trainer.own_process import run_apart
+from cowrec.trainer.text_table import aligned
+
+CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
+HALF = 182 * DAY
+YEAR = DriftConfig(
+    rows=728_000,
+    days=2 * HALF / DAY,
+    start=108 * HALF,
+    core_ids=(50, 1000, 1000, 5000, 0, 0),
+    births_per_day=(0, 0, 20, 100, 300, 1000),
+    born_share=0.7,
+    lifetime_days=10.0,
+    drift_days=60.0,
+    num_dense=2,
+    id_effect=0.8,
+    interaction_effect=0.1,
+)
+ALL = "every id, for ever"
+THRESHOLDS: dict[str, tuple[AdmissionKind, int]] = {f"count {n}": ("count", n) for n in (2, 4, 8, 16)}
+THRESHOLDS |= {f"lot {n}": ("probabilistic", n) for n in (4, 16)}
+EXPIRIES = ("180d", "60d", "20d", "5d", "1d")
+POLICIES: tuple[WhenFull, ...] = ("oldest", "least_frequent", "refuse")
+CAPACITIES = {f"{policy} {share:.0%}": (policy, share) for policy in POLICIES for share in (0.3, 0.1, 0.03)}
+PANELS = {"admission": list(THRESHOLDS), "expiry": list(EXPIRIES), "capacity": list(CAPACITIES)}
+RUNS = [("", ALL), *((panel, name) for panel, names in PANELS.items() for name in names)]
+ID_BYTES = 22
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write, or to go on with")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=YEAR.rows, help="samples of the year [%(default)s]")
+    parser.add_argument("--births", type=float, default=1.0, help="of ids, as a share of the usual [%(default)s]")
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    arguments = parser.parse_args()
+    arguments.output.touch()
+    lines = [json.loads(line) for line in arguments.output.read_text(encoding="utf-8").splitlines()]
+    there = {(line["seed"], line["panel"], line["setting"]) for line in lines}
+    with arguments.output.open("a", encoding="utf-8", buffering=1) as file:
+        for seed in range(arguments.seeds):
+            missing = [run for run in RUNS if (seed, *run) not in there]
+            for line in runs_of(missing, arguments.config, year(seed, arguments.rows, arguments.births)):
+                print(f"{seed}  {line['panel']}  {line['setting']}  AUC {line['auc']:.4f}", flush=True)
+                file.write(json.dumps(line) + "\n")
+                lines.append(line)
+    print(f"{table(lines)}\n\nplot: {plot(lines, arguments.output.with_suffix('.png'))}")
+
+
+def year(seed: int, rows: int = YEAR.rows, births: float = 1.0) -> DriftConfig:
+    """A year of its own for each seed, of so many samples and that share of the usual births."""
+    born = tuple(round(births * each) for each in YEAR.births_per_day)
+    return dataclasses.replace(YEAR, seed=seed, rows=rows, births_per_day=born)
+
+
+def runs_of(runs: list[tuple[str, str]], config_file: Path, drift: DriftConfig) -> Iterator[dict[str, Any]]:
+    """The lines of some runs on one year."""
+    if not runs:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_year(drift, Path(folder))
+        seen = ids_seen(drift)
+        best = best_by_window(drift, 0, drift.rows, HALF)[1]
+        for panel, name in runs:
+            line = run_apart(measure, panel, name, config_file, drift, Path(folder), seen)
+            yield line | {"best_possible": {key: best[key] for key in ("auc", "logloss")}}
+
+
+def write_year(drift: DriftConfig, folder: Path) -> None:
+    """``folder/data``, a few of the samples prepared, and ``folder/incoming``, the stream of them all."""
+    few = drift.rows // 20
+    synthesize_drifting(
+        folder / "data", dataclasses.replace(drift, rows=few, days=drift.days * few / drift.rows), test_rows=few
+    )
+    (folder / "incoming").mkdir()
+    for number, samples in enumerate(drifting_tables(drift, 0, drift.rows)):
+        pq.write_table(samples, folder / "incoming" / f"{number:06d}.parquet")
+    (folder / "incoming" / "_END").touch()
+
+
+def ids_seen(drift: DriftConfig) -> dict[str, int]:
+    """Different ids of each field in the year."""
+    model = DriftingModel.of(drift)
+    seen: list[np.ndarray] = [np.empty(0, np.int64)] * drift.fields
+    for first in range(0, drift.rows, CHUNK_ROWS):
+        ids = model.draw(first, min(CHUNK_ROWS, drift.rows - first)).ids
+        seen = [np.union1d(known, new) for known, new in zip(seen, ids, strict=True)]
+    return {f"C{number}": len(ids) for number, ids in enumerate(seen, start=1)}
+
+
+def measure(
+    panel: str, name: str, config_file: Path, drift: DriftConfig, folder: Path, seen: dict[str, int]
+) -> dict[str, Any]:
+    """The line of one run."""
+    quiet_libraries()
+    config = load_config(config_file, [f"train.seed={drift.seed}"])
+    config = dataclasses.replace(config, id_table=id_tables(config.id_table, panel, name, drift, seen))
+    with tempfile.TemporaryDirectory(dir=folder) as run:
+        report = online(config, folder / "data", str(folder / "incoming"), Path(run) / "run")
+        metrics = [json.loads(line) for line in (Path(run) / "run" / "metrics.jsonl").read_text().splitlines()]
+    resident = [sum(line[field]["resident"] for field in seen) for line in metrics if line["kind"] == "ids"]
+    second_half = report["windows"][1]
+    counters = config.id_table.counters * 2 * drift.fields if config.id_table.admission == "count" else 0
+    row_bytes = 3 * 4 * physical_dim(config.model.embedding_dim) + ID_BYTES
+    return {
+        "panel": panel,
+        "setting": name,
+        "seed": drift.seed,
+        **{key: second_half[key] for key in ("auc", "logloss", "samples")},
+        "ids_seen": sum(seen.values()),
+        "resident": resident[-1],
+        "most_resident": max(resident),
+        "bytes": max(resident) * row_bytes + counters,
+        "counters": report["id_tables"],
+        "samples_per_second": report["samples_per_second"],
+        "drift": dataclasses.asdict(drift),
+        "config": settings(config),
+        **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},
+    }
+
+
+def id_tables(base: IdConfig, panel: str, name: str, drift: DriftConfig, seen: dict[str, int]) -> IdConfig:
+    """The setting of a run; tables have room for all ids but where their capacity is what is measured.
+
+    Fields without births keep their room there.
+    """
+    capacities = {field: 2 * count + 1000 for field, count in seen.items()}
+    if panel == "admission":
+        kind, threshold = THRESHOLDS[name]
+        base = dataclasses.replace(base, admission=kind, threshold=threshold)
+    elif panel == "expiry":
+        base = dataclasses.replace(base, expire_after=name)
+    elif panel == "capacity":
+        policy, share = CAPACITIES[name]
+        base = dataclasses.replace(base, when_full=policy)
+        for (field, count), births in zip(seen.items(), drift.births_per_day, strict=True):
+            if births:
+                capacities[field] = max(1, round(share * count))
+    tables = {field: TableIds(capacity=capacity) for field, capacity in capacities.items()}
+    return dataclasses.replace(base, tables=tables)
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    sections = ("model", "train", "optimizer", "clip", "id_table", "online")
+    return {section: dataclasses.asdict(getattr(config, section)) for section in sections}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [("what", "setting", "rows at most", "MB", "AUC", "logloss", "AUC of the seeds")]
+    for run in RUNS:
+        own = lines_of(lines, *run)
+        if own:
+            means = {key: mean(line[key] for line in own) for key in ("most_resident", "bytes", "auc", "logloss")}
+            sizes = (f"{means['most_resident']:,.0f}", f"{means['bytes'] / 1e6:.1f}")
+            seeds = " ".join(f"{line['auc']:.4f}" for line in own)
+            rows.append((*run, *sizes, f"{means['auc']:.4f}", f"{means['logloss']:.4f}", seeds))
+    return aligned(rows)
+
+
+def lines_of(lines: list[dict[str, Any]], panel: str, name: str) -> list[dict[str, Any]]:
+    return sorted(
+        (line for line in lines if (line["panel"], line["setting"]) == (panel, name)), key=lambda line: line["seed"]
+    )
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> Path:
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained", sharex=True, sharey=True)
+    titles = ("admission after so many occurrences", "expiry after so long unseen", "capacity, in ids ever seen")
+    groups = (("count", "lot"), ("",), POLICIES)
+    for axis, title, kinds, (panel, names) in zip(axes, titles, groups, PANELS.items(), strict=True):
+        for number, kind in enumerate(kinds):
+            own = [name for name in names if name.startswith(kind)]
+            _curve(axis, lines, panel, own, kind, f"C{number}")
+        _curve(axis, lines, "", [ALL], "", "black")
+        axis.set(title=title, xscale="log", xlabel="MB of rows in use at most, and of counters")
+        axis.grid(alpha=0.3)
+        if kinds != ("",):
+            axis.legend()
+    axes[0].set_ylabel("progressive AUC, second half of the year")
+    line = lines[0]
+    best = mean(each["best_possible"]["auc"] for each in lines_of(lines, "", ALL))
+    figure.suptitle(
+        f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples, best"
+        f" possible AUC {best:.4f}; lines: mean of {len({each['seed'] for each in lines})} seeds (dots)"
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _curve(axis: Axes, lines: list[dict[str, Any]], panel: str, names: list[str], label: str, color: str) -> None:
+    """One way of forgetting: its mean over seeds for each setting, and what the settings are."""
+    runs = [lines_of(lines, panel, name) for name in names]
+    points = [(mean(line["bytes"] for line in own) / 1e6, mean(line["auc"] for line in own)) for own in runs if own]
+    if not points:
+        return
+    axis.plot(*zip(*points, strict=True), "o-", color=color, label=label.replace("_", " "))
+    for name, own in zip(names, runs, strict=True):
+        axis.plot([line["bytes"] / 1e6 for line in own], [line["auc"] for line in own], ".", color=color, ms=4)
+        for place in points[len([each for each in runs[: names.index(name)] if each]) :][: bool(own)]:
+            text = name.removeprefix(label).strip()
+            axis.annotate(text, place, xytext=(4, 5), textcoords="offset points", fontsize=8, color=color)
+
+
+if __name__ == "__main__":
+    main()

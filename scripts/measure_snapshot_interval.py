@@ -1,0 +1,269 @@
+"""What shards that die would cost a model that learns online, by how long ago their last snapshot was taken.
+
+    python scripts/measure_snapshot_interval.py --output snapshot_interval.jsonl
+
+Monolith (arXiv 2209.07663) takes snapshots of its parameter servers rarely: a server that dies goes back to its last
+one while the stream moves on, and what its rows had learned in between is lost. cowrec loses nothing, because its
+checkpoints hold the stream's position and the stream is replayed from there; this measures what not to replay would
+cost, on a year of drifting samples that are predicted in the order of their times, then trained on.
+
+A shard has every tenth row of all tables. At random moments, the same for all intervals, one of the ten goes back to
+its weights and moments at the latest snapshot, of which there is one each interval of sample time. Ids keep their rows,
+no row is given twice, and one that no id had at the snapshot becomes an untrained one. The network is never lost.
+Progressive AUC and logloss are of the second half of the year, beside the best possible. Each run is a JSON line; runs
+whose lines are there already are left out, so that an interrupted measurement goes on.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib import pyplot as plt
+from torch import Tensor
+
+from cowrec.data_pipeline import Batch, Reader, synthesize_drifting
+from cowrec.data_pipeline.drifting import DAY, LIFETIMES, DriftConfig
+from cowrec.data_pipeline.drifting_samples import best_by_window
+from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.trainer.cli import quiet_libraries
+from cowrec.trainer.config import RunConfig, load_config
+from cowrec.trainer.id_config import seconds
+from cowrec.trainer.learner import Learner
+from cowrec.trainer.own_process import run_apart
+from cowrec.trainer.processes import process_group
+from cowrec.trainer.progressive import ProgressiveQuality, WindowQuality
+from cowrec.trainer.text_table import aligned
+
+CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
+HALF = 182 * DAY
+YEAR = DriftConfig(
+    rows=728_000,
+    days=2 * HALF / DAY,
+    start=108 * HALF,
+    core_ids=(50, 1000, 1000, 5000, 0),
+    births_per_day=(0, 0, 20, 100, 300),
+    born_share=0.7,
+    lifetime_days=10.0,
+    drift_days=60.0,
+    num_dense=2,
+    id_effect=0.8,
+    interaction_effect=0.1,
+)
+SHARDS = 10
+NEVER = "never"
+INTERVALS = ("1h", "6h", "1d", "5d", "20d")
+RATES = (1.0, 0.1)
+RUNS = [(0.0, NEVER), *((rate, interval) for rate in RATES for interval in INTERVALS)]
+
+
+class Event(NamedTuple):
+    """A snapshot of a shard, or its death; a snapshot comes before a death at the same moment."""
+
+    time: float
+    """Unix, in seconds."""
+    dies: bool
+    shard: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write, or to go on with")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=YEAR.rows, help="samples of the year [%(default)s]")
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--set", dest="overrides", action="append", default=["train.batch_size=64"])
+    arguments = parser.parse_args()
+    arguments.output.touch()
+    lines = [json.loads(line) for line in arguments.output.read_text(encoding="utf-8").splitlines()]
+    there = {(line["seed"], line["failures_per_day"], line["interval"]) for line in lines}
+    with arguments.output.open("a", encoding="utf-8", buffering=1) as file:
+        for seed in range(arguments.seeds):
+            config = load_config(arguments.config, [*arguments.overrides, f"train.seed={seed}"])
+            drift = dataclasses.replace(YEAR, seed=seed, rows=arguments.rows)
+            missing = [run for run in RUNS if (seed, *run) not in there]
+            for line in runs_of(missing, config, drift):
+                shown = {key: line[key] for key in ("seed", "failures_per_day", "interval", "failures", "auc")}
+                print(shown, flush=True)
+                file.write(json.dumps(line) + "\n")
+                lines.append(line)
+    print(f"{table(lines)}\n\nplot: {plot(lines, arguments.output.with_suffix('.png'))}")
+
+
+def runs_of(runs: list[tuple[float, str]], config: RunConfig, drift: DriftConfig) -> Iterator[dict[str, Any]]:
+    """The lines of some runs on one year."""
+    if not runs:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        synthesize_drifting(folder, drift, test_rows=1)
+        best = best_by_window(drift, 0, drift.rows, HALF)[1]
+        for rate, interval in runs:
+            line = run_apart(measure, rate, interval, config, drift, folder)
+            yield line | {"best_possible": {key: best[key] for key in ("auc", "logloss")}}
+
+
+def measure(rate: float, interval: str, config: RunConfig, drift: DriftConfig, data: str) -> dict[str, Any]:
+    """The line of one run.
+
+    Raises:
+        ValueError: absent rows that do not stay as they are, so that an old row would be brought up to date anew.
+    """
+    if config.optimizer.absent_rows != "lazy":
+        raise ValueError(f'optimizer.absent_rows must be "lazy" here, got {config.optimizer.absent_rows!r}')
+    quiet_libraries()
+    events = [] if interval == NEVER else events_of(drift, rate, seconds(interval, "interval"))
+    config = dataclasses.replace(config, id_table=dataclasses.replace(config.id_table, capacity=2 * most_ids(drift)))
+    with process_group("cpu") as process:
+        reader = Reader(data, "train", batch_size=config.train.batch_size)
+        learner = Learner(config, reader.schema, process, warmup_steps=0)
+        assert learner.id_tables is not None
+        quality = follow(learner, reader, events)[1]
+        tables = learner.id_tables.counters()
+    assert not any(each["evicted"] + each["refused"] for each in tables.values()), "a row was given twice"
+    sections = ("model", "train", "optimizer", "clip", "id_table")
+    return {
+        "failures_per_day": rate,
+        "interval": interval,
+        "seed": drift.seed,
+        "failures": sum(event.dies for event in events),
+        **{key: quality.plain()[key] for key in ("auc", "logloss", "samples")},
+        "shards": SHARDS,
+        "drift": dataclasses.asdict(drift),
+        "config": {section: dataclasses.asdict(getattr(config, section)) for section in sections},
+        **learner.environment,
+    }
+
+
+def events_of(drift: DriftConfig, rate: float, interval: int) -> list[Event]:
+    """Deaths at ``rate`` a day of sample time, and of all snapshots those that a shard then goes back to, in order.
+
+    When which shard dies does not depend on the interval, in seconds.
+    """
+    random = np.random.default_rng((drift.seed, round(1000 * rate)))
+    count = int(random.poisson(rate * drift.days))
+    times = random.uniform(0, drift.days * DAY, count).tolist()
+    shards = random.integers(0, SHARDS, count).tolist()
+    deaths = {Event(drift.start + time, True, shard) for time, shard in zip(times, shards, strict=True)}
+    snapshots = {
+        Event(drift.start + time // interval * interval, False, shard)
+        for time, shard in zip(times, shards, strict=True)
+    }
+    return sorted(deaths | snapshots)
+
+
+def follow(learner: Learner, reader: Reader, events: list[Event]) -> list[WindowQuality]:
+    """Predicts each batch and trains on it, with the events between; the quality of each half of the year."""
+    adam = learner.adam
+    assert adam is not None
+    quality, halves = ProgressiveQuality(HALF), list[WindowQuality]()
+    snapshots: dict[int, list[Tensor]] = {}
+    due = deque(events)
+    for step, batch in enumerate(reader.epoch(0)):
+        assert batch.time is not None
+        while due and due[0].time <= batch.time[0]:
+            happen(due.popleft(), adam, snapshots)
+        logits = train_on(learner, batch, step)
+        halves += quality.add(logits, batch.label, batch.time)
+    return [*halves, quality.close()]
+
+
+def happen(event: Event, adam: EmbeddingAdam, snapshots: dict[int, list[Tensor]]) -> None:
+    """Takes a shard's snapshot into ``snapshots``, which has the latest of each shard, or brings it back from there."""
+    rows = shard_rows(adam, event.shard)
+    if not event.dies:
+        snapshots[event.shard] = [each.clone() for each in rows]
+        return
+    for now, then in zip(rows, snapshots[event.shard], strict=True):
+        now.copy_(then)
+
+
+def train_on(learner: Learner, batch: Batch, step: int) -> Tensor:
+    """Takes a step; the logits before it, float32 [B]."""
+    learner.dense_optimizer.prepare(step)
+    learner.dense_optimizer.zero_grad()
+    loss, (_, logits, _) = learner.model(batch)
+    loss.backward()
+    learner.dense_optimizer.step()
+    return logits
+
+
+def shard_rows(adam: EmbeddingAdam, shard: int) -> list[Tensor]:
+    """Weights and moments of a shard's rows, of each table, float32 [n, P]; they share the tables' memory."""
+    return [
+        tables.rows.lookup.view_of(flat, number)[shard::SHARDS]
+        for tables in adam.lookups
+        for flat in (tables.rows.lookup.flat_weights(), tables.exp_avg, tables.exp_avg_sq)
+        for number in range(len(tables.rows.lookup.shards))
+    ]
+
+
+def most_ids(drift: DriftConfig) -> int:
+    """More than a field can have in the year, those of ids that were born before it included."""
+    born_before = LIFETIMES * drift.lifetime_days
+    births = max(drift.births_per_day) * (drift.days + born_before + 1)
+    return max(drift.core_ids) + round(births)
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [("deaths a day", "snapshots every", "AUC", "AUC lost", "logloss", "AUC lost of the seeds")]
+    for run in RUNS:
+        if own := lines_of(lines, *run):
+            lost = auc_lost(lines, *run)
+            means = [mean(each) for each in ([line["auc"] for line in own], lost, [line["logloss"] for line in own])]
+            seeds = " ".join(f"{each:.5f}" for each in lost)
+            rows.append((f"{run[0]:g}", run[1], f"{means[0]:.4f}", f"{means[1]:.5f}", f"{means[2]:.4f}", seeds))
+    return aligned(rows)
+
+
+def lines_of(lines: list[dict[str, Any]], rate: float, interval: str) -> list[dict[str, Any]]:
+    """One of each seed."""
+    own = (line for line in lines if (line["failures_per_day"], line["interval"]) == (rate, interval))
+    return sorted(own, key=lambda line: line["seed"])
+
+
+def auc_lost(lines: list[dict[str, Any]], rate: float, interval: str) -> list[float]:
+    """Of each seed, beside the run in which no shard dies."""
+    undisturbed = {line["seed"]: line["auc"] for line in lines_of(lines, *RUNS[0])}
+    return [undisturbed[line["seed"]] - line["auc"] for line in lines_of(lines, rate, interval)]
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> Path:
+    figure, axis = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
+    for number, rate in enumerate(RATES):
+        lost = {seconds(each, "interval") / DAY: auc_lost(lines, rate, each) for each in INTERVALS}
+        lost = {interval: each for interval, each in lost.items() if each}
+        label = f"{rate:g} deaths a day among {SHARDS} shards"
+        axis.plot(list(lost), [mean(each) for each in lost.values()], "-", color=f"C{number}", label=label)
+        for interval, each in lost.items():
+            axis.plot([interval] * len(each), each, ".", color=f"C{number}")
+    axis.axhline(0, color="gray", lw=1)
+    axis.set(xscale="log", xlabel="snapshots every so many days of sample time", ylabel="progressive AUC lost")
+    axis.set_xticks([seconds(each, "interval") / DAY for each in INTERVALS], INTERVALS)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+    line, undisturbed = lines[0], lines_of(lines, *RUNS[0])
+    auc, best = (
+        mean(each["auc"] for each in some) for some in (undisturbed, [e["best_possible"] for e in undisturbed])
+    )
+    figure.suptitle(
+        f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples,"
+        f" {len(undisturbed)} seeds (dots)\n"
+        f"AUC of the second half {auc:.4f} where no shard dies, best possible {best:.4f}"
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    main()
