@@ -4,8 +4,8 @@
 
 An application asks `cowrec serve` about samples, whose tastes drift, and then logs them to a folder; `cowrec online`
 trains on what it finds there and publishes, which the server follows. A day of sample time lasts seconds. The plot has,
-for each day, the AUC on its samples: of the online model before it trained on them, of the server's answers before they
-were logged, of a model trained on the days before, of one trained on the first days only, and the best that is possible.
+for each day, the AUC on its samples: of the online model before it trained on them, of the server's answers before
+they were logged, of a model trained on the days before, of one trained on the first days only, and the best possible.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from cowrec.data_pipeline.drifting import DAY, DriftConfig
 from cowrec.data_pipeline.drifting_samples import best_by_window, drifting_tables, synthesize_drifting
 from cowrec.data_pipeline.ranking import exact_auc
 from cowrec.data_pipeline.sample_sinks import DirectorySink
+from cowrec.data_pipeline.stream_directory import END
 from cowrec.trainer.cli import quiet_libraries
 from cowrec.trainer.saved_run import evaluate_run
 
@@ -52,13 +53,10 @@ DRIFT = DriftConfig(
     id_effect=0.5,
     interaction_effect=0.1,
 )
-ONLINE, SERVED, DAILY, NEVER, BEST = (
-    "online",
-    "online, as served",
-    "retrained daily",
-    "never retrained",
-    "best possible",
-)
+ONLINE, SERVED, BEST = "online", "online, as served", "best possible"
+DAILY, NEVER = "retrained daily", "never retrained"
+CHUNK = 1000
+"""Samples of a request, and of a file."""
 STYLES = {BEST: ("gray", "--"), ONLINE: ("C0", "-"), SERVED: ("C0", ":"), DAILY: ("C1", "-"), NEVER: ("C3", "-")}
 PAGE = """<!doctype html><title>cowrec online</title><meta http-equiv="refresh" content="3">
 <body style="font-family: sans-serif"><h1>Learning online</h1><img src="online_demo.png" style="max-width: 100%">
@@ -95,6 +93,8 @@ def main() -> None:
         running.enter_context(cowrec(folder, "serve", *serve))
         while trainer.poll() is None or application.is_alive() or demo.due_days():
             demo.step()
+            if not (application.is_alive() or (folder / "samples" / END).exists()):
+                raise RuntimeError("the application ended before its last sample")
             if trainer.poll():
                 raise RuntimeError(f"cowrec online ended with exit code {trainer.returncode}; see {folder}/online.log")
         demo.step()
