@@ -28,7 +28,6 @@ def synthesize_drifting(
     output: str | os.PathLike[str],
     config: DriftConfig | None = None,
     *,
-    first_row: int = 0,
     test_rows: int = 100_000,
     overwrite: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -40,7 +39,6 @@ def synthesize_drifting(
     Args:
         output: a new or empty folder.
         config: what drifts and how.
-        first_row: of the training rows.
         test_rows: that follow the training rows; at least 1.
         overwrite: replace a data set that is there.
         progress: called with the number of rows just written.
@@ -54,18 +52,18 @@ def synthesize_drifting(
     config = config or DriftConfig()
     if test_rows < 1:
         raise ValueError(f"test_rows must be at least 1, got {test_rows}")
-    schema, test_start = _schema(config), first_row + config.rows
+    schema = _schema(config)
     with new_folder(output, overwrite=overwrite) as folder:
         splits = {}
-        for name, first, rows in (("train", first_row, config.rows), ("test", test_start, test_rows)):
+        for name, first, rows in (("train", 0, config.rows), ("test", config.rows, test_rows)):
             writer = ShardWriter(folder, name, schema, SHARD_ROWS)
             for table in drifting_tables(config, first, rows):
                 writer.write(_with_raw_ids(table, schema))
                 if progress is not None:
                     progress(table.num_rows)
             splits[name] = writer.close()
-        (best,) = best_by_window(config, test_start, test_rows, window_seconds=1 << 62)
-        windows = best_by_window(config, first_row, config.rows + test_rows)
+        (best,) = best_by_window(config, config.rows, test_rows, window_seconds=1 << 62)
+        windows = best_by_window(config, 0, config.rows + test_rows)
         (folder / WINDOWS_FILE).write_text("".join(json.dumps(_json(line)) + "\n" for line in windows))
         known = not np.isnan(best["auc"])
         quality = {"auc": best["auc"], "logloss": best["logloss"]} if known else None

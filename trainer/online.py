@@ -168,7 +168,7 @@ class _OnlineRun:
     def publish(self, publication: OnlinePublication, *, with_dense: bool = False) -> None:
         """Publishes what is due; nothing of a model whose loss has not been finite."""
         self.checked_loss()
-        publication.publish(self.step, self.newest, with_dense=with_dense)
+        publication.publish(self.step, self.newest or None, with_dense=with_dense)
 
     def open_stream(self, source: str, position: Position | None) -> SampleStream:
         online = self.config.online
