@@ -50,9 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; the plot goes beside them")
     parser.add_argument("--samples", default="1,32", help="samples of a request")
-    parser.add_argument(
-        "--rates", default="100,250,500,1000,1500,2000,3000,4000,5000,6000,8000", help="requests a second"
-    )
+    parser.add_argument("--rates", default="100,250,500,1000,2000,3000,4000,5000,6000", help="requests a second")
     parser.add_argument("--seconds", type=float, default=8.0, help="at each rate")
     parser.add_argument("--delta-rows", type=int, default=30_000, help="of a published delta, at most")
     parser.add_argument("--delta-seconds", type=float, default=2.0, help="from one to the next")

@@ -200,7 +200,9 @@ def serve(
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=10,
+        timeout_keep_alive=75,  # longer than proxies keep a connection: they are to close it, not we as they use it
         server_header=False,
+        proxy_headers=False,
     )
     server = uvicorn.Server(config)
     # uvicorn sends itself the signal once more when all is done; to end by SIGTERM is to end well.
