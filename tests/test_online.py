@@ -112,8 +112,11 @@ def test_a_stream_that_goes_on_after_its_end_is_gone_on_with(case: Path, tmp_pat
 
 
 def test_nothing_is_left_where_it_cannot_start(case: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="redis"):
+    with pytest.raises(ValueError, match="which stream"):
         run(case, tmp_path / "run", source=Path("redis://localhost:1/0"))
+    with pytest.raises(OSError, match="is not a folder"):
+        run(case, tmp_path / "run", source=tmp_path / "nowhere")
+    assert not (tmp_path / "run").exists()
     timeless = make_data(tmp_path / "timeless", ("price", "city"))
     with pytest.raises(ValueError, match="goes by the time of samples"):
         online(load_config(case / "run.toml"), timeless, str(case / "incoming"), tmp_path / "other")

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleStream, Schema, open_source
+from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleSource, SampleStream, Schema, open_source
 
 from .assembly import derived_hyperparameters, describe, row_ids_of
 from .checkpoint import Checkpoints
@@ -68,11 +68,13 @@ def online(
 
         check_folder()
         run = _OnlineRun(config, run_dir, process)
+        samples = open_source(source)  # the stream closes it
         with alone_in(run_dir, process):
             check_folder()  # again, for nobody else can fill it now
             create_run_dir(run_dir, config, describe(config))
+            run.say(run.summary(source))
             try:
-                report = run.follow(source, publish, resume)
+                report = run.follow(samples, publish, resume)
             except Exception:
                 run.checkpoints.abandon()
                 raise
@@ -96,9 +98,8 @@ class _OnlineRun:
         self.entries: dict[str, int] = {}  # of the journal, at which each checkpoint begins
         self.journal_begin = 0
 
-    def follow(self, source: str, publish: str | None, resume: bool) -> dict[str, Any]:
+    def follow(self, source: SampleSource, publish: str | None, resume: bool) -> dict[str, Any]:
         """The run from its first sample, or from its newest checkpoint, to the end of the stream."""
-        self.say(self.summary(source))
         self.checkpoints.clean()
         position = self.resume() if resume else None
         with ExitStack() as opened:
@@ -170,10 +171,10 @@ class _OnlineRun:
         self.checked_loss()
         publication.publish(self.step, self.newest or None, with_dense=with_dense)
 
-    def open_stream(self, source: str, position: Position | None) -> SampleStream:
+    def open_stream(self, source: SampleSource, position: Position | None) -> SampleStream:
         online = self.config.online
         return SampleStream(
-            open_source(source),
+            source,
             SampleCodec.load(self.config.data.dir),
             batch_size=self.config.train.batch_size,
             lateness_seconds=seconds(online.lateness, "online.lateness"),
