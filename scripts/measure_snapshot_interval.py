@@ -8,10 +8,10 @@ checkpoints hold the stream's position and the stream is replayed from there; th
 cost, on a year of drifting samples that are predicted in the order of their times, then trained on.
 
 A shard has every tenth row of all tables. At random moments, the same for all intervals, one of the ten goes back to
-its weights and moments at the latest snapshot, of which there is one each interval of sample time. Ids keep their rows,
-no row is given twice, and one that no id had at the snapshot becomes an untrained one. The network is never lost.
-Progressive AUC and logloss are of the second half of the year, beside the best possible. Each run is a JSON line; runs
-whose lines are there already are left out, so that an interrupted measurement goes on.
+its weights and moments at the latest snapshot, of which there is one each interval of sample time (to whole batches).
+Ids keep their rows, no row is given twice, and one that no id had at the snapshot becomes an untrained one. The network
+is never lost. Progressive AUC and logloss are of the second half of the year, beside the best possible. Each run is a
+JSON line; runs whose lines are there already are left out, so that an interrupted measurement goes on.
 """
 
 import argparse
@@ -47,11 +47,11 @@ from cowrec.trainer.text_table import aligned
 CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
 HALF = 182 * DAY
 YEAR = DriftConfig(
-    rows=728_000,
+    rows=364_000,
     days=2 * HALF / DAY,
     start=108 * HALF,
-    core_ids=(50, 1000, 1000, 5000, 0),
-    births_per_day=(0, 0, 20, 100, 300),
+    core_ids=(50, 1000, 1000, 2500, 0),
+    births_per_day=(0, 0, 10, 50, 150),
     born_share=0.7,
     lifetime_days=10.0,
     drift_days=60.0,
