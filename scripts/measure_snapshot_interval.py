@@ -251,10 +251,11 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     auc, best = (
         mean(each["auc"] for each in some) for some in (undisturbed, [e["best_possible"] for e in undisturbed])
     )
+    seeds = f"Mean of {len(undisturbed)} seeds (dots)" if len(undisturbed) > 1 else "One seed"
     figure.suptitle(
         f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples; one of"
-        f" {SHARDS} shards dies\n{DEATHS_PER_DAY:g} times a day and goes back to its last snapshot."
-        f" Mean of {len(undisturbed)} seeds (dots).\nAUC {auc:.4f} where none dies, best possible {best:.4f}",
+        f" {SHARDS} shards dies,\n{DEATHS_PER_DAY:g} a day, and goes back to its last snapshot. {seeds}.\n"
+        f"AUC {auc:.4f} where none dies, best possible {best:.4f}",
         fontsize=10,
     )
     figure.savefig(path, dpi=120)
