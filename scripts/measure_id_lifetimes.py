@@ -59,7 +59,8 @@ ALL = "every id, for ever"
 THRESHOLDS: dict[str, tuple[AdmissionKind, int]] = {f"count {n}": ("count", n) for n in (2, 4, 8, 16)}
 THRESHOLDS |= {f"lot {n}": ("probabilistic", n) for n in (4, 16)}
 EXPIRIES = ("180d", "60d", "20d", "5d", "1d")
-POLICIES: tuple[WhenFull, ...] = ("oldest", "least_frequent", "refuse")
+POLICIES: dict[str, tuple[WhenFull, str]] = {each: (each, "") for each in ("oldest", "least_frequent", "refuse")}
+POLICIES["20d, least_frequent"] = ("least_frequent", "20d")
 CAPACITIES = {f"{policy} {share:.0%}": (policy, share) for policy in POLICIES for share in (0.3, 0.1, 0.03)}
 PANELS = {"admission": list(THRESHOLDS), "expiry": list(EXPIRIES), "capacity": list(CAPACITIES)}
 RUNS = [("", ALL), *((panel, name) for panel, names in PANELS.items() for name in names)]
@@ -172,7 +173,8 @@ def id_tables(base: IdConfig, panel: str, name: str, drift: DriftConfig, seen: d
         base = dataclasses.replace(base, expire_after=name)
     elif panel == "capacity":
         policy, share = CAPACITIES[name]
-        base = dataclasses.replace(base, when_full=policy)
+        when_full, expire_after = POLICIES[policy]
+        base = dataclasses.replace(base, when_full=when_full, expire_after=expire_after)
         for (field, count), births in zip(seen.items(), drift.births_per_day, strict=True):
             if births:
                 capacities[field] = max(1, round(share * count))
@@ -206,7 +208,7 @@ def lines_of(lines: list[dict[str, Any]], panel: str, name: str) -> list[dict[st
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained", sharex=True, sharey=True)
     titles = ("admission after so many occurrences", "expiry after so long unseen", "capacity, in ids ever seen")
-    groups = (("count", "lot"), ("",), POLICIES)
+    groups = (("count", "lot"), ("",), tuple(POLICIES))
     seeds = len({line["seed"] for line in lines})
     for axis, title, kinds, (panel, names) in zip(axes, titles, groups, PANELS.items(), strict=True):
         for number, kind in enumerate(kinds):
