@@ -28,7 +28,7 @@ test: $(READY)
 	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/typed/cowrec/$$package; done
 	@ln -sfn ../../scripts build/typed/scripts
 	@MYPYPATH=build/typed $(BIN)/mypy $(addprefix -p cowrec.,$(PACKAGES)) -p scripts
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q --numprocesses 2 --dist loadfile
 
 setup: $(READY)
 

@@ -99,7 +99,7 @@ def _check_target(final: Path, overwrite: bool) -> None:
     if not (final.exists() or final.is_symlink()):
         return
     if not overwrite:
-        raise ValueError(f"{final} exists and is not empty; choose another output folder or pass overwrite")
+        raise ValueError(f"{final} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
     if not (final / SCHEMA_FILE).is_file():
         raise ValueError(f"{final} is not a prepared data set, so it is not overwritten; choose another output folder")
 

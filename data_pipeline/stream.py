@@ -209,6 +209,7 @@ class SampleStream:
         entry = self._journal.past(self.position.entry) if self._journal is not None else None
         if entry is not None:
             chunk = self._again(entry) if entry.kind == "chunk" else None
+            ended = False  # what was the end then may not be it now
         else:
             entry, chunk = self._happening(deadline)
             if entry is None:
@@ -218,7 +219,8 @@ class SampleStream:
             if self._journal is not None:
                 self._journal.append(entry)
             self._seeking = False
-        self.position = self._after(entry, chunk)
+            ended = entry.kind == "end"
+        self.position = dataclasses.replace(self._after(entry, chunk), ended=ended)
         return True
 
     def _again(self, entry: Entry) -> Chunk:
@@ -262,7 +264,6 @@ class SampleStream:
                 state,
                 entry=state.entry + 1,
                 due=len(state.waiting),
-                ended=entry.kind == "end",
                 counters=_added(state, flushes=flushes),
             )
         encoded = self._encoded(chunk, entry.now)

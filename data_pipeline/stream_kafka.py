@@ -48,6 +48,8 @@ class KafkaSource:
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "error",
                 "enable.partition.eof": True,
+                # A broker answers nothing else on the connection while a fetch waits.
+                "fetch.wait.max.ms": 50,
                 **(settings or {}),
             },
             logger=logger,

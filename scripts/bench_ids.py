@@ -5,8 +5,9 @@
 
 Each is filled with random int64 ids in a process of its own, which then takes batches of ids that it knows, drawn
 evenly or by Zipf's law, and of which a share is new. A batch with new ids is taken as in training: whoever is new gets
-a row; without, it is looked up. Each measurement is the median of `--rounds` batches. Memory is the growth of the
-process while it is filled, per id.
+a row; without, it is looked up. Each measurement is the median of `--rounds` batches, or of fewer where they take long.
+Memory is the growth of the process while it is filled, per id. Where other work shares the cores, ids per second of the
+processor tell more than ids per second: they count the time of both threads.
 """
 
 import argparse
@@ -35,6 +36,8 @@ NEW_SHARES = (0.0, 0.01, 0.1)
 _ROOM = 1.3
 """Rows that there are for each resident id, where rows are bounded."""
 _FILLED_AT_ONCE = 100_000
+_SECONDS = 10.0
+"""After which no further round of a measurement begins."""
 _MCH_INTERVAL = 10
 """Batches after which TorchRec's module takes up new ids; a measurement is of that many."""
 
@@ -157,7 +160,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SUBJECTS), help="some of those who are measured [%(default)s]")
     parser.add_argument("--resident", default="1000K,10000K,30000K", help="ids, K is 1000 [%(default)s]")
     parser.add_argument("--batch", default="213K", help="ids of a batch, K is 1000 [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=7, help="batches of each kind [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=7, help="batches of each kind, at most [%(default)s]")
     arguments = parser.parse_args()
     try:
         names = chosen("only", arguments.only, SUBJECTS)
@@ -178,7 +181,7 @@ def main() -> None:
 
 
 def _lines(name: str, resident: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    about = {"subject": name, "resident": resident, "batch": batch, "rounds": rounds}
+    about = {"subject": name, "resident": resident, "batch": batch}
     try:
         return [{**about, "error": None, **line} for line in run_apart(measure, name, resident, batch, rounds)]
     except ProcessFailed as error:
@@ -233,8 +236,10 @@ def _batches(
 
 def _speed(subject: Subject, batches: Iterator[tuple[np.ndarray, bool]], rounds: int) -> dict[str, Any]:
     """Median ids per second and quartiles, and the median per second of the processor."""
-    speeds, of_processor = [], []
-    for _ in range(rounds):
+    speeds: list[float] = []
+    of_processor: list[float] = []
+    begun = time.perf_counter()
+    while len(speeds) < rounds and (not speeds or time.perf_counter() - begun < _SECONDS):
         drawn = [next(batches) for _ in range(subject.batches)]
         count = sum(len(ids) for ids, _ in drawn)
         start, start_of_processor = time.perf_counter(), time.process_time()
@@ -247,6 +252,7 @@ def _speed(subject: Subject, batches: Iterator[tuple[np.ndarray, bool]], rounds:
         of_processor.append(count / (time.process_time() - start_of_processor))
     low, median, high = np.quantile(speeds, (0.25, 0.5, 0.75)).tolist()
     return {
+        "rounds": len(speeds),
         "ids_per_second": median,
         "ids_per_second_quartiles": [low, high],
         "ids_per_cpu_second": float(np.median(of_processor)),

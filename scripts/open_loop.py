@@ -93,6 +93,11 @@ class _Pool:
         self._all.append(connection)
         self._free.append(connection)
 
+    def lost(self, connection: "_Connection") -> None:
+        """One that the server closed while it was free."""
+        if connection in self._free:
+            self._free.remove(connection)
+
     def answered(self, connection: "_Connection", due: float, status: int) -> None:
         self.last_answer = time.perf_counter()
         self.unanswered -= 1
@@ -142,3 +147,5 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._due >= 0:
             self._pool.answered(self, self._due, -1)
+        else:
+            self._pool.lost(self)

@@ -13,7 +13,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from .id_layout import IdLayout
 from .id_table_kernels import spread
 
-NO_TIMES = np.empty(0, np.int64)
+_NO_TIMES = np.empty(0, np.int64)
 _TIME_BITS = 32
 
 
@@ -44,42 +44,43 @@ class IdExchange:
         self._layout, self._group = layout, group
         self.ranks = len(layout.first_segments) - 1
 
-    def collect(self, problem: str, ids: np.ndarray, splits: np.ndarray, times: np.ndarray) -> OwnIds:
+    def collect(self, problem: str, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None) -> OwnIds:
         """Gives this rank's ids to their owners and takes what it owns.
 
         Args:
             problem: what is wrong with this rank's batch, "" for nothing.
             ids: int64 [V].
             splits: int64 [F + 1].
-            times: int64 [V] in [0, 2^32), or NO_TIMES, on all ranks alike.
+            times: int64 [V] in [0, 2^32), or None on all ranks.
 
         Raises:
-            ValueError: with the problem; on ranks without one if another rank has.
+            ValueError: with the problem; on ranks without one if another rank has; some ranks give times, some do not.
         """
-        newest = int(times.max()) if not problem and len(times) else -1
+        newest = -1 if problem or times is None or len(times) == 0 else int(times.max())
         if self.ranks == 1:
             if problem:
                 raise ValueError(problem)
-            return OwnIds(ids, splits, times, newest)
+            return OwnIds(ids, splits, _NO_TIMES if times is None else times, newest)
         counts = np.zeros(self.ranks, np.int64)
         if not problem:
             owner = self._owners(ids, splits)
             counts = np.bincount(owner, minlength=self.ranks)
-        header = self.all_gather(np.array([bool(problem), len(times) > 0, newest, *counts]))
+        header = self.all_gather(np.array([bool(problem), times is not None, newest, *counts]))
         wrong = header[:, 0].nonzero()[0]
         if len(wrong):
             raise ValueError(problem or f"rank {wrong[0]} was given a batch that cannot be translated; see its message")
+        if header[:, 1].any() != header[:, 1].all():
+            raise ValueError("samples have times on some ranks and none on others; give all or none")
         self._counts = header[:, 3:]
         feature = np.repeat(np.arange(len(splits) - 1), np.diff(splits))[self._held]
-        timed = bool(header[:, 1].any())
-        rest = feature << _TIME_BITS | (times[self._held] if timed and len(times) else 0)
+        rest = feature << _TIME_BITS | (0 if times is None else times[self._held])
         sent = np.stack([ids[self._held], rest], axis=1)[self._sent_order]
         got = self._all_to_all(sent, self._counts[self._layout.rank], self._counts[:, self._layout.rank])
         feature = got[:, 1] >> _TIME_BITS
         # Within a feature the ids stay as they came, rank by rank.
         self._order = np.argsort(feature.astype(np.uint16), kind="stable")
         got, ends = got[self._order], np.cumsum(np.bincount(feature, minlength=len(splits) - 1))
-        seen = got[:, 1] & ((1 << _TIME_BITS) - 1) if timed else NO_TIMES
+        seen = _NO_TIMES if times is None else got[:, 1] & ((1 << _TIME_BITS) - 1)
         return OwnIds(np.ascontiguousarray(got[:, 0]), np.append(0, ends), seen, int(header[:, 2].max()))
 
     def _owners(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:

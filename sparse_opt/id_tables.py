@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from .id_admission import PANES, Admission
-from .id_exchange import NO_TIMES, IdExchange, OwnIds
+from .id_exchange import IdExchange, OwnIds
 from .id_layout import RESERVED_ROWS, SHARDS, IdLayout, IdTableConfig
 from .id_records import FREE, RECORD, SEGMENT, SEGMENT_STATE, fill_segments, freed_in, reserved
 from .id_table_kernels import assign_segments, births_of, find_segments, sort_by_segment, spread
@@ -50,7 +50,7 @@ class Births:
 
 @dataclass(frozen=True)
 class Entries:
-    """Ids of a table that live, in the order of their rows on each rank.
+    """Ids of a table that live, piece by piece.
 
     Attributes:
         id: int64 [n].
@@ -72,7 +72,8 @@ class IdTables:
 
     Ids 0 and 1 are the reserved rows OUT_OF_VOCABULARY and MISSING and stay what they are; every other int64 is an id.
     The same id of two features of a shared table is two ids. The *clock* is the newest sample time seen, or, where
-    samples have no time, the number of the batch; it never goes back. A table is cut into pieces by the ids' hash. In
+    samples have no time, the number of the batch; it never goes back, so a sample from the future is to be dropped by
+    whoever reads the samples: it would let ids die too early. A table is cut into pieces by the ids' hash. In
     each piece this happens at :meth:`assign`, in this order, always by the order of the global batch, so that neither
     ranks nor threads change a result:
 
@@ -130,7 +131,7 @@ class IdTables:
         self._slots = reserved(slots, np.dtype(np.uint32))
         self._cells = reserved(cells, np.dtype(np.uint16))
         self._memory = (self._segments, layout.places, layout.tables, self._records, self._slots, self._cells)
-        self._seed = np.uint64(seed)
+        self._seed = np.uint64(seed % (1 << 64))
         self._clock, self._batch, self._kind_of_clock = 0, 0, _UNKNOWN
 
     def assign(self, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None = None) -> tuple[np.ndarray, Births]:
@@ -149,7 +150,7 @@ class IdTables:
                 every rank raises it.
         """
         problem = self._problem(ids, splits, times)
-        own = self._exchange.collect(problem, ids, splits, NO_TIMES if times is None else times)
+        own = self._exchange.collect(problem, ids, splits, times)
         self._kind_of_clock = _BATCHES if times is None else _SECONDS
         self._batch += 1
         self._clock = self._batch if times is None else max(self._clock, own.newest)
@@ -168,7 +169,7 @@ class IdTables:
 
         Changes nothing.
         """
-        own = self._exchange.collect(_problem_of_ids(ids, splits, self._features), ids, splits, NO_TIMES)
+        own = self._exchange.collect(_problem_of_ids(ids, splits, self._features), ids, splits, None)
         rows, begins, occurrences = self._sorted(own)
         self._in_threads(find_segments, begins, (begins, occurrences, own.ids, rows, self._memory, self._clock))
         return self._exchange.send_back(rows)
@@ -184,12 +185,13 @@ class IdTables:
         The reserved rows have none.
         """
         number = list(self._configs).index(table)
-        capacity = self._layout.tables["capacity"][number]
-        first_records = np.array([each["first_record"] for each in self._layout.places if each["table"] == number])
-        piece, place = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), capacity)
-        records = self._records[first_records[piece] + place]
-        used = self._segments["used"][self._layout.places["table"] == number]
-        lives = (rows >= RESERVED_ROWS) & (place < used[piece]) & (records["feature"] != FREE)
+        places = self._layout.places
+        segments = (places["table"] == number).nonzero()[0]
+        segments = segments[np.argsort(places["first_row"][segments])]  # piece by piece, as the rows are
+        piece, place = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), self._layout.tables["capacity"][number])
+        records = self._records[places["first_record"][segments[piece]] + place]
+        used = self._segments["used"][segments[piece]]
+        lives = (rows >= RESERVED_ROWS) & (place < used) & (records["feature"] != FREE)
         return records["id"], records["feature"].astype(np.int64), lives
 
     def entries(self, table: str) -> Entries:

@@ -27,6 +27,9 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port)
+
     def start(self) -> None:
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": ""}
         options |= {"appendonly": "yes" if self._appendonly else "no", "appendfsync": "always"}

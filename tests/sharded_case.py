@@ -1,10 +1,8 @@
 """A random embedding problem: trained by a sharded TorchRec model in N processes, and by plain loops in numpy."""
 
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import EmbeddingAdam
+from process_groups import process_group
 
 FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -219,21 +218,6 @@ def gathered(value: ShardedTensor | torch.Tensor) -> np.ndarray:
     whole = torch.zeros(value.size(), dtype=value.dtype, device=device) if dist.get_rank() == 0 else None
     value.gather(0, whole)
     return np.empty(0) if whole is None else whole.float().cpu().numpy()
-
-
-@contextmanager
-def process_group(rank: int, world_size: int, folder: str, backend: str = "gloo") -> Iterator[None]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-    if world_size > 1:
-        # One of several is a process of its own, which ends here: a thread of gloo that then lets go of a Python object
-        # would abort it while Python winds up.
-        sys.stdout.flush()
-        os._exit(0)
 
 
 def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:

@@ -74,7 +74,7 @@ def test_only_a_data_set_is_overwritten_and_only_when_asked(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     synthesize(out, SMALL)
-    with pytest.raises(ValueError, match="exists and is not empty; choose another output folder"):
+    with pytest.raises(ValueError, match="exists and is not empty; choose another folder"):
         synthesize(out, SMALL)
     synthesize(out, SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4), overwrite=True)
     assert Schema.load(out).splits["train"].rows == 100

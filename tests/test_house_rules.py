@@ -14,7 +14,17 @@ ROOT = Path(__file__).resolve().parents[1]
 LEAVES = ("data_pipeline", "models", "sparse_opt")
 # What each package may import of the others, and from outside beside the standard library.
 MAY_IMPORT = {
-    "data_pipeline": {"torch", "torchrec", "numpy", "pyarrow", "numba", "pydantic", "distributed"},
+    "data_pipeline": {
+        "torch",
+        "torchrec",
+        "numpy",
+        "pyarrow",
+        "numba",
+        "pydantic",
+        "distributed",
+        "redis",
+        "confluent_kafka",
+    },
     "models": {"torch", "torchrec", "fbgemm_gpu"},
     "sparse_opt": {"torch", "torchrec", "fbgemm_gpu", "numpy", "numba", "llvmlite", "triton"},
 }

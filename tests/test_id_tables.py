@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def random_bags(rng: np.random.Generator, now: int, pool: np.ndarray) -> Bags:
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(config=CONFIGS, timed=st.booleans(), shards=st.sampled_from([1, 3]), seed=st.integers(0, 2**32))
 def test_a_run_is_that_of_plain_dictionaries(config: IdTableConfig, timed: bool, shards: int, seed: int) -> None:
     """Rows, births, entries and counters after each of 40 batches, exactly."""
@@ -111,6 +112,20 @@ def test_an_id_of_two_features_of_a_shared_table_is_two() -> None:
     assert rows[0] != rows[1] == rows[2]
     assert sorted(births.feature) == [0, 1]
     assert tables.rows_of(np.array([5, 5]), np.array([0, 1, 2])).tolist() == [rows[0], rows[1]]
+
+
+def test_rows_know_their_ids() -> None:
+    """Of two tables of several pieces, the second of which begins at another shard; the others' rows have no id."""
+    tables = IdTables({name: IdTableConfig(20_000, (name,)) for name in "ab"}, ["a", "b"])
+    ids = np.arange(2, 3002) * -7
+    rows, _ = tables.assign(np.concatenate([ids, ids]), np.array([0, 3000, 6000]))
+    for name, part in zip("ab", rows.reshape(2, 3000), strict=True):
+        found, feature, lives = tables.ids_of(name, part)
+        assert (found == ids).all()
+        assert lives.all()
+        assert not feature.any()
+        others = np.setdiff1d(np.arange(tables.num_embeddings[name]), part)
+        assert not tables.ids_of(name, others)[2].any()
 
 
 def test_reserved_ids_and_features_of_no_table_pass() -> None:
@@ -212,9 +227,24 @@ def test_ids_that_collide_in_one_slot() -> None:
     assert tables.counters()["t"]["resident"] == 0
 
 
-def test_threads_change_nothing() -> None:
-    import torch
+def test_ids_whose_slots_look_alike() -> None:
+    """The bits of the hash that a slot holds, and the first slot of 16, are the same: of two ids, of two features."""
 
+    def seen(id: int, feature: int) -> tuple[int, int]:
+        hashed = hash_of(id, feature)
+        return (hashed >> 32) % (1 << 11), (hashed & 0xFFFFFFFF) * 16 >> 32  # 2^20 rows leave 11 bits
+
+    of_feature = next(id for id in range(2, 10**6) if seen(id, 0) == seen(id, 1))
+    of_id = next(id for id in range(2, 10**6) if id != of_feature and seen(id, 0) == seen(of_feature, 0))
+    tables = IdTables({"t": IdTableConfig(1 << 20, ("a", "b"))}, ["a", "b"], shards=1)
+    first, _ = tables.assign(np.array([of_feature]), np.array([0, 1, 1]))
+    rows, births = tables.assign(np.array([of_feature, of_id, of_feature]), np.array([0, 2, 3]))
+    assert rows[0] == first[0]
+    assert len(set(rows.tolist())) == 3
+    assert born(births) == [(0, rows[1], of_id, 0), (0, rows[2], of_feature, 1)]
+
+
+def test_threads_change_nothing() -> None:
     rng = np.random.default_rng(1)
     configs = {"t": IdTableConfig(40_000, ("a",)), "u": IdTableConfig(20_000, ("b",), "least_frequent")}
     results = []

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.distributed import ProcessGroup
 
 from cowrec.sparse_opt import Admission, Births, IdTableConfig, IdTables, id_layout
-from sharded_case import process_group
+from process_groups import process_group
 
 FEATURES = ["a", "b", "plain", "c"]
 CONFIGS = {
@@ -98,6 +98,10 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         ids, splits, times = slices(1, ranks)[rank]
         with pytest.raises(ValueError, match="seconds in" if rank == 0 else "rank 0 was given"):
             tables.assign(ids, splits, times - (1 << 40) * (rank == 0))
+        with pytest.raises(ValueError, match="in every batch or in none" if rank == 0 else "rank 0 was given"):
+            tables.assign(ids, splits, None if rank == 0 else times)
+        with pytest.raises(ValueError, match="times on some ranks"):
+            make(CONFIGS, group).assign(ids, splits, None if rank == 0 else times)
         results["after"] = run(tables, range(BATCHES, BATCHES + 2), rank, ranks)
         (Path(folder) / f"rank{rank}").write_bytes(pickle.dumps(results))
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Online training: what it predicts before it trains, what it publishes, that it resumes, and a year of drifting ids."""
+"""Online training: predictions before training, publications, resumed runs, and a year of drifting ids."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ from cowrec.trainer.publication_target import open_target
 from cowrec.trainer.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
 from test_resume import same
-from trainer_cases import checkpoint, interrupted
+from trainer_cases import checkpoint, interrupted, make_data
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_readers_of_the_publications_have_the_model(case: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(case: Path, tmp_path: Path, settings: list[str]) -> None:
-    """The weights, the ids' rows, the stream's place and the open window, from the first snapshot and from a late one."""
+    """Weights, the ids' rows, the stream's place and the open window, from the first snapshot and from a late one."""
     given = [*settings, "online.snapshot_seconds=0", "checkpoint.keep_last=1000", "online.window='3d'"]
     run(case, tmp_path / "whole", *given)
     steps = sorted(int(each.name[5:]) for each in (tmp_path / "whole" / "checkpoints").iterdir())
@@ -114,17 +114,10 @@ def test_a_stream_that_goes_on_after_its_end_is_gone_on_with(case: Path, tmp_pat
 def test_nothing_is_left_where_it_cannot_start(case: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="redis"):
         run(case, tmp_path / "run", source=Path("redis://localhost:1/0"))
+    timeless = make_data(tmp_path / "timeless", ("price", "city"))
     with pytest.raises(ValueError, match="goes by the time of samples"):
-        codec_free = replace(load_config(case / "run.toml"))
-        online(codec_free, untimed(tmp_path), str(case / "incoming"), tmp_path / "other")
+        online(load_config(case / "run.toml"), timeless, str(case / "incoming"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
-
-
-def untimed(folder: Path) -> Path:
-    """A data set without times."""
-    from trainer_cases import make_data
-
-    return make_data(folder / "untimed", ("price", "city"))
 
 
 @pytest.mark.parametrize("when_full", ["oldest", "least_frequent"])

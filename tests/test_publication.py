@@ -358,6 +358,7 @@ def test_a_reader_waits_before_a_hole_and_goes_on_with_the_next_full_version(tmp
         with reading(str(tmp_path)) as reader:
             eventually(lambda: reader.follower.gaps)
             assert reader.follower.version == 2
+            eventually(lambda: reader.follower.waits_for_full)
             assert reader.follower.damaged == (kind in ("torn", "altered", "swapped"))
             while open_target(str(tmp_path)).blobs()[-1][1] != "full":
                 publish(out, model)

@@ -213,29 +213,23 @@ def test_what_cannot_be_served_is_told(folder: Path, tmp_path: Path) -> None:
 
 
 def test_calls_that_wait_are_computed_together() -> None:
-    """While the first batch is held up, five more calls come: they are one batch, and each gets its own results."""
+    """Five calls come while the first is computed: they are in the batches that follow, and get their own results."""
     batches: list[list[int]] = []
-    started, go_on = threading.Event(), threading.Event()
-
-    def compute(items: Any) -> list[int]:
-        batches.append(list(items))
-        started.set()
-        go_on.wait(30)
-        return [10 * item for item in items]
 
     async def calls() -> list[Any]:
-        gathering = Gathering(compute, 7)
-        first = asyncio.create_task(gathering.results([0]))
-        await asyncio.to_thread(started.wait, 30)
-        later = [asyncio.create_task(gathering.results([item, item])) for item in range(1, 6)]
-        await asyncio.sleep(0)
-        go_on.set()
-        results = await asyncio.gather(first, *later)
-        gathering.close()
-        return results
+        later: list[asyncio.Task[Any]] = []
 
-    results = asyncio.run(calls())
-    assert results == [[0], *([10 * item, 10 * item] for item in range(1, 6))]
+        def compute(items: Any) -> list[int]:
+            batches.append(list(items))
+            if not later:
+                later.extend(asyncio.create_task(gathering.results([item, item])) for item in range(1, 6))
+            return [10 * item for item in items]
+
+        gathering = Gathering(compute, 7)
+        first = await gathering.results([0])
+        return [first, *await asyncio.gather(*later)]
+
+    assert asyncio.run(calls()) == [[0], *([10 * item, 10 * item] for item in range(1, 6))]
     # Seven at most: three calls of two, and then the other two.
     assert batches == [[0], [1, 1, 2, 2, 3, 3], [4, 4, 5, 5]]
 
@@ -251,6 +245,16 @@ def test_a_batch_that_fails_fails_its_own_calls_only() -> None:
         with pytest.raises(ValueError, match="zero"):
             await gathering.results([0])
         assert await gathering.results([1]) == [1]
-        gathering.close()
 
     asyncio.run(calls())
+
+
+def test_a_call_that_was_given_up_takes_nothing_from_the_others() -> None:
+    async def calls() -> Any:
+        gathering = Gathering(list, 4)
+        given_up, kept = (asyncio.create_task(gathering.results([item])) for item in (1, 2))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return await kept
+
+    assert asyncio.run(calls()) == [2]

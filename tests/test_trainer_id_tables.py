@@ -140,6 +140,21 @@ def on_two(folder: Path) -> Path:
     return folder
 
 
+def test_a_run_of_one_process_is_gone_on_with_by_two(folder: Path, tmp_path: Path) -> None:
+    """Ids keep their rows on whichever process they then are; weights differ by rounding."""
+    given = [*IDS, "id_table.capacity=6", "sharding.plan=row_wise"]
+    often = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
+    run(folder, "single", tmp_path / "whole", *given, *often)
+    copy = interrupted(tmp_path / "whole", 3, tmp_path / "copy")
+    places = {"config": f"{folder}/run.toml", "data": str(folder / "single" / "data"), "run_dir": str(copy)}
+    case = {**places, "set": [*given, *often], "port": free_port(), "resume": True}
+    train_in_processes([case], tmp_path / "cases.json", 2)
+    assert json.loads((tmp_path / "cases.rank0").read_text()) == ["ok"]
+    one, two = (tensors(checkpoint(each)["model"]) for each in (tmp_path / "whole", copy))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_what_one_trains(on_two: Path, name: str) -> None:
     """The same ids on the same rows, and weights that differ by rounding: sums are taken in another order."""

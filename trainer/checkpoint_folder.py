@@ -47,7 +47,12 @@ class Progress:
 
 def unfinished(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step is written before :func:`seal` gives it its name."""
-    return folder / f"{_PREFIX}{step:09d}{_PARTIAL}"
+    return folder / f"{checkpoint_name(step)}{_PARTIAL}"
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of a finished checkpoint."""
+    return f"{_PREFIX}{step:09d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The commands of samples and models that flow: ``cowrec online | serve``."""
+"""The commands of samples and models that flow: ``cowrec stream | online | serve``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +8,37 @@ import typer
 from .run_flags import Overrides, RunToml, TrainData, loaded_run, new_run_dir
 
 app = typer.Typer()
+
+
+@app.command()
+def stream(
+    data: Annotated[Path, typer.Argument(help="Data set made by synthesize --days.")],
+    to: Annotated[str, typer.Option(help="A folder, redis://HOST:PORT/DB?stream=NAME, or kafka://HOST:PORT/TOPIC.")],
+    days: Annotated[float, typer.Option(help="Of sample time.")] = 1.0,
+    skip_days: Annotated[
+        float | None, typer.Option(help="Of sample time since the data set began. [those of its training rows]")
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Samples a second; 0: as fast as it goes.")] = 0.0,
+    chunk: Annotated[int, typer.Option(help="Samples that are sent together, or make a file.")] = 1000,
+    end: Annotated[bool, typer.Option("--end", help="Of a folder: say at the end that no more will come.")] = False,
+) -> None:
+    """Sends the samples that follow the training rows of a drifting data set, in the order of time.
+
+    They are raw samples, as an application would log them: label, time, sample_id, numbers, ids as text.
+
+    Example: `cowrec stream data/drifting --to redis://localhost:6379/0?stream=clicks --days 30 --rate 2000`
+    """
+    from cowrec.data_pipeline.drifting_samples import drift_config, drifting_tables
+    from cowrec.data_pipeline.sample_sinks import DirectorySink, open_sink, send
+
+    config, sink = drift_config(data), open_sink(to)
+    if end and not isinstance(sink, DirectorySink):
+        raise ValueError(f"--end is for folders; {to} has no end")
+    first = config.rows if skip_days is None else round(skip_days * config.rows / config.days)
+    sent = send(drifting_tables(config, first, round(days * config.rows / config.days), chunk), sink, rate)
+    if isinstance(sink, DirectorySink) and end:
+        sink.end()
+    print(f"{to}: {sent:,} samples")
 
 
 @app.command()

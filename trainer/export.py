@@ -143,7 +143,8 @@ def write_export(
         ValueError: ``output`` holds something, or a weight does not fit the precision.
         OSError: the disk is full; nothing is left behind.
     """
-    network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
+    with torch.random.fork_rng(devices=[]):  # initial values are drawn; a run that goes on keeps its random numbers
+        network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
     network.load_state_dict(dict(dense))
     probe = _Probe(schema, config)
     with new_folder(output) as folder:

@@ -11,8 +11,8 @@ from .publication_target import open_target
 
 logger = logging.getLogger(__name__)
 
-_PAUSE = 1.0
-"""Seconds after a version that cannot be applied, before reading starts anew from a full one."""
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+"""Seconds after a version that cannot be applied, before reading starts anew from a full one; doubled each time."""
 
 
 class Following:
@@ -45,6 +45,8 @@ class Following:
     def problem(self) -> str:
         if not self._follower.reachable:
             return f"{self.url} cannot be reached; the last version that was applied goes on answering"
+        if self._follower.waits_for_full:
+            return f"versions of {self.url} are damaged or missing; the next full one will be applied"
         return self._error
 
     def start(self) -> None:
@@ -58,16 +60,17 @@ class Following:
         self._target.close()
 
     def _run(self) -> None:
+        pause = _PAUSE
         while not self._stop.is_set():
             try:
                 for blob in self._follower.blobs(self._stop):
                     self._apply(blob)
-                    self.applied_time, self._error = time.time(), ""
-            except ValueError as error:
+                    self.applied_time, self._error, pause = time.time(), "", _PAUSE
+            except Exception as error:  # whatever it is, the service goes on answering, and says that it is behind
                 self._count_refused()
-                if str(error) != self._error:
-                    logger.warning("a version of %s is refused: %s", self.url, error)
-                self._error = str(error)
-                self._stop.wait(_PAUSE)
+                self._error = f"a version of {self.url} was refused: {error}"
+                logger.warning("%s", self._error, exc_info=not isinstance(error, ValueError))
+                self._stop.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
                 # The deltas that follow go on from the refused version; a full one does not.
                 self._follower = Follower(self._target)

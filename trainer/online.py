@@ -19,7 +19,7 @@ from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleStream, Sch
 
 from .assembly import derived_hyperparameters, describe, row_ids_of
 from .checkpoint import Checkpoints
-from .checkpoint_folder import Progress, list_checkpoints
+from .checkpoint_folder import Progress, checkpoint_name, list_checkpoints
 from .config import RunConfig
 from .id_config import seconds
 from .learner import Learner
@@ -93,6 +93,8 @@ class _OnlineRun:
         self.step = self.saved_step = self.samples = self.newest = 0
         self.trained_seconds = 0.0
         self.windows: list[WindowQuality] = []
+        self.entries: dict[str, int] = {}  # of the journal, at which each checkpoint begins
+        self.journal_begin = 0
 
     def follow(self, source: str, publish: str | None, resume: bool) -> dict[str, Any]:
         """The run from its first sample, or from its newest checkpoint, to the end of the stream."""
@@ -166,7 +168,7 @@ class _OnlineRun:
     def publish(self, publication: OnlinePublication, *, with_dense: bool = False) -> None:
         """Publishes what is due; nothing of a model whose loss has not been finite."""
         self.checked_loss()
-        publication.publish(self.step, self.newest, with_dense=with_dense)
+        publication.publish(self.step, self.newest or None, with_dense=with_dense)
 
     def open_stream(self, source: str, position: Position | None) -> SampleStream:
         online = self.config.online
@@ -195,6 +197,8 @@ class _OnlineRun:
         assert place is not None
         self.quality.load(place)
         position = Position.load(place)
+        # Of damaged ones, which are passed over, the journal's entries are kept too.
+        self.entries = {each.name: 0 for each in list_checkpoints(place.parent)} | {place.name: position.entry}
         self.newest = position.newest or 0
         self.say(f"going on from {place}: step {self.step}, {self.samples:,} samples")
         return position
@@ -213,11 +217,13 @@ class _OnlineRun:
         progress = Progress(
             self.step, samples=self.samples, seconds=self.trained_seconds, clip=self.learner.clip_counts()
         )
-        # Before this one is written, so that it cannot be the oldest and its files be missing yet.
-        if found := list_checkpoints(folder):
-            stream.cut(Position.load(found[0]))
         self.learner.save(self.checkpoints, progress, beside)
         self.saved_step = self.step
+        self.entries[checkpoint_name(self.step)] = position.entry
+        oldest = min((self.entries[each.name] for each in list_checkpoints(folder)), default=0)
+        if oldest > self.journal_begin:
+            stream.cut(Position(entry=oldest))
+            self.journal_begin = oldest
 
     def tell(self, log: RunLog, window: WindowQuality) -> None:
         log.write("window", self.step, **dataclasses.asdict(window))

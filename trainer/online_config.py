@@ -20,7 +20,8 @@ class OnlineConfig:
             others late and expire ids; empty: none is.
         most_waiting: samples that are held for their order at a time.
         max_wait_seconds: a batch that is not full is trained on after so long without a new sample; 0: never.
-        warmup_steps: over which the dense learning rate rises.
+        warmup_steps: over which the dense learning rate rises; a stream has no epochs, so that optimizer.warmup_epochs
+            has no effect.
         window: time of samples over which progressive AUC, logloss and calibration are taken.
         snapshot_seconds: between two checkpoints.
         publish_seconds: between two publications of rows.

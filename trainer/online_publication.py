@@ -74,22 +74,23 @@ class OnlinePublication:
             for name, freed in self._learner.id_tables.freed().items():
                 self._known[name].free(freed)
 
-    def publish(self, step: int, sample_time: int, *, with_dense: bool = False) -> None:
-        """Hands over what has changed; ``step`` and ``sample_time`` are those of the last batch."""
+    def publish(self, step: int, sample_time: int | None, *, with_dense: bool = False) -> None:
+        """Hands over what has changed; ``step`` and ``sample_time`` are those of the last batch, if there was one."""
         self._tell_failures()
         now, full = time.monotonic(), self._publisher.wants_full
         with_dense = with_dense or full or now >= self._dense_due
         self._rows_due = now + self._config.publish_seconds
+        dense: dict[str, Any] = {}
         if with_dense:
             self._dense_due = now + self._config.dense_seconds
-        dense = {name: value.clone().numpy() for name, value in dense_weights(self._learner.model).items()}
+            dense = {name: value.clone().numpy() for name, value in dense_weights(self._learner.model).items()}
         touched = self._touched.take()
         changed = {spec.name: self._changed(spec, touched[spec.name]) for spec in self._specs}
         everything = None
         if full:
             whole = {spec.name: _as_change(self._table(spec)) for spec in self._specs}
             everything = Change(step, sample_time, whole, dense)
-        self._publisher.publish(Change(step, sample_time, changed, dense if with_dense else {}), everything)
+        self._publisher.publish(Change(step, sample_time, changed, dense), everything)
 
     def close(self) -> None:
         """Waits a moment for what is due."""

@@ -22,12 +22,13 @@ class Follower:
         damaged: blobs whose bytes are not what was published.
         unreachable: looks at a target that did not answer.
         reachable: False where the last one was such.
+        waits_for_full: the newest version cannot be reached from what was read: blobs are damaged or missing.
     """
 
     def __init__(self, target: Target) -> None:
         self.version, self.lineage = 0, ""
         self.gaps = self.damaged = self.unreachable = 0
-        self.reachable = True
+        self.reachable, self.waits_for_full = True, False
         self._target = target
         self._fruitless: list[tuple[int, Kind]] | None = None
 
@@ -58,6 +59,7 @@ class Follower:
             return None
         # The same blobs would be looked at in vain again.
         self._fruitless = found if blob is None else None
+        self.waits_for_full = blob is None and found[-1][0] != self.version
         return blob
 
     def _next_of(self, found: list[tuple[int, Kind]]) -> Blob | None:

@@ -10,6 +10,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from cowrec.sparse_opt.id_records import id_hash
+
 EMPTY = -1
 _FIELD = 40
 _ROW = (1 << _FIELD) - 1
@@ -35,11 +37,8 @@ def _weight_of_kind(rows, scales, halves, row, column):
 
 @njit(inline="always")
 def _home(identifier, field, mask):
-    """Where the search for an id begins. splitmix64's output function (Steele, Lea, Flood 2014)."""
-    state = np.uint64(identifier) + np.uint64(field + 1) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((state ^ (state >> np.uint64(31))) & np.uint64(mask))
+    """Where the search for an id begins."""
+    return np.int64(id_hash(identifier, field) & np.uint64(mask))
 
 
 @njit(inline="always")
@@ -64,13 +63,13 @@ def _row(slots, identifier, field, base, size):
 
 
 @njit(nogil=True, cache=True)
-def gather(ids, fields, bases, sizes, slots, rows, scales, halves, out):
+def gather(start, stop, ids, fields, bases, sizes, slots, rows, scales, halves, out):
     """Single-valued fields: ids [B, S] of the fields with numbers ``fields`` [S], into float32 out [B, F, P].
 
-    Returns how many ids had no row of their own.
+    Does the samples from ``start`` to ``stop``; returns how many ids had no row of their own.
     """
     unknown = 0
-    for sample in range(len(ids)):
+    for sample in range(start, stop):
         for place in range(len(fields)):
             field = fields[place]
             row = _row(slots, np.int64(ids[sample, place]), field, bases[field], sizes[field])
@@ -81,13 +80,14 @@ def gather(ids, fields, bases, sizes, slots, rows, scales, halves, out):
 
 
 @njit(nogil=True, cache=True)
-def gather_bags(ids, offsets, weights, mean, field, bases, sizes, slots, rows, scales, halves, out):
+def gather_bags(start, stop, ids, offsets, weights, mean, field, bases, sizes, slots, rows, scales, halves, out):
     """One list field: ids [V], sample b's at ``offsets[b]`` to ``offsets[b + 1]``, into the field's part of out.
 
-    Weighted where ``weights`` has V numbers instead of none. Returns how many ids had no row of their own.
+    Weighted where ``weights`` has V numbers instead of none. Does the samples from ``start`` to ``stop``; returns how
+    many ids had no row of their own.
     """
     unknown = 0
-    for sample in range(len(offsets) - 1):
+    for sample in range(start, stop):
         total = out[sample, field]
         total[:] = 0
         length = offsets[sample + 1] - offsets[sample]
@@ -115,6 +115,15 @@ def find(ids, fields, bases, sizes, slots, found):
 
 
 @njit(nogil=True, cache=True)
+def put(places, stored, scale, rows, scales):
+    """Sets the rows at ``places`` [n] to stored ones [n, P], and their scales to those [n] of int8."""
+    for i in range(len(places)):
+        rows[places[i]] = stored[i]
+        if len(scale):
+            scales[places[i]] = scale[i]
+
+
+@njit(nogil=True, cache=True)
 def insert(ids, fields, given, slots):
     """Enters ids [n] of fields [n] that are not there, with the rows ``given`` [n]; there must be empty slots."""
     for i in range(len(ids)):
@@ -125,11 +134,22 @@ def insert(ids, fields, given, slots):
 
 @njit(nogil=True, cache=True)
 def insert_all(old, slots):
-    """Enters everything that the slots ``old`` hold into empty ones."""
+    """Empties slots and enters everything that ``old`` ones hold."""
+    slots[:, 1] = EMPTY
     for i in range(len(old)):
         if old[i, 1] != EMPTY:
             at = _slot(slots, old[i, 0], old[i, 1] >> _FIELD)
             slots[at, 0], slots[at, 1] = old[i, 0], old[i, 1]
+
+
+@njit(nogil=True, cache=True)
+def copy_all(old, new):
+    """Copies an array into the first part of a larger one, and touches the rest, so that no later write waits for it.
+
+    numpy would keep other threads from running meanwhile.
+    """
+    new[: len(old)] = old
+    new[len(old) :] = 0
 
 
 @njit(nogil=True, cache=True)

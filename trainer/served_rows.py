@@ -6,6 +6,7 @@ Sizes: B samples, F fields, n rows, P stored width.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,27 @@ from cowrec.data_pipeline.rows import Rows
 from cowrec.data_pipeline.schema import RESERVED_ROWS, Schema
 
 from .quantised_rows import Precision, quantise
-from .served_kernels import EMPTY, HALVES, entries_but, find, gather, gather_bags, insert, insert_all, remove
+from .served_kernels import (
+    EMPTY,
+    HALVES,
+    copy_all,
+    entries_but,
+    find,
+    gather,
+    gather_bags,
+    insert,
+    insert_all,
+    put,
+    remove,
+)
 
 Ids = NDArray[np.int64]
 
 _SLICE = 8192
 """Rows that change while predictions wait: less than a millisecond."""
+_SAMPLES = 512
+"""Samples that are looked up while changes wait."""
+_NONE = np.empty(0, np.float32)
 _YIELD = 1e-4
 """Seconds between two slices; the lock would otherwise be taken again before whoever waits for it wakes up."""
 _LOAD = 0.6
@@ -61,6 +77,7 @@ class ServedRows:
         place = {field.name: number for number, field in enumerate(schema.sparse)}
         self._singles = np.array([place[each.name] for each in schema.sparse if each.kind == "categorical"], np.int64)
         self._bags = [(place[each.name], each) for each in schema.sparse if each.kind != "categorical"]
+        self._compile()
 
     @property
     def resident(self) -> int:
@@ -71,14 +88,25 @@ class ServedRows:
         """Pooled rows, float32 [B, F, P], and how many ids had no row of their own."""
         out = np.empty((len(samples), len(self._bases), self._width), np.float32)
         ids = np.ascontiguousarray(samples.ids.numpy())
-        bags = [(number, field, samples.bags[field.name]) for number, field in self._bags]
-        with self._lock:
-            held = (self._bases, self._sizes, self._slots, self._rows, self._scales, HALVES, out)
-            unknown = gather(ids, self._singles, *held)
-            for number, field, bag in bags:
-                weights = np.empty(0, np.float32) if bag.weights is None else bag.weights.numpy()
-                mean = field.pooling == "mean"
-                unknown += gather_bags(bag.values.numpy(), bag.offsets.numpy(), weights, mean, number, *held)
+        bags = [(number, field.pooling == "mean", samples.bags[field.name]) for number, field in self._bags]
+        lists = [
+            (
+                bag.values.numpy(),
+                bag.offsets.numpy(),
+                _NONE if bag.weights is None else bag.weights.numpy(),
+                mean,
+                number,
+            )
+            for number, mean, bag in bags
+        ]
+        unknown = 0
+        for start in range(0, len(samples), _SAMPLES):
+            stop = min(start + _SAMPLES, len(samples))
+            with self._lock:
+                held = (self._bases, self._sizes, self._slots, self._rows, self._scales, HALVES, out)
+                unknown += gather(start, stop, ids, self._singles, *held)
+                for each in lists:
+                    unknown += gather_bags(start, stop, *each, *held)
         return torch.from_numpy(out), unknown
 
     def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
@@ -94,19 +122,18 @@ class ServedRows:
 
         Of a table with numbered rows any field that it serves will do.
         """
-        self._write(ids, fields, lambda part: quantise(torch.from_numpy(rows[part]), self._precision))
+        self._write(ids, fields, lambda part: quantise(torch.tensor(rows[part]), self._precision))
 
     def _write(self, ids: Ids, fields: Ids, stored: Callable[[slice], dict[str, Tensor]]) -> None:
-        found = np.empty(len(ids), np.int64)
+        ids, found = np.array(ids), np.empty(len(ids), np.int64)  # kernels are compiled for arrays that may be written
         missing = find(ids, fields, self._bases, self._sizes, self._slots, found)
         new = np.flatnonzero(found < 0)
         found[new] = self._room_for(missing)
         for part in _slices(len(ids)):
             content = {key: each.numpy() for key, each in stored(part).items()}
+            whole = content["rows"].view(self._rows.dtype)
             with self._lock:
-                self._rows[found[part]] = content["rows"].view(self._rows.dtype)
-                if "scale" in content:
-                    self._scales[found[part]] = content["scale"]
+                put(found[part], whole, content.get("scale", _NONE), self._rows, self._scales)
         # An id is found once its row is what it is to be.
         for part in _slices(missing):
             entered = new[part]
@@ -116,19 +143,18 @@ class ServedRows:
 
     def remove(self, ids: Ids, fields: Ids) -> int:
         """Takes ids [n] of the fields with the numbers ``fields`` [n] out; returns how many were there."""
+        ids, freed = np.array(ids), np.empty(len(ids), np.int64)
         total = 0
         for part in _slices(len(ids)):
-            freed = np.empty(len(ids[part]), np.int64)
             with self._lock:
-                count = remove(ids[part], fields[part], self._slots, freed)
-            self._free = np.concatenate([self._free, freed[:count]])
-            total += count
+                total += remove(ids[part], fields[part], self._slots, freed[total:])
+        self._free = np.concatenate([self._free, freed[:total]])
         self._resident -= total
         return total
 
     def remove_others(self, ids: Ids, fields: Ids) -> int:
         """Takes all ids of collisionless tables out but these; returns how many."""
-        found = np.empty(len(ids), np.int64)
+        ids, found = np.array(ids), np.empty(len(ids), np.int64)
         find(ids, fields, self._bases, self._sizes, self._slots, found)
         kept = np.zeros(len(self._rows), np.bool_)
         kept[found[found >= 0]] = True
@@ -136,27 +162,57 @@ class ServedRows:
         count = entries_but(kept, self._slots, others, of_fields)
         return self.remove(others[:count], of_fields[:count])
 
+    def _compile(self) -> None:
+        """Compiles every kernel for the types it will meet: no other thread could run meanwhile."""
+        none = np.empty(0, np.int64)
+        held = (
+            self._bases,
+            self._sizes,
+            self._slots,
+            self._rows,
+            self._scales,
+            HALVES,
+            np.empty((0, 1, 1), np.float32),
+        )
+        for kind in (np.int32, np.int64):
+            gather(0, 0, np.empty((0, 0), kind), none, *held)
+            gather_bags(0, 0, np.empty(0, kind), none, _NONE, False, 0, *held)
+        find(none, none, self._bases, self._sizes, self._slots, none)
+        put(none, self._rows[:0], _NONE, self._rows, self._scales)
+        insert(none, none, none, self._slots)
+        insert_all(self._slots, self._slots.copy())
+        _longer(self._rows, len(self._rows)), _longer(self._scales, len(self._scales))
+        remove(none, none, self._slots, none)
+        entries_but(np.zeros(0, np.bool_), self._slots, none, none)
+
     def _room_for(self, count: int) -> Ids:
-        """Rows for new ids, and slots for them; predictions go on while what is there is copied."""
+        """Rows for new ids, and slots for them; predictions go on while what is there is copied, and then freed."""
         needed = int((self._resident + count) / _LOAD)
         if needed > len(self._slots):
-            slots = np.full((1 << needed.bit_length(), 2), EMPTY, np.int64)
+            slots = np.empty((1 << needed.bit_length(), 2), np.int64)
             insert_all(self._slots, slots)
             with self._lock:
-                self._slots = slots
+                replaced, self._slots = self._slots, slots
+            del replaced
         taken, self._free = self._free[:count], self._free[count:]
         fresh = np.arange(self._used, self._used + count - len(taken))
         self._used += len(fresh)
         if self._used > len(self._rows):
             capacity = max(self._used, len(self._rows) + len(self._rows) // 4)
-            rows, scales = np.empty((capacity, self._width), self._rows.dtype), self._scales
-            rows[: len(self._rows)] = self._rows
-            if len(scales):
-                scales = np.empty(capacity, np.float32)
-                scales[: len(self._scales)] = self._scales
+            rows, scales = _longer(self._rows, capacity), _longer(self._scales, capacity)
             with self._lock:
-                self._rows, self._scales = rows, scales
+                replaced, self._rows, self._scales = self._rows, rows, scales
+            del replaced
         return np.concatenate([taken, fresh])
+
+
+def _longer(array: NDArray[Any], capacity: int) -> NDArray[Any]:
+    """The array in the first part of one of ``capacity`` rows; none stays none."""
+    if not len(array):
+        return array
+    longer = np.empty((capacity, *array.shape[1:]), array.dtype)
+    copy_all(array, longer)
+    return longer
 
 
 def _slices(count: int) -> Iterator[slice]:

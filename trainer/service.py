@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cowrec.data_pipeline import SampleCodec
 
 from .following import Following
@@ -85,8 +87,7 @@ class Service:
             self._following.start()
 
     def close(self) -> None:
-        """Waits for the predictions under way, and stops following."""
-        self._gathering.close()
+        """Stops following."""
         if self._following:
             self._following.close()
 
@@ -189,6 +190,8 @@ def serve(
 
     from .service_routes import service_app
 
+    # Batches are small, and the other cores are for other requests' HTTP: threads would wait for each other.
+    torch.set_num_threads(1)
     service = Service(export_dir, follow, limits)
     config = uvicorn.Config(
         service_app(service, lambda: setattr(server, "should_exit", True)),
@@ -197,7 +200,9 @@ def serve(
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=10,
+        timeout_keep_alive=75,  # longer than proxies keep a connection: they are to close it, not we as they use it
         server_header=False,
+        proxy_headers=False,
     )
     server = uvicorn.Server(config)
     # uvicorn sends itself the signal once more when all is done; to end by SIGTERM is to end well.

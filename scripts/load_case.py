@@ -1,0 +1,117 @@
+"""What a load test serves: an export of a given size, requests for it, and a publisher that keeps changing it.
+
+Its ids are those of drifting samples; its weights are random, since they cost the same as trained ones.
+"""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.drifting import DriftConfig, DriftingModel
+from cowrec.data_pipeline.drifting_samples import drifting_tables, id_text, synthesize_drifting
+from cowrec.data_pipeline.schema import RESERVED_ROWS
+from cowrec.data_pipeline.vocabulary import raw_ids
+from cowrec.models import ModelConfig, build_network, physical_dim
+from cowrec.trainer.export import TrainedTable, write_export
+from cowrec.trainer.publication import PublicationConfig, Publisher
+from cowrec.trainer.publication_blob import Change, TableChange
+from cowrec.trainer.publication_target import open_target
+
+MODEL = ModelConfig(name="deepfm", embedding_dim=10, hidden=(400, 400, 400))
+
+
+def make_export(config: DriftConfig, folder: Path) -> int:
+    """Exports a model of `folder/data`'s ids to `folder/export`; returns how many ids have a row."""
+    synthesize_drifting(folder / "data", config, test_rows=1)
+    schema = Schema.load(folder / "data")
+    draw = DriftingModel.of(config).draw(0, config.rows)
+    tables = [_table(field.name, ids) for field, ids in zip(schema.sparse, draw.ids, strict=True)]
+    network = build_network(MODEL, len(schema.sparse), len(schema.dense))
+    dense = {name: each.detach() for name, each in network.state_dict().items()}
+    write_export(
+        folder / "export", MODEL, schema, folder / "data" / "vocabulary", dense, tables, step=0, sample_time=_now()
+    )
+    return sum(len(table.rows) for table in tables)
+
+
+def bodies(config: DriftConfig, count: int, samples: int) -> list[bytes]:
+    """JSON bodies of requests for the samples that follow the export's: one sample, or a list of several."""
+    wanted = range(config.rows, config.rows + count * samples)
+    rows: list[dict[str, object]] = []
+    for table in drifting_tables(config, wanted.start, len(wanted)):
+        rows += table.drop_columns(["label", "time", "sample_id"]).to_pylist()
+    if samples == 1:
+        return [json.dumps(row).encode() for row in rows]
+    return [json.dumps(rows[start : start + samples]).encode() for start in range(0, len(rows), samples)]
+
+
+@contextmanager
+def publishing(config: DriftConfig, folder: Path, rows: int, seconds: float) -> Iterator[None]:
+    """Meanwhile a process publishes to `folder/published`: the export, and then deltas as training would.
+
+    Args:
+        config: of the samples.
+        folder: of `make_export`.
+        rows: of a delta, at most.
+        seconds: from one delta to the next.
+    """
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    process = context.Process(target=_publish, args=(config, folder, rows, seconds, stop))
+    process.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        process.join()
+
+
+def _table(name: str, ids: np.ndarray) -> TrainedTable:
+    raw = np.r_[range(RESERVED_ROWS), raw_ids(id_text(np.unique(ids)))]
+    rows = torch.randn(len(raw), physical_dim(MODEL.embedding_dim)) * 0.01
+    return TrainedTable(name, (name,), rows, torch.from_numpy(raw))
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+def _publish(config: DriftConfig, folder: Path, rows: int, seconds: float, stop: Event) -> None:
+    model, rng = DriftingModel.of(config), np.random.default_rng(0)
+    each, first = rows // config.fields, config.rows
+    before = [np.empty(0, np.int64)] * config.fields
+    never = PublicationConfig(compact_after=1 << 40, compact_bytes=1 << 60)
+    with Publisher(open_target(str(folder / "published"), publishing=True), never) as publisher:
+        whole = _exported(folder / "export")
+        publisher.publish(whole, whole)
+        del whole
+        publisher.finish(60)
+        due = time.monotonic()
+        while not stop.wait(max(0.0, due - time.monotonic())):
+            draw, tables = model.draw(first, 4 * each), {}
+            first += 4 * each
+            for place, ids in enumerate(draw.ids):
+                written = raw_ids(id_text(np.unique(ids)[:each]))
+                weights = rng.standard_normal((len(written), physical_dim(MODEL.embedding_dim)), np.float32)
+                # Those that were written last time and are not seen now make room.
+                gone = np.setdiff1d(before[place], written)
+                tables[f"C{place + 1}"] = TableChange(written, weights * np.float32(0.01), gone)
+                before[place] = written
+            publisher.publish(Change(first, _now(), tables))
+            due += seconds
+
+
+def _exported(export: Path) -> Change:
+    stored = {file.stem: load_file(file) for file in sorted((export / "tables").iterdir())}
+    tables = {name: TableChange(each["ids"].numpy(), each["rows"].numpy()) for name, each in stored.items()}
+    dense = {name: each.numpy() for name, each in load_file(export / "dense.safetensors").items()}
+    return Change(0, _now(), tables, dense)

@@ -1,0 +1,200 @@
+"""Loads `cowrec serve` with more and more requests a second while versions arrive; one JSON object a line, and a plot.
+
+    python -m scripts.load_test --output serve.jsonl
+
+Requests leave at a constant rate whether or not earlier ones were answered, and their latency counts from when they
+were to leave. Client, server and publisher share the machine. The knee is the highest rate that is kept up with and at
+which no more than one request in a hundred takes longer than KNEE_SECONDS.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from cowrec.data_pipeline.drifting import DriftConfig
+from cowrec.data_pipeline.parallel import available_cores
+from cowrec.trainer.flag_values import listed
+from cowrec.trainer.run_dir import environment
+
+from .load_case import MODEL, bodies, make_export, publishing
+from .open_loop import Outcome, open_loop, request_bytes
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PORT = 8123
+KNEE_SECONDS = 0.05
+CONNECTIONS = 128
+CONFIG = DriftConfig(rows=4_000_000, days=60.0)
+"""The ids that were seen in these rows have a row of the model."""
+
+Line = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; the plot goes beside them")
+    parser.add_argument("--samples", default="1,32", help="samples of a request")
+    parser.add_argument("--rates", default="100,250,500,1000,2000,3000,4000,5000,6000", help="requests a second")
+    parser.add_argument("--seconds", type=float, default=8.0, help="at each rate")
+    parser.add_argument("--delta-rows", type=int, default=30_000, help="of a published delta, at most")
+    parser.add_argument("--delta-seconds", type=float, default=2.0, help="from one to the next")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, arguments.output.open("w", encoding="utf-8", buffering=1) as file:
+        folder = Path(name)
+        ids = make_export(CONFIG, folder)
+        about = {
+            "config": {
+                "model": dataclasses.asdict(MODEL),
+                "resident_ids": ids,
+                "fields": CONFIG.fields,
+                "delta_rows": arguments.delta_rows,
+                "delta_seconds": arguments.delta_seconds,
+                "connections": CONNECTIONS,
+            },
+            **environment(torch.device("cpu")),
+            "cores": available_cores(),
+        }
+        lines = []
+        rates = [float(rate) for rate in listed(arguments.rates)]
+        for samples in map(int, listed(arguments.samples)):
+            with served(folder), publishing(CONFIG, folder, arguments.delta_rows, arguments.delta_seconds):
+                wait_until(lambda health: health["version"] > 1)
+                for line in steps(samples, rates, arguments.seconds):
+                    print(short(line), flush=True)
+                    lines.append(line)
+                    file.write(json.dumps({**line, **about}) + "\n")
+    print(f"{arguments.output}, plot: {plot(lines, arguments.output.with_suffix('.png'), about)}")
+
+
+def steps(samples: int, rates: list[float], seconds: float) -> Iterator[Line]:
+    """A line for each rate, up to the first that the server does not keep up with."""
+    requests = [request_bytes("/predict", body) for body in bodies(CONFIG, 20_000 // samples, samples)]
+    asyncio.run(open_loop("127.0.0.1", PORT, requests, rates[0], 3.0, CONNECTIONS))  # both sides get warm
+    for rate in rates:
+        before = counted()
+        outcome = asyncio.run(open_loop("127.0.0.1", PORT, requests, rate, seconds, CONNECTIONS))
+        after = counted()
+        line = measured(outcome, samples, rate)
+        applied = after["cowrec_deltas_applied_total"] - before["cowrec_deltas_applied_total"]
+        apply_seconds = after["cowrec_delta_apply_seconds_sum"] - before["cowrec_delta_apply_seconds_sum"]
+        line |= {
+            "deltas": applied,
+            "delta_rows": after["cowrec_applied_rows_total"] - before["cowrec_applied_rows_total"],
+            "delta_apply_ms": 1000 * apply_seconds / applied if applied else None,
+        }
+        yield line
+        if not line["kept_up"]:
+            return
+        time.sleep(1.0)
+
+
+def measured(outcome: Outcome, samples: int, rate: float) -> Line:
+    """Rates in requests and predictions a second, latencies in milliseconds."""
+    answered = len(outcome.latencies)
+    quantiles = np.quantile(outcome.latencies or [np.inf], [0.5, 0.9, 0.99, 0.999, 1.0]) * 1000
+    named = {
+        f"{name}_ms": float(value) for name, value in zip(("p50", "p90", "p99", "p999", "max"), quantiles, strict=True)
+    }
+    kept_up = answered >= 0.999 * outcome.asked and named["p99_ms"] < 1000
+    return {
+        "samples": samples,
+        "rate": rate,
+        "answered_per_second": answered / outcome.seconds,
+        "predictions_per_second": samples * answered / outcome.seconds,
+        **named,
+        "not_answered": outcome.asked - answered,
+        "statuses": outcome.statuses,
+        "kept_up": kept_up,
+        "within": kept_up and named["p99_ms"] <= 1000 * KNEE_SECONDS,
+    }
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[None]:
+    """`cowrec serve` of the export, following what is published."""
+    command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
+    process = subprocess.Popen([*command, "--follow", f"{folder}/published"])
+    try:
+        wait_until(lambda health: health["status"] == "ok")
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until(condition: Any, seconds: float = 120.0) -> None:
+    """Until the server's health is so."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5) as answer:
+                if condition(json.load(answer)):
+                    return
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the server did not get ready within {seconds:g} s")
+        time.sleep(0.1)
+
+
+def counted() -> dict[str, float]:
+    """The server's metrics without labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=30) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {each.name: each.value for family in families for each in family.samples if not each.labels}
+
+
+def short(line: Line) -> str:
+    return (
+        f"{line['samples']} samples a request, {line['rate']:,.0f} requests/s: {line['predictions_per_second']:,.0f} "
+        f"predictions/s, p50 {line['p50_ms']:.1f}, p99 {line['p99_ms']:.1f}, max {line['max_ms']:.0f} ms, "
+        f"{line['not_answered']} not answered, {line['deltas']:.0f} deltas applied"
+    )
+
+
+def plot(lines: list[Line], path: Path, about: Line) -> Path:
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    for place, samples in enumerate(dict.fromkeys(line["samples"] for line in lines)):
+        chosen = [line for line in lines if line["samples"] == samples]
+        speed = [line["samples"] * line["rate"] for line in chosen]
+        name = "1 sample a request" if samples == 1 else f"{samples} samples a request"
+        axes.plot(speed, [line["p99_ms"] for line in chosen], "o-", color=f"C{place}", label=f"{name}, p99")
+        axes.plot(speed, [line["p50_ms"] for line in chosen], "o:", color=f"C{place}", label=f"{name}, p50")
+        within = [line for line in chosen if line["within"]]
+        if within:
+            knee = within[-1]
+            text = f"knee: {knee['predictions_per_second']:,.0f}/s\np99 {knee['p99_ms']:.1f} ms"
+            place_of_text = (knee["samples"] * knee["rate"], knee["p99_ms"])
+            axes.annotate(text, place_of_text, (-10, 25), textcoords="offset points", ha="right", color=f"C{place}")
+    axes.axhline(1000 * KNEE_SECONDS, color="gray", linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="predictions asked for per second", ylabel="latency, ms")
+    axes.legend(fontsize="small")
+    config = about["config"]
+    axes.set_title(
+        f"cowrec serve on {about['device']}, {about['cores']} cores with client and publisher;\n"
+        f"{MODEL.name}, {config['resident_ids']:,} ids, a delta every {config['delta_seconds']:g} s",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A model that learns while it serves, beside one that is brought up to date daily and one that never is.
+
+    python scripts/online_demo.py
+
+An application shows samples whose ids come and go and whose tastes drift: it asks `cowrec serve` what each will do,
+then writes down what was done. `cowrec online` trains on that and publishes, and the server follows. Two copies of the
+same model stay behind: one takes over what was learned when a day of sample time ends, as from a job that trains every
+night, the other did so for the last time after the first days. A page that reloads itself, and at the end a plot, show
+how well each predicts, day by day.
+"""
+
+import argparse
+import http.client
+import http.server
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+import pyarrow as pa
+import torch
+from matplotlib import pyplot as plt
+
+from cowrec.data_pipeline import SampleCodec, synthesize_drifting
+from cowrec.data_pipeline.drifting import DAY, DriftConfig
+from cowrec.data_pipeline.drifting_samples import LABEL, best_by_window, drifting_tables
+from cowrec.data_pipeline.ranking import exact_auc
+from cowrec.data_pipeline.sample_sinks import open_sink
+from cowrec.trainer.cli import quiet_libraries
+from cowrec.trainer.publication_follower import Follower
+from cowrec.trainer.publication_target import Target, open_target
+from cowrec.trainer.run_dir import environment
+from cowrec.trainer.served_model import ServedModel
+
+CONFIG = Path(__file__).parent / "configs" / "online.toml"
+DRIFT = DriftConfig(
+    rows=100_000,
+    days=5.0,
+    core_ids=(20, 100, 500, 1_000),
+    births_per_day=(0, 10, 100, 400),
+    lifetime_days=2.0,
+    drift_days=6.0,
+    id_effect=0.5,
+)
+FIRST_DAYS = 4
+"""Days after which the model that is never retrained stays what it is."""
+CHUNK = 500
+"""Samples that are shown at once."""
+PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>cowrec online</title>
+<img src="online_demo.png" style="max-width: 100%">"""
+NAMES = {"online": "online, as served", "daily": "retrained daily", "never": "never retrained"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("build/online_demo"), help="folder, replaced")
+    parser.add_argument("--days", type=int, default=16, help="of sample time")
+    parser.add_argument("--rate", type=float, default=3000.0, help="samples shown a second")
+    parser.add_argument("--port", type=int, default=8010, help="of the page; the server's is the next one")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    folder: Path = arguments.output
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "incoming").mkdir(parents=True)
+    synthesize_drifting(folder / "data", DRIFT, test_rows=1000)
+    (folder / "index.html").write_text(PAGE)
+    with ExitStack() as running:
+        running.enter_context(page(folder, arguments.port))
+        print(f"page: http://127.0.0.1:{arguments.port}", flush=True)
+        running.enter_context(command(folder, "online", *online_arguments(folder)))
+        wait_for(lambda: list((folder / "published").glob("*.cow")), "the trainer's first version")
+        serve = ("serve", str(folder / "live" / "base"), "--follow", str(folder / "published"))
+        running.enter_context(command(folder, *serve, "--port", str(arguments.port + 1)))
+        server = http.client.HTTPConnection("127.0.0.1", arguments.port + 1)
+        wait_for(partial(healthy, server), "the server")
+        demo = Demo(folder, server)
+        days = demo.show(arguments.days, arguments.rate)
+    lines = [{"day": day, **values} for day, values in days.items()]
+    about = {"drift": asdict(DRIFT), "rate": arguments.rate, **environment(torch.device("cpu"))}
+    with (folder / "online_demo.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({**line, **about}) + "\n" for line in lines)
+    print(f"\nplot: {folder / 'online_demo.png'}, numbers: {folder / 'online_demo.jsonl'}")
+
+
+class Demo:
+    """The application, and the two models that stay behind."""
+
+    def __init__(self, folder: Path, server: http.client.HTTPConnection):
+        self.folder, self.server = folder, server
+        self.codec = SampleCodec.load(folder / "data")
+        self.behind = {name: Behind(folder) for name in ("daily", "never")}
+        self.seen: dict[int, dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+
+    def show(self, days: int, rate: float) -> dict[int, dict[str, float]]:
+        """Shows the samples of so many days; AUC of each model by days, and the best possible."""
+        rows = round(days * DRIFT.rows / DRIFT.days)
+        best = [line["auc"] for line in best_by_window(DRIFT, 0, rows)]
+        found: dict[int, dict[str, float]] = {}
+        began, shown, today = time.monotonic(), 0, 0
+        sink = open_sink(str(self.folder / "incoming"))
+        for table in drifting_tables(DRIFT, 0, rows, CHUNK):
+            day = int(table["time"][0].as_py() - DRIFT.start) // DAY
+            if day > today:
+                found[today] = {**self.quality(today), "best": best[today]}
+                print(
+                    f"day {today}:  " + "  ".join(f"{key} {auc:.4f}" for key, auc in found[today].items()), flush=True
+                )
+                plot(found, self.folder / "online_demo.png")
+                self.behind["daily"].catch_up()
+                if day <= FIRST_DAYS:
+                    self.behind["never"].catch_up()
+                today = day
+            self.take(day, table)
+            sink.write(table)
+            shown += len(table)
+            time.sleep(max(0.0, began + shown / rate - time.monotonic()))
+        return found
+
+    def take(self, day: int, table: pa.Table) -> None:
+        """Predictions of all three, before what was done is known to any."""
+        of_day = self.seen[day]
+        of_day["label"].append(table[LABEL].to_numpy())
+        of_day["online"].append(self.ask(table))
+        rows = self.codec.encode(self.codec.from_table(table)).rows
+        for name, model in self.behind.items():
+            of_day[name].append(model.served.predict(rows))
+
+    def ask(self, table: pa.Table) -> np.ndarray:
+        """The server's predictions."""
+        samples = [{key: value for key, value in each.items() if key != LABEL} for each in table.to_pylist()]
+        self.server.request("POST", "/predict", json.dumps(samples))
+        answer = self.server.getresponse()
+        content = json.loads(answer.read())
+        if answer.status != 200:
+            raise SystemExit(f"the server answered {answer.status}: {content}")
+        return np.array(content["probabilities"])
+
+    def quality(self, day: int) -> dict[str, float]:
+        columns = {name: np.concatenate(parts) for name, parts in self.seen.pop(day).items()}
+        return {name: exact_auc(columns[name], columns["label"]) for name in NAMES}
+
+
+class Behind:
+    """A copy of the model that takes over what is published when it is told to."""
+
+    def __init__(self, folder: Path):
+        self.served = ServedModel.load(folder / "live" / "base")
+        self._target: Target = open_target(str(folder / "published"))
+        self._follower = Follower(self._target)
+
+    def catch_up(self) -> None:
+        newest, stop = self._target.blobs()[-1][0], threading.Event()
+        while self._follower.version < newest:
+            self.served.apply(next(self._follower.blobs(stop)))
+
+
+def online_arguments(folder: Path) -> list[str]:
+    """Of the trainer; samples of the past are as good as those of now."""
+    given = ["--data", "data", "--source", "incoming", "--run-dir", "live", "--publish", "published"]
+    for flag in range(1, len(given), 2):
+        given[flag] = str(folder / given[flag])
+    settings = ("online.publish_seconds=0.5", "online.dense_seconds=0.5", "online.lateness=''")
+    return [str(CONFIG), *given, *(part for each in settings for part in ("--set", each))]
+
+
+@contextmanager
+def command(folder: Path, *arguments: str) -> Iterator[None]:
+    """A cowrec command, which says what it says in a file, and is stopped at the end."""
+    with (folder / f"{arguments[0]}.log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "cowrec.trainer", *arguments], stdout=log, stderr=log)
+        try:
+            yield
+            if process.poll() is not None:
+                raise SystemExit(f"cowrec {arguments[0]} ended; see {log.name}")
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@contextmanager
+def page(folder: Path, port: int) -> Iterator[None]:
+    """Serves the page on loopback."""
+    handler = partial(QuietHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def healthy(server: http.client.HTTPConnection) -> bool:
+    try:
+        server.request("GET", "/health")
+        answer = server.getresponse()
+        answer.read()
+        return answer.status == 200
+    except OSError:
+        server.close()
+        return False
+
+
+def wait_for(happened: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        if time.monotonic() > end:
+            raise SystemExit(
+                f"{what} did not come within {seconds:.0f} seconds; see the .log files in the demo's folder"
+            )
+        time.sleep(0.1)
+
+
+def plot(days: dict[int, dict[str, float]], path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    axis.plot(list(days), [day["best"] for day in days.values()], color="gray", ls="--", label="best possible")
+    for name, label in NAMES.items():
+        axis.plot(list(days), [day[name] for day in days.values()], "o-", label=label)
+    axis.axvline(FIRST_DAYS - 0.5, color="black", lw=0.5)
+    axis.set(xlabel="day of sample time", ylabel="AUC of the day's predictions")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower left")
+    figure.suptitle(f"{DRIFT.rows / DRIFT.days:,.0f} samples a day; half of all ids are new and gone within days")
+    partial_file = path.with_suffix(".partial.png")
+    figure.savefig(partial_file, dpi=110)
+    plt.close(figure)
+    partial_file.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Samples for streams, numbered so that each can be told, and what a plain Python loop makes of them."""
+
+import json
+import os
+from collections import OrderedDict
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA = """
+header = false
+columns = ["label", "number", "id", "tags", "time"]
+time = "time"
+fields = [
+    {name = "number", kind = "numeric"},
+    {name = "id", kind = "categorical"},
+    {name = "tags", kind = "multi", separator = "|"},
+]
+"""
+
+
+def make_codec(folder):
+    """Of a tiny data set whose numbers are kept as they are, so that `number` tells the sample."""
+    # Here, so that a process that only writes files starts at once.
+    from cowrec.data_pipeline import PrepareConfig, SampleCodec, prepare
+
+    (folder / "schema.toml").write_text(SCHEMA)
+    (folder / "raw.csv").write_text("1,1,a,b,1\n0,2,b,c,2\n")
+    config = PrepareConfig(raw_ids=True, dense="none", test_fraction=0.0)
+    prepare("csv", [folder / "raw.csv"], folder / "data", config, csv_schema=folder / "schema.toml")
+    return SampleCodec.load(folder / "data")
+
+
+def sample(number, time, sample_id=None, **changes):
+    """A raw sample."""
+    made = {"label": number % 2, "number": number, "id": f"i{number % 7}", "tags": ["t"] * (number % 3), "time": time}
+    return {**made, "sample_id": sample_id, **changes}
+
+
+def as_table(samples):
+    """A column table of good samples."""
+    kinds = {"label": pa.int8(), "number": pa.float64(), "id": pa.string(), "tags": pa.list_(pa.string())}
+    return pa.Table.from_pylist(samples, pa.schema({**kinds, "time": pa.int64(), "sample_id": pa.string()}))
+
+
+def write_file(folder, name, samples):
+    """A file appears by a rename."""
+    partial = folder / f".{name}.partial"
+    if name.endswith(".parquet"):
+        pq.write_table(as_table(samples), partial, row_group_size=3)
+    else:
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, as_table(samples).schema) as writer:
+            writer.write_table(as_table(samples), max_chunksize=3)
+    os.replace(partial, folder / name)
+
+
+def numbers(batch):
+    """Which samples a batch has, in order."""
+    return [int(number) for number in batch.rows.dense[:, 0].tolist()]
+
+
+def lines(samples):
+    return [json.dumps(each).encode() for each in samples]
+
+
+def arrivals(samples, lateness, window, newest=None):
+    """What becomes of each sample by itself: the (time, number) of good ones in order of arrival, and counts."""
+    recent, good = OrderedDict(), []
+    counts = {"duplicates": 0, "late": 0}
+    for each in samples:
+        known = each["sample_id"]
+        if window and known:
+            if known in recent:
+                counts["duplicates"] += 1
+                continue
+            recent[known] = True
+            if len(recent) > window:
+                recent.popitem(last=False)
+        late = newest is not None and each["time"] < newest - lateness
+        counts["late"] += late
+        newest = each["time"] if newest is None else max(newest, each["time"])
+        if not late:
+            good.append((each["time"], each["number"]))
+    return good, counts, newest
