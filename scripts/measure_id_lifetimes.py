@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from cowrec.data_pipeline import synthesize_drifting
 from cowrec.data_pipeline.drifting import DAY, DriftConfig, DriftingModel
@@ -58,7 +59,8 @@ ALL = "every id, for ever"
 THRESHOLDS: dict[str, tuple[AdmissionKind, int]] = {f"count {n}": ("count", n) for n in (2, 4, 8, 16)}
 THRESHOLDS |= {f"lot {n}": ("probabilistic", n) for n in (4, 16)}
 EXPIRIES = ("180d", "60d", "20d", "5d", "1d")
-POLICIES: tuple[WhenFull, ...] = ("oldest", "least_frequent", "refuse")
+POLICIES: dict[str, tuple[WhenFull, str]] = {each: (each, "") for each in ("oldest", "least_frequent", "refuse")}
+POLICIES["20d, least_frequent"] = ("least_frequent", "20d")
 CAPACITIES = {f"{policy} {share:.0%}": (policy, share) for policy in POLICIES for share in (0.3, 0.1, 0.03)}
 PANELS = {"admission": list(THRESHOLDS), "expiry": list(EXPIRIES), "capacity": list(CAPACITIES)}
 RUNS = [("", ALL), *((panel, name) for panel, names in PANELS.items() for name in names)]
@@ -171,7 +173,8 @@ def id_tables(base: IdConfig, panel: str, name: str, drift: DriftConfig, seen: d
         base = dataclasses.replace(base, expire_after=name)
     elif panel == "capacity":
         policy, share = CAPACITIES[name]
-        base = dataclasses.replace(base, when_full=policy)
+        when_full, expire_after = POLICIES[policy]
+        base = dataclasses.replace(base, when_full=when_full, expire_after=expire_after)
         for (field, count), births in zip(seen.items(), drift.births_per_day, strict=True):
             if births:
                 capacities[field] = max(1, round(share * count))
@@ -205,22 +208,27 @@ def lines_of(lines: list[dict[str, Any]], panel: str, name: str) -> list[dict[st
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained", sharex=True, sharey=True)
     titles = ("admission after so many occurrences", "expiry after so long unseen", "capacity, in ids ever seen")
-    groups = (("count", "lot"), ("",), POLICIES)
+    groups = (("count", "lot"), ("",), tuple(POLICIES))
+    seeds = len({line["seed"] for line in lines})
     for axis, title, kinds, (panel, names) in zip(axes, titles, groups, PANELS.items(), strict=True):
         for number, kind in enumerate(kinds):
             own = [name for name in names if name.startswith(kind)]
             _curve(axis, lines, panel, own, kind, f"C{number}")
-        _curve(axis, lines, "", [ALL], "", "black")
+        _curve(axis, lines, "", [ALL], ALL, "black")
         axis.set(title=title, xscale="log", xlabel="MB of rows in use at most, and of counters")
+        axis.xaxis.set(
+            major_locator=LogLocator(subs=(1, 2, 5)),
+            major_formatter=StrMethodFormatter("{x:g}"),
+            minor_locator=NullLocator(),
+        )
         axis.grid(alpha=0.3)
-        if kinds != ("",):
-            axis.legend()
+        axis.legend()
     axes[0].set_ylabel("progressive AUC, second half of the year")
     line = lines[0]
     best = mean(each["best_possible"]["auc"] for each in lines_of(lines, "", ALL))
     figure.suptitle(
         f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples, best"
-        f" possible AUC {best:.4f}; lines: mean of {len({each['seed'] for each in lines})} seeds (dots)"
+        f" possible AUC {best:.4f}; {'one seed' if seeds == 1 else f'lines: mean of {seeds} seeds (dots)'}"
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -229,16 +237,13 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
 
 def _curve(axis: Axes, lines: list[dict[str, Any]], panel: str, names: list[str], label: str, color: str) -> None:
     """One way of forgetting: its mean over seeds for each setting, and what the settings are."""
-    runs = [lines_of(lines, panel, name) for name in names]
-    points = [(mean(line["bytes"] for line in own) / 1e6, mean(line["auc"] for line in own)) for own in runs if own]
-    if not points:
-        return
-    axis.plot(*zip(*points, strict=True), "o-", color=color, label=label.replace("_", " "))
-    for name, own in zip(names, runs, strict=True):
+    runs = {name: own for name in names if (own := lines_of(lines, panel, name))}
+    points = [(mean(line["bytes"] for line in own) / 1e6, mean(line["auc"] for line in own)) for own in runs.values()]
+    axis.plot([x for x, _ in points], [y for _, y in points], "o-", color=color, label=label.replace("_", " ") or panel)
+    for (name, own), place in zip(runs.items(), points, strict=True):
         axis.plot([line["bytes"] / 1e6 for line in own], [line["auc"] for line in own], ".", color=color, ms=4)
-        for place in points[len([each for each in runs[: names.index(name)] if each]) :][: bool(own)]:
-            text = name.removeprefix(label).strip()
-            axis.annotate(text, place, xytext=(4, 5), textcoords="offset points", fontsize=8, color=color)
+        text = name.removeprefix(label).strip()
+        axis.annotate(text, place, xytext=(4, 5), textcoords="offset points", fontsize=8, color=color)
 
 
 if __name__ == "__main__":

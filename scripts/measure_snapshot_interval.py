@@ -8,10 +8,10 @@ checkpoints hold the stream's position and the stream is replayed from there; th
 cost, on a year of drifting samples that are predicted in the order of their times, then trained on.
 
 A shard has every tenth row of all tables. At random moments, the same for all intervals, one of the ten goes back to
-its weights and moments at the latest snapshot, of which there is one each interval of sample time. Ids keep their rows,
-no row is given twice, and one that no id had at the snapshot becomes an untrained one. The network is never lost.
-Progressive AUC and logloss are of the second half of the year, beside the best possible. Each run is a JSON line; runs
-whose lines are there already are left out, so that an interrupted measurement goes on.
+its weights and moments at the latest snapshot, of which there is one each interval of sample time (to whole batches).
+Ids keep their rows, no row is given twice, and one that no id had at the snapshot becomes an untrained one. The network
+is never lost. Progressive AUC and logloss are of the second half of the year, beside the best possible. Each run is a
+JSON line; runs whose lines are there already are left out, so that an interrupted measurement goes on.
 """
 
 import argparse
@@ -47,11 +47,11 @@ from cowrec.trainer.text_table import aligned
 CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
 HALF = 182 * DAY
 YEAR = DriftConfig(
-    rows=728_000,
+    rows=364_000,
     days=2 * HALF / DAY,
     start=108 * HALF,
-    core_ids=(50, 1000, 1000, 5000, 0),
-    births_per_day=(0, 0, 20, 100, 300),
+    core_ids=(50, 1000, 1000, 2500, 0),
+    births_per_day=(0, 0, 10, 50, 150),
     born_share=0.7,
     lifetime_days=10.0,
     drift_days=60.0,
@@ -62,8 +62,9 @@ YEAR = DriftConfig(
 SHARDS = 10
 NEVER = "never"
 INTERVALS = ("1h", "6h", "1d", "5d", "20d")
-RATES = (1.0, 0.1)
-RUNS = [(0.0, NEVER), *((rate, interval) for rate in RATES for interval in INTERVALS)]
+RUNS = [NEVER, *INTERVALS]
+DEATHS_PER_DAY = 1.0
+"""Of sample time, among all shards."""
 
 
 class Event(NamedTuple):
@@ -85,33 +86,33 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.touch()
     lines = [json.loads(line) for line in arguments.output.read_text(encoding="utf-8").splitlines()]
-    there = {(line["seed"], line["failures_per_day"], line["interval"]) for line in lines}
+    there = {(line["seed"], line["interval"]) for line in lines}
     with arguments.output.open("a", encoding="utf-8", buffering=1) as file:
         for seed in range(arguments.seeds):
             config = load_config(arguments.config, [*arguments.overrides, f"train.seed={seed}"])
             drift = dataclasses.replace(YEAR, seed=seed, rows=arguments.rows)
-            missing = [run for run in RUNS if (seed, *run) not in there]
+            missing = [run for run in RUNS if (seed, run) not in there]
             for line in runs_of(missing, config, drift):
-                shown = {key: line[key] for key in ("seed", "failures_per_day", "interval", "failures", "auc")}
+                shown = {key: line[key] for key in ("seed", "interval", "failures", "auc")}
                 print(shown, flush=True)
                 file.write(json.dumps(line) + "\n")
                 lines.append(line)
     print(f"{table(lines)}\n\nplot: {plot(lines, arguments.output.with_suffix('.png'))}")
 
 
-def runs_of(runs: list[tuple[float, str]], config: RunConfig, drift: DriftConfig) -> Iterator[dict[str, Any]]:
+def runs_of(runs: list[str], config: RunConfig, drift: DriftConfig) -> Iterator[dict[str, Any]]:
     """The lines of some runs on one year."""
     if not runs:
         return
     with tempfile.TemporaryDirectory() as folder:
         synthesize_drifting(folder, drift, test_rows=1)
         best = best_by_window(drift, 0, drift.rows, HALF)[1]
-        for rate, interval in runs:
-            line = run_apart(measure, rate, interval, config, drift, folder)
+        for interval in runs:
+            line = run_apart(measure, interval, config, drift, folder)
             yield line | {"best_possible": {key: best[key] for key in ("auc", "logloss")}}
 
 
-def measure(rate: float, interval: str, config: RunConfig, drift: DriftConfig, data: str) -> dict[str, Any]:
+def measure(interval: str, config: RunConfig, drift: DriftConfig, data: str) -> dict[str, Any]:
     """The line of one run.
 
     Raises:
@@ -120,7 +121,7 @@ def measure(rate: float, interval: str, config: RunConfig, drift: DriftConfig, d
     if config.optimizer.absent_rows != "lazy":
         raise ValueError(f'optimizer.absent_rows must be "lazy" here, got {config.optimizer.absent_rows!r}')
     quiet_libraries()
-    events = [] if interval == NEVER else events_of(drift, rate, seconds(interval, "interval"))
+    events = [] if interval == NEVER else events_of(drift, seconds(interval, "interval"))
     config = dataclasses.replace(config, id_table=dataclasses.replace(config.id_table, capacity=2 * most_ids(drift)))
     with process_group("cpu") as process:
         reader = Reader(data, "train", batch_size=config.train.batch_size)
@@ -131,8 +132,8 @@ def measure(rate: float, interval: str, config: RunConfig, drift: DriftConfig, d
     assert not any(each["evicted"] + each["refused"] for each in tables.values()), "a row was given twice"
     sections = ("model", "train", "optimizer", "clip", "id_table")
     return {
-        "failures_per_day": rate,
         "interval": interval,
+        "failures_per_day": DEATHS_PER_DAY if events else 0.0,
         "seed": drift.seed,
         "failures": sum(event.dies for event in events),
         **{key: quality.plain()[key] for key in ("auc", "logloss", "samples")},
@@ -143,13 +144,13 @@ def measure(rate: float, interval: str, config: RunConfig, drift: DriftConfig, d
     }
 
 
-def events_of(drift: DriftConfig, rate: float, interval: int) -> list[Event]:
-    """Deaths at ``rate`` a day of sample time, and of all snapshots those that a shard then goes back to, in order.
+def events_of(drift: DriftConfig, interval: int) -> list[Event]:
+    """Deaths, and of all snapshots those that a shard then goes back to, in order.
 
     When which shard dies does not depend on the interval, in seconds.
     """
-    random = np.random.default_rng((drift.seed, round(1000 * rate)))
-    count = int(random.poisson(rate * drift.days))
+    random = np.random.default_rng((drift.seed, round(1000 * DEATHS_PER_DAY)))
+    count = int(random.poisson(DEATHS_PER_DAY * drift.days))
     times = random.uniform(0, drift.days * DAY, count).tolist()
     shards = random.integers(0, SHARDS, count).tolist()
     deaths = {Event(drift.start + time, True, shard) for time, shard in zip(times, shards, strict=True)}
@@ -214,51 +215,48 @@ def most_ids(drift: DriftConfig) -> int:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = [("deaths a day", "snapshots every", "AUC", "AUC lost", "logloss", "AUC lost of the seeds")]
+    rows = [("snapshots every", "AUC", "AUC lost", "logloss", "AUC lost of the seeds")]
     for run in RUNS:
-        if own := lines_of(lines, *run):
-            lost = auc_lost(lines, *run)
-            means = [mean(each) for each in ([line["auc"] for line in own], lost, [line["logloss"] for line in own])]
+        if own := lines_of(lines, run):
+            auc, logloss = (mean(line[key] for line in own) for key in ("auc", "logloss"))
+            lost = auc_lost(lines, run)
             seeds = " ".join(f"{each:.5f}" for each in lost)
-            rows.append((f"{run[0]:g}", run[1], f"{means[0]:.4f}", f"{means[1]:.5f}", f"{means[2]:.4f}", seeds))
+            rows.append((run, f"{auc:.4f}", f"{mean(lost):.5f}", f"{logloss:.4f}", seeds))
     return aligned(rows)
 
 
-def lines_of(lines: list[dict[str, Any]], rate: float, interval: str) -> list[dict[str, Any]]:
+def lines_of(lines: list[dict[str, Any]], interval: str) -> list[dict[str, Any]]:
     """One of each seed."""
-    own = (line for line in lines if (line["failures_per_day"], line["interval"]) == (rate, interval))
-    return sorted(own, key=lambda line: line["seed"])
+    return sorted((line for line in lines if line["interval"] == interval), key=lambda line: line["seed"])
 
 
-def auc_lost(lines: list[dict[str, Any]], rate: float, interval: str) -> list[float]:
+def auc_lost(lines: list[dict[str, Any]], interval: str) -> list[float]:
     """Of each seed, beside the run in which no shard dies."""
-    undisturbed = {line["seed"]: line["auc"] for line in lines_of(lines, *RUNS[0])}
-    return [undisturbed[line["seed"]] - line["auc"] for line in lines_of(lines, rate, interval)]
+    undisturbed = {line["seed"]: line["auc"] for line in lines_of(lines, NEVER)}
+    return [undisturbed[line["seed"]] - line["auc"] for line in lines_of(lines, interval)]
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     figure, axis = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
-    for number, rate in enumerate(RATES):
-        lost = {seconds(each, "interval") / DAY: auc_lost(lines, rate, each) for each in INTERVALS}
-        lost = {interval: each for interval, each in lost.items() if each}
-        label = f"{rate:g} deaths a day among {SHARDS} shards"
-        axis.plot(list(lost), [mean(each) for each in lost.values()], "-", color=f"C{number}", label=label)
-        for interval, each in lost.items():
-            axis.plot([interval] * len(each), each, ".", color=f"C{number}")
+    lost = {seconds(each, "interval") / DAY: auc_lost(lines, each) for each in INTERVALS if lines_of(lines, each)}
+    axis.plot(list(lost), [mean(each) for each in lost.values()], "o-", color="C0")
+    for interval, each in lost.items():
+        axis.plot([interval] * len(each), each, ".", color="black", ms=5)
     axis.axhline(0, color="gray", lw=1)
-    axis.set(xscale="log", xlabel="snapshots every so many days of sample time", ylabel="progressive AUC lost")
+    axis.set(xscale="log", xlabel="sample time between two snapshots", ylabel="progressive AUC lost")
     axis.set_xticks([seconds(each, "interval") / DAY for each in INTERVALS], INTERVALS)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend()
-    line, undisturbed = lines[0], lines_of(lines, *RUNS[0])
+    line, undisturbed = lines[0], lines_of(lines, NEVER)
     auc, best = (
         mean(each["auc"] for each in some) for some in (undisturbed, [e["best_possible"] for e in undisturbed])
     )
+    seeds = f"Mean of {len(undisturbed)} seeds (dots)" if len(undisturbed) > 1 else "One seed"
     figure.suptitle(
-        f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples,"
-        f" {len(undisturbed)} seeds (dots)\n"
-        f"AUC of the second half {auc:.4f} where no shard dies, best possible {best:.4f}"
+        f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples; one of"
+        f" {SHARDS} shards dies,\n{DEATHS_PER_DAY:g} a day, and goes back to its last snapshot. {seeds}.\n"
+        f"AUC {auc:.4f} where none dies, best possible {best:.4f}",
+        fontsize=10,
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)
