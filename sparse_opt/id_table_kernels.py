@@ -139,8 +139,9 @@ def assign_segments(low, high, begins, occurrences, ids, times, rows, births, me
             candidates[:used], occurrences, segment, place, table, clock, batch, seed, slots, records, cells
         )
         births[0][s] = _give_rows(
-            candidates[:used], wanted, occurrences, ids, begins[s], births, segment, place, table, batch, slots, records
-        )
+            candidates[:used], wanted, occurrences, ids, begins[s], births, segment, place, table, clock, batch, slots,
+            records,
+        )  # fmt: skip
         for i in range(count):
             row = candidates[candidate_of[i], ROW]
             rows[occurrences[0][absent[i]]] = place.first_row + row if row >= 0 else 0
@@ -262,7 +263,9 @@ def _decide(candidates, occurrences, segment, place, table, clock, batch, seed, 
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _give_rows(candidates, wanted, occurrences, ids, begin, births, segment, place, table, batch, slots, records):
+def _give_rows(
+    candidates, wanted, occurrences, ids, begin, births, segment, place, table, clock, batch, slots, records
+):  # fmt: skip
     """Rows of the admitted candidates and their births, in the order of the candidates; returns how many are born."""
     position, hashed, number = occurrences
     for c in range(len(candidates)):
@@ -272,7 +275,7 @@ def _give_rows(candidates, wanted, occurrences, ids, begin, births, segment, pla
             at = place.first_record + candidates[c, ROW]
             write_record(records, at, ids[position[first]], number[first], candidates[c, NEWEST], candidates[c, TIMES])
     if table.evicts and wanted > 0:
-        _make_room(wanted, segment, place, table, batch, slots, records)
+        _make_room(wanted, segment, place, table, clock, batch, slots, records)
     resident = segment.used - segment.free
     ensure_slots(segment, place, table, min(resident + wanted, table.capacity), slots, records)
     born = 0
@@ -297,17 +300,20 @@ def _give_rows(candidates, wanted, occurrences, ids, begin, births, segment, pla
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _make_room(wanted, segment, place, table, batch, slots, records):
-    """Evicts the oldest (or least frequent, then oldest; then those in the lowest rows) where too few rows are free."""
+def _make_room(wanted, segment, place, table, clock, batch, slots, records):
+    """Evicts the oldest (or least frequent, then oldest; then those in the lowest rows) where too few rows are free.
+
+    The dead that no sweep has met yet go first.
+    """
     room = table.capacity - (segment.used - segment.free)
     least = max(table.capacity // LEAST_ROOM, min(PIPELINE * wanted, table.capacity // 4), 1)
     if room >= least:
         return
     count = min(least - room + table.capacity // LEAST_ROOM, segment.used - segment.free)
-    highest, ties = _smallest(count, segment.used, place.first_record, table.least_frequent, records)
+    highest, ties = _smallest(count, segment.used, place.first_record, table, clock, records)
     for row in range(segment.used):
         record = records[place.first_record + row]
-        key = _age(record, table.least_frequent)
+        key = _age(record, table, clock)
         if record.feature == FREE or key > highest or (key == highest and ties == 0):
             continue
         ties -= key == highest
@@ -316,13 +322,14 @@ def _make_room(wanted, segment, place, table, batch, slots, records):
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
-def _age(record, least_frequent):
+def _age(record, table, clock):
     """Orders records by who goes first; 48 bits."""
-    return (np.int64(record.count) << 32 if least_frequent else np.int64(0)) | np.int64(record.last_seen)
+    by_count = table.least_frequent and not _is_expired(record, table, clock)
+    return (np.int64(record.count) << 32 if by_count else np.int64(0)) | np.int64(record.last_seen)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _smallest(count, used, first_record, least_frequent, records):
+def _smallest(count, used, first_record, table, clock, records):
     """The key of the ``count``-th resident record in the order of going, and how many with that key go.
 
     A radix select: one pass over the records for each digit.
@@ -333,7 +340,7 @@ def _smallest(count, used, first_record, least_frequent, records):
         histogram[:] = 0
         for row in range(used):
             record = records[first_record + row]
-            key = _age(record, least_frequent)
+            key = _age(record, table, clock)
             if record.feature != FREE and key >> (shift + _DIGIT) == prefix:
                 histogram[(key >> shift) & ((1 << _DIGIT) - 1)] += 1
         digit = 0

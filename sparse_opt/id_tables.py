@@ -86,7 +86,7 @@ class IdTables:
     4. A dead id that is admitted and still has its row is born afresh in it; if it is not admitted, the row is freed.
     5. Where rows are wanted and the policy allows, some are kept free: 1/64 of the piece, or what six such batches want
        if that is more, but a quarter of the piece at most (and one at least). Where fewer are, as many ids are evicted
-       as bring them to that number and 1/64 of the piece more.
+       as bring them to that number and 1/64 of the piece more, the dead first.
     6. Admitted ids get rows in the order of their first occurrence: that freed first, if it was freed 4 batches ago or
        earlier, else one never used. Who gets none (the piece is full, or its free rows still rest) uses
        OUT_OF_VOCABULARY in this batch and is counted in ``refused``.

@@ -75,7 +75,7 @@ class PieceModel:
                     self.free(self.row_of[key], batch)
             elif admitted:
                 wanted.append(key)
-        self.make_room(len(wanted), batch)
+        self.make_room(len(wanted), clock, batch)
         for key in wanted:
             row = self.take(batch)
             if row is None:
@@ -107,7 +107,7 @@ class PieceModel:
         self.noted[key, pane] += count
         return sum(self.noted[key, p] for p in range(pane - 3, pane + 1)) >= admission.threshold
 
-    def make_room(self, wanted: int, batch: int) -> None:
+    def make_room(self, wanted: int, clock: int, batch: int) -> None:
         if self.config.when_full == "refuse" or not wanted:
             return
         room = self.capacity - len(self.records)
@@ -115,7 +115,12 @@ class PieceModel:
         if room >= least:
             return
         by_count = self.config.when_full == "least_frequent"
-        order = sorted(self.records, key=lambda row: (by_count * self.records[row][2], self.records[row][1], row))
+
+        def age(row: int) -> tuple[int, int, int]:
+            _, last_seen, count = self.records[row]
+            return count * (by_count and not self.dead(row, clock)), last_seen, row
+
+        order = sorted(self.records, key=age)
         going = sorted(order[: least - room + self.capacity // 64])
         for row in going:
             self.free(row, batch)

@@ -85,7 +85,7 @@ def test_readers_of_the_publications_have_the_model(case: Path, tmp_path: Path) 
     assert served.step == report["steps"]
     np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
     assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
-    assert served.counters()["removed_rows"] > 100
+    assert served.counters()["removed_rows"] > 0
 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]])
