@@ -11,6 +11,7 @@ optimizer replaces.
 import argparse
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 
