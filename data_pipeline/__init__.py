@@ -1,17 +1,17 @@
 """Raw click logs to Parquet shards of ids, and those to batches. Knows nothing of models."""
 
-from .batch import Batch
-from .drifting_samples import synthesize_drifting
-from .preparation import prepare, work_bytes
-from .prepare_config import PrepareConfig
-from .reader import Reader
-from .residency import available_bytes, resident_bytes
-from .samples import BadSample, Encoded, RawSamples, SampleCodec
-from .schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
-from .stream import SampleStream, StreamBatch
-from .stream_position import Position
-from .stream_source import Chunk, SampleSource, open_source
-from .synthetic import SynthesizeConfig, synthesize
+from .codec.codec import BadSample, Encoded, RawSamples, SampleCodec
+from .dataset.batch import Batch
+from .dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
+from .preparation.config import PrepareConfig
+from .preparation.prepare import prepare, work_bytes
+from .reading.memory import available_bytes, resident_bytes
+from .reading.reader import Reader
+from .streams.position import Position
+from .streams.source import Chunk, SampleSource, open_source
+from .streams.stream import SampleStream, StreamBatch
+from .synthetic.criteo_like import SynthesizeConfig, synthesize
+from .synthetic.drifting_samples import synthesize_drifting
 
 __all__ = [
     "MISSING",

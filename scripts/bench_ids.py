@@ -27,10 +27,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.sparse_opt import IdTableConfig, IdTables
-from cowrec.trainer.flag_values import chosen, listed, number
-from cowrec.trainer.own_process import ProcessFailed, run_apart
-from cowrec.trainer.run_dir import environment
-from cowrec.trainer.text_table import aligned
+from cowrec.trainer.cli.flag_values import chosen, listed, number
+from cowrec.trainer.reports.text_table import aligned
+from cowrec.trainer.runs.run_dir import environment
+from cowrec.trainer.runtime.errors import ProcessFailed
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 
 NEW_SHARES = (0.0, 0.01, 0.1)
 _ROOM = 1.3
@@ -183,7 +184,7 @@ def main() -> None:
 def _lines(name: str, resident: int, batch: int, rounds: int) -> list[dict[str, Any]]:
     about = {"subject": name, "resident": resident, "batch": batch}
     try:
-        return [{**about, "error": None, **line} for line in run_apart(measure, name, resident, batch, rounds)]
+        return [{**about, "error": None, **line} for line in run_in_subprocess(measure, name, resident, batch, rounds)]
     except ProcessFailed as error:
         return [{**about, "error": str(error)}]
 

@@ -19,20 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from cowrec.data_pipeline.criteo_ids import CriteoIds
-from cowrec.data_pipeline.synthetic import NUM_DENSE
-from cowrec.trainer import PROCESS_SETTINGS
-from cowrec.trainer.bench import Bench, cases, run_ids
-from cowrec.trainer.flag_values import chosen, listed, size, table_rows
-from cowrec.trainer.own_process import ProcessFailed, run_apart
-from cowrec.trainer.run_dir import environment, to_json
-from cowrec.trainer.steady_state import LEAST_STEPS, WARMUP_STEPS, Case, measure
-from cowrec.trainer.sweep_plot import size_name
-from cowrec.trainer.text_table import aligned
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
+from cowrec.trainer.bench.bench import Bench, cases, run_ids
+from cowrec.trainer.bench.steady_state import LEAST_STEPS, WARMUP_STEPS, Case, measure
+from cowrec.trainer.cli.flag_values import chosen, listed, size, table_rows
+from cowrec.trainer.reports.plotting import plt, size_name
+from cowrec.trainer.reports.text_table import aligned
+from cowrec.trainer.runs.run_dir import environment, to_json
+from cowrec.trainer.runtime.environment import PROCESS_SETTINGS
+from cowrec.trainer.runtime.errors import ProcessFailed
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 
 ROOT = Path(__file__).resolve().parents[1]
 YARDSTICK = "torch-sparse-adam"
@@ -228,7 +228,7 @@ def _take_turn(name: str, taken: Turns, case: Case, folder: Path, pythons: dict[
         if name in COWREC:
             train = dataclasses.replace(case.config.train, precision=COWREC[name])
             config = dataclasses.replace(case.config, train=train)
-            taken.step_seconds += run_apart(measure, dataclasses.replace(case, config=config)).step_seconds
+            taken.step_seconds += run_in_subprocess(measure, dataclasses.replace(case, config=config)).step_seconds
             taken.versions = environment(torch.device("cpu"))["versions"]
         else:
             found = _measure_peer(PEERS[name], case, folder, pythons[name])

@@ -15,19 +15,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import matplotlib
+from cowrec.trainer.runtime.environment import prepare_process
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+prepare_process()  # before torch is loaded
 
 from cowrec.data_pipeline import RESERVED_ROWS, Schema
-from cowrec.trainer.cli import quiet_libraries
-from cowrec.trainer.config import RunConfig, load_config
-from cowrec.trainer.id_config import IdConfig, TableIds
-from cowrec.trainer.loop import train
-from cowrec.trainer.own_process import run_apart
-from cowrec.trainer.tables import table_specs
-from cowrec.trainer.text_table import aligned
+from cowrec.trainer.config.id_table import IdConfig, TableIds
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.reports.plotting import plt
+from cowrec.trainer.reports.text_table import aligned
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.sharded_model.tables import table_specs
+from cowrec.trainer.training.loop import train
 
 CONFIG = Path(__file__).parent / "configs" / "sweep_synthetic.toml"
 SHARES = (0.05, 0.2, 0.5)
@@ -49,7 +48,7 @@ def main() -> None:
         for seed in range(arguments.seeds):
             for name in RUNS:
                 given = [*arguments.overrides, f"train.seed={seed}"]
-                line = run_apart(measure, name, arguments.data, arguments.config, given)
+                line = run_in_subprocess(measure, name, arguments.data, arguments.config, given)
                 print({key: line[key] for key in ("tables", "seed", "auc", "logloss", "rows")}, flush=True)
                 file.write(json.dumps(line) + "\n")
                 lines.append(line)
@@ -58,7 +57,6 @@ def main() -> None:
 
 def measure(name: str, data: Path, config_file: Path, overrides: list[str]) -> dict[str, Any]:
     """The line of one run."""
-    quiet_libraries()
     config, schema = load_config(config_file, overrides), Schema.load(data)
     config = dataclasses.replace(config, id_table=id_tables(name, schema))
     with tempfile.TemporaryDirectory() as folder:

@@ -5,15 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from cowrec.trainer.runtime.environment import prepare_process
+
+prepare_process()  # before torch is loaded
 
 from cowrec.data_pipeline import SynthesizeConfig, synthesize
-from cowrec.trainer.cli import quiet_libraries
-from cowrec.trainer.config import load_config
-from cowrec.trainer.loop import train
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.reports.plotting import plt
+from cowrec.trainer.training.loop import train
 
 CONFIG = Path(__file__).parent / "configs" / "demo.toml"
 # The small batch is past its best after one epoch; the large ones take a 64th of its steps, and gain from a second.
@@ -30,7 +29,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=700_000, help="training rows to synthesize")
     arguments = parser.parse_args()
     output: Path = arguments.output
-    quiet_libraries()
     for earlier in ("data", *map(folder, RUNS)):
         shutil.rmtree(output / earlier, ignore_errors=True)
     print(f"synthesizing {arguments.rows:,} rows in {output / 'data'}", flush=True)

@@ -1,4 +1,5 @@
-"""Fits the frequencies of Criteo's ids to a sample of its rows and writes them as data_pipeline/criteo_frequencies.py.
+"""Fits the frequencies of Criteo's ids to a sample of its rows and writes them as
+data_pipeline/synthetic/criteo_frequencies.py.
 
     python scripts/fit_criteo_ids.py SAMPLE     # the first rows of train.txt or dac_sample, plain or compressed
 
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.data_pipeline.synthetic import CRITEO_SIZES
-from cowrec.data_pipeline.vocabulary import Vocabulary
+from cowrec.data_pipeline.encoding.vocabulary import Vocabulary
+from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
 
 OUTPUT = Path(__file__).parents[1] / "data_pipeline" / "criteo_frequencies.py"
 CRITEO_ROWS = 45_840_617

@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.drifting import DriftConfig, DriftingModel
-from cowrec.data_pipeline.drifting_samples import drifting_tables, id_text, synthesize_drifting
-from cowrec.data_pipeline.schema import RESERVED_ROWS
-from cowrec.data_pipeline.vocabulary import raw_ids
+from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS
+from cowrec.data_pipeline.encoding.vocabulary import raw_ids
+from cowrec.data_pipeline.synthetic.drifting import DriftConfig, DriftingModel
+from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables, id_text, synthesize_drifting
 from cowrec.models import ModelConfig, build_network, physical_dim
-from cowrec.trainer.export import TrainedTable, write_export
-from cowrec.trainer.publication import PublicationConfig, Publisher
-from cowrec.trainer.publication_blob import Change, TableChange
-from cowrec.trainer.publication_target import open_target
+from cowrec.trainer.export.export import TrainedTable, write_export
+from cowrec.trainer.publishing.blob import Change, TableChange
+from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
+from cowrec.trainer.publishing.target import open_target
 
 MODEL = ModelConfig(name="deepfm", embedding_dim=10, hidden=(400, 400, 400))
 

@@ -21,21 +21,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from cowrec.data_pipeline.drifting import DriftConfig
 from cowrec.data_pipeline.parallel import available_cores
-from cowrec.trainer.flag_values import listed
-from cowrec.trainer.run_dir import environment
+from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+from cowrec.trainer.cli.flag_values import listed
+from cowrec.trainer.reports.plotting import plt
+from cowrec.trainer.runs.run_dir import environment
 
 from .load_case import MODEL, bodies, make_export, publishing
 from .open_loop import Outcome, open_loop, request_bytes
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 PORT = 8123
 KNEE_SECONDS = 0.05

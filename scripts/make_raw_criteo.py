@@ -2,9 +2,9 @@
 
     python scripts/make_raw_criteo.py --rows 45840617 --output train.txt      # 11 GB, like the real one
 
-Ids come as often as in the real rows (data_pipeline/criteo_ids.py), so 45,840,617 rows hold 33.8 million of them; the
-numbers are about as long and as often missing. Labels are random: there is nothing to learn. Row r of a seed is the
-same in a file of any length.
+Ids come as often as in the real rows (data_pipeline/synthetic/criteo_ids.py), so 45,840,617 rows hold 33.8 million of
+them; the numbers are about as long and as often missing. Labels are random: there is nothing to learn. Row r of a seed
+is the same in a file of any length.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.criteo_ids import CriteoIds
 from cowrec.data_pipeline.hashing import GOLDEN, mix
 from cowrec.data_pipeline.parallel import ordered_map
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 
 CHUNK_ROWS = 1 << 16
 CLICKS = 0.2562

@@ -20,25 +20,25 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import matplotlib
+from cowrec.trainer.runtime.environment import prepare_process
 
-matplotlib.use("Agg")
+prepare_process()  # before torch is loaded
+
 import numpy as np
 import pyarrow.parquet as pq
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from cowrec.data_pipeline import synthesize_drifting
-from cowrec.data_pipeline.drifting import DAY, DriftConfig, DriftingModel
-from cowrec.data_pipeline.drifting_samples import CHUNK_ROWS, best_by_window, drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import DAY, DriftConfig, DriftingModel
+from cowrec.data_pipeline.synthetic.drifting_samples import CHUNK_ROWS, best_by_window, drifting_tables
 from cowrec.models import physical_dim
-from cowrec.trainer.cli import quiet_libraries
-from cowrec.trainer.config import RunConfig, load_config
-from cowrec.trainer.id_config import AdmissionKind, IdConfig, TableIds, WhenFull
-from cowrec.trainer.online import online
-from cowrec.trainer.own_process import run_apart
-from cowrec.trainer.text_table import aligned
+from cowrec.trainer.config.id_table import AdmissionKind, IdConfig, TableIds, WhenFull
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.online.loop import online
+from cowrec.trainer.reports.plotting import plt
+from cowrec.trainer.reports.text_table import aligned
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 
 CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
 HALF = 182 * DAY
@@ -103,7 +103,7 @@ def runs_of(runs: list[tuple[str, str]], config_file: Path, drift: DriftConfig) 
         seen = ids_seen(drift)
         best = best_by_window(drift, 0, drift.rows, HALF)[1]
         for panel, name in runs:
-            line = run_apart(measure, panel, name, config_file, drift, Path(folder), seen)
+            line = run_in_subprocess(measure, panel, name, config_file, drift, Path(folder), seen)
             yield line | {"best_possible": {key: best[key] for key in ("auc", "logloss")}}
 
 
@@ -133,7 +133,6 @@ def measure(
     panel: str, name: str, config_file: Path, drift: DriftConfig, folder: Path, seen: dict[str, int]
 ) -> dict[str, Any]:
     """The line of one run."""
-    quiet_libraries()
     config = load_config(config_file, [f"train.seed={drift.seed}"])
     config = dataclasses.replace(config, id_table=id_tables(config.id_table, panel, name, drift, seen))
     with tempfile.TemporaryDirectory(dir=folder) as run:

@@ -21,8 +21,8 @@ import torch
 
 from cowrec.data_pipeline import Reader, prepare
 from cowrec.data_pipeline.parallel import available_cores
-from cowrec.trainer.own_process import run_apart
-from cowrec.trainer.run_dir import environment
+from cowrec.trainer.runs.run_dir import environment
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 
 BATCH_SIZE = 8192
 PASSES = ("survey", "fit", "write")
@@ -46,9 +46,9 @@ def main() -> None:
 
 def measured(raw: Path, data: Path, seconds: float) -> Iterator[dict[str, Any]]:
     """The lines of one raw file: prepare, then the reader, streaming and resident."""
-    yield {"what": "prepare", "raw": raw.name, **run_apart(time_prepare, raw, data)}
+    yield {"what": "prepare", "raw": raw.name, **run_in_subprocess(time_prepare, raw, data)}
     for resident in (False, True):
-        yield {"what": "read", "raw": raw.name, **run_apart(time_reader, data, resident, seconds)}
+        yield {"what": "read", "raw": raw.name, **run_in_subprocess(time_reader, data, resident, seconds)}
 
 
 def time_prepare(raw: Path, data: Path) -> dict[str, Any]:

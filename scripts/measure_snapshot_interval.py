@@ -24,25 +24,25 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-import matplotlib
+from cowrec.trainer.runtime.environment import prepare_process
 
-matplotlib.use("Agg")
+prepare_process()  # before torch is loaded
+
 import numpy as np
-from matplotlib import pyplot as plt
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader, synthesize_drifting
-from cowrec.data_pipeline.drifting import DAY, LIFETIMES, DriftConfig
-from cowrec.data_pipeline.drifting_samples import best_by_window
+from cowrec.data_pipeline.synthetic.drifting import DAY, LIFETIMES, DriftConfig
+from cowrec.data_pipeline.synthetic.drifting_samples import best_by_window
 from cowrec.sparse_opt import EmbeddingAdam
-from cowrec.trainer.cli import quiet_libraries
-from cowrec.trainer.config import RunConfig, load_config
-from cowrec.trainer.id_config import seconds
-from cowrec.trainer.learner import Learner
-from cowrec.trainer.own_process import run_apart
-from cowrec.trainer.processes import process_group
-from cowrec.trainer.progressive import ProgressiveQuality, WindowQuality
-from cowrec.trainer.text_table import aligned
+from cowrec.trainer.config.id_table import seconds
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.online.progressive import ProgressiveQuality, WindowQuality
+from cowrec.trainer.reports.plotting import plt
+from cowrec.trainer.reports.text_table import aligned
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.training.state import Learner
 
 CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
 HALF = 182 * DAY
@@ -108,7 +108,7 @@ def runs_of(runs: list[str], config: RunConfig, drift: DriftConfig) -> Iterator[
         synthesize_drifting(folder, drift, test_rows=1)
         best = best_by_window(drift, 0, drift.rows, HALF)[1]
         for interval in runs:
-            line = run_apart(measure, interval, config, drift, folder)
+            line = run_in_subprocess(measure, interval, config, drift, folder)
             yield line | {"best_possible": {key: best[key] for key in ("auc", "logloss")}}
 
 
@@ -120,7 +120,6 @@ def measure(interval: str, config: RunConfig, drift: DriftConfig, data: str) -> 
     """
     if config.optimizer.absent_rows != "lazy":
         raise ValueError(f'optimizer.absent_rows must be "lazy" here, got {config.optimizer.absent_rows!r}')
-    quiet_libraries()
     events = [] if interval == NEVER else events_of(drift, seconds(interval, "interval"))
     config = dataclasses.replace(config, id_table=dataclasses.replace(config.id_table, capacity=2 * most_ids(drift)))
     with process_group("cpu") as process:

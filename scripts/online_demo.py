@@ -25,24 +25,24 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import matplotlib
+from cowrec.trainer.runtime.environment import prepare_process
 
-matplotlib.use("Agg")
+prepare_process()  # before torch is loaded
+
 import numpy as np
 import pyarrow as pa
 import torch
-from matplotlib import pyplot as plt
 
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
-from cowrec.data_pipeline.drifting import DAY, DriftConfig
-from cowrec.data_pipeline.drifting_samples import LABEL, best_by_window, drifting_tables
-from cowrec.data_pipeline.ranking import exact_auc
-from cowrec.data_pipeline.sample_sinks import open_sink
-from cowrec.trainer.cli import quiet_libraries
-from cowrec.trainer.publication_follower import Follower
-from cowrec.trainer.publication_target import Target, open_target
-from cowrec.trainer.run_dir import environment
-from cowrec.trainer.served_model import ServedModel
+from cowrec.data_pipeline.streams.sinks import open_sink
+from cowrec.data_pipeline.synthetic.drifting import DAY, DriftConfig
+from cowrec.data_pipeline.synthetic.drifting_samples import LABEL, best_by_window, drifting_tables
+from cowrec.data_pipeline.synthetic.metrics import exact_auc
+from cowrec.trainer.publishing.follower import Follower
+from cowrec.trainer.publishing.target import Target, open_target
+from cowrec.trainer.reports.plotting import plt
+from cowrec.trainer.runs.run_dir import environment
+from cowrec.trainer.serving.served_model import ServedModel
 
 CONFIG = Path(__file__).parent / "configs" / "online.toml"
 DRIFT = DriftConfig(
@@ -70,7 +70,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3000.0, help="samples shown a second")
     parser.add_argument("--port", type=int, default=8010, help="of the page; the server's is the next one")
     arguments = parser.parse_args()
-    quiet_libraries()
     folder: Path = arguments.output
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "incoming").mkdir(parents=True)

@@ -1,57 +1,78 @@
 """CowClip and the embedding optimizers, usable alone in any TorchRec job.
 
-The clip and scaling functions need torch alone; the rest is loaded when first used: TorchRec by ``attach_cowclip``,
-``EmbeddingAdam`` and ``IdTableModule``, compiled kernels by these and ``IdTables``.
+Names are loaded when they are first used: the clip and scaling functions need torch alone, ``attach_cowclip``,
+``EmbeddingAdam`` and ``IdTableModule`` need TorchRec and FBGEMM, and these and ``IdTables`` compiled kernels.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .clip import (
-    CLIP_RULES,
-    AdaptiveFieldClip,
-    ClipRule,
-    ConstantClip,
-    CowClip,
-    FieldClip,
-    GlobalClip,
-    NoClip,
-    ReferenceCowClip,
-    RowLimit,
-    clip_rows,
-    clip_scales,
-    clip_tables,
-    cowclip_limits,
-    reference_cowclip_limits,
-)
-from .scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
-
 if TYPE_CHECKING:
-    from .adam import EmbeddingAdam
-    from .adam_formula import AdamConfig
-    from .attach import LookupsHandle, attach_cowclip
-    from .id_layout import rows_for
-    from .id_records import hashed_ids
-    from .id_tables import Admission, Births, Entries, IdTableConfig, IdTables
-    from .managed_ids import IdTableModule
-    from .row_births import RowBirths
-    from .row_updates import TableStats
+    from .algorithm.adam import AdamConfig
+    from .algorithm.clip import (
+        CLIP_RULES,
+        AdaptiveFieldClip,
+        ClipRule,
+        ConstantClip,
+        CowClip,
+        FieldClip,
+        GlobalClip,
+        NoClip,
+        ReferenceCowClip,
+        RowLimit,
+        clip_rows,
+        clip_scales,
+        clip_tables,
+        cowclip_limits,
+        reference_cowclip_limits,
+    )
+    from .algorithm.scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
+    from .clipping.attach import LookupsHandle, attach_cowclip
+    from .clipping.clipped_lookup import TableStats
+    from .id_tables.admission import Admission
+    from .id_tables.layout import IdTableConfig, rows_for
+    from .id_tables.records import hashed_ids
+    from .id_tables.tables import Births, Entries, IdTables
+    from .id_tables.torchrec_module import IdTableModule
+    from .optim.embedding_adam import EmbeddingAdam
+    from .optim.row_init import RowBirths
 
-_LOADED_WHEN_USED = {
-    "AdamConfig": ".adam_formula",
-    "Admission": ".id_tables",
-    "Births": ".id_tables",
-    "EmbeddingAdam": ".adam",
-    "Entries": ".id_tables",
-    "IdTableConfig": ".id_tables",
-    "IdTableModule": ".managed_ids",
-    "IdTables": ".id_tables",
-    "LookupsHandle": ".attach",
-    "RowBirths": ".row_births",
-    "TableStats": ".row_updates",
-    "attach_cowclip": ".attach",
-    "hashed_ids": ".id_records",
-    "rows_for": ".id_layout",
+_MODULE_OF = {
+    "AdamConfig": ".algorithm.adam",
+    "AdaptiveFieldClip": ".algorithm.clip",
+    "Admission": ".id_tables.admission",
+    "Births": ".id_tables.tables",
+    "CLIP_RULES": ".algorithm.clip",
+    "ClipRule": ".algorithm.clip",
+    "ConstantClip": ".algorithm.clip",
+    "CowClip": ".algorithm.clip",
+    "EmbeddingAdam": ".optim.embedding_adam",
+    "Entries": ".id_tables.tables",
+    "FieldClip": ".algorithm.clip",
+    "GlobalClip": ".algorithm.clip",
+    "Hyperparameters": ".algorithm.scaling",
+    "IdTableConfig": ".id_tables.layout",
+    "IdTableModule": ".id_tables.torchrec_module",
+    "IdTables": ".id_tables.tables",
+    "LookupsHandle": ".clipping.attach",
+    "NoClip": ".algorithm.clip",
+    "PRESETS": ".algorithm.scaling",
+    "Preset": ".algorithm.scaling",
+    "ReferenceCowClip": ".algorithm.clip",
+    "RowBirths": ".optim.row_init",
+    "RowLimit": ".algorithm.clip",
+    "SCALING_RULES": ".algorithm.scaling",
+    "TableStats": ".clipping.clipped_lookup",
+    "attach_cowclip": ".clipping.attach",
+    "clip_rows": ".algorithm.clip",
+    "clip_scales": ".algorithm.clip",
+    "clip_tables": ".algorithm.clip",
+    "cowclip_limits": ".algorithm.clip",
+    "hashed_ids": ".id_tables.records",
+    "reference_cowclip_limits": ".algorithm.clip",
+    "rows_for": ".id_tables.layout",
+    "scale_clip": ".algorithm.scaling",
+    "scale_hyperparameters": ".algorithm.scaling",
 }
 
 __all__ = [
@@ -94,6 +115,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOADED_WHEN_USED:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LOADED_WHEN_USED[name], __name__), name)
+    return getattr(import_module(_MODULE_OF[name], __name__), name)

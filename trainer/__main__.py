@@ -1,5 +1,5 @@
 """``python -m cowrec.trainer``: the command line, in the form that torchrun launches."""
 
-from .cli import main
+from .cli.main import main
 
 main()

@@ -1,0 +1,141 @@
+"""A few samples at a time to rows, for a server: as `SampleCodec.encode` does, without its cost for each column.
+
+All fields' numbers are one array and all their ids are one array of strings, hashed together. The arithmetic is the
+same, element by element, and so are the functions that look ids up. R samples, N dense fields, F sparse fields.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from cowrec.data_pipeline.dataset.sample_block import Bags, Rows
+from cowrec.data_pipeline.dataset.schema import MISSING, RESERVED_ROWS, Schema
+from cowrec.data_pipeline.encoding.dense import bucket_ids
+from cowrec.data_pipeline.encoding.encoder import Encoder
+from cowrec.data_pipeline.encoding.vocabulary import bucket_rows, raw_ids
+from cowrec.data_pipeline.hashing import string_buffers, string_hashes
+from cowrec.data_pipeline.raw.layouts import Layout
+
+Values = Mapping[str, Any]
+"""A sample's canonical values, by raw column."""
+
+
+class FewSamples:
+    """Encodes canonical values (`sample_json.canonical_values`) for prediction.
+
+    Args:
+        schema: of the data set.
+        layout: of its raw columns.
+        encoder: that made it.
+    """
+
+    def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
+        self._schema, self._encoder = schema, encoder
+        self._column = {field.name: field.column for field in layout.fields}
+        numeric = [field.name for field in layout.fields if field.kind == "numeric"]
+        self._numeric = {name: place for place, name in enumerate(numeric)}
+        self._dense = np.array([self._numeric[field.source] for field in encoder.dense], np.int64)
+        low = np.array([[field.minimum] for field in encoder.dense]).reshape(-1, 1)
+        width = np.array([[field.maximum - field.minimum] for field in encoder.dense]).reshape(-1, 1)
+        transforms = np.array([[field.transform] for field in encoder.dense]).reshape(-1, 1)
+        self._low, self._width = low, np.where(width > 0, width, 1.0)
+        self._minmax, self._log, self._flat = transforms == "minmax", transforms == "log", width <= 0
+        self._singles = sum(field.kind == "categorical" for field in encoder.sparse)
+
+    def problem(self, sample: Values) -> str:
+        """What the columns' types alone do not tell to be wrong; empty where nothing is."""
+        for name in self._numeric:
+            value = sample[self._column[name]]
+            if value is not None and not math.isfinite(value):
+                return f"column {self._column[name]}: must be a finite number or null, got {value}"
+        for field in self._encoder.sparse:
+            value = sample[self._column[field.source]]
+            if field.kind == "weighted" and not all(math.isfinite(each["weight"]) for each in value or ()):
+                return f"column {self._column[field.source]}: weights must be finite numbers"
+        return ""
+
+    def rows(self, samples: Sequence[Values]) -> Rows:
+        """Rows of samples without a problem: labels NaN, no times."""
+        columns = [self._column[name] for name in self._numeric]
+        numbers = np.array([[sample[name] for sample in samples] for name in columns], np.float64)
+        numbers = numbers.reshape(len(columns), len(samples))  # None became NaN
+        texts, lengths, weights = self._texts(samples, numbers)
+        ids = self._ids(texts, [sum(each) for each in lengths])
+        singles, bags, start = [], {}, 0
+        for field, counts in zip(self._encoder.sparse, lengths, strict=True):
+            stop = start + sum(counts)
+            if field.kind == "categorical":
+                singles.append(ids[start:stop])
+            else:
+                offsets = torch.tensor([0, *counts]).cumsum(0)
+                of_values = weights.get(field.name)
+                bags[field.name] = Bags(
+                    torch.from_numpy(ids[start:stop]),
+                    offsets,
+                    None if of_values is None else torch.from_numpy(np.array(of_values).astype(np.float32)),
+                )
+            start = stop
+        table = np.array(singles, ids.dtype).reshape(self._singles, len(samples))
+        return Rows(
+            torch.from_numpy(self._transformed(numbers)).t(),
+            torch.full((len(samples),), math.nan),
+            torch.from_numpy(table).t(),
+            bags,
+        )
+
+    def _transformed(self, numbers: np.ndarray) -> np.ndarray:
+        """`dense.transformed` of all fields at once: float32 [N, R]."""
+        present = np.nan_to_num(numbers[self._dense], nan=0.0)
+        above = present - self._low
+        logs = np.log1p(np.maximum(above, 0.0)) if self._log.any() else above
+        scaled = np.where(self._flat, 0.0, above / self._width)
+        return np.where(self._minmax, scaled, np.where(self._log, logs, present)).astype(np.float32)
+
+    def _texts(
+        self, samples: Sequence[Values], numbers: np.ndarray
+    ) -> tuple[list[str], list[list[int]], dict[str, list[float]]]:
+        """All ids, field by field; how many each sample has of each field; and the weighted fields' weights."""
+        texts: list[str] = []
+        lengths: list[list[int]] = []
+        weights: dict[str, list[float]] = {}
+        ones = [1] * len(samples)
+        for field in self._encoder.sparse:
+            column = self._column[field.source]
+            if field.bucketed:
+                texts += bucket_ids(numbers[self._numeric[field.source]]).to_pylist()
+                lengths.append(ones)
+            elif field.kind == "categorical":
+                texts += [sample[column] or "" for sample in samples]
+                lengths.append(ones)
+            elif field.kind == "multi":
+                lists = [sample[column] or [""] for sample in samples]
+                texts += [text for each in lists for text in each]
+                lengths.append([len(each) for each in lists])
+            else:
+                pairs = [sample[column] or [{"id": "", "weight": 1.0}] for sample in samples]
+                texts += [pair["id"] for each in pairs for pair in each]
+                weights[field.name] = [pair["weight"] for each in pairs for pair in each]
+                lengths.append([len(each) for each in pairs])
+        return texts, lengths, weights
+
+    def _ids(self, texts: list[str], counts: list[int]) -> np.ndarray:
+        """Ids of all texts, `counts` [F] of each field: int32, or int64 where some are raw."""
+        array = pa.array(texts, pa.string())
+        offsets, data = string_buffers(array)
+        hashes = string_hashes(array)
+        ids = raw_ids(array) if self._schema.has_raw_ids else np.empty(len(texts), np.int32)
+        start = 0
+        for field, count in zip(self._encoder.sparse, counts, strict=True):
+            stop = start + count
+            if field.encoding == "vocabulary":
+                vocabulary = self._encoder.vocabularies[field.name]
+                ids[start:stop] = vocabulary.rows_of_hashed(hashes[start:stop], offsets[start : stop + 1], data)
+            elif field.encoding == "hash":
+                ids[start:stop] = bucket_rows(hashes[start:stop], field.num_embeddings - RESERVED_ROWS)
+            start = stop
+        ids[offsets[1:] == offsets[:-1]] = MISSING
+        return ids

@@ -1,0 +1,165 @@
+"""Parquet shards of a prepared data set, read into `Rows` and checked: what leaves here cannot crash a lookup."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+
+from .sample_block import Bags, Rows, id_dtype
+from .schema import LABEL, TIME, WEIGHT_SUFFIX, Schema, SparseField
+
+WEIGHT_LIST = pa.list_(pa.float32())
+
+
+def shard_path(data_dir: Path, split: str, number: int) -> Path:
+    """Where shard `number` of a split lies."""
+    return data_dir / split / f"{number:05d}.parquet"
+
+
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """The Parquet columns of a data set: label, time, dense fields, sparse fields (weighted ones with weights)."""
+    columns = [(LABEL, pa.float32()), *([(TIME, pa.int64())] if schema.timed else [])]
+    columns += [(field.name, pa.float32()) for field in schema.dense]
+    for field in schema.sparse:
+        ids = pa.int64() if field.encoding == "raw" else pa.int32()
+        columns.append((field.name, ids if field.kind == "categorical" else pa.list_(ids)))
+        if field.kind == "weighted":
+            columns.append((field.name + WEIGHT_SUFFIX, WEIGHT_LIST))
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+
+
+def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[int]) -> Rows:
+    """Reads the shards `numbers` of a split, in that order, into one `Rows` on the CPU.
+
+    Raises:
+        ValueError: a shard is missing, damaged, has other columns, types or rows than the schema says, or an id outside
+            [0, num_embeddings): with the file, the column and the value.
+    """
+    sizes = [schema.split(split).shards[number] for number in numbers]
+    for number, size in zip(numbers, sizes, strict=True):  # before memory is taken for what schema.json says
+        path = shard_path(data_dir, split, number)
+        with _opened(path, schema) as file:
+            _check_rows(path, file.metadata.num_rows, size)
+    stops = np.cumsum(sizes, dtype=np.int64).tolist()
+
+    def pieces() -> Iterator[tuple[int, Rows]]:
+        for number, size, stop in zip(numbers, sizes, stops, strict=True):
+            yield stop - size, _load_shard(shard_path(data_dir, split, number), schema, size)
+
+    return Rows.assemble(schema, sum(sizes), pieces(), torch.device("cpu"))
+
+
+def _load_shard(path: Path, schema: Schema, size: int) -> Rows:
+    return rows_of_table(_read(path, schema, size), schema, path)
+
+
+def rows_of_table(table: pa.Table, schema: Schema, path: Path | str) -> Rows:
+    """`Rows` from the columns of `arrow_schema`; `path` is for messages.
+
+    Raises:
+        ValueError: nulls, or a list of weights that is not as long as its list of ids.
+    """
+    single = [field.name for field in schema.sparse if field.kind == "categorical"]
+    return Rows(
+        _stacked(table, [field.name for field in schema.dense], np.float32, path),
+        _stacked(table, [LABEL], np.float32, path)[:, 0],
+        _stacked(table, single, np.int64 if schema.has_raw_ids else np.int32, path),
+        {field.name: _bags(table, field, schema, path) for field in schema.sparse if field.kind != "categorical"},
+        _stacked(table, [TIME], np.int64, path)[:, 0] if schema.timed else None,
+    )
+
+
+def _read(path: Path, schema: Schema, rows: int) -> pa.Table:
+    expected = arrow_schema(schema)
+    with _opened(path, schema) as file:
+        _check_columns(path, file.schema_arrow, expected)
+        table = file.read(columns=expected.names)
+    _check_rows(path, table.num_rows, rows)
+    for field in schema.sparse:
+        _check_ids(path, field, table[field.name])
+    return table
+
+
+@contextmanager
+def _opened(path: Path, schema: Schema) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, though {schema.name!r}'s schema.json lists it; prepare again") from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); prepare the data set again") from error
+
+
+def _check_rows(path: Path, found: int, rows: int) -> None:
+    if found != rows:
+        raise ValueError(f"{path} has {found} rows, schema.json says {rows}; prepare the data set again")
+
+
+def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
+    for field in expected:
+        position = found.get_field_index(field.name)
+        if position < 0:
+            raise ValueError(f"{path} has no column {field.name!r}, but schema.json does; prepare the data set again")
+        kind = found.field(position).type
+        # Parquet does not keep the name of a list's inner field, so lists are compared by what they hold.
+        if pa.types.is_list(kind):
+            kind = pa.list_(kind.value_type)
+        if kind != field.type:
+            raise ValueError(f"{path}, column {field.name!r}: type {kind}, must be {field.type}; prepare it again")
+
+
+def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
+    """An id outside its table would read or write foreign memory in FBGEMM, so none may pass; raw ids have no table."""
+    if field.encoding == "raw":
+        return
+    for chunk in column.chunks:
+        bounds = pc.min_max(chunk if field.kind == "categorical" else chunk.flatten()).as_py()
+        for value in bounds.values():
+            if value is not None and not 0 <= value < field.num_embeddings:
+                raise ValueError(
+                    f"{path}, column {field.name!r}: id {value} is outside [0, {field.num_embeddings}); the file and "
+                    "schema.json do not belong together, prepare the data set again"
+                )
+
+
+def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path | str) -> torch.Tensor:
+    """Flat columns side by side: a transposed view, [rows, len(names)], of one copy of Arrow's buffers."""
+    columns = np.empty((len(names), table.num_rows), dtype)
+    for name, target in zip(names, columns, strict=True):
+        column = table[name]
+        if column.null_count:
+            raise ValueError(f"{path}, column {name!r}: {column.null_count} values are null; prepare it again")
+        start = 0
+        for chunk in column.chunks:
+            target[start : start + len(chunk)] = chunk.to_numpy(zero_copy_only=True)
+            start += len(chunk)
+    return torch.from_numpy(columns).t()
+
+
+def _bags(table: pa.Table, field: SparseField, schema: Schema, path: Path | str) -> Bags:
+    lists = _lists(table, field.name, path)
+    weights = None
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    offsets -= offsets[0]
+    if field.kind == "weighted":
+        weight_lists = _lists(table, field.name + WEIGHT_SUFFIX, path)
+        weight_offsets = weight_lists.offsets.to_numpy().astype(np.int64)
+        if not np.array_equal(weight_offsets - weight_offsets[0], offsets):
+            raise ValueError(f"{path}, column {field.name!r}: a list of weights is not as long as its list of ids")
+        weights = torch.from_numpy(weight_lists.flatten().to_numpy().copy())
+    values = torch.from_numpy(lists.flatten().to_numpy().copy()).to(id_dtype(schema))
+    return Bags(values, torch.from_numpy(offsets), weights)
+
+
+def _lists(table: pa.Table, name: str, path: Path | str) -> pa.ListArray:
+    column = table[name].combine_chunks()
+    lists = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    if lists.null_count or lists.flatten().null_count:
+        raise ValueError(f"{path}, column {name!r}: values are null; prepare the data set again")
+    return lists

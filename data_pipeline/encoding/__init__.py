@@ -1,0 +1,1 @@
+"""Parsed columns to features: maps of dense values, vocabularies of ids."""

@@ -1,0 +1,1 @@
+"""`cowrec prepare`: raw click logs to a data set, on this machine or a Dask cluster."""

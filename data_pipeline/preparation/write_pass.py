@@ -1,0 +1,97 @@
+"""The second pass: each partition becomes a shard of every split that it has rows of."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from cowrec.data_pipeline.dataset.schema import Schema, Split
+from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
+from cowrec.data_pipeline.dataset.writer import ShardSize, size_of_split, write_shard
+from cowrec.data_pipeline.encoding.encoder import Encoder
+from cowrec.data_pipeline.raw.bad_rows import BadRow, BadRowLedger
+from cowrec.data_pipeline.raw.csv_parser import parse
+from cowrec.data_pipeline.raw.layouts import Layout
+from cowrec.data_pipeline.raw.partitions import Block, Partition, Report
+
+from .engine import Engine
+from .splitting import SplitRule
+
+SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What every partition is written by; `folder` is one that all workers see."""
+
+    folder: Path
+    layout: Layout
+    encoder: Encoder
+    split: SplitRule
+
+
+@dataclass(frozen=True)
+class Written:
+    """The shard of each split that a partition has rows of, and its bad rows."""
+
+    shards: dict[str, ShardSize]
+    bad: list[BadRow]
+
+
+def write_splits(
+    engine: Engine, partitions: Sequence[Partition], plan: WritePlan, ledger: BadRowLedger, report: Report
+) -> dict[str, Split]:
+    """Encodes all partitions into `plan.folder`.
+
+    Raises:
+        ValueError: a bad row that may not be skipped. OSError: the disk is full.
+    """
+    shards: dict[str, list[ShardSize]] = {name: [] for name in SPLITS}
+    for name in SPLITS:
+        (plan.folder / name).mkdir()
+    with closing(engine.map(write_partition, plan, partitions)) as results:
+        for partition, written in zip(partitions, results, strict=True):
+            ledger.add(written.bad)
+            for name, size in written.shards.items():
+                # Partitions without rows of a split leave no gap: results come in order, so the place is free.
+                final = shard_path(plan.folder, name, len(shards[name]))
+                shard_path(plan.folder, name, partition.number).rename(final)
+                shards[name].append(size)
+            report(partition.file_bytes)
+    return {
+        name: size_of_split(sizes, _fields(plan), labelled=_labelled(plan.layout)) for name, sizes in shards.items()
+    }
+
+
+def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Written:
+    """Writes shard `number` of each split that the partition has rows of, whole or not at all."""
+    columns = arrow_schema(_fields(plan))
+    parts: dict[str, list[pa.Table]] = {name: [] for name in SPLITS}
+    bad: list[BadRow] = []
+    for block in blocks:
+        parsed = parse(block, plan.layout)
+        bad += parsed.bad
+        table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
+        test = plan.split.is_test(parsed.rows)
+        for name, chosen in zip(SPLITS, (~test, test), strict=True):
+            if chosen.any():
+                parts[name].append(table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen))))
+    return Written(
+        {
+            name: write_shard(shard_path(plan.folder, name, number), pa.concat_tables(tables), _labelled(plan.layout))
+            for name, tables in parts.items()
+            if tables
+        },
+        bad,
+    )
+
+
+def _fields(plan: WritePlan) -> Schema:
+    return Schema(plan.layout.name, plan.encoder.dense, plan.encoder.sparse, {}, timed=bool(plan.layout.time))
+
+
+def _labelled(layout: Layout) -> bool:
+    return layout.label in layout.columns

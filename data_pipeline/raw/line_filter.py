@@ -1,0 +1,96 @@
+"""Lines that must not reach the CSV parser, because it would misread them or lose count of lines."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .bad_rows import BadRow
+from .partitions import Block
+
+NEWLINE, RETURN = 10, 13
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A block without its unreadable lines.
+
+    Attributes:
+        data: the lines that remain.
+        lines: their line numbers in the file, int64.
+        longest: bytes of the longest line, or more.
+        bad: the others.
+    """
+
+    data: bytes
+    lines: np.ndarray
+    longest: int
+    bad: list[BadRow]
+
+
+def screened(block: Block, quote: str) -> Screened:
+    """Takes out empty lines, lines that are not UTF-8, lone carriage returns and, with a `quote`, unbalanced quotes.
+
+    A line whose quotes do not balance is nearly always half of a record with a newline inside quotes. Such records are
+    not supported: files are cut into blocks at newlines, which keeps line numbers exact.
+    """
+    text = np.frombuffer(block.data, np.uint8)
+    ends = np.flatnonzero(text == NEWLINE)
+    problems: dict[int, str] = {}
+    if quote:
+        for line in _unbalanced(text, ends, ord(quote)):
+            problems[line] = (
+                f"unbalanced quote {quote}; a newline inside quotes is not supported: replace it in the file, or set "
+                'quote = "" in the schema file if quotes have no meaning'
+            )
+    for line in _lone_returns(text, ends):
+        problems[line] = "a carriage return inside the line; convert the file's line ends to newlines"
+    for line in _empty(text, ends):
+        problems[line] = "the line is empty"
+    for line, byte in _not_utf8(block.data, ends):
+        problems[line] = f"not UTF-8 (byte 0x{byte:02x}); convert the file to UTF-8 first"
+    lines = np.arange(block.first_line, block.first_line + len(ends))
+    starts = np.r_[0, ends[:-1] + 1]
+    longest = int((ends - starts).max(initial=0)) + 1
+    if not problems:
+        return Screened(block.data, lines, longest, [])
+    bad = np.asarray(sorted(problems))
+    kept_from, kept_to = np.r_[0, ends[bad] + 1], np.r_[starts[bad], len(text)]
+    data = b"".join(block.data[start:stop] for start, stop in zip(kept_from, kept_to, strict=True))
+    rows = [BadRow(block.path, int(lines[line]), "", problems[line]) for line in bad.tolist()]
+    return Screened(data, np.delete(lines, bad), longest, rows)
+
+
+def _unbalanced(text: np.ndarray, ends: np.ndarray, quote: int) -> list[int]:
+    per_line = np.bincount(np.searchsorted(ends, np.flatnonzero(text == quote)), minlength=len(ends))
+    return np.flatnonzero(per_line % 2).tolist()
+
+
+def _lone_returns(text: np.ndarray, ends: np.ndarray) -> list[int]:
+    returns = np.flatnonzero(text == RETURN)
+    # A line ends with a newline, so that there is a byte after each carriage return.
+    lone = returns[text[returns + 1] != NEWLINE]
+    return np.unique(np.searchsorted(ends, lone)).tolist()
+
+
+def _empty(text: np.ndarray, ends: np.ndarray) -> list[int]:
+    starts = np.r_[0, ends[:-1] + 1]
+    lengths = ends - starts
+    return np.flatnonzero((lengths == 0) | ((lengths == 1) & (text[starts] == RETURN))).tolist()
+
+
+def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:
+    """(line, first offending byte); goes once round the loop for each bad line, decoding what follows it."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    if data.isascii():
+        return found
+    while start < len(data):
+        try:
+            str(memoryview(data)[start:], "utf-8")
+            break
+        except UnicodeDecodeError as error:
+            position = start + error.start
+            line = int(np.searchsorted(ends, position))
+            found.append((line, data[position]))
+            start = int(ends[line]) + 1
+    return found

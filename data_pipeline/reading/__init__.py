@@ -1,0 +1,1 @@
+"""Reading a prepared data set: shuffling, prefetching, and keeping it in memory."""

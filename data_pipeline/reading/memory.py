@@ -1,0 +1,44 @@
+"""How many bytes a split takes when all of it is kept on a device, and whether it fits there."""
+
+import torch
+
+from cowrec.data_pipeline.dataset.schema import Schema
+
+
+def resident_bytes(schema: Schema, split: str = "train") -> int:
+    """Bytes that `Reader(resident=True)` keeps for a split.
+
+    4 for each label, dense value and id (8 where ids are raw), 4 for each weight, 8 for each time and list's offset.
+    """
+    size = schema.split(split)
+    id_bytes = 8 if schema.has_raw_ids else 4
+    total = size.rows * (4 * (1 + len(schema.dense)) + (8 if schema.timed else 0))
+    for field in schema.sparse:
+        if field.kind == "categorical":
+            total += id_bytes * size.rows
+        else:
+            value_bytes = id_bytes + (4 if field.kind == "weighted" else 0)
+            total += 8 * (size.rows + 1) + value_bytes * size.values.get(field.name, 0)
+    return total
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free bytes on a device: of the GPU's memory, or of the machine's; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = dict(line.split(":", 1) for line in file)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def check_fits(schema: Schema, split: str, device: torch.device) -> None:
+    """Raises ValueError with the bytes needed and available where a split does not fit on `device`."""
+    needed, available = resident_bytes(schema, split), available_bytes(device)
+    if available is not None and needed > available:
+        raise ValueError(
+            f"resident: the {split} split needs {needed:,} bytes on {device}, {available:,} are available; "
+            "stream it instead (resident = false)"
+        )

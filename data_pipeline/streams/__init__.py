@@ -1,0 +1,1 @@
+"""Streams of samples: sources, sinks, order by time, the journal, and positions to resume from."""

@@ -1,0 +1,1 @@
+"""Synthetic click data whose true probabilities are known."""

@@ -1,0 +1,156 @@
+"""An endless stream of Criteo's ids by their fitted frequencies, for measurements: no data set, no time to read one.
+
+Row number = frequency rank, as `prepare` assigns it. Fields are independent, and so are samples: which ids meet in one
+sample, and how they come and go over the days, is not modelled. Every id is a hash of (seed, field, sample), so that
+any part of the stream can be drawn by itself.
+
+F fields, S samples, C classes of equally frequent ids.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+
+from cowrec.data_pipeline.hashing import GOLDEN, mix
+from cowrec.data_pipeline.parallel import available_cores
+
+from .criteo_frequencies import CRITEO_FREQUENCIES
+from .criteo_like import CRITEO_SIZES
+
+_CLASS_BITS, _KEEP_BITS = 6, 26
+_UNFOLDED = 1 << 31
+_CHUNK = 1 << 22
+
+
+class CriteoIds:
+    """The rows that Criteo-like samples look up.
+
+    Args:
+        seed: of the stream.
+        max_rows: rows of a table at most; ids beyond fold by modulo. None: Criteo's own vocabulary sizes. (The fitted
+            fields have more ids than that, because nearly every sample brings one that was never seen before.)
+
+    Attributes:
+        table_rows: rows of each field's table, int64 [F].
+
+    Raises:
+        ValueError: `max_rows` below 2.
+    """
+
+    def __init__(self, seed: int = 0, max_rows: int | None = None) -> None:
+        if max_rows is not None and max_rows < 2:
+            raise ValueError(f"tables need at least 2 rows, got {max_rows}")
+        self.table_rows = np.minimum(CRITEO_SIZES, max_rows or max(CRITEO_SIZES))
+        self._keys = np.random.SeedSequence(seed).generate_state(len(CRITEO_SIZES), np.uint64)
+        self._classes = [_alias_table(np.array(classes)) for classes in CRITEO_FREQUENCIES]
+
+    def rows(self, first: int, samples: int) -> np.ndarray:
+        """Rows that samples [first, first + samples) look up: int32 [F, S]."""
+        rows = np.empty((len(self._keys), samples), np.int32)
+        for field, into in enumerate(rows):
+            _draw(*self._field(field), first, into)
+        return rows
+
+    def values(self, first: int, samples: int) -> np.ndarray:
+        """The ids of samples [first, first + samples) before they are folded into tables: int32 [F, S]."""
+        values = np.empty((len(self._keys), samples), np.int32)
+        for field, into in enumerate(values):
+            _draw(self._keys[field], _UNFOLDED, *self._classes[field], first, into)
+        return values
+
+    def last_samples(self, samples: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
+        """The last of the first `samples` samples that looks each row up, from 1; 0 for rows that none does.
+
+        Args:
+            samples: length of the stream, below 2^31.
+            progress: called with the number of ids just drawn.
+
+        Returns:
+            int32 [sum of table_rows], the fields' rows one after the other.
+        """
+        last = np.zeros(self.table_rows.sum(), np.int32)
+        tables = np.split(last, np.cumsum(self.table_rows)[:-1])
+
+        def run_field(field: int) -> None:
+            for first in range(0, samples, _CHUNK):
+                count = min(_CHUNK, samples - first)
+                _mark(*self._field(field), first, count, tables[field])
+                if progress is not None:
+                    progress(count)
+
+        # The largest tables first: drawing from them takes longest.
+        with ThreadPoolExecutor(available_cores()) as pool:
+            list(pool.map(run_field, np.argsort(-self.table_rows).tolist()))
+        return last
+
+    def _field(self, field: int) -> tuple[np.uint64, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self._keys[field], int(self.table_rows[field]), *self._classes[field]
+
+
+def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Alias table (Walker 1977) over classes [C, 2] of (ids, share), filled up to 2^_CLASS_BITS with empty ones.
+
+    Returns:
+        For each column: keep, uint64, below which a number of _KEEP_BITS draws the column's own class; the class that
+        is drawn else, int64. For each class: its first id and its ids, int64.
+    """
+    columns = 1 << _CLASS_BITS
+    assert len(classes) <= columns
+    ids, shares = np.zeros(columns, np.int64), np.zeros(columns)
+    ids[: len(classes)], shares[: len(classes)] = classes.T
+    left = shares / shares.sum() * columns
+    keep, other = np.ones(columns), np.arange(columns)
+    small = [column for column in range(columns) if left[column] < 1]
+    large = [column for column in range(columns) if left[column] >= 1]
+    while small and large:
+        column, giver = small.pop(), large[-1]
+        keep[column], other[column] = left[column], giver
+        left[giver] -= 1 - left[column]
+        if left[giver] < 1:
+            small.append(large.pop())
+    return np.round(keep * (1 << _KEEP_BITS)).astype(np.uint64), other, np.cumsum(ids) - ids, ids
+
+
+@numba.njit(inline="always")
+def _row(key, table_rows, keep, other, firsts, sizes, sample):  # type: ignore[no-untyped-def]
+    """Of the hash 6 bits choose a column of the alias table, 26 the column or its alias, 32 the id within the class."""
+    bits = mix(key + np.uint64(sample) * GOLDEN)
+    place = np.int64(bits >> np.uint64(64 - _CLASS_BITS))
+    if (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= keep[place]:
+        place = other[place]
+    within = ((bits & np.uint64(0xFFFFFFFF)) * np.uint64(sizes[place])) >> np.uint64(32)
+    row = firsts[place] + np.int64(within)
+    return row if row < table_rows else row % table_rows
+
+
+@numba.njit(nogil=True, cache=True)
+def _draw(
+    key: np.uint64,
+    table_rows: int,
+    keep: np.ndarray,
+    other: np.ndarray,
+    firsts: np.ndarray,
+    sizes: np.ndarray,
+    first: int,
+    rows: np.ndarray,
+) -> None:
+    for i in range(len(rows)):
+        rows[i] = _row(key, table_rows, keep, other, firsts, sizes, first + i)
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark(
+    key: np.uint64,
+    table_rows: int,
+    keep: np.ndarray,
+    other: np.ndarray,
+    firsts: np.ndarray,
+    sizes: np.ndarray,
+    first: int,
+    count: int,
+    last: np.ndarray,
+) -> None:
+    for sample in range(first, first + count):
+        last[_row(key, table_rows, keep, other, firsts, sizes, sample)] = sample + 1

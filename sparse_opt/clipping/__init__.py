@@ -1,0 +1,1 @@
+"""CowClip under the stock fused optimizers of any TorchRec model."""

@@ -1,0 +1,1 @@
+"""EmbeddingAdam: the published algorithm on sharded tables, replayed for absent rows."""

@@ -1,0 +1,185 @@
+"""Rows that are given to new ids: their initial weights, which depend on the id alone, and their optimizer's state.
+
+n births, D columns of a row's embedding, P columns of the stored row.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import tau
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cowrec.sparse_opt.id_tables.records import GOLDEN, mix
+from cowrec.sparse_opt.id_tables.tables import Births
+from cowrec.sparse_opt.tbe.lookup import Lookup, find_lookups
+
+from .embedding_adam import EmbeddingAdam
+from .lookup_adam import LookupAdam
+
+_AT_ONCE = 1 << 16
+
+
+class RowBirths:
+    """Makes the rows of new ids in a sharded model what they would be in a new one, on whichever rank they lie.
+
+    Weights are N(0, std) in the leading columns and 0 in the others. They are computed from (seed, table, feature, id),
+    so that neither the row's number nor the sharding plan changes them; the optimizer's state of the row becomes 0.
+
+    Args:
+        model: holds the sharded tables.
+        optimizer: :class:`EmbeddingAdam` where it trains them, else None; states of FBGEMM's fused optimizers are found
+            by themselves.
+        tables: names, in the order of :attr:`Births.table`.
+        columns: D, leading columns that are drawn.
+        std: standard deviation.
+        seed: of the values, at least 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: EmbeddingAdam | None,
+        tables: Sequence[str],
+        *,
+        columns: int,
+        std: float,
+        seed: int,
+    ):
+        self._columns, self._std = columns, std
+        self._keys = np.array([_table_key(seed, table) for table in tables], np.uint64)
+        if optimizer:
+            pairs: list[tuple[Lookup, LookupAdam | None]] = [(each.rows.lookup, each) for each in optimizer.lookups]
+        else:
+            pairs = [(lookup, None) for lookup in find_lookups(model)[0]]
+        self._groups = [
+            _ShardGroup.of(lookup, adam, shards, tables) for lookup, adam in pairs for shards in _like_shards(lookup)
+        ]
+
+    @torch.no_grad()
+    def reset(self, births: Births) -> None:
+        """Resets the rows of ``births`` that lie on this rank."""
+        for first in range(0, len(births.row), _AT_ONCE):
+            table, row, ids, feature = (
+                each[first : first + _AT_ONCE] for each in (births.table, births.row, births.id, births.feature)
+            )
+            values = torch.from_numpy(initial_rows(self._keys[table], feature, ids, self._columns, self._std))
+            for group in self._groups:
+                group.reset(torch.from_numpy(table), torch.from_numpy(row), values)
+
+
+def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, columns: int, std: float) -> np.ndarray:
+    """Initial embeddings of ids: float32 [n, D], N(0, std), from a hash of (key, feature, id, column).
+
+    Args:
+        keys: of the ids' tables, uint64 [n].
+        features: int64 [n].
+        ids: int64 [n].
+        columns: D.
+        std: standard deviation.
+
+    Source: splitmix64 for the bits, Box and Muller (1958) for the normal numbers; none is beyond 5.8 deviations.
+    """
+    out = np.empty((len(ids), columns), np.float32)
+    _draw(keys, features, ids, np.float64(std), out)
+    return out
+
+
+@numba.njit(nogil=True, cache=True)
+def _draw(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, std: float, out: np.ndarray) -> None:
+    unit = 1.0 / (1 << 24)
+    for i in range(len(ids)):
+        state = mix(mix(keys[i] + np.uint64(features[i]) * GOLDEN) + np.uint64(ids[i]) * GOLDEN)
+        for column in range(0, out.shape[1], 2):
+            bits = mix(state + np.uint64(column + 1) * GOLDEN)
+            radius = std * np.sqrt(-2.0 * np.log(((bits >> np.uint64(40)) + 1) * unit))
+            angle = tau * ((bits >> np.uint64(8)) & np.uint64(0xFFFFFF)) * unit
+            out[i, column] = radius * np.cos(angle)
+            if column + 1 < out.shape[1]:
+                out[i, column + 1] = radius * np.sin(angle)
+
+
+@dataclass(frozen=True)
+class _ShardGroup:
+    """Shards of one lookup, each of another table, that begin at the same column and are equally wide.
+
+    Attributes:
+        lookup: that holds them.
+        adam: EmbeddingAdam's state of it, if it has one.
+        shards: their numbers in the lookup.
+        place_of_table: which of the shards is a table's, int64 [tables of the births], -1 for none.
+        first_row, rows, start: of the shards: place in the table, size, and first element in the flat weights, int64.
+        columns: of the table's row that the shards hold.
+    """
+
+    lookup: Lookup
+    adam: LookupAdam | None
+    shards: list[int]
+    place_of_table: Tensor
+    first_row: Tensor
+    rows: Tensor
+    start: Tensor
+    columns: slice
+
+    @staticmethod
+    def of(lookup: Lookup, adam: LookupAdam | None, shards: list[int], tables: Sequence[str]) -> "_ShardGroup":
+        held = [lookup.shards[shard] for shard in shards]
+        names = [shard.name for shard in held]
+        places = [names.index(table) if table in names else -1 for table in tables]
+        first = held[0].first_column
+        return _ShardGroup(
+            lookup,
+            adam,
+            shards,
+            torch.tensor(places),
+            torch.tensor([shard.first_row for shard in held]),
+            torch.tensor([shard.rows for shard in held]),
+            torch.tensor([lookup.weight_offsets[shard] for shard in shards]),
+            slice(first, first + held[0].embedding_dim),
+        )
+
+    def reset(self, table: Tensor, row: Tensor, values: Tensor) -> None:
+        """Of births [n] those whose rows are here; ``values``, float32 [n, D], on the CPU as all."""
+        place = self.place_of_table[table]
+        local = row - self.first_row[place]
+        here = ((place >= 0) & (local >= 0) & (local < self.rows[place])).nonzero().flatten()
+        if not len(here):
+            return
+        place, local = place[here], local[here]
+        width = self.columns.stop - self.columns.start
+        weights = torch.zeros(len(here), width)
+        own = values[here, self.columns]
+        weights[:, : own.shape[1]] = own
+        flat = self.lookup.flat_weights()
+        elements = (self.start[place] + local * width)[:, None] + torch.arange(width)
+        elements = elements.to(flat.device)
+        flat[elements] = weights.to(flat.device, flat.dtype)
+        if self.adam:
+            self.adam.forget(elements, torch.tensor(self.shards)[place], local)
+        else:
+            self._forget_fused(place, local)
+
+    def _forget_fused(self, place: Tensor, local: Tensor) -> None:
+        states = self.lookup.module.split_optimizer_states()
+        for number in place.unique().tolist() if states else ():
+            rows = local[place == number]
+            for state in states[self.shards[number]]:
+                state.view(int(self.rows[number]), -1)[rows.to(state.device)] = 0
+
+
+def _like_shards(lookup: Lookup) -> list[list[int]]:
+    """Numbers of a lookup's shards, grouped by first column and width, no table twice in a group."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    seen: dict[tuple[str, int, int], int] = {}
+    for number, shard in enumerate(lookup.shards):
+        key = (shard.name, shard.first_column, shard.embedding_dim)
+        seen[key] = seen.get(key, -1) + 1
+        groups.setdefault((*key[1:], seen[key]), []).append(number)
+    return list(groups.values())
+
+
+def _table_key(seed: int, table: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{table}".encode()).digest()[:8], "little")

@@ -1,0 +1,77 @@
+"""State of embedding rows as sharded tensors, cut over the processes as the weights are, for checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+from .lookup import Lookup
+
+
+def sharded_like_weights(
+    collections: Sequence[ShardedEmbeddingBagCollection],
+    lookups: Sequence[Lookup],
+    flats: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    per_row: bool = False,
+) -> dict[str, ShardedTensor | Tensor]:
+    """State of the rows as sharded tensors, cut over the processes just as the weights are, or whole as they are.
+
+    Args:
+        collections: all of a model; a rank may hold no lookup of some.
+        lookups: every lookup of them on this rank.
+        flats: for each of them a flat tensor as :meth:`Lookup.view_of` takes it; the result shares its memory.
+        dtype: of the flat tensors.
+        per_row: whether they hold one value a row; of column shards the first one's stands for the row.
+
+    Returns:
+        One tensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
+    """
+    by_address: dict[int, Tensor] = {}
+    for lookup, flat in zip(lookups, flats, strict=True):
+        for table, view in enumerate(lookup.module.split_embedding_weights()):
+            by_address[view.data_ptr()] = lookup.view_of(flat, table)
+    result: dict[str, ShardedTensor | Tensor] = {}
+    for collection in collections:
+        for key, weight in collection.state_dict().items():
+            if isinstance(weight, ShardedTensor):
+                width = 1 if per_row else None
+                parts = [
+                    # Without rows a shard has no address of its own.
+                    by_address[shard.tensor.data_ptr()] if len(shard.tensor) else shard.tensor.to(dtype)[:, :width]
+                    for shard in weight.local_shards()
+                ]
+                result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
+            elif weight.data_ptr() in by_address:
+                result[key.split(".")[-2]] = by_address[weight.data_ptr()]
+    return result
+
+
+def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
+    """A sharded tensor cut over the rows and columns like a weight, or over the rows alone."""
+
+    def narrow(shard: ShardMetadata) -> ShardMetadata:
+        return replace(shard, shard_sizes=[shard.shard_sizes[0], 1]) if per_row else shard
+
+    def holds_rows(shard: ShardMetadata) -> bool:
+        return not per_row or shard.shard_offsets[1] == 0
+
+    whole = weight.metadata()
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[narrow(each) for each in whole.shards_metadata if holds_rows(each)],
+        size=torch.Size([whole.size[0], 1]) if per_row else whole.size,
+        tensor_properties=replace(whole.tensor_properties, dtype=dtype),
+    )
+    shards = [
+        Shard(part, narrow(each.metadata))
+        for part, each in zip(parts, weight.local_shards(), strict=True)
+        if holds_rows(each.metadata)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=weight._process_group
+    )

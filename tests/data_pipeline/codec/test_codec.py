@@ -1,0 +1,281 @@
+"""Raw samples to rows: as `prepare` makes them of the same values in a text file; and what is wrong with a sample."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synthesize
+from cowrec.data_pipeline.codec.codec import SampleCodec
+from cowrec.data_pipeline.dataset.schema import MISSING
+from cowrec.data_pipeline.dataset.shards import load_shards
+from raw_cases import MIXED_SCHEMA
+
+TIMED = 'time = "seen at"\n' + MIXED_SCHEMA
+HEADER = ["seen at", "past views", "unused", "click", "price", "tags", "city"]
+
+names = st.one_of(st.text("abcé 中'\"", max_size=4), st.integers(-(2**70), 2**70).map(str), st.integers(0, 9).map(str))
+tags = st.one_of(st.text("abé", min_size=1, max_size=3), st.integers(0, 99).map(str))
+
+
+@st.composite
+def raw_rows(draw):
+    """Rows as (what a text file has, what a sample has)."""
+    rows = []
+    for _ in range(draw(st.integers(1, 30))):
+        time, label = draw(st.integers(0, 2**33)), draw(st.integers(0, 1))
+        price = draw(st.one_of(st.none(), st.integers(-9, 9), st.floats(-1e6, 1e6)))
+        city, labels = draw(names), draw(st.lists(tags, max_size=3))
+        history = draw(st.lists(st.tuples(tags, st.floats(-4, 4, width=32)), max_size=3))
+        text = {
+            "seen at": str(time),
+            "past views": " ".join(f"{key}:{weight!r}" for key, weight in history),
+            "unused": "u",
+            "click": str(label),
+            "price": "" if price is None else repr(price),
+            "tags": "|".join(labels),
+            "city": city,
+        }
+        as_text = draw(st.booleans())
+        pairs = [{"id": number_or_text(draw, key), "weight": weight} for key, weight in history]
+        sample = {
+            "seen at": draw(st.sampled_from([time, float(time), str(time)])),
+            "past views": text["past views"] if as_text else draw(st.sampled_from([pairs, pairs or None])),
+            "click": draw(st.sampled_from([label, float(label)])),
+            "price": draw(st.sampled_from([price, text["price"]])),
+            "tags": text["tags"] if as_text else [number_or_text(draw, tag) for tag in labels],
+            "city": number_or_text(draw, city) if city else draw(st.sampled_from(["", None])),
+            "surplus": draw(st.sampled_from([None, 1, "x", {"deep": [1]}])),
+        }
+        rows.append((text, sample))
+    return rows
+
+
+def number_or_text(draw, text):
+    """An integer is the id of its decimal text."""
+    is_integer = text.lstrip("-").isdecimal() and str(int(text)) == text
+    return int(text) if is_integer and draw(st.booleans()) else text
+
+
+def prepared(folder, texts, config, schema=TIMED):
+    with (folder / "raw.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, HEADER, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(texts)
+    (folder / "schema.toml").write_text(schema)
+    return prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "schema.toml")
+
+
+def check_equal(one, other, *, labelled=True):
+    """Every tensor of two `Rows`, bit by bit."""
+    assert torch.equal(one.dense, other.dense)
+    assert torch.equal(one.ids, other.ids)
+    assert one.ids.dtype == other.ids.dtype
+    assert one.bags.keys() == other.bags.keys()
+    for name, bags in one.bags.items():
+        assert torch.equal(bags.values, other.bags[name].values)
+        assert bags.values.dtype == other.bags[name].values.dtype
+        assert torch.equal(bags.offsets, other.bags[name].offsets)
+        assert bags.weights is None or torch.equal(bags.weights, other.bags[name].weights)
+    if labelled:
+        assert torch.equal(one.label, other.label)
+        assert torch.equal(one.time, other.time)
+    else:
+        assert one.label.isnan().all()
+        assert one.time is None
+
+
+CONFIGS = [
+    PrepareConfig(test_fraction=0.0),
+    PrepareConfig(test_fraction=0.0, raw_ids=True, dense="none"),
+    PrepareConfig(test_fraction=0.0, hash_buckets=7, dense="log"),
+    PrepareConfig(test_fraction=0.0, min_count=2, dense="buckets"),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["vocabulary", "raw", "hash", "buckets"])
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(rows=raw_rows())
+def test_samples_become_what_a_text_file_becomes(tmp_path_factory, config, rows):
+    """As JSON, as dictionaries and, a few at a time, for prediction."""
+    folder = tmp_path_factory.mktemp("samples")
+    schema = prepared(folder, [text for text, _ in rows], config)
+    expected = load_shards(folder / "out", schema, "train", range(len(schema.splits["train"].shards)))
+    samples = [sample for _, sample in rows]
+    codec = SampleCodec.load(folder / "out")
+    encoded = codec.encode(codec.from_json([json.dumps(sample).encode() for sample in samples]))
+    assert encoded.bad == ()
+    check_equal(encoded.rows, expected)
+    assert encoded.time.tolist() == expected.time.tolist()
+    one_by_one = codec.encode(codec.from_objects(samples))
+    check_equal(one_by_one.rows, expected)
+    for start in range(0, len(samples), 7):
+        part = samples[start : start + 7]
+        few, bad = codec.prediction_rows(part)
+        assert bad == ()
+        check_equal(few, expected.take(torch.arange(start, start + len(part))), labelled=False)
+    assert codec.columns == ("price", "city", "tags", "past views")
+
+
+def good_sample(**changes):
+    sample = {"seen at": 5, "past views": [{"id": "a", "weight": 1}], "click": 1, "price": 2.5, "tags": ["t"]}
+    return {**sample, "city": "c", **changes}
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("codec")
+    text = {"seen at": "5", "past views": "a:1", "unused": "", "click": "1", "price": "2.5", "tags": "t", "city": "c"}
+    prepared(folder, [text, {**text, "price": "0", "city": "d"}], CONFIGS[0])
+    return SampleCodec.load(folder / "out")
+
+
+WRONG = {
+    "a word for a number": ({"price": "much"}, "column price: must be a"),
+    "a list for a number": ({"price": [1]}, "column price: must be a"),
+    "a truth value for a number": ({"price": True}, "column price: must be a"),
+    "an infinite number": ({"price": math.inf}, "column price: must be a finite number"),
+    "a number for an id": ({"city": 1.5}, "column city: must be a string, an integer or null, got 1.5"),
+    "a truth value for an id": ({"city": False}, "column city: must be a string, an integer or null, got false"),
+    "an object for an id": ({"city": {}}, "column city: must be a string, an integer or null, got {}"),
+    "half a character": ({"city": "\ud800"}, "column city: must be a string"),
+    "null in a list": ({"tags": ["a", None]}, "column tags: must be a list of strings or integers"),
+    "a number for a list": ({"tags": 7}, "column tags: must be a list of strings or integers"),
+    "lists in a list": ({"tags": [["a"]]}, "column tags: must be a list of strings or integers"),
+    "an id without a weight": ({"past views": [{"id": "a"}]}, 'column past views: must be a list of {"id"'),
+    "a weight without an id": ({"past views": [{"weight": 1}]}, 'column past views: must be a list of {"id"'),
+    "text without a weight": ({"past views": "a"}, "text (id:weight, by ' ')"),
+    "a label of 2": ({"click": 2}, "column click: a label must be 0 or 1, got 2"),
+    "no label": ({"click": None}, "column click: a label must be 0 or 1, got None"),
+    "milliseconds": ({"seen at": 1.7e12}, "column seen at: a time must be Unix seconds (not milliseconds)"),
+    "no time": ({"seen at": None}, "column seen at: a time must be Unix seconds"),
+    "a word for a time": ({"seen at": "soon"}, "column seen at: a time must be Unix seconds"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_value_is_named_and_loses_no_other_sample(codec, case):
+    change, message = WRONG[case]
+    samples = [good_sample(), good_sample(**change), good_sample(city="d")]
+    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_objects(samples)):
+        encoded = codec.encode(raw)
+        assert [each.index for each in encoded.bad] == [1]
+        assert encoded.bad[0].reason.startswith(message) or message in encoded.bad[0].reason
+        assert encoded.index.tolist() == [0, 2]
+        assert encoded.rows.ids[:, 0].tolist() == [2, 3]
+    alone = codec.encode(codec.from_json([json.dumps(samples[1]).encode()]))
+    assert (alone.table.num_rows, len(alone.bad)) == (0, 1)
+    rows, bad = codec.prediction_rows(samples)
+    only_for_training = not change.keys().isdisjoint({"click", "seen at"})
+    assert [each.index for each in bad] == ([] if only_for_training else [1])
+    assert len(rows) == 3 - len(bad)
+
+
+MALFORMED = [
+    b"", b" ", b"{", b"null",
+    b"[]", b'"text"', b"{} {}", b'{"city": "x"', b'{"city": "\xff"}', b"{}}", b"not JSON", b"\x00",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", MALFORMED)
+def test_a_malformed_line_loses_no_other(codec, line):
+    good = json.dumps(good_sample()).encode()
+    encoded = codec.encode(codec.from_json([good, line, good]))
+    assert [each.index for each in encoded.bad] == [1]
+    assert encoded.index.tolist() == [0, 2]
+
+
+def test_two_halves_do_not_make_a_sample_nor_two_in_a_line_one(codec):
+    """As many objects as lines, but not one on each."""
+    good = json.dumps(good_sample()).encode()
+    encoded = codec.encode(codec.from_json([good + good, b" ", good, good[:-1], b"}"]))
+    assert encoded.index.tolist() == [2]
+    assert [each.index for each in encoded.bad] == [0, 1, 3, 4]
+
+
+def test_a_column_that_no_sample_has_is_an_error(codec):
+    samples = [good_sample() for _ in range(40)]
+    for sample in samples:
+        del sample["tags"]
+    lines = [json.dumps(sample).encode() for sample in samples]
+    for raw in (codec.from_json(lines), codec.from_objects(samples)):
+        with pytest.raises(ValueError, match="no sample has the column 'tags'"):
+            codec.encode(raw)
+    for part in (samples, samples * 2, [{}]):
+        with pytest.raises(ValueError, match="no sample has the column"):
+            codec.prediction_rows(part)
+    lines[-1] = json.dumps(good_sample(tags=None)).encode()
+    encoded = codec.encode(codec.from_json(lines))
+    assert encoded.rows.bags["tags"].values.tolist() == [MISSING] * 40
+    with pytest.raises(ValueError, match="no sample has the column 'click', 'seen at'"):
+        codec.encode(codec.from_objects([dict.fromkeys(codec.columns)]))
+
+
+def test_integers_are_ids_by_their_text_in_any_company(codec):
+    """Alone, after strings and before them: which way a chunk is read does not show."""
+    for cities in ([17, 17], ["17", 17], [17, "17"], [2**70, str(2**70)], [-0, "0"]):
+        encoded = codec.encode(codec.from_json([json.dumps(good_sample(city=city)).encode() for city in cities]))
+        table = codec.from_objects([good_sample(city=city) for city in cities]).table
+        assert table["city"].to_pylist() == [str(city) for city in cities]
+        assert encoded.rows.ids.unique().numel() == 1
+
+
+def test_tables_of_any_type_that_holds_the_values(codec):
+    count = 3
+    table = pa.table(
+        {
+            "seen at": pa.array([1, 2, 3], pa.timestamp("ms", "UTC")),
+            "click": pa.array([0, 1, 0], pa.int8()),
+            "price": pa.array([None, 1, 2], pa.int32()),
+            "city": pa.array(["c", None, "d"]).dictionary_encode(),
+            "tags": pa.array([["t"], [], None], pa.large_list(pa.large_string())),
+            "past views": pa.array([[{"weight": 1.0, "id": 7}], None, []]),
+            "sample_id": pa.array([1, None, 3]),
+            "more": pa.array([1] * count),
+        }
+    )
+    encoded = codec.encode(codec.from_table(table))
+    assert encoded.bad == ()
+    assert encoded.sample_ids.to_pylist() == ["1", "", "3"]
+    assert encoded.time.tolist() == [0, 0, 0]
+    assert encoded.rows.ids[:, 0].tolist() == [2, MISSING, 3]
+    assert encoded.rows.bags["tags"].offsets.tolist() == [0, 1, 2, 3]
+    assert encoded.rows.bags["history"].values.tolist() == [0, MISSING, MISSING]
+    assert encoded.batch.time.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="column 'price' has the type bool"):
+        codec.encode(codec.from_table(table.set_column(2, "price", pa.array([True] * count))))
+
+
+def test_synthetic_samples_have_row_numbers(tmp_path):
+    schema = synthesize(tmp_path / "out", SynthesizeConfig(rows=50, test_rows=5))
+    stored = load_shards(tmp_path / "out", schema, "train", [0])
+    codec = SampleCodec.load(tmp_path / "out")
+    samples = []
+    for row in range(50):
+        sample = {"label": int(stored.label[row]), "time": row}
+        sample |= {f"I{n + 1}": float(stored.dense[row, n]) for n in range(13)}
+        samples.append(sample | {f"C{f + 1}": int(stored.ids[row, f]) for f in range(26)})
+    rows = codec.encode(codec.from_json([json.dumps(sample).encode() for sample in samples])).rows
+    for name in ("dense", "label", "ids"):
+        assert torch.equal(getattr(rows, name), getattr(stored, name))
+    assert rows.time.tolist() == list(range(50))
+    samples[1]["C1"] = schema.sparse[0].num_embeddings
+    samples[2]["C1"] = None
+    encoded = codec.encode(codec.from_objects(samples))
+    assert [each.index for each in encoded.bad] == [1]
+    assert encoded.rows.ids[1, 0] == MISSING
+    few, bad = codec.prediction_rows(samples[2:4])
+    assert np.array_equal(few.ids, encoded.rows.ids[1:3])
+    assert not bad
+
+
+def test_no_samples(codec):
+    assert codec.encode(codec.from_json([])).table.num_rows == 0
+    rows, bad = codec.prediction_rows([])
+    assert (len(rows), bad) == (0, ())

@@ -1,0 +1,131 @@
+"""Gathering rows into batches, against plain loops over Python lists."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline.dataset.sample_block import Bags, Rows
+from cowrec.data_pipeline.dataset.schema import DenseField, Schema, SparseField
+
+KINDS = ("categorical", "multi", "weighted")
+
+
+@dataclass
+class Sample:
+    dense: list[float]
+    label: float
+    bags: list[list[tuple[int, float]]]  # per field: (id, weight)
+
+
+@st.composite
+def tables(draw):
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5))
+    poolings = [draw(st.sampled_from(["sum", "mean"])) if kind == "multi" else "sum" for kind in kinds]
+    weights = st.floats(-2, 2, width=32)
+    samples = []
+    for _ in range(draw(st.integers(1, 9))):
+        bags = []
+        for kind in kinds:
+            size = 1 if kind == "categorical" else draw(st.integers(0, 4))
+            bags.append([(draw(st.integers(0, 9)), draw(weights) if kind == "weighted" else 1.0) for _ in range(size)])
+        samples.append(Sample([draw(weights), draw(weights)], float(draw(st.booleans())), bags))
+    index = draw(st.lists(st.integers(0, len(samples) - 1), max_size=12))
+    return kinds, poolings, samples, index
+
+
+def make_schema(kinds, poolings):
+    sparse = tuple(SparseField(f"f{n}", 10, *each) for n, each in enumerate(zip(kinds, poolings, strict=True)))
+    return Schema("test", (DenseField("a"), DenseField("b")), sparse, {})
+
+
+def make_rows(kinds, samples):
+    bags = {}
+    for n, kind in enumerate(kinds):
+        if kind != "categorical":
+            values = [pair for sample in samples for pair in sample.bags[n]]
+            lengths = torch.tensor([0] + [len(sample.bags[n]) for sample in samples])
+            bags[f"f{n}"] = Bags(
+                torch.tensor([pair[0] for pair in values], dtype=torch.int32),
+                lengths.cumsum(0),
+                torch.tensor([pair[1] for pair in values], dtype=torch.float32) if kind == "weighted" else None,
+            )
+    single = [[sample.bags[n][0][0] for n, kind in enumerate(kinds) if kind == "categorical"] for sample in samples]
+    return Rows(
+        torch.tensor([sample.dense for sample in samples]),
+        torch.tensor([sample.label for sample in samples]),
+        torch.tensor(single, dtype=torch.int32).reshape(len(samples), -1),
+        bags,
+    )
+
+
+def expected(kinds, poolings, samples):
+    """Values, lengths and weights in the order of a KeyedJaggedTensor: field by field, sample by sample."""
+    values, lengths, weights = [], [], []
+    for n, kind in enumerate(kinds):
+        for sample in samples:
+            bag = sample.bags[n]
+            lengths.append(len(bag))
+            values += [value for value, _ in bag]
+            mean = kind == "multi" and poolings[n] == "mean"
+            weights += [1 / len(bag) if mean else weight for _, weight in bag]
+    return values, lengths, weights
+
+
+def check(batch, kinds, poolings, samples):
+    values, lengths, weights = expected(kinds, poolings, samples)
+    assert batch.sparse.values().tolist() == values
+    assert batch.sparse.values().dtype == batch.sparse.lengths().dtype == torch.int32
+    assert batch.sparse.lengths().tolist() == lengths
+    assert batch.sparse.offsets().tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
+    of_fields = [lengths[n * len(samples) : (n + 1) * len(samples)] for n in range(len(kinds))]
+    assert batch.sparse.length_per_key_or_none() == [sum(each) for each in of_fields]
+    assert batch.sparse.stride() == len(samples) == batch.label.numel()
+    if "weighted" in kinds:
+        torch.testing.assert_close(batch.sparse.weights(), torch.tensor(weights, dtype=torch.float32))
+    else:
+        assert batch.sparse.weights_or_none() is None
+    torch.testing.assert_close(batch.dense, torch.tensor([sample.dense for sample in samples]).reshape(-1, 2))
+    assert batch.label.tolist() == [sample.label for sample in samples]
+
+
+@settings(max_examples=80, deadline=None)
+@given(tables())
+def test_a_gather_equals_a_plain_loop(table):
+    kinds, poolings, samples, index = table
+    rows = make_rows(kinds, samples).take(torch.tensor(index, dtype=torch.int64))
+    batch = rows.batch(make_schema(kinds, poolings), 99)
+    check(batch, kinds, poolings, [samples[position] for position in index])
+    assert batch.global_batch_size == 99
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables(), st.integers(0, 9))
+def test_rows_put_together_from_parts_are_the_same_rows(table, cut):
+    kinds, poolings, samples, _ = table
+    rows, everything = make_rows(kinds, samples), torch.arange(len(samples))
+    parts = [rows.take(everything[:cut]), rows.take(everything[cut:])]
+    check(Rows.concat(parts).batch(make_schema(kinds, poolings), -1), kinds, poolings, samples)
+
+
+def test_moving_a_batch_keeps_everything():
+    rows = make_rows(("categorical", "weighted"), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)], [(4, 0.5), (4, 2.0)]])])
+    batch = rows.batch(make_schema(("categorical", "weighted"), ("sum", "sum")), 7)
+    moved = batch.to(torch.device("cpu"), non_blocking=True)
+    assert moved.global_batch_size == 7
+    assert moved.sparse.values().tolist() == [3, 4, 4]
+    assert moved.sparse.weights().tolist() == [1.0, 0.5, 2.0]
+
+
+def test_the_size_of_the_global_batch_is_by_default_the_batch():
+    rows = make_rows(("categorical",), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)]])] * 3)
+    assert rows.batch(make_schema(("categorical",), ("sum",)), -1).global_batch_size == 3
+
+
+@pytest.mark.parametrize("kinds", [("categorical",), ("categorical", "multi")])
+def test_no_rows_make_an_empty_batch(kinds):
+    sample = Sample([0.0, 1.0], 1.0, [[(3, 1.0)]] * len(kinds))
+    rows = make_rows(kinds, [sample]).take(torch.empty(0, dtype=torch.int64))
+    check(rows.batch(make_schema(kinds, ("sum",) * len(kinds)), 5), kinds, ("sum",) * len(kinds), [])

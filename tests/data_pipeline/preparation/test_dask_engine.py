@@ -1,0 +1,127 @@
+"""`prepare` on a Dask cluster of local processes: every file is, byte by byte, the one that is made without it."""
+
+import gzip
+import os
+import signal
+
+import pytest
+
+from cowrec.data_pipeline import PrepareConfig, prepare, work_bytes
+from raw_cases import MIXED_SCHEMA, content, write_criteo, write_timed
+
+dask = pytest.importorskip("dask")
+distributed = pytest.importorskip("distributed")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A scheduler and two worker processes, which work in another folder than the test."""
+    options = {"dashboard_address": ":0", "local_directory": str(tmp_path_factory.mktemp("dask")), "silence_logs": 50}
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=2, processes=True, **options) as cluster:
+        yield cluster
+
+
+def both(cluster, folder, *arguments, **options):
+    """Prepares here and there; returns both schemas' folders' content."""
+    prepare(*arguments[:2], folder / "here", *arguments[2:], **options)
+    prepare(*arguments[:2], folder / "there", *arguments[2:], scheduler=cluster.scheduler_address, **options)
+    return content(folder / "here"), content(folder / "there")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PrepareConfig(shard_rows=150),
+        PrepareConfig(shard_rows=150, split="tail", test_rows=260, min_count=2, dense="buckets"),
+        PrepareConfig(shard_rows=150, hash_buckets=50, dense="log", fit_on="all"),
+        PrepareConfig(shard_rows=150, raw_ids=True),
+    ],
+    ids=["random", "tail", "hash", "raw"],
+)
+def test_a_cluster_makes_the_same_files(cluster, tmp_path, config):
+    """Of a plain and a compressed file, whose partitions are not cut alike."""
+    write_criteo(tmp_path / "a", 1000)
+    write_criteo(tmp_path / "b", 700, seed=1)
+    (tmp_path / "b.gz").write_bytes(gzip.compress((tmp_path / "b").read_bytes()))
+    raw = [tmp_path / "a", tmp_path / "b.gz", tmp_path / "b"]
+    here, there = both(cluster, tmp_path, "criteo", raw, config)
+    assert here == there
+    assert sum(name.startswith("train") for name in here) > 5
+    likewise = tmp_path / "like"
+    likewise.mkdir()
+    here, there = both(cluster, likewise, "criteo", raw[:1], PrepareConfig(shard_rows=100), like=tmp_path / "there")
+    assert here == there
+
+
+def test_lists_weights_and_bad_rows_too(cluster, tmp_path):
+    (tmp_path / "schema.toml").write_text(MIXED_SCHEMA)
+    lines = [f"a:{n} b:2,x,{n % 2},{n},t{n % 5}|t{n % 3},city {n % 11}" for n in range(400)]
+    lines[123] = "too short"
+    lines[321] = "a:1,x,7,1,t,city"
+    (tmp_path / "raw.csv").write_text("\n".join(["past views,unused,click,price,tags,city", *lines]))
+    config = PrepareConfig(shard_rows=37, on_bad_row="skip")
+    here, there = both(cluster, tmp_path, "csv", [tmp_path / "raw.csv"], config, csv_schema=tmp_path / "schema.toml")
+    assert here == there
+
+
+def test_raw_ids_and_times_too(cluster, tmp_path):
+    write_timed(tmp_path)
+    config = PrepareConfig(shard_rows=37, raw_ids=True)
+    options = {"csv_schema": tmp_path / "schema.toml"}
+    here, there = both(cluster, tmp_path, "csv", [tmp_path / "raw.csv"], config, **options)
+    assert here == there
+
+
+def test_what_is_wrong_is_told_as_here(cluster, tmp_path):
+    write_criteo(tmp_path / "raw", 300)
+    with (tmp_path / "raw").open("a") as file:
+        file.write("7\n")
+    with pytest.raises(ValueError, match="raw, line 301: 1 columns, must be 40"):
+        prepare(
+            "criteo",
+            [tmp_path / "raw"],
+            tmp_path / "out",
+            PrepareConfig(shard_rows=100),
+            scheduler=cluster.scheduler_address,
+        )
+    assert os.listdir(tmp_path) == ["raw"]
+
+
+def test_progress_adds_up_and_relative_paths_are_found(cluster, tmp_path, monkeypatch):
+    write_criteo(tmp_path / "raw", 300)
+    monkeypatch.chdir(tmp_path)
+    done = []
+    prepare("criteo", ["raw"], "out", progress=done.append, scheduler=cluster.scheduler_address)
+    assert sum(done) == work_bytes(["raw"])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
+    """Its tasks are done by others, also those whose results it held: after the survey, and in the last pass."""
+    write_criteo(tmp_path / "raw", 3000)
+    pids = [worker.process.pid for worker in cluster.workers.values()]
+    done, killed = 0, []
+
+    def progress(count):
+        nonlocal done
+        done += count
+        if done > share * work_bytes([tmp_path / "raw"]) and not killed:
+            killed.append(pids[0])
+            os.kill(pids[0], signal.SIGKILL)
+
+    raw, config = [tmp_path / "raw"], PrepareConfig(shard_rows=50)
+    prepare("criteo", raw, tmp_path / "here", config)
+    prepare("criteo", raw, tmp_path / "there", config, scheduler=cluster.scheduler_address, progress=progress)
+    assert killed
+    assert content(tmp_path / "here") == content(tmp_path / "there")
+
+
+def test_a_scheduler_that_is_not_there_or_has_no_workers_is_named(tmp_path):
+    write_criteo(tmp_path / "raw", 30)
+    soon = dask.config.set({"distributed.comm.timeouts.connect": "1s"})
+    with soon, pytest.raises(OSError, match=r"127\.0\.0\.1:1"):
+        prepare("criteo", [tmp_path / "raw"], tmp_path / "out", scheduler="tcp://127.0.0.1:1")
+    with distributed.LocalCluster(n_workers=0, dashboard_address=":0") as empty:
+        address = empty.scheduler_address
+        with pytest.raises(ValueError, match=f"the scheduler {address} has no workers; start some: dask worker"):
+            prepare("criteo", [tmp_path / "raw"], tmp_path / "out", scheduler=address)

@@ -1,0 +1,301 @@
+"""`prepare` against a plain-Python oracle: the csv module, dictionaries and loops."""
+
+import collections
+import csv
+import json
+import math
+import random
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
+from cowrec.data_pipeline.encoding.dense import bucket_ids
+from raw_cases import MIXED_SCHEMA, fnv_splitmix, read_split, write_criteo
+
+MIXED_HEADER = ["past views", "unused", "click", "price", "tags", "city"]
+
+words = st.text("abcdefé\u4e2d,\"' -", max_size=5)
+tags = st.text("abcé", min_size=1, max_size=3)
+weights = st.sampled_from(["1", "0.5", "-2e-3", "3."])
+
+
+@st.composite
+def mixed_rows(draw):
+    rows = []
+    for _ in range(draw(st.integers(2, 14))):
+        history = draw(st.lists(st.tuples(tags, weights), max_size=3))
+        rows.append(
+            {
+                "past views": " ".join(f"{tag}:{weight}" for tag, weight in history),
+                "unused": draw(words),
+                "click": draw(st.sampled_from("01")),
+                "price": draw(st.sampled_from(["", "0", "7", "-3", "2.5", "1e3"])),
+                "tags": "|".join(draw(st.lists(tags, max_size=3))),
+                "city": draw(words),
+            }
+        )
+    return rows
+
+
+def write_mixed(folder, rows, name="raw.csv"):
+    with (folder / name).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, MIXED_HEADER, lineterminator=random.choice(["\n", "\r\n"]))
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / "schema.toml").write_text(MIXED_SCHEMA)
+    return folder / name
+
+
+def elements(field, row):
+    """What the oracle takes for a field's ids in a row, with weights."""
+    if field == "city":
+        return [(row["city"], None)]
+    if field == "tags":
+        return [(tag, None) for tag in row["tags"].split("|")]
+    pairs = [pair.rsplit(":", 1) for pair in row["past views"].split(" ") if pair]
+    return [(tag, float(weight)) for tag, weight in pairs] or [("", 1.0)]
+
+
+def vocabulary_of(rows, field, min_count):
+    counts = collections.Counter(value for row in rows for value, _ in elements(field, row) if value)
+    kept = sorted((-count, value.encode()) for value, count in counts.items() if count >= min_count)
+    return {value.decode(): position + 2 for position, (_, value) in enumerate(kept)}
+
+
+def check_mixed(folder, split, rows, train, min_count):
+    columns = read_split(folder, split)
+    assert columns["label"] == [float(row["click"]) for row in rows]
+    numbers = [float(row["price"] or 0) for row in train]
+    low, high = min(numbers), max(numbers)
+    scaled = [(float(row["price"] or 0) - low) / (high - low) if high > low else 0.0 for row in rows]
+    np.testing.assert_allclose(columns["price"], scaled, rtol=1e-6)
+    for field in ("city", "tags", "history"):
+        table = vocabulary_of(train, field, min_count)
+        expected = [[table.get(value, 0) if value else 1 for value, _ in elements(field, row)] for row in rows]
+        assert columns[field] == ([ids[0] for ids in expected] if field == "city" else expected), field
+        assert {each.name: each.num_embeddings for each in Schema.load(folder).sparse}[field] == len(table) + 2
+    expected = [[weight for _, weight in elements("history", row)] for row in rows]
+    assert [np.float32(each).tolist() for each in expected] == columns["history__weight"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(mixed_rows(), st.data())
+def test_any_table_is_encoded_as_the_oracle_does(tmp_path_factory, rows, data):
+    folder = tmp_path_factory.mktemp("mixed")
+    test_rows = data.draw(st.integers(0, len(rows) - 1))
+    config = PrepareConfig(
+        split="tail",
+        test_rows=test_rows,
+        min_count=data.draw(st.integers(1, 3)),
+        shard_rows=data.draw(st.integers(1, 9)),
+    )
+    cut = data.draw(st.integers(1, len(rows)))
+    paths = [write_mixed(folder, rows[:cut], "a.csv")]
+    if cut < len(rows):
+        paths.append(write_mixed(folder, rows[cut:], "b.csv"))
+    prepare("csv", paths, folder / "out", config, csv_schema=folder / "schema.toml")
+    train, test = rows[: len(rows) - test_rows], rows[len(rows) - test_rows :]
+    check_mixed(folder / "out", "train", train, train, config.min_count)
+    check_mixed(folder / "out", "test", test, train, config.min_count)
+    prepare("csv", paths, folder / "again", like=folder / "out")
+    check_mixed(folder / "again", "test", rows, train, config.min_count)
+
+
+def criteo_line(label, numbers, ids):
+    return "\t".join([label, *numbers, *ids])
+
+
+def test_criteo(tmp_path):
+    raw = write_criteo(tmp_path / "train.txt", 300)
+    schema = prepare("criteo", [tmp_path / "train.txt"], tmp_path / "out", PrepareConfig(split="tail", test_rows=60))
+    assert [field.name for field in schema.dense] == [f"I{n}" for n in range(1, 14)]
+    assert [field.name for field in schema.sparse] == [f"C{n}" for n in range(1, 27)]
+    assert (schema.splits["train"].rows, schema.splits["test"].rows) == (240, 60)
+    assert schema.splits["train"].positives == sum(row[0] == "1" for row in raw[:240])
+    assert Schema.load(tmp_path / "out") == schema
+    columns = read_split(tmp_path / "out", "test")
+    for n in range(26):
+        counts = collections.Counter(row[14 + n] for row in raw[:240])
+        order = sorted((-count, value) for value, count in counts.items() if value)
+        table = {value: position + 2 for position, (_, value) in enumerate(order)} | {"": 1}
+        assert columns[f"C{n + 1}"] == [table.get(row[14 + n], 0) for row in raw[240:]]
+
+
+def test_avazu(tmp_path):
+    header = "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,"
+    header += "device_ip,device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
+    lines = [header] + [f"{n},{n % 2},14102100," + ",".join(f"v{(n + k) % 7}" for k in range(21)) for n in range(500)]
+    (tmp_path / "train").write_text("\n".join(lines))
+    schema = prepare("avazu", [tmp_path / "train"], tmp_path / "out")
+    assert [field.name for field in schema.sparse] == header.split(",")[2:]
+    assert schema.dense == ()
+    assert schema.splits["train"].rows + schema.splits["test"].rows == 500
+    assert 60 <= schema.splits["test"].rows <= 140, "80/20 by default"
+    batch = next(Reader(tmp_path / "out", "train", batch_size=10).epoch(0))
+    assert batch.dense.shape == (10, 0)
+
+
+def fractions(tmp_path, **settings_):
+    write_criteo(tmp_path / "raw", 2000)
+    prepare("criteo", [tmp_path / "raw"], tmp_path / "out", PrepareConfig(**settings_), overwrite=True)
+    return [tuple(row) for row in zip(*(read_split(tmp_path / "out", "test")[f"C{n}"] for n in (1, 5, 9)), strict=True)]
+
+
+def test_the_random_split_has_its_fraction_and_follows_its_seed(tmp_path):
+    default, again, other = fractions(tmp_path), fractions(tmp_path), fractions(tmp_path, seed=1)
+    assert default == again
+    assert default != other
+    # Binomial: 200 expected, standard deviation 13.
+    assert 130 <= len(default) <= 270
+    assert 900 <= len(fractions(tmp_path, test_fraction=0.5)) <= 1100
+    assert len(fractions(tmp_path, test_fraction=0.0)) == 0
+
+
+def test_the_split_does_not_depend_on_how_files_are_cut(tmp_path, monkeypatch):
+    text = "".join("\t".join(row) + "\n" for row in write_criteo(tmp_path / "raw", 900))
+    prepare("criteo", [tmp_path / "raw"], tmp_path / "whole")
+    lines = text.splitlines(keepends=True)
+    (tmp_path / "a").write_text("".join(lines[:333]))
+    (tmp_path / "b").write_text("".join(lines[333:]))
+    monkeypatch.setattr("cowrec.data_pipeline.raw.partitions.survey.__kwdefaults__", {"block_bytes": 9000})
+    prepare("criteo", [tmp_path / "a", tmp_path / "b"], tmp_path / "parts", PrepareConfig(shard_rows=100))
+    for split in ("train", "test"):
+        assert read_split(tmp_path / "whole", split) == read_split(tmp_path / "parts", split)
+
+
+def numeric_file(tmp_path, values):
+    rows = [["0", value, *[""] * 12, *["a"] * 26] for value in values]
+    (tmp_path / "raw").write_text("".join("\t".join(row) + "\n" for row in rows))
+    return [tmp_path / "raw"]
+
+
+@pytest.mark.parametrize(("fit_on", "high"), [("train", 10), ("all", 40)])
+def test_numbers_are_scaled_by_the_training_rows_or_by_all(tmp_path, fit_on, high):
+    raw = numeric_file(tmp_path, ["5", "", "10", "40"])
+    config = PrepareConfig(split="tail", test_rows=1, fit_on=fit_on)
+    prepare("criteo", raw, tmp_path / "out", config)
+    train = read_split(tmp_path / "out", "train")["I1"]
+    np.testing.assert_allclose(train, np.array([5, 0, 10]) / high, rtol=1e-6)
+    np.testing.assert_allclose(read_split(tmp_path / "out", "test")["I1"], [40 / high], rtol=1e-6)
+
+
+def test_the_logarithm_starts_at_the_minimum(tmp_path):
+    raw = numeric_file(tmp_path, ["-3", "", "10", "-7"])
+    prepare("criteo", raw, tmp_path / "out", PrepareConfig(split="tail", test_rows=1, dense="log"))
+    train = read_split(tmp_path / "out", "train")["I1"]
+    np.testing.assert_allclose(train, [0, math.log(4), math.log(14)], rtol=1e-6)
+    assert read_split(tmp_path / "out", "test")["I1"] == [0.0], "below the fitted minimum"
+
+
+def test_numbers_can_be_left_alone(tmp_path):
+    prepare(
+        "criteo",
+        numeric_file(tmp_path, ["-3", "", "1e9"]),
+        tmp_path / "out",
+        PrepareConfig(dense="none", test_fraction=0),
+    )
+    assert read_split(tmp_path / "out", "train")["I1"] == [-3.0, 0.0, 1e9]
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(-5, 10**7)), max_size=20))
+def test_buckets_are_those_of_criteos_winners(values):
+    """libffm's "3 idiots": the value itself, marked, up to 2; above, the square of its logarithm, rounded down."""
+    expected = ["" if v is None else str(math.floor(math.log(v) ** 2)) if v > 2 else f"={v}" for v in values]
+    got = bucket_ids(np.array([np.nan if value is None else value for value in values], dtype=float))
+    assert got.to_pylist() == expected
+
+
+def test_buckets_are_fields_beside_the_numbers(tmp_path):
+    raw = numeric_file(tmp_path, ["1", "1", "3", "", "4"])
+    schema = prepare("criteo", raw, tmp_path / "out", PrepareConfig(split="tail", test_rows=1, dense="buckets"))
+    assert [field.name for field in schema.sparse][:2] == ["I1_bucket", "I2_bucket"]
+    assert len(schema.sparse) == 39
+    assert len(schema.dense) == 13
+    # 1 is kept as it is, 3 and 4 are both in bucket 1, which is another id.
+    assert read_split(tmp_path / "out", "train")["I1_bucket"] == [2, 2, 3, 1]
+    assert read_split(tmp_path / "out", "test")["I1_bucket"] == [3]
+    prepare("criteo", raw, tmp_path / "again", like=tmp_path / "out")
+    assert read_split(tmp_path / "again", "test")["I1_bucket"] == [2, 2, 3, 1, 3]
+
+
+def id_file(tmp_path, values, name="raw"):
+    rows = [["0", *["1"] * 13, value, *["a"] * 25] for value in values]
+    (tmp_path / name).write_text("".join("\t".join(row) + "\n" for row in rows))
+    return [tmp_path / name]
+
+
+def test_rare_ids_share_the_out_of_vocabulary_row(tmp_path):
+    raw = id_file(tmp_path, ["x", "y", "x", "", "z", "y", "x", "new"])
+    config = PrepareConfig(min_count=2, split="tail", test_rows=1)
+    schema = prepare("criteo", raw, tmp_path / "out", config)
+    assert read_split(tmp_path / "out", "train")["C1"] == [2, 3, 2, 1, 0, 3, 2]
+    assert read_split(tmp_path / "out", "test")["C1"] == [0]
+    assert schema.sparse[0].num_embeddings == 4
+    kept = pq.read_table(tmp_path / "out" / "vocabulary" / "C1.parquet")
+    assert kept.to_pydict() == {"value": ["x", "y"], "count": [3, 2]}
+
+
+def test_hashed_ids_need_no_vocabulary(tmp_path):
+    values = ["x", "yy", "", "longer than eight bytes", "é", "x"]
+    schema = prepare(
+        "criteo", id_file(tmp_path, values), tmp_path / "out", PrepareConfig(hash_buckets=10, test_fraction=0)
+    )
+    expected = [2 + fnv_splitmix(value) % 10 if value else 1 for value in values]
+    assert read_split(tmp_path / "out", "train")["C1"] == expected
+    assert {field.num_embeddings for field in schema.sparse} == {12}
+    assert list((tmp_path / "out" / "vocabulary").iterdir()) == []
+    prepare("criteo", id_file(tmp_path, values[::-1], "new"), tmp_path / "again", like=tmp_path / "out")
+    assert read_split(tmp_path / "again", "test")["C1"] == expected[::-1]
+
+
+def test_new_files_without_a_label_are_prepared_like_old_ones(tmp_path):
+    raw = write_criteo(tmp_path / "train.txt", 100)
+    (tmp_path / "test.txt").write_text("".join("\t".join(row[1:]) + "\n" for row in raw[:40]))
+    prepare("criteo", [tmp_path / "train.txt"], tmp_path / "out", PrepareConfig(test_fraction=0.0))
+    schema = prepare("criteo", [tmp_path / "test.txt"], tmp_path / "new", like=tmp_path / "out")
+    assert not schema.splits["test"].labelled
+    assert schema.splits["train"].rows == 0
+    old, new = read_split(tmp_path / "out", "train"), read_split(tmp_path / "new", "test")
+    assert all(math.isnan(label) for label in new.pop("label"))
+    assert new == {name: values[:40] for name, values in old.items() if name != "label"}
+    with pytest.raises(ValueError, match="39 columns, must be 40"):
+        prepare("criteo", [tmp_path / "test.txt"], tmp_path / "trained on it")
+
+
+def test_what_is_prepared_like_can_itself_be_a_model(tmp_path):
+    write_criteo(tmp_path / "raw", 50)
+    first = prepare("criteo", [tmp_path / "raw"], tmp_path / "a")
+    second = prepare("criteo", [tmp_path / "raw"], tmp_path / "b", like=tmp_path / "a")
+    third = prepare("criteo", [tmp_path / "raw"], tmp_path / "c", like=tmp_path / "b")
+    assert first.sparse == second.sparse == third.sparse
+    assert read_split(tmp_path / "b", "test") == read_split(tmp_path / "c", "test")
+    with pytest.raises(ValueError, match="has the layout 'criteo'; 'avazu' cannot be prepared like it"):
+        prepare("avazu", [tmp_path / "raw"], tmp_path / "d", like=tmp_path / "a")
+    (tmp_path / "a" / "vocabulary" / "C3.parquet").unlink()
+    with pytest.raises(ValueError, match=r"C3\.parquet is missing or damaged"):
+        prepare("criteo", [tmp_path / "raw"], tmp_path / "d", like=tmp_path / "a")
+
+
+def test_progress_adds_up(tmp_path):
+    from cowrec.data_pipeline import work_bytes
+
+    write_criteo(tmp_path / "raw", 50)
+    for config in (PrepareConfig(), PrepareConfig(split="tail", test_rows=5)):
+        done = []
+        prepare("criteo", [tmp_path / "raw"], tmp_path / "out", config, overwrite=True, progress=done.append)
+        assert sum(done) == work_bytes([tmp_path / "raw"])
+
+
+def test_sources_are_recorded(tmp_path):
+    import hashlib
+
+    write_criteo(tmp_path / "raw", 50)
+    prepare("criteo", [tmp_path / "raw"], tmp_path / "out")
+    (source,) = json.loads((tmp_path / "out" / "schema.json").read_text())["sources"]
+    content = (tmp_path / "raw").read_bytes()
+    assert source["sha256"] == hashlib.sha256(content).hexdigest()
+    assert (source["bytes"], source["rows"], source["bad_rows"]) == (len(content), 50, 0)

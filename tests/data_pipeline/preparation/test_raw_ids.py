@@ -1,0 +1,191 @@
+"""Raw ids and times: what `prepare` writes and what readers serve, against plain-Python hashes and datetime."""
+
+import datetime
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import MISSING, PrepareConfig, Reader, Schema, SparseField, prepare, resident_bytes
+from cowrec.data_pipeline.encoding.vocabulary import raw_ids
+from cowrec.data_pipeline.raw.times import as_times
+from cowrec.trainer.training.dataloading import even_slices
+from raw_cases import TIMED_SCHEMA, fnv_splitmix, read_split, write_criteo, write_timed
+
+EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+def signed(text):
+    """The documented raw id of a string, in plain Python."""
+    value = fnv_splitmix(text)
+    value = value if value > 1 else value + 2
+    return (value - 2**64 if value >= 2**63 else value) if text else MISSING
+
+
+def prepared(folder, **settings):
+    rows = write_timed(folder)
+    config = PrepareConfig(raw_ids=True, split="tail", test_rows=50, **settings)
+    return rows, prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "schema.toml")
+
+
+def test_ids_are_the_hashes_and_times_the_seconds(tmp_path):
+    rows, schema = prepared(tmp_path, shard_rows=40)
+    assert [(each.encoding, each.num_embeddings) for each in schema.sparse] == [("raw", 0)] * 3
+    assert schema.timed
+    assert schema.has_raw_ids
+    assert Schema.load(tmp_path / "out") == schema
+    assert list((tmp_path / "out" / "vocabulary").iterdir()) == []
+    for split, part in (("train", rows[:150]), ("test", rows[150:])):
+        columns = read_split(tmp_path / "out", split)
+        assert columns["time"] == [row["time"] for row in part]
+        assert columns["city"] == [signed(row["city"]) for row in part]
+        assert columns["tags"] == [[signed(tag) for tag in row["tags"]] for row in part]
+        assert columns["history"] == [[signed(key) for key, _ in row["history"]] or [MISSING] for row in part]
+    prepare("csv", [tmp_path / "raw.csv"], tmp_path / "again", like=tmp_path / "out")
+    again = read_split(tmp_path / "again", "test")
+    assert again["city"] == [signed(row["city"]) for row in rows]
+    assert again["time"] == [row["time"] for row in rows]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_both_readers_serve_int64_ids_and_times(tmp_path, resident):
+    rows, schema = prepared(tmp_path, shard_rows=40)
+    by_time = {row["time"]: row for row in rows}
+    seen = []
+    options = {"batch_size": 32, "shuffle": True, "window_rows": 50, "resident": resident}
+    for rank in range(2):
+        for batch in Reader(tmp_path / "out", "train", rank=rank, world_size=2, **options).epoch(0):
+            assert batch.time.dtype == batch.sparse.values().dtype == torch.int64
+            assert batch.sparse.lengths().dtype == torch.int32
+            city, tags = (batch.sparse[name].to_dense() for name in ("city", "tags"))
+            for place, time in enumerate(batch.time.tolist()):
+                assert city[place].tolist() == [signed(by_time[time]["city"])]
+                assert tags[place].tolist() == [signed(tag) for tag in by_time[time]["tags"]]
+            seen += batch.time.tolist()
+    assert sorted(seen) == sorted(row["time"] for row in rows[:150])
+    # Per row 4 (label) + 4 (price) + 8 (time) + 8 (city); per list field 8 (rows + 1) + 8 an id, + 4 a weight.
+    values = schema.splits["train"].values
+    lists = 2 * 8 * 151 + 8 * values["tags"] + 12 * values["history"]
+    assert resident_bytes(schema) == 150 * 24 + lists
+
+
+def test_moving_and_padding_a_batch_keeps_its_time(tmp_path):
+    prepared(tmp_path)
+    reader = Reader(tmp_path / "out", "train", batch_size=31, rank=0, world_size=2)
+    batch, padded = next(reader.epoch(0)), next(even_slices(reader.epoch(0), 2))
+    assert padded.sparse.stride() == len(batch.label) + 1
+    assert padded.time.tolist() == batch.time.tolist() == batch.to(torch.device("cpu")).time.tolist()
+    assert padded.sparse.values().dtype == torch.int64
+
+
+def test_criteos_buckets_can_be_raw_too(tmp_path):
+    raw = write_criteo(tmp_path / "raw", 30)
+    config = PrepareConfig(raw_ids=True, dense="buckets", test_fraction=0.0)
+    schema = prepare("criteo", [tmp_path / "raw"], tmp_path / "out", config)
+    assert {each.num_embeddings for each in schema.sparse} == {0}
+    assert not schema.timed
+    batch = next(Reader(tmp_path / "out", "train", batch_size=30).epoch(0))
+    assert batch.time is None
+    names = [(f"{math.floor(math.log(int(n)) ** 2)}" if int(n) > 2 else f"={n}") if n else "" for _, n, *_ in raw]
+    assert batch.sparse["I1_bucket"].values().tolist() == [signed(name) for name in names]
+
+
+def test_a_mixed_schema_serves_all_ids_as_int64(tmp_path):
+    from cowrec.data_pipeline.dataset.shards import rows_of_table
+
+    sparse = (SparseField("a", 0, encoding="raw"), SparseField("b", 9), SparseField("c", 9, "multi"))
+    table = pa.table({"label": pa.array([1.0], pa.float32()), "a": pa.array([-5]), "b": pa.array([3], pa.int32()),
+                      "c": pa.array([[4, 5]], pa.list_(pa.int32()))})  # fmt: skip
+    batch = rows_of_table(table, Schema("mixed", (), sparse, {}), "").batch(Schema("mixed", (), sparse, {}), 1)
+    assert batch.sparse.values().tolist() == [-5, 3, 4, 5]
+
+
+@given(st.lists(st.text(max_size=4), max_size=20))
+def test_raw_ids_are_documented_hashes(values):
+    assert raw_ids(pa.array(values, pa.string())).tolist() == [signed(value) for value in values]
+
+
+def test_avazus_hours_are_times(tmp_path):
+    columns = "C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
+    columns += "device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
+    hours = ["14102100", "14102123", "14022823", "16022900"]
+    lines = [f"id,click,hour,{columns}"] + [f"{n},1,{hour}" + ",v" * 21 for n, hour in enumerate(hours)]
+    (tmp_path / "train").write_text("\n".join(lines))
+    prepare("avazu", [tmp_path / "train"], tmp_path / "out", PrepareConfig(raw_ids=True, test_fraction=0.0))
+    expected = [datetime.datetime.strptime(hour, "%y%m%d%H").replace(tzinfo=datetime.UTC) for hour in hours]
+    columns = read_split(tmp_path / "out", "train")
+    assert columns["time"] == [int(each.timestamp()) for each in expected]
+    assert columns["hour"] == [signed(hour) for hour in hours]
+
+
+@given(
+    st.datetimes(datetime.datetime(1, 1, 2), datetime.datetime(9999, 12, 30)),
+    st.sampled_from(["", "Z", "+02:00", "-0530", "+14"]),
+    st.sampled_from(" T"),
+)
+def test_iso_times_are_those_of_datetime(moment, zone, between):
+    text = moment.isoformat(sep=between) + zone
+    known = datetime.datetime.fromisoformat(text)
+    known = known if known.tzinfo else known.replace(tzinfo=datetime.UTC)
+    expected = (known - EPOCH) // datetime.timedelta(seconds=1)
+    values, wrong = as_times(pa.array(["7", text, "nonsense"]), "timestamp")
+    assert (values.tolist(), wrong.tolist()) == ([7, expected, 0], [False, False, True])
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "soon", "1700000000000", "nan", "inf", "2014-02-30", "2014-10-21T25:00", "14:00", "2014-10-21 07"]
+)
+def test_a_bad_time_is_a_bad_row(tmp_path, bad):
+    write_timed(tmp_path)
+    with (tmp_path / "raw.csv").open("a", encoding="utf-8") as file:
+        file.write(f"\n{bad},,1,1,t,c\n")
+    options = {"csv_schema": tmp_path / "schema.toml"}
+    with pytest.raises(ValueError, match=r"line 202, column seen at: a time must be Unix seconds"):
+        prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(raw_ids=True), **options)
+    config = PrepareConfig(raw_ids=True, on_bad_row="skip", test_fraction=0.0)
+    schema = prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, **options)
+    assert (schema.splits["train"].rows, schema.sources[0].bad_rows) == (200, 1)
+
+
+def test_fractions_of_seconds_are_cut_off():
+    values, wrong = as_times(pa.array(["1.75", "-0.25", "1e3", "2014-10-21T07:00:00.999Z"]), "timestamp")
+    assert values.tolist() == [1, -1, 1000, 1413874800]
+    assert not np.any(wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"raw_ids": True, "min_count": 2}, "min_count has no effect with raw_ids"),
+        ({"raw_ids": True, "hash_buckets": 9}, "hash_buckets and raw_ids exclude each other"),
+    ],
+)
+def test_what_raw_ids_exclude(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PrepareConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('time = "seen at"', 'time = "click"'), "is the label, so it cannot be the time as well"),
+        (('time = "seen at"', 'time = "when"'), "no column 'when' among"),
+        (('"price"', '"time"\ncolumn = "price"'), "field 'time': samples have a time, whose name this is"),
+    ],
+)
+def test_a_layout_that_gives_time_two_meanings_is_refused(tmp_path, change, message):
+    write_timed(tmp_path)
+    (tmp_path / "schema.toml").write_text(TIMED_SCHEMA.replace(*change))
+    with pytest.raises(ValueError, match=message):
+        prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
+
+
+def test_only_raw_fields_may_be_unsized():
+    SparseField("a", 0, encoding="raw")
+    for encoding, rows in (("vocabulary", 0), ("hash", 1), ("raw", 1)):
+        with pytest.raises(ValueError, match="num_embeddings must be at least 2"):
+            SparseField("a", rows, encoding=encoding)

@@ -1,0 +1,350 @@
+"""The reader: what an epoch serves, in which order, to which rank; and what it does with damaged files."""
+
+import json
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField, Split, resident_bytes
+from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
+from cowrec.data_pipeline.dataset.writer import ShardWriter, size_of_split, write_shard
+from cowrec.data_pipeline.reading.shuffle import epoch_windows
+
+
+def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True):
+    """A data set whose row r has label r % 2, dense value r and id r; with lists, r % 3 ids, all of them r."""
+    sparse = [SparseField("id", max(rows, 1) + 2)]
+    columns = {
+        "label": pa.array(np.arange(rows) % 2 if labelled else np.full(rows, np.nan), pa.float32()),
+        "number": pa.array(np.arange(rows), pa.float32()),
+        "id": pa.array(np.arange(rows), pa.int32()),
+    }
+    if lists:
+        sparse += [SparseField("list", rows + 2, "multi", pooling="mean"), SparseField("pair", rows + 2, "weighted")]
+        bags = [[row] * (row % 3) for row in range(rows)]
+        columns["list"] = columns["pair"] = pa.array(bags, pa.list_(pa.int32()))
+        columns["pair__weight"] = pa.array(bags, pa.list_(pa.float32()))
+    schema = Schema("test", (DenseField("number"),), tuple(sparse), {})
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(folder, "train", schema, shard_rows, labelled=labelled)
+    writer.write(pa.table(columns))
+    Schema("test", schema.dense, schema.sparse, {"train": writer.close(), "test": Split()}).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    return write_numbered(tmp_path_factory.mktemp("numbered") / "data", 103, 20)
+
+
+def ids(reader, epoch=0, start_step=0):
+    return [batch.sparse["id"].values().tolist() for batch in reader.epoch(epoch, start_step)]
+
+
+def flat(lists):
+    return [item for items in lists for item in items]
+
+
+def test_without_shuffle_the_stored_order(numbered):
+    reader = Reader(numbered, "train", batch_size=10, window_rows=30)
+    batches = ids(reader)
+    assert flat(batches) == list(range(103))
+    assert [len(batch) for batch in batches] == [10] * 10 + [3]
+    assert len(reader) == 11
+    assert reader.num_rows == 103
+
+
+def test_the_columns_of_a_row_stay_together(numbered):
+    for batch in Reader(numbered, "train", batch_size=16, shuffle=True, window_rows=50).epoch(3):
+        rows = batch.sparse["id"].values()
+        assert batch.dense[:, 0].int().tolist() == rows.tolist()
+        assert batch.label.int().tolist() == (rows % 2).tolist()
+        assert batch.dense.shape == (rows.numel(), 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 120), st.integers(1, 120), st.integers(0, 5), st.integers(0, 3), st.booleans(), st.booleans())
+def test_every_rank_split_of_an_epoch_is_the_same_permutation(
+    numbered, batch_size, window_rows, seed, epoch, shuffle, resident
+):
+    """World sizes 1, 2 and 3: the same global batches, as contiguous slices whose sizes differ by at most one."""
+    options = {"batch_size": batch_size, "window_rows": window_rows, "seed": seed, "shuffle": shuffle}
+    whole = ids(Reader(numbered, "train", **options), epoch)
+    assert sorted(flat(whole)) == list(range(103))
+    for world_size in (2, 3):
+        readers = [
+            Reader(numbered, "train", rank=rank, world_size=world_size, resident=resident, **options)
+            for rank in range(world_size)
+        ]
+        by_rank = [ids(reader, epoch) for reader in readers]
+        assert [flat(parts) for parts in zip(*by_rank, strict=True)] == whole
+        for parts in zip(*by_rank, strict=True):
+            sizes = [len(part) for part in parts]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_epochs_and_seeds_differ_and_repeat(numbered):
+    def order(seed, epoch):
+        return flat(ids(Reader(numbered, "train", batch_size=10, shuffle=True, seed=seed), epoch))
+
+    assert order(0, 0) == order(0, 0)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_the_shuffle_moves_shards_and_mixes_those_of_a_window(numbered):
+    served = flat(ids(Reader(numbered, "train", batch_size=103, shuffle=True, seed=1, window_rows=40)))
+    window = epoch_windows([20] * 5 + [3], 40, shuffle=True, seed=1, epoch=0)[0]
+    assert window.shards != tuple(range(len(window.shards)))
+    assert {row // 20 for row in served[: window.rows]} == set(window.shards)
+    assert len({row // 20 for row in served[:15]}) > 1
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("start_step", [0, 1, 5, 10, 11])
+def test_an_epoch_can_be_resumed_anywhere(numbered, start_step, resident):
+    reader = Reader(numbered, "train", batch_size=10, shuffle=True, window_rows=25, resident=resident)
+    assert ids(reader, 2, start_step) == ids(reader, 2)[start_step:]
+
+
+def write_uneven(folder, sizes):
+    """Numbered rows in shards of these sizes, as `prepare` makes them of partitions and a random split."""
+    folder.mkdir()
+    schema = Schema("test", (DenseField("number"),), (SparseField("id", sum(sizes) + 2),), {})
+    (folder / "train").mkdir()
+    written, first = [], 0
+    for number, size in enumerate(sizes):
+        rows = np.arange(first, first + size)
+        columns = {"label": rows % 2, "number": rows, "id": rows}
+        arrays = [pa.array(values, arrow_schema(schema).field(name).type) for name, values in columns.items()]
+        table = pa.table(arrays, schema=arrow_schema(schema))
+        written.append(write_shard(shard_path(folder, "train", number), table, labelled=True))
+        first += size
+    split = size_of_split(written, schema, labelled=True)
+    Schema("test", schema.dense, schema.sparse, {"train": split}).save(folder)
+    return folder
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    batch_size=st.integers(1, 40),
+    window_rows=st.integers(1, 90),
+    world_size=st.integers(1, 3),
+    resident=st.booleans(),
+    data=st.data(),
+)
+def test_a_position_is_exact_whatever_the_shards(
+    tmp_path_factory, sizes, batch_size, window_rows, world_size, resident, data
+):
+    """Every rank goes on with the very rows that the epoch would have served, and so does another number of ranks."""
+    folder = write_uneven(tmp_path_factory.mktemp("uneven") / "data", sizes)
+    options = {"batch_size": batch_size, "window_rows": window_rows, "shuffle": True, "resident": resident}
+    whole = Reader(folder, "train", **options)
+    step = data.draw(st.integers(0, len(whole)))
+    expected = ids(whole, 1)[step:]
+    parts = [
+        ids(Reader(folder, "train", rank=rank, world_size=world_size, **options), 1, step) for rank in range(world_size)
+    ]
+    assert [flat(each) for each in zip(*parts, strict=True)] == expected
+
+
+def test_a_resumed_epoch_reads_only_what_it_serves(numbered, monkeypatch):
+    loaded = []
+    from cowrec.data_pipeline.reading import reader as module
+
+    original = module.load_shards
+    monkeypatch.setattr(module, "load_shards", lambda *args: loaded.append(args[3]) or original(*args))
+    ids(Reader(numbered, "train", batch_size=10, window_rows=20), 0, 8)
+    assert loaded == [(4,), (5,)]
+
+
+def test_the_last_short_batch_is_kept_or_dropped(numbered):
+    reader = Reader(numbered, "train", batch_size=10, drop_last=True, shuffle=True, window_rows=30)
+    assert [len(batch) for batch in ids(reader)] == [10] * 10
+    assert len(reader) == 10
+
+
+def test_ranks_without_rows_get_an_empty_batch(tmp_path):
+    write_numbered(tmp_path, 9, 4, lists=True)
+    batches = [list(Reader(tmp_path, "train", batch_size=8, rank=rank, world_size=4).epoch(0))[-1] for rank in range(4)]
+    assert [batch.label.numel() for batch in batches] == [0, 0, 0, 1]
+    assert [batch.global_batch_size for batch in batches] == [1, 1, 1, 1]
+    assert batches[0].dense.shape == (0, 1)
+    assert batches[0].sparse.stride() == 0
+    assert batches[0].sparse.keys() == ["id", "list", "pair"]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_lists_and_weights_survive_windows_and_shuffling(tmp_path, resident):
+    write_numbered(tmp_path, 50, 7, lists=True)
+    seen = []
+    reader = Reader(tmp_path, "train", batch_size=9, shuffle=True, window_rows=15, resident=resident)
+    for batch in reader.epoch(1):
+        rows = batch.sparse["id"].values().tolist()
+        seen += rows
+        assert batch.sparse["list"].values().tolist() == flat([row] * (row % 3) for row in rows)
+        assert batch.sparse["pair"].lengths().tolist() == [row % 3 for row in rows]
+        assert batch.sparse["pair"].weights().tolist() == flat([row] * (row % 3) for row in rows)
+        # Beside a weighted field, the mean is in the weights.
+        assert batch.sparse["list"].weights().tolist() == flat([1 / (row % 3)] * (row % 3) for row in rows if row % 3)
+        assert batch.sparse["id"].weights().tolist() == [1.0] * len(rows)
+    assert sorted(seen) == list(range(50))
+
+
+def test_windows_hold_every_shard_once():
+    windows = epoch_windows([5, 1, 7, 3, 4], 6, shuffle=True, seed=3, epoch=1)
+    assert sorted(flat(window.shards for window in windows)) == [0, 1, 2, 3, 4]
+    assert [window.start for window in windows] == np.cumsum([0] + [window.rows for window in windows])[:-1].tolist()
+    assert all(window.rows >= 6 for window in windows[:-1])
+
+
+def test_an_empty_split_is_an_empty_epoch(numbered):
+    for resident in (False, True):
+        reader = Reader(numbered, "test", batch_size=4, resident=resident)
+        assert len(reader) == 0
+        assert ids(reader) == []
+
+
+def test_unlabelled_rows_have_nan_labels(tmp_path):
+    write_numbered(tmp_path, 5, 5, labelled=False)
+    reader = Reader(tmp_path, "train", batch_size=5)
+    assert not reader.schema.split("train").labelled
+    assert next(reader.epoch(0)).label.isnan().all()
+
+
+def reader_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "cowrec-reader"]
+
+
+def test_an_abandoned_epoch_leaves_no_thread(numbered):
+    batches = Reader(numbered, "train", batch_size=3, window_rows=20).epoch(0)
+    next(batches)
+    assert reader_threads()
+    batches.close()
+    assert not reader_threads()
+    batches = Reader(numbered, "train", batch_size=3, window_rows=20).epoch(0)
+    next(batches)
+    del batches
+    assert not reader_threads()
+
+
+def test_a_failure_in_the_background_reaches_the_consumer_and_leaves_no_thread(tmp_path):
+    write_numbered(tmp_path, 100, 10)
+    (tmp_path / "train" / "00007.parquet").unlink()
+    batches = Reader(tmp_path, "train", batch_size=10, window_rows=10).epoch(0)
+    served = []
+    with pytest.raises(ValueError, match=r"00007\.parquet is missing"):
+        served.extend(batches)
+    assert len(served) == 7
+    assert not reader_threads()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank must be in"),
+        ({"batch_size": 1, "seed": -1}, "seed must be"),
+        ({"batch_size": 1, "window_rows": 0}, "window_rows must be"),
+    ],
+)
+def test_bad_arguments_are_named(numbered, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Reader(numbered, "train", **arguments)
+    reader = Reader(numbered, "train", batch_size=10)
+    with pytest.raises(ValueError, match="start_step"):
+        reader.epoch(0, 12)
+    with pytest.raises(ValueError, match="no split 'valid'"):
+        Reader(numbered, "valid", batch_size=10)
+
+
+def rewrite(path, change):
+    table = pq.read_table(path)
+    pq.write_table(change(table), path)
+
+
+def replaced(name, values):
+    return lambda table: table.set_column(table.schema.get_field_index(name), name, values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced("id", pa.array([0, 1, -1, 2, 3, 4], pa.int32())), r"column 'id': id -1 is outside \[0, 8\)"),
+        (replaced("id", pa.array([0, 1, 8, 2, 3, 4], pa.int32())), r"column 'id': id 8 is outside \[0, 8\)"),
+        (replaced("pair", pa.array([[8]] + [[]] * 5, pa.list_(pa.int32()))), r"column 'pair': id 8 is outside"),
+        (replaced("id", pa.array([0] * 6, pa.int64())), "column 'id': type int64, must be int32"),
+        (replaced("number", pa.array([None] + [0.0] * 5, pa.float32())), "column 'number': 1 values are null"),
+        (replaced("pair__weight", pa.array([[1.0]] * 6, pa.list_(pa.float32()))), "list of weights is not as long"),
+        (lambda table: table.drop_columns(["number"]), "has no column 'number'"),
+        (lambda table: table.slice(1), "has 5 rows, schema.json says 6"),
+    ],
+)
+def test_a_shard_that_is_not_the_schemas_is_refused(tmp_path, change, message):
+    write_numbered(tmp_path, 6, 6, lists=True)
+    rewrite(tmp_path / "train" / "00000.parquet", change)
+    with pytest.raises(ValueError, match=rf"00000\.parquet.*{message}"):
+        next(Reader(tmp_path, "train", batch_size=2).epoch(0))
+
+
+def test_a_damaged_shard_is_refused(tmp_path):
+    write_numbered(tmp_path, 1000, 1000)
+    path = tmp_path / "train" / "00000.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"00000\.parquet is damaged"):
+        next(Reader(tmp_path, "train", batch_size=2).epoch(0))
+
+
+def test_a_folder_without_a_valid_schema_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a prepared data set"):
+        Reader(tmp_path, "train", batch_size=2)
+    write_numbered(tmp_path, 4, 4)
+    path = tmp_path / "schema.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "format_version": 99}))
+    with pytest.raises(ValueError, match=r"format version 99, this cowrec reads 1"):
+        Reader(tmp_path, "train", batch_size=2)
+    path.write_text(json.dumps(content)[:-20])
+    with pytest.raises(ValueError, match="cannot be read"):
+        Reader(tmp_path, "train", batch_size=2)
+    del content["sparse"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="does not describe a data set"):
+        Reader(tmp_path, "train", batch_size=2)
+
+
+def test_the_bytes_of_a_resident_split_are_counted_exactly(tmp_path):
+    write_numbered(tmp_path, 50, 7, lists=True)
+    reader = Reader(tmp_path, "train", batch_size=9, resident=True)
+    rows = reader._everything
+    tensors = [rows.dense, rows.label, rows.ids]
+    for bags in rows.bags.values():
+        tensors += [bags.values, bags.offsets, *([] if bags.weights is None else [bags.weights])]
+    assert resident_bytes(reader.schema) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_a_split_that_does_not_fit_is_refused_with_both_sizes(numbered, monkeypatch):
+    monkeypatch.setattr("cowrec.data_pipeline.reading.memory.available_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"needs 1,236 bytes on cpu, 1,000 are available; stream it"):
+        Reader(numbered, "train", batch_size=9, resident=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("resident", [False, True])
+def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path, resident):
+    write_numbered(tmp_path, 50, 7, lists=True)
+    options = {"batch_size": 9, "shuffle": True, "window_rows": 15}
+    there = Reader(tmp_path, "train", device="cuda", resident=resident, **options)
+    for mine, batch in zip(Reader(tmp_path, "train", **options).epoch(0), there.epoch(0), strict=True):
+        assert batch.dense.is_cuda
+        assert batch.sparse.values().is_cuda
+        assert torch.equal(batch.sparse.values().cpu(), mine.sparse.values())
+        assert torch.equal(batch.sparse.weights().cpu(), mine.sparse.weights())
+        assert torch.equal(batch.label.cpu(), mine.label)

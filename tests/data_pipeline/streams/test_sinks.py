@@ -1,0 +1,95 @@
+"""What is sent to a folder, a real Redis or librdkafka's Kafka cluster comes out of its source, sample for sample."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pytest
+
+from cowrec.data_pipeline import open_source
+from cowrec.data_pipeline.streams.sinks import open_sink, send
+from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables, synthesize_drifting
+from redis_server import redis_server
+from trainer_cases import ENVIRONMENT
+
+confluent_kafka = pytest.importorskip("confluent_kafka")
+CONFIG = DriftConfig(rows=2000, days=2.0, core_ids=(5, 50), births_per_day=(0, 20), num_dense=2)
+
+
+def sent_and_received(address):
+    """Rows that were sent in several tables, and those that the source gives until all have come."""
+    tables = list(drifting_tables(CONFIG, 0, 250, chunk_rows=100))
+    assert send(tables, open_sink(address)) == 250
+    source, rows, deadline = open_source(address), [], time.monotonic() + 30
+    while len(rows) < 250:
+        assert time.monotonic() < deadline, f"only {len(rows)} came"
+        chunk = source.poll(1000, 0.1)
+        samples = [] if chunk is None else chunk.samples
+        rows += samples.to_pylist() if isinstance(samples, pa.Table) else map(json.loads, samples)
+    source.close()
+    return pa.concat_tables(tables).to_pylist(), rows
+
+
+def test_a_folder(tmp_path):
+    expected, rows = sent_and_received(str(tmp_path / "samples"))
+    assert rows == expected
+    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert names == ["000000000000.parquet", "000000000001.parquet", "000000000002.parquet"]
+    send(drifting_tables(CONFIG, 250, 10), open_sink(str(tmp_path / "samples")))
+    assert (tmp_path / "samples" / "000000000003.parquet").exists()
+
+
+def test_redis(tmp_path):
+    with redis_server(tmp_path) as server:
+        expected, rows = sent_and_received(f"{server.url}?stream=clicks")
+        assert rows == expected
+        server.close()
+        with pytest.raises(OSError, match="Redis did not take samples for 'clicks'"):
+            open_sink(f"{server.url}?stream=clicks").write(next(drifting_tables(CONFIG, 0, 1)))
+
+
+def test_kafka():
+    """The mock cluster lives in its producer. Partitions come in any order, each sample once."""
+    cluster = confluent_kafka.Producer({"bootstrap.servers": "none", "test.mock.num.brokers": 1, "log_level": 0})
+    (broker,) = cluster.list_topics(timeout=10).brokers.values()
+    cluster.list_topics("clicks", timeout=10)  # creates it
+    expected, rows = sent_and_received(f"kafka://{broker.host}:{broker.port}/clicks")
+    assert sorted(rows, key=lambda row: row["sample_id"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("redis://localhost", "which stream"),
+        ("kafka://localhost", "must be kafka://broker"),
+        ("s3://bucket/folder", "samples go to a folder"),
+    ],
+)
+def test_addresses_are_checked(address, message):
+    with pytest.raises(ValueError, match=message):
+        open_sink(address)
+
+
+def test_the_rate_is_kept(tmp_path):
+    """1,000 samples at 2,000 a second take half a second at least; a clock that is not fooled by how fast we are."""
+    start = time.monotonic()
+    send(drifting_tables(CONFIG, 0, 1000, chunk_rows=100), open_sink(str(tmp_path)), rate=2000)
+    assert time.monotonic() - start >= 0.5
+
+
+def test_the_command_goes_on_where_the_training_rows_end(tmp_path):
+    synthesize_drifting(tmp_path / "data", CONFIG, test_rows=10)
+    command = [sys.executable, "-m", "cowrec.trainer", "stream", f"{tmp_path}/data", "--to", f"{tmp_path}/samples"]
+    done = subprocess.run(
+        [*command, "--days", "0.1", "--end"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/samples: 100 samples\n"
+    source = open_source(f"{tmp_path}/samples")
+    (expected,) = drifting_tables(CONFIG, 2000, 100)
+    assert source.poll(1000, 1).samples.equals(expected)
+    assert source.poll(1000, 1) is None
+    assert source.ended

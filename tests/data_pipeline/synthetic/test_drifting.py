@@ -1,0 +1,177 @@
+"""Drifting samples: reproducible in any chunks, ids that are born and die, tastes that turn, known best quality."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from sklearn.metrics import log_loss, roc_auc_score
+
+from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
+from cowrec.data_pipeline.encoding.vocabulary import raw_ids
+from cowrec.data_pipeline.synthetic.drifting import DAY, LIFETIMES, DriftConfig, DriftingModel
+from cowrec.data_pipeline.synthetic.drifting_samples import (
+    best_by_window,
+    drift_config,
+    drifting_tables,
+    id_text,
+    synthesize_drifting,
+)
+
+SMALL = {"rows": 20_000, "days": 40.0, "core_ids": (3, 50, 0), "births_per_day": (0, 20, 40)}
+
+
+def chance(logits):
+    return 1 / (1 + np.exp(-logits))
+
+
+def test_rows_do_not_depend_on_the_chunks_they_are_made_in():
+    model = DriftingModel.of(DriftConfig(**SMALL))
+    whole = model.draw(0, 3000)
+    parts = [model.draw(first, min(700, 3000 - first)) for first in range(0, 3000, 700)]
+    for name in ("ids", "dense", "logits", "labels", "times"):
+        pieces = np.concatenate([getattr(part, name) for part in parts], axis=-1)
+        np.testing.assert_array_equal(getattr(whole, name), pieces)
+    other = DriftingModel.of(DriftConfig(**SMALL, seed=1)).draw(0, 3000)
+    assert (other.ids != whole.ids).any()
+
+
+def test_time_runs_evenly_from_the_start_and_on_after_the_planned_days():
+    config = DriftConfig(**SMALL, start=1_000_000)
+    times = DriftingModel.of(config).draw(0, 40_000).times
+    assert times[0] == 1_000_000
+    assert (np.diff(times) >= 0).all()
+    np.testing.assert_array_equal(times, [1_000_000 + row * 40 * DAY // 20_000 for row in range(40_000)])
+
+
+def test_born_ids_live_for_a_while_and_never_come_back():
+    """An id of number k is born at k / births a day since 1970; a second of slack, for times are whole seconds."""
+    config = DriftConfig(**{**SMALL, "rows": 100_000})
+    draw = DriftingModel.of(config).draw(0, 100_000)
+    for field, births in enumerate(config.births_per_day):
+        ids = draw.ids[field]
+        assert ((ids >= 0) & (ids < config.core_ids[field]) | (births > 0) & (ids < 0)).all()
+        if births:
+            born = (-1 - ids[ids < 0]) / births
+            age = draw.times[ids < 0] / DAY - born
+            # The id was born somewhere within 1 / births days of its number.
+            assert age.min() > -1 / DAY
+            assert age.max() <= LIFETIMES * config.lifetime_days + 1 / births
+            # The mean of an exponential that is cut at L lifetimes; standard error 2 / sqrt(25,000) days and less.
+            mean = config.lifetime_days * (1 - LIFETIMES / math.expm1(LIFETIMES))
+            assert age.mean() == pytest.approx(mean - 0.5 / births, abs=0.06)
+    first, last = draw.ids[2][:10_000], draw.ids[2][-10_000:]
+    assert not set(first.tolist()) & set(last.tolist())
+    assert set(draw.ids[0][:10_000].tolist()) == set(draw.ids[0][-10_000:].tolist())
+
+
+def test_the_labels_are_drawn_with_the_stated_probabilities():
+    """In every tenth: 20,000 rows with a standard error below 0.0036. The mean over the planned days is the ctr."""
+    config = DriftConfig(**{**SMALL, "rows": 200_000}, ctr=0.1)
+    draw = DriftingModel.of(config).draw(0, 200_000)
+    expected = chance(draw.logits)
+    for tenth in np.array_split(np.argsort(expected), 10):
+        assert draw.labels[tenth].mean() == pytest.approx(expected[tenth].mean(), abs=0.015)
+    assert expected.mean() == pytest.approx(0.1, abs=0.002)
+
+
+def test_tastes_turn_at_the_stated_pace():
+    """Effects of 2,000 ids after d days correlate by exp(-d^2 / (2 drift_days^2)); standard error 0.025 and less.
+
+    One field without interactions and numbers: the logit is the id's effect at that moment.
+    """
+    config = DriftConfig(
+        rows=400_000, days=30.0, core_ids=(2000,), births_per_day=(0,), num_dense=0, skew=0.0, drift_days=10.0,
+        interaction_effect=0.0, id_effect=1.0,
+    )  # fmt: skip
+    draw = DriftingModel.of(config).draw(0, 400_000)
+
+    def effects(day):
+        rows = slice(int(day * 400_000 / 30), int(day * 400_000 / 30) + 13_000)
+        values = np.full(2000, np.nan)
+        values[draw.ids[0, rows]] = draw.logits[rows]
+        return values
+
+    start = effects(0)
+    for day in (0, 5, 10, 20, 29):
+        later = effects(day)
+        both = ~np.isnan(start) & ~np.isnan(later)
+        assert both.sum() > 1900
+        expected = math.exp(-(day**2) / 200)
+        assert np.corrcoef(start[both], later[both])[0, 1] == pytest.approx(expected, abs=0.1)
+        assert later[both].std() == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_best_quality_of_each_window_is_scikit_learns():
+    config = DriftConfig(**SMALL)
+    draw = DriftingModel.of(config).draw(1000, 5000)
+    windows = best_by_window(config, 1000, 5000, DAY)
+    day = (draw.times - config.start) // DAY
+    assert [window["time"] for window in windows] == [config.start + each * DAY for each in np.unique(day)]
+    for window in windows:
+        rows = day == (window["time"] - config.start) // DAY
+        assert window["samples"] == rows.sum()
+        assert window["auc"] == pytest.approx(roc_auc_score(draw.labels[rows], draw.logits[rows]), abs=1e-12)
+        assert window["logloss"] == pytest.approx(log_loss(draw.labels[rows], chance(draw.logits[rows])), abs=1e-9)
+        assert window["ctr"] == pytest.approx(draw.labels[rows].mean())
+
+
+def test_raw_samples_are_the_draw_with_ids_as_text():
+    config = DriftConfig(**SMALL)
+    draw = DriftingModel.of(config).draw(100, 250)
+    tables = list(drifting_tables(config, 100, 250, chunk_rows=100))
+    assert [table.num_rows for table in tables] == [100, 100, 50]
+    rows = [row for table in tables for row in table.to_pylist()]
+    for place, row in enumerate(rows):
+        expected = {"sample_id": 100 + place, "time": draw.times[place], "label": draw.labels[place]}
+        expected |= {f"I{n + 1}": draw.dense[n, place] for n in range(4)}
+        for field, ids in enumerate(draw.ids):
+            ident = int(ids[place])
+            expected[f"C{field + 1}"] = f"core_{ident}" if ident >= 0 else f"born_{-1 - ident}"
+        assert row == expected
+
+
+def test_text_of_no_ids():
+    assert id_text(np.zeros(0, np.int64)).to_pylist() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"days": 0.0}, "days must be a number above 0"),
+        ({"lifetime_days": float("inf")}, "lifetime_days must be a number above 0"),
+        ({"ctr": 1.0}, "ctr must be between 0 and 1"),
+        ({"born_share": 1.5}, "born_share must be in"),
+        ({"core_ids": (1,), "births_per_day": (1, 2)}, "one number for each field"),
+        ({"core_ids": (0,), "births_per_day": (0,)}, "field 1 must have core ids or births"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DriftConfig(**settings)
+
+
+def test_a_data_set_holds_the_samples_with_raw_ids_and_times(tmp_path):
+    config = DriftConfig(**{**SMALL, "rows": 3000})
+    schema = synthesize_drifting(tmp_path / "data", config, test_rows=1500)
+    assert schema == Schema.load(tmp_path / "data")
+    assert drift_config(tmp_path / "data") == config
+    for split, first, rows in (("train", 0, 3000), ("test", 3000, 1500)):
+        draw = DriftingModel.of(config).draw(first, rows)
+        batch = next(Reader(tmp_path / "data", split, batch_size=rows).epoch(0))
+        np.testing.assert_array_equal(batch.time, draw.times)
+        np.testing.assert_array_equal(batch.label, draw.labels)
+        np.testing.assert_array_equal(batch.dense, draw.dense.T)
+        expected = np.concatenate([raw_ids(id_text(ids)) for ids in draw.ids])
+        np.testing.assert_array_equal(batch.sparse.values(), expected)
+    assert schema.best["auc"] == pytest.approx(roc_auc_score(draw.labels, draw.logits), abs=1e-12)
+    windows = [json.loads(line) for line in (tmp_path / "data" / "windows.jsonl").read_text().splitlines()]
+    assert sum(window["samples"] for window in windows) == 4500
+    assert len(windows) == 60
+
+
+def test_settings_of_another_data_set_are_refused(tmp_path):
+    synthesize(tmp_path / "data", SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4))
+    with pytest.raises(ValueError, match="no set of drifting samples but 'synthetic'"):
+        drift_config(tmp_path / "data")

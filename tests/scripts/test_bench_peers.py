@@ -1,0 +1,113 @@
+"""`scripts/bench_peers.py`: its lines and its table, peers that fail, and that plain PyTorch's CowClip is CowClip."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+NEED_NO_VENV = ["cowrec-fp32", "cowrec-bf16", "torch-sparse-adam", "torch-dense-adam-cowclip"]
+PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """A module of scripts, which is no part of what is installed."""
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module(f"scripts.{name}")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple[int, list[dict]]:
+    """Exit code of the script, and the lines of its output."""
+    output = folder / "peers.jsonl"
+    fixed = ["--output", str(output), "--venvs", str(folder / "venvs")]
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", *fixed, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        module(monkeypatch, "bench_peers").main()
+    lines = output.read_text().splitlines() if output.exists() else []
+    return int(ended.value.code or 0), [json.loads(line) for line in lines]
+
+
+def test_lines_and_table_of_a_tiny_run(tmp_path, monkeypatch, capsys):
+    what = ["--rows", "1K", "--batch-sizes", "32", "--epoch-share", "1e-4", "--rounds", "2", "--seconds", "0"]
+    code, lines = run(monkeypatch, tmp_path, "--only", ",".join(NEED_NO_VENV), *what)
+    assert code == 0
+    assert [line["implementation"] for line in lines] == NEED_NO_VENV
+    for line in lines:
+        assert (line["batch_size"], line["model"], line["max_rows"], line["error"]) == (32, "deepfm", 1000, None)
+        # Where there are no seconds for more, five steps of each of the two processes are timed.
+        assert line["steps"] == 10
+        assert line["samples_per_second"] == pytest.approx(32_000 / line["step_ms"])
+        low, high = line["samples_per_second_quartiles"]
+        assert 0 < low <= line["samples_per_second"] <= high
+        assert line["versions"]["torch"] == torch.__version__
+        assert {"device", "threads", "git_commit"} <= line.keys()
+    assert [[line[part] for part in PARTS] for line in lines] == [[True] * 3, [True] * 3, [False] * 3, [True] * 3]
+    printed = capsys.readouterr().out
+    ratio = lines[0]["samples_per_second"] / lines[2]["samples_per_second"]
+    assert re.search(rf"^cowrec-fp32 +{ratio:.2f}$", printed, re.MULTILINE)
+    assert re.search(r"^cowrec-fp32( +yes){4}$", printed, re.MULTILINE)
+    assert re.search(r"^torch-sparse-adam( +-){4}$", printed, re.MULTILINE)
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "venvs").exists()
+
+
+def test_a_peer_that_cannot_be_installed_is_a_line_with_its_reason(tmp_path, monkeypatch, capsys):
+    (tmp_path / "venvs").touch()
+    code, lines = run(monkeypatch, tmp_path, "--only", "fuxictr", "--batch-sizes", "32", "--epoch-share", "1e-6")
+    assert code == 1
+    assert [(line["implementation"], line["samples_per_second"]) for line in lines] == [("fuxictr", None)]
+    assert lines[0]["error"].startswith("cannot be installed: ")
+    captured = capsys.readouterr()
+    assert f"fuxictr, batch 32: {lines[0]['error']}" in captured.err
+    assert re.search(r"^fuxictr +failed$", captured.out, re.MULTILINE)
+
+
+def test_a_peer_that_cannot_run_leaves_the_others_their_turns(tmp_path, monkeypatch):
+    bench_peers = module(monkeypatch, "bench_peers")
+    monkeypatch.setitem(bench_peers.PEERS, "deepctr", bench_peers.Peer("no_such_worker"))
+    what = ["--only", "deepctr,torch-sparse-adam", "--rows", "1K", "--batch-sizes", "32", "--epoch-share", "1e-6"]
+    code, lines = run(monkeypatch, tmp_path, *what, "--rounds", "1", "--seconds", "0")
+    assert code == 1
+    assert "No module named scripts.peers.no_such_worker" in lines[0]["error"]
+    assert lines[1]["steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "torch-sparse-adm"], "--only 'torch-sparse-adm' is not known; did you mean 'torch-sparse-adam'?"),
+        (["--only", "cowrec-fp32,"], "--only '' is not known; known: cowrec-fp32, "),
+        (["--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
+        (["--rows", "many"], "--rows is full or a number"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, arguments, message):
+    assert run(monkeypatch, tmp_path, *arguments) == (2, [])
+    assert message in capsys.readouterr().err
+
+
+def test_the_clip_of_plain_pytorch_is_cowclip(monkeypatch):
+    """Against a loop in float64; float32 rounds norms and their quotient to a few units in 1e7."""
+    peer = module(monkeypatch, "peers.torch_dense_adam_cowclip")
+    random = np.random.default_rng(0)
+    weights, gradients = random.normal(size=(7, 10)), random.normal(size=(7, 10))
+    weights[1] = 0.0  # the floor is its limit
+    gradients[2] = 0.0  # and stays so
+    gradients[3] *= 1e-3  # not clipped
+    ids = np.array([0, 0, 0, 1, 2, 3])  # the others are absent and count once
+    table = torch.nn.Parameter(torch.tensor(weights, dtype=torch.float32))
+    table.grad = torch.tensor(gradients, dtype=torch.float32)
+    peer.clip(table, torch.from_numpy(ids))
+    for row in range(7):
+        count = max((ids == row).sum(), 1)
+        limit = peer.R * count * max(np.linalg.norm(weights[row]), peer.R * np.sqrt(10) * peer.BOUND)
+        norm = np.linalg.norm(gradients[row])
+        expected = gradients[row] * min(1, limit / norm if norm else 1)
+        np.testing.assert_allclose(table.grad[row].numpy(), expected, rtol=1e-5, atol=0)

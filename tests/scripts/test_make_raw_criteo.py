@@ -1,0 +1,104 @@
+"""Raw files made in Criteo's layout: what `prepare` finds in them is what they were made of."""
+
+import fcntl
+import gzip
+import importlib.util
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_raw_criteo.py"
+ROWS = 70_000  # more than a chunk of the writer
+
+
+def make(*arguments: object) -> None:
+    """Runs the script, in this process."""
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        script.main()
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("raw") / "train.txt"
+    make("--rows", ROWS, "--seed", 3, "--output", path)
+    return path
+
+
+def test_rows_are_as_in_kaggles_file(raw: Path) -> None:
+    rows = [line.split("\t") for line in raw.read_text().splitlines()]
+    assert len(rows) == ROWS
+    assert {len(row) for row in rows} == {40}
+    columns = list(zip(*rows, strict=True))
+    # Three standard deviations of a share of 70,000 rows are 0.6 points at most.
+    assert abs(columns[0].count("1") / ROWS - 0.256) < 0.006
+    for column in columns[1:14]:
+        assert all(re.fullmatch(r"\d{0,8}", value) for value in set(column))
+    for column in columns[14:]:
+        assert all(re.fullmatch(r"([0-9a-f]{8})?", value) for value in set(column))
+    missing = [column.count("") / ROWS for column in columns[1:]]
+    assert missing[1] == 0
+    assert abs(missing[0] - 0.45) < 0.006
+    assert abs(missing[13 + 18] - 0.414) < 0.006  # C19
+    assert abs(raw.stat().st_size / ROWS - 243) < 1, "11.1 GB for 45.8 million rows"
+
+
+def test_ids_are_those_of_the_frequencies(raw: Path, tmp_path: Path) -> None:
+    """Distinct ids are distinct texts: as many in each field as the stream has, the missing one aside."""
+    schema = prepare("criteo", [raw], tmp_path / "out", PrepareConfig(test_fraction=0.0))
+    for field, values in zip(schema.sparse, CriteoIds(3).values(0, ROWS), strict=True):
+        # Two rows are reserved; where ids are missing, the stream counts them as one.
+        assert field.num_embeddings - 2 - len(np.unique(values)) in (0, -1)
+
+
+def test_a_row_does_not_depend_on_the_length_but_on_the_seed(raw: Path, tmp_path: Path) -> None:
+    lines = raw.read_bytes().splitlines(keepends=True)
+    unpack = {"gz": gzip.decompress, "zst": lambda data: pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()}
+    for suffix, unpacked in unpack.items():
+        make("--rows", 500, "--seed", 3, "--output", tmp_path / f"a.{suffix}")
+        assert unpacked((tmp_path / f"a.{suffix}").read_bytes()) == b"".join(lines[:500])
+    make("--rows", 500, "--seed", 4, "--output", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() != b"".join(lines[:500])
+
+
+def test_ids_can_be_fewer(tmp_path: Path) -> None:
+    make("--rows", 3000, "--max-ids", 50, "--output", tmp_path / "raw")
+    schema = prepare("criteo", [tmp_path / "raw"], tmp_path / "out")
+    assert max(field.num_embeddings for field in schema.sparse) == 52, "two rows of a table are reserved"
+
+
+def test_a_terminal_shows_bytes_and_time_left(raw: Path, tmp_path: Path) -> None:
+    """Bytes of all three times that the file is read; and what became of a dead process' leftover."""
+    (tmp_path / "out.partial-1").mkdir()
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    command = [sys.executable, "-m", "cowrec.trainer", "prepare", "criteo", "--input", str(raw), "--shard-rows", "7000"]
+    process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(screen, 4096):
+            shown += part
+    except OSError:  # the terminal's other side is closed
+        pass
+    assert process.wait() == 0
+    said, total = shown.decode(), f"{3 * raw.stat().st_size / 1e6:.1f}M"
+    assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", said), said
+    assert f"process 1 ended before {tmp_path}/out was done; its {tmp_path}/out.partial-1 is removed" in said

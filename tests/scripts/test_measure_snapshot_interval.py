@@ -1,0 +1,91 @@
+"""`scripts/measure_snapshot_interval.py`: what dies goes back to its snapshot, what lives does not; its lines."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from cowrec.data_pipeline import Reader, synthesize_drifting
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.tables import tables_of
+from cowrec.trainer.training.state import Learner
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("scripts.measure_snapshot_interval")
+
+
+def test_lines_of_a_tiny_year(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "RUNS", ["never", "1h", "20d"])
+    output = tmp_path / "snapshots.jsonl"
+    monkeypatch.setattr(sys, "argv", ["x", "--output", str(output), "--rows", "6000", "--seeds", "1"])
+    script.main()
+    never, hour, days = (json.loads(line) for line in output.read_text().splitlines())
+    assert never["failures"] == 0 < hour["failures"] == days["failures"]
+    assert never["auc"] != days["auc"]
+    for line in (never, hour, days):
+        assert line["samples"] == 3000
+        assert line["versions"]["torch"] == torch.__version__
+        assert {"device", "threads", "git_commit", "config", "drift", "best_possible"} <= line.keys()
+    assert "AUC lost" in capsys.readouterr().out
+    before = output.read_text()
+    script.main()
+    assert output.read_text() == before, "a run that is there was measured again"
+    assert output.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_events_are_in_order_and_a_snapshot_is_the_latest_before_its_death(script):
+    drift, interval = script.YEAR, 5 * 86400
+    events = script.events_of(drift, interval)
+    assert events == sorted(events)
+    deaths = [event for event in events if event.dies]
+    assert [(event.time, event.shard) for event in deaths] == [
+        (event.time, event.shard) for event in script.events_of(drift, 3600) if event.dies
+    ]
+    assert 364 - 6 * 364**0.5 < len(deaths) < 364 + 6 * 364**0.5  # six deviations of Poisson's law
+    for death in deaths:
+        before = [each for each in events if not each.dies and each.shard == death.shard and each.time <= death.time]
+        assert 0 <= death.time - before[-1].time < interval
+        assert (before[-1].time - drift.start) % interval == 0
+
+
+def test_a_shard_goes_back_and_the_others_do_not(script, tmp_path):
+    """The oracle copies the whole tables and moments by name, as a checkpoint has them."""
+    synthesize_drifting(tmp_path, dataclasses.replace(script.YEAR, rows=640, days=10.0), test_rows=1)
+    config = load_config(script.CONFIG, ["train.batch_size=64", "id_table.capacity=20000"])
+    with process_group("cpu") as process:
+        reader = Reader(tmp_path, "train", batch_size=64)
+        learner = Learner(config, reader.schema, process, warmup_steps=0)
+        assert learner.adam is not None
+        copies, snapshots = [], {}
+        for step, batch in enumerate(reader.epoch(0)):
+            if step in (4, 8):
+                copies.append(state(learner))
+                script.happen(script.Event(0, step == 8, 3), learner.adam, snapshots)
+                if step == 8:
+                    break
+            script.train_on(learner, batch, step)
+        then, now = copies
+        for name, rows in state(learner).items():
+            dead = torch.arange(len(rows)) % script.SHARDS == 3
+            expected = torch.where(dead[:, None], then[name], now[name])
+            torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+            assert not torch.equal(then[name][dead], now[name][dead])
+
+
+def state(learner: Learner) -> dict[str, torch.Tensor]:
+    """A copy of the tables' weights and moments."""
+    assert learner.adam is not None
+    moments = {name: value for name, value in learner.adam.state_dict().items() if "." in name}
+    whole = tables_of(learner.model) | moments
+    return {name: value.local_shards()[0].tensor.clone() for name, value in whole.items()}

@@ -1,0 +1,147 @@
+"""On CUDA: CowClip under FBGEMM's fused optimizers and EmbeddingAdam equal plain loops, as they do on CPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
+
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
+from cowrec.sparse_opt.clipping.clipped_lookup import Backward, LookupRows
+from cowrec.sparse_opt.tbe.lookup import find_lookups
+from cowrec.trainer.sharded_model.build import set_product_precision
+from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.usefixtures("group"),
+]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    torch.cuda.set_device(CUDA)
+    with process_group(0, 1, str(tmp_path_factory.mktemp("group")), backend="nccl"):
+        yield
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad", "adam", "keras_adam"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_plain_loops(kind: str, optimizer: str) -> None:
+    case = case_of(kind, optimizer)
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], device=CUDA)
+    attach(model, case)
+    for bags, targets in drawn["steps"]:
+        train_step(case, model, bags, targets, 0, case.batch)
+    assert_follows_loops(case, gather_tables(case, model))
+
+
+@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel", "uvm"])
+def test_other_plans_equal_plain_loops(sharding: str) -> None:
+    case = case_of("weights", "adam", sharding=sharding)
+    model = sharded_model(case, case.draw()["tables"], device=CUDA)
+    attach(model, case)
+    for bags, targets in case.draw()["steps"]:
+        train_step(case, model, bags, targets, 0, case.batch)
+    assert_follows_loops(case, gather_tables(case, model))
+
+
+def test_embedding_adam_means_what_fbgemms_adam_means() -> None:
+    """Touched rows only, bias correction by step, the same place of epsilon."""
+    case = replace(case_of("weights", "fbgemm_adam", steps=5), lr=1e-2)
+    drawn = case.draw()
+    fused = sharded_model(case, drawn["tables"], device=CUDA)
+    attach_cowclip(fused, NoClip())
+    ours = sharded_model(replace(case, optimizer="sgd"), drawn["tables"], device=CUDA)
+    EmbeddingAdam(ours, AdamConfig(lr=1e-2, eps=1e-8))
+    for bags, targets in drawn["steps"]:
+        for model in (fused, ours):
+            train_step(case, model, bags, targets, 0, case.batch)
+    for expected, got in zip(gather_tables(case, fused), gather_tables(case, ours), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_row_work_never_waits_for_the_device() -> None:
+    case = case_of("weights", "adam")
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], device=CUDA)
+    rows = LookupRows(find_lookups(model)[0][0], RULE, {})
+    features = len(rows.lookup.feature_table)
+    backward = Backward(
+        indices=torch.tensor([0, 1, 0, 2], device=CUDA),
+        offsets=torch.tensor([0, 1, 2, 3, 4], device=CUDA),
+        id_weights=None,
+        output_grad=torch.randn(4 // features, features * case.dim, device=CUDA),
+    )
+    rows.id_factors(backward)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows.id_factors(backward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
+def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
+    """Lookup, replay, clip and update, after two steps in which kernels are compiled and the ids' lengths are told."""
+    case = Case()
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], device=CUDA)
+    optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
+    ids = batch_of(case, drawn["steps"][0][0], 0, case.batch).to(CUDA)
+    ids.sync()
+
+    def step() -> None:
+        model.module["ebc"](ids).wait().values().mean().backward()
+
+    step()
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.steps == 3
+
+
+def test_tf32_rounds_products_and_float32_does_not() -> None:
+    """1 + 2^-12 has 12 bits behind the point; TF32 keeps 10 of a factor, so its product with 1 rounds to 1."""
+    x = torch.full((256, 256), 1 + 2.0**-12, device=CUDA)
+    eye = torch.eye(256, device=CUDA)
+    try:
+        set_product_precision("tf32", CUDA)
+        assert (x @ eye == 1).all()
+    finally:
+        set_product_precision("float32", CUDA)
+    assert torch.equal(x @ eye, x)
+
+
+@pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
+def test_tables_in_unified_memory_train_as_those_on_the_device(absent_rows: str) -> None:
+    """But for the order of float64 sums; their moments lie where they do, having no room on the device either."""
+    trained = []
+    for sharding in ("uvm", "table_wise"):
+        case = Case(sharding=sharding)
+        drawn = case.draw()
+        model = sharded_model(case, drawn["tables"], device=CUDA)
+        optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
+        for bags, targets in drawn["steps"]:
+            train_step(case, model, bags, targets, 0, case.batch)
+        optimizer.flush()
+        flats = [each for tables in optimizer._tables for each in (tables.exp_avg, tables.exp_avg_sq)]
+        assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding == "uvm") for each in flats)
+        trained.append(gather_tables(case, model))
+    for mine, expected in zip(*trained, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_cached_apart_from_their_memory_are_refused() -> None:
+    case = case_of("weights", "sgd", sharding="cached")
+    model = sharded_model(case, case.draw()["tables"], device=CUDA)
+    with pytest.raises(ValueError, match="its rows are cached on the device"):
+        attach_cowclip(model, RULE)

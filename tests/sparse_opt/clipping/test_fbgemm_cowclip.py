@@ -1,0 +1,115 @@
+"""FBGEMM's own COWCLIP mode does what its name in the configuration is documented to do, which is not CowClip.
+
+Seen with fbgemm 1.8.0: it counts the steps in which a row appeared, and Adagrad accumulates the unclipped gradient.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cowrec.sparse_opt import CowClip, attach_cowclip
+from cowrec.trainer.config.run import ClipConfig, OptimizerConfig, RunConfig, TrainConfig, load_config
+from cowrec.trainer.sharded_model.build import fused_params
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run
+from sharded_case import Case, gather_tables, process_group, row_gradients, sharded_model, train_step
+from trainer_cases import config_file, make_data
+
+R, ZETA, LR, EPS = 0.5, 1e-3, 0.1, 1e-8
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    with process_group(0, 1, str(tmp_path)):
+        yield
+
+
+def trained(case: Case, embedding: str, *, halflife: int = -1) -> list[np.ndarray]:
+    """The case's tables under an optimizer of the trainer; CowClip over it if the optimizer does not clip by itself."""
+    optimizer = OptimizerConfig(
+        embedding=embedding,  # type: ignore[arg-type]
+        base_batch_size=1,
+        embedding_lr=LR,
+        eps=EPS,
+        weight_norm_coefficient=R,
+        lower_bound=ZETA,
+        counter_halflife=halflife,
+    )
+    config = RunConfig(train=TrainConfig(batch_size=1), optimizer=optimizer, clip=ClipConfig(rule="none"))
+    drawn = case.draw()
+    model = sharded_model(case, drawn["tables"], fused_params=fused_params(config))
+    if embedding != "fbgemm_cowclip":
+        attach_cowclip(model, CowClip(R, ZETA))
+    for bags, targets in drawn["steps"]:
+        train_step(case, model, bags, targets, 0, case.batch)
+    return gather_tables(case, model)
+
+
+def trained_in_loops(case: Case, halflife: int) -> list[np.ndarray]:
+    """The documented words in float64, row by row."""
+    drawn = case.draw()
+    tables = [table.astype(np.float64) for table in drawn["tables"]]
+    counters = [np.zeros(len(table)) for table in tables]
+    seen = [np.zeros(len(table), int) for table in tables]
+    sums = [np.zeros(len(table)) for table in tables]
+    for step, (bags, targets) in enumerate(drawn["steps"], start=1):
+        for t, weights in enumerate(tables):
+            grads, counts = row_gradients(case, bags, targets, t)
+            for row in np.flatnonzero(counts):
+                if halflife > 0:
+                    passed = step - seen[t][row] if seen[t][row] else 1
+                    counters[t][row] *= 0.5 ** (passed / halflife)
+                elif halflife == 0:
+                    counters[t][row] = 0
+                counters[t][row] += 1
+                seen[t][row] = step
+                norm = np.linalg.norm(grads[row])
+                limit = counters[t][row] * max(R * np.linalg.norm(weights[row]), ZETA)
+                sums[t][row] += (grads[row] ** 2).mean()
+                factor = min(1.0, limit / norm) if norm > 0 else 1.0
+                weights[row] -= factor * LR * grads[row] / (np.sqrt(sums[t][row]) + EPS)
+    return tables
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("halflife", [-1, 0, 2])
+def test_it_counts_steps_and_accumulates_the_unclipped_gradient(halflife: int) -> None:
+    case = Case(steps=6)
+    for got, expected in zip(
+        trained(case, "fbgemm_cowclip", halflife=halflife), trained_in_loops(case, halflife), strict=True
+    ):
+        scale = np.abs(expected).max(1, keepdims=True) + 1e-3
+        # Roots of sums of squares in float32.
+        assert float((np.abs(got - expected) / scale).max()) <= 1e-5
+
+
+@pytest.mark.usefixtures("group")
+def test_it_is_not_cowclip() -> None:
+    """On the same gradients of a first step, with r and zeta alike.
+
+    After CowClip Adagrad sees the clipped gradient and divides it by its own norm: every row moves by lr * sqrt(D).
+    FBGEMM's mode divides the clipped by the unclipped one, and its limit does not see how often an id occurs.
+    """
+    case = Case(steps=1, weight_scale=0.01)
+    drawn = case.draw()
+    bags, targets = drawn["steps"][0]
+    theirs, ours = trained(case, "fbgemm_cowclip"), trained(case, "rowwise_adagrad")
+    for t, (start, *ends) in enumerate(zip(drawn["tables"], theirs, ours, strict=True)):
+        grads, counts = row_gradients(case, bags, targets, t)
+        norms = np.linalg.norm(grads, axis=1)
+        limits = np.maximum(R * np.linalg.norm(start.astype(np.float64), axis=1), ZETA)
+        clipped = (counts > 0) & (norms > limits * counts)
+        assert (clipped & (counts > 1)).any()
+        moved = [np.linalg.norm(table - start, axis=1)[clipped] for table in ends]
+        full = LR * case.dim**0.5
+        np.testing.assert_allclose(moved[0], full * limits[clipped] / norms[clipped], rtol=1e-4)
+        np.testing.assert_allclose(moved[1], full, rtol=1e-3)
+
+
+def test_the_trainer_trains_and_loads_it(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    settings = ["optimizer.embedding=fbgemm_cowclip", "clip.rule=none", "optimizer.l2=0"]
+    report = train(load_config(config_file(tmp_path), settings), data, tmp_path / "run")
+    assert evaluate_run(tmp_path / "run", data)["auc"] == pytest.approx(report["auc"], abs=1e-7)

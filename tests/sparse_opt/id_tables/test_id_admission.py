@@ -1,0 +1,140 @@
+"""Admission of ids: the sketch against exact counts, what its bound promises, and the lot's odds."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cowrec.sparse_opt import Admission, IdTableConfig, IdTables
+from cowrec.sparse_opt.id_tables.admission import DEPTH, note
+from cowrec.sparse_opt.id_tables.records import PLACE, TABLE
+from id_table_model import hash_of
+
+
+def tables_with(admission: Admission, capacity: int = 4000) -> IdTables:
+    return IdTables({"t": IdTableConfig(capacity, ("a",), "refuse", admission)}, ["a"], seed=3)
+
+
+def assign(tables: IdTables, ids: np.ndarray, time: int | None = None) -> np.ndarray:
+    rows, _ = tables.assign(ids, np.array([0, len(ids)]), None if time is None else np.full(len(ids), time))
+    return rows
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 5])
+def test_the_nth_occurrence_admits(threshold: int) -> None:
+    """Over batches, and within one: then all occurrences in it have the row."""
+    tables = tables_with(Admission("count", threshold, counters=4096))
+    for occurrence in range(1, 8):
+        assert (assign(tables, np.array([9]))[0] != 0) == (occurrence >= threshold)
+    rows = assign(tables, np.array([77] * threshold + [88] * (threshold - 1)))
+    assert len(set(rows[:threshold])) == 1
+    assert rows[0] != 0
+    assert (rows[threshold:] == 0).all()
+    assert tables.counters()["t"]["unknown"] == 2 * (threshold - 1)
+
+
+def test_counts_expire_by_panes_of_the_window() -> None:
+    """Of a window of 40: an occurrence counts for the rest of its pane of 10 and the three after it."""
+    for later, admitted in [(30, True), (39, True), (40, False), (10_000, False)]:
+        tables = tables_with(Admission("count", 2, window=40, counters=4096))
+        assign(tables, np.array([9]), 1000)
+        assert (assign(tables, np.array([9]), 1000 + later)[0] != 0) == admitted
+
+
+@pytest.mark.parametrize("panes", [1, 4])
+def test_estimates_are_never_too_low_and_seldom_beyond_the_bound(panes: int) -> None:
+    """Against exact counts: 2,000 ids in 128 counters a row, or 28 with panes, over ten panes.
+
+    Some of the estimates are to be off, or the test would show nothing.
+    """
+    config, rng = Admission("count", 9, window=4 * (panes > 1), counters=512), np.random.default_rng(panes)
+    table, place = np.zeros(1, TABLE)[0], np.zeros(1, PLACE)[0]
+    lines = config.lines(1)
+    table["panes"], table["blocks"] = panes, lines
+    cells, exact, beyond = np.zeros(512, np.uint16), np.zeros((10, 2002), np.int64), []
+    for pane in range(10):
+        for id in (rng.zipf(1.1, 800) % 2000 + 2).tolist():
+            exact[pane, id] += 1
+            counted = exact[max(0, pane - 3) if panes > 1 else 0 : pane + 1]
+            excess = note(np.uint64(hash_of(id, 0)), 1, table, place, pane if panes > 1 else 0, cells)
+            excess -= counted[:, id].sum()
+            assert excess >= 0
+            beyond.append((excess, excess > config.excess_bound(counted.sum(), lines)))
+    off, too_far = np.mean(np.array(beyond) > 0, axis=0)
+    assert off > 0.5
+    assert too_far <= math.exp(-DEPTH)
+
+
+@pytest.mark.parametrize("window", [0, 80])
+def test_admission_by_a_small_sketch(window: int) -> None:
+    """5,000 ids in few counters: who has enough occurrences is in, and hardly anybody with too few.
+
+    Enough: in the last three quarters of the window. Too few: less than the threshold by more than ``filter_excess`` in
+    the window; the bound allows exp(-4) of the decisions in the mean, this test twice that.
+    """
+    threshold, counters = 100, 40_960 if window else 8192
+    tables = tables_with(Admission("count", threshold, window=window, counters=counters), capacity=3000)
+    rng, is_in = np.random.default_rng(0), np.zeros(5002, bool)
+    counted = np.zeros((200, 5002), np.int64)  # occurrences of each id in each batch while it was absent
+    wrong = decisions = 0
+    for batch in range(200):
+        now, ids = 2 * batch, rng.zipf(1.2, 600) % 5000 + 2
+        counted[batch] = np.bincount(ids, minlength=5002) * ~is_in
+        given_row = np.bincount(ids, weights=assign(tables, ids, now) != 0, minlength=5002) > 0
+        times = 2 * np.arange(200)
+        surely = counted[(times > now - window * 3 // 4) | (window == 0)].sum(0)
+        at_most = counted[(times > now - window) | (window == 0)].sum(0)
+        excess = tables.counters()["t"]["filter_excess"]
+        absent = counted[batch] > 0
+        assert (given_row | (surely < threshold))[absent].all()
+        decisions += int(absent.sum())
+        wrong += int((given_row & (at_most + excess < threshold))[absent].sum())
+        is_in |= given_row
+    assert 0 < excess < threshold
+    assert decisions > 5000
+    assert wrong <= 2 * math.exp(-4) * decisions
+
+
+def test_counters_that_stop_admit() -> None:
+    """At the largest threshold there is, the counters of everybody at their end: none is kept out, and it shows."""
+    tables = tables_with(Admission("count", 65_535, counters=128))
+    ids = np.repeat(np.arange(2, 40), 65_534)
+    for _ in range(2):
+        rows = assign(tables, ids)
+    assert (rows != 0).all()
+    assert tables.counters()["t"]["filter_excess"] > 65_535
+
+
+def test_the_lot_has_monoliths_odds() -> None:
+    """After one and after ``threshold`` occurrences, one a batch, and the same at once; within four standard errors."""
+    n, threshold = 20_000, 10
+    ids = np.arange(2, n + 2)
+    apart = tables_with(Admission("probabilistic", threshold), capacity=40_000)
+    shares = [(assign(apart, ids) != 0).mean() for _ in range(threshold)]
+    at_once = (assign(tables_with(Admission("probabilistic", threshold), 40_000), np.tile(ids, threshold)) != 0).mean()
+    for share, expected in [(shares[0], 1 - 0.05**0.1), (shares[-1], 0.95), (at_once, 0.95)]:
+        assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / n)
+
+
+def test_the_lot_depends_on_the_seed_alone() -> None:
+    config = {"t": IdTableConfig(4000, ("a",), admission=Admission("probabilistic", 3))}
+    ids, splits = np.arange(2, 1002), np.array([0, 1000])
+    first, same, other = (IdTables(config, ["a"], seed=seed).assign(ids, splits)[0] for seed in (1, 1, 2))
+    assert (first == same).all()
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "some"}, "kind must be"),
+        ({"threshold": 0}, r"threshold must be in \[1, 65535\]"),
+        ({"kind": "count", "threshold": 65_536, "counters": 4096}, r"threshold must be in \[1, 65535\]"),
+        ({"kind": "count", "threshold": 2}, "counters must be at least 128, got 0"),
+        ({"kind": "count", "window": -1, "counters": 4096}, "window must be"),
+        ({"kind": "none", "window": 5}, 'belong to kind "count"'),
+    ],
+)
+def test_a_wrong_admission_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Admission(**arguments)

@@ -1,0 +1,120 @@
+"""What sparse_opt/tbe/lookup.py takes for granted of TorchRec and FBGEMM, which promise none of it.
+
+Seen with torchrec 1.8.0 on fbgemm 1.8.0 and with torchrec 1.6.1 on fbgemm 1.6.0.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cowrec.sparse_opt.tbe.lookup import (
+    all_table_names,
+    column_split_tables,
+    contrary_lookups,
+    find_lookups,
+    leave_ddp,
+    lookups_of_ranks,
+    partly_spread_tables,
+    replicated_tables,
+    sharded_collections,
+)
+from cowrec.sparse_opt.tbe.sharded_state import sharded_like_weights
+from sharded_case import Case, process_group, sharded_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nn.Module]:
+    with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
+        yield sharded_model(Case(), Case().draw()["tables"])
+
+
+def test_geometry(model: nn.Module) -> None:
+    lookups, refusals = find_lookups(model)
+    assert not refusals
+    assert all_table_names(model) == {"t0", "t1", "t2"}
+    (lookup,) = lookups
+    assert [(shard.name, shard.rows, shard.embedding_dim) for shard in lookup.shards] == [
+        (f"t{t}", rows, Case().dim) for t, rows in enumerate(Case().rows)
+    ]
+    assert lookup.feature_table == [0, 1, 2, 2]
+    assert lookup.column_offsets == [0, 8, 16, 24]
+    assert lookup.is_plain_sgd
+    assert not lookup.is_mean_pooled
+
+
+def test_places(model: nn.Module) -> None:
+    """Of one process; test_group_clip.py trains in two, where a rank has no table, or tables lie on both ranks."""
+    (lookup,) = find_lookups(model)[0]
+    assert lookups_of_ranks(model) == [[["t0", "t1", "t2"]]]
+    assert (lookup.num_ranks, lookup.is_split) == (1, False)
+    assert not partly_spread_tables(model)
+    separate = sharded_model(Case(sharding="data_parallel"), Case().draw()["tables"])
+    assert lookups_of_ranks(nn.ModuleList([model, separate])) == [[["t0", "t1", "t2"]]]
+    assert lookups_of_ranks(nn.Linear(1, 1)) == []
+
+
+def test_the_flat_weights_are_the_tables_memory(model: nn.Module) -> None:
+    (lookup,) = find_lookups(model)[0]
+    flat, tables = lookup.flat_weights(), Case().draw()["tables"]
+    for t, table in enumerate(tables):
+        assert torch.equal(lookup.view_of(flat, t), torch.from_numpy(table))
+        assert lookup.view_of(flat, t).data_ptr() == lookup.module.split_embedding_weights()[t].data_ptr()
+
+
+def test_row_state_is_cut_like_the_weights(model: nn.Module) -> None:
+    (lookup,) = find_lookups(model)[0]
+    state = torch.arange(lookup.flat_weights().numel(), dtype=torch.float32)
+    sharded = sharded_like_weights([lookup.collection], [lookup], [state], torch.float32)
+    assert sharded.keys() == {"t0", "t1", "t2"}
+    for t, rows in enumerate(Case().rows):
+        (shard,) = sharded[f"t{t}"].local_shards()
+        assert shard.metadata.shard_sizes == [rows, Case().dim]
+        assert torch.equal(shard.tensor, lookup.view_of(state, t))
+        assert shard.tensor.data_ptr() == lookup.view_of(state, t).data_ptr()
+
+
+@pytest.mark.usefixtures("model")
+def test_column_shards() -> None:
+    case = Case(sharding="column_wise,table_wise,columns_of_one_rank")
+    cut = sharded_model(case, case.draw()["tables"])
+    assert column_split_tables(cut) == {"t0": (0, 0), "t2": (0, 0)}
+    whole, split = find_lookups(cut)[0][::-1] if find_lookups(cut)[0][0].splits_columns else find_lookups(cut)[0]
+    assert [(shard.name, shard.first_column, shard.embedding_dim) for shard in split.shards] == [
+        ("t0", 0, 4),
+        ("t0", 4, 4),
+        ("t2", 0, 4),
+        ("t2", 4, 4),
+    ]
+    assert {shard.table_dim for shard in split.shards} == {8}
+    assert not split.has_like_partners
+    assert not whole.splits_columns
+    assert contrary_lookups(cut) is None
+    rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (whole, split)]
+    last = sharded_like_weights(list(sharded_collections(cut)), [whole, split], rows, torch.int32, per_row=True)
+    (first,) = last["t0"].local_shards()
+    assert first.tensor.flatten().tolist() == list(range(40))
+    assert first.metadata.shard_offsets == [0, 0]
+    assert list(last["t2"].size()) == [300, 1]
+    assert list(last["t1"].size()) == [7, 1]
+
+
+@pytest.mark.usefixtures("model")
+def test_replicated_tables() -> None:
+    case = Case(sharding="data_parallel,table_wise,data_parallel")
+    mixed = sharded_model(case, case.draw()["tables"])
+    assert replicated_tables(mixed) == {"t0", "t2"}
+    assert [refusal.table for refusal in find_lookups(mixed)[1]] == ["t0", "t2"]
+    lookups, refusals = find_lookups(mixed, replicated=True)
+    assert not refusals
+    ((copies),) = [lookup for lookup in lookups if lookup.is_replicated]
+    assert copies.is_plain_sgd
+    assert copies.feature_table == [0, 1, 1]
+    (collection,) = sharded_collections(mixed)
+    wrapped = list(collection._lookups)
+    rejoin = leave_ddp(collection)
+    assert not any(isinstance(each, DistributedDataParallel) for each in collection._lookups)
+    rejoin()
+    assert collection._lookups == wrapped

@@ -1,0 +1,28 @@
+"""pytest plugin: this suite's options, and where the numbers recorded from the reference implementation lie."""
+
+from pathlib import Path
+
+import pytest
+
+DEFAULT_DIR = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden-dir",
+        type=Path,
+        default=DEFAULT_DIR,
+        help="folder of the .npz files recorded from the reference implementation (default: ../shared/golden)",
+    )
+    parser.addoption(
+        "--kills", type=int, default=4, help="how often test_faults.py kills a run's processes (default: 4)"
+    )
+
+
+@pytest.fixture(scope="session")
+def golden_dir(pytestconfig: pytest.Config) -> Path:
+    """The folder of golden files; skips the test where there is none."""
+    folder: Path = pytestconfig.getoption("--golden-dir").resolve()
+    if not any(folder.glob("*.npz")):
+        pytest.skip(f"no golden .npz files in {folder}; name their folder with --golden-dir")
+    return folder

@@ -1,0 +1,114 @@
+"""A real `cowrec serve` in a process of its own, for tests."""
+
+import contextlib
+import csv
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from prometheus_client.parser import text_string_to_metric_families
+
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import predict_run
+from trainer_cases import ENVIRONMENT, TRAIN_ROWS, config_file, free_port, make_data
+
+DEADLINE = 60.0
+
+
+def trained_and_exported(folder: Path) -> None:
+    """Data, a run of one epoch and its export, in ``folder``."""
+    make_data(folder)
+    train(load_config(config_file(folder), ["train.epochs=1"]), folder / "data", folder / "run")
+    export_run(folder / "run", folder / "export")
+
+
+def raw_samples(folder: Path) -> list[dict[str, Any]]:
+    """The raw rows of the test split, as text."""
+    with (folder / "raw.csv").open() as file:
+        rows = list(csv.DictReader(file))[TRAIN_ROWS:]
+    return [{key: value or None for key, value in row.items() if key != "click"} for row in rows]
+
+
+def predictions(folder: Path, run: str) -> np.ndarray:
+    """What `cowrec predict` says of the test split under a run of the folder."""
+    predict_run(folder / run, folder / "data", folder / "predictions.parquet")
+    return pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy()
+
+
+class Serving:
+    """The process, and what one asks it."""
+
+    def __init__(self, export_dir: Path, *options: str, port: int | None = None) -> None:
+        self.port = port or free_port()
+        command = [sys.executable, "-m", "cowrec.trainer", "serve", str(export_dir), "--port", str(self.port), *options]
+        self.process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and content of an answer; bytes are sent as they are, other bodies as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
+        try:
+            sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, sent, headers or {})
+            answer = connection.getresponse()
+            content = answer.read()
+            is_json = answer.headers.get_content_type() == "application/json"
+            return answer.status, json.loads(content) if is_json else content.decode()
+        finally:
+            connection.close()
+
+    def predict(self, body: Any) -> tuple[int, Any]:
+        return self.ask("POST", "/predict", body)
+
+    def health(self) -> dict[str, Any]:
+        content: dict[str, Any] = self.ask("GET", "/health")[1]
+        return content
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name and labels, such as 'cowrec_rejected_requests_total{reason=bad_json}'."""
+        found = {}
+        for family in text_string_to_metric_families(self.ask("GET", "/metrics")[1]):
+            for sample in family.samples:
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+        return found
+
+    def wait_for(self, key: str, value: Any) -> dict[str, Any]:
+        """Its health, once `key` has that value."""
+        deadline = time.monotonic() + DEADLINE
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            with contextlib.suppress(OSError):
+                health = self.health()
+                if health.get(key) == value:
+                    return health
+            time.sleep(0.02)
+        raise AssertionError(f"{key} did not become {value!r} in {DEADLINE:g} s")
+
+    def send(self, number: signal.Signals) -> tuple[int, str]:
+        """Sends a signal that ends it; its exit code and what it had said."""
+        self.process.send_signal(number)
+        said = self.process.communicate(timeout=DEADLINE)[1]
+        return self.process.returncode, said
+
+
+@contextmanager
+def serving(export_dir: Path, *options: str, port: int | None = None) -> Iterator[Serving]:
+    """A service that is ready; it is killed at the end, if it still lives."""
+    server = Serving(export_dir, *options, port=port)
+    try:
+        server.wait_for("status", "ok")
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()

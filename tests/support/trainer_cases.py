@@ -1,0 +1,186 @@
+"""Small data sets and runs that the trainer's tests share; run by torchrun, trains a list of them in one launch."""
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from cowrec.data_pipeline import PrepareConfig, prepare
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+CONFIG = """
+[data]
+resident = "no"
+window_rows = 64
+
+[model]
+name = "deepfm"
+embedding_dim = 6
+hidden = [8]
+
+[train]
+batch_size = 51
+eval_batch_size = 20
+epochs = 2
+log_every = 2
+device = "cpu"
+
+[optimizer]
+base_batch_size = 51
+embedding_lr = 1e-2
+dense_lr = 1e-2
+l2 = 1e-4
+
+[clip]
+rule = "cowclip"
+r = 0.5
+zeta = 1e-4
+"""
+
+COLUMNS = {
+    "price": 'kind = "numeric"',
+    "city": 'kind = "categorical"',
+    "tags": 'kind = "multi"\nseparator = "|"',
+    "history": 'kind = "weighted"\nseparator = " "\nweight_separator = ":"',
+}
+UNWEIGHTED = ("price", "city", "tags")
+TRAIN_ROWS, TEST_ROWS = 4 * 51 + 1, 2 * 20 + 1
+"""Batches of 51 are uneven slices for two processes; the last batch of each split is one row, none for the first."""
+
+
+def config_file(folder: Path) -> Path:
+    file = folder / "run.toml"
+    file.write_text(CONFIG)
+    return file
+
+
+def raw_rows(rows: int, columns: Sequence[str] = tuple(COLUMNS), *, seed: int = 0, labelled: bool = True) -> str:
+    """A csv with a header. Cities carry most of the signal; bags have 0 to 4 ids, ids repeat within a bag."""
+    rng = random.Random(seed)
+    lines = [",".join([*(["click"] if labelled else []), *columns])]
+    for _ in range(rows):
+        city = rng.randrange(8)
+        values = {
+            "price": str(rng.randrange(100)),
+            "city": f"city{city}",
+            "tags": "|".join(f"t{rng.randrange(5)}" for _ in range(rng.randrange(5))),
+            "history": " ".join(
+                f"h{rng.randrange(9)}:{rng.choice(('1', '0.5', '2'))}" for _ in range(rng.randrange(4))
+            ),
+        }
+        click = str(int(rng.random() < (city + 1) / 10))
+        lines.append(",".join([*([click] if labelled else []), *(values[name] for name in columns)]))
+    return "\n".join(lines) + "\n"
+
+
+def make_data(
+    folder: Path, columns: Sequence[str] = tuple(COLUMNS), *, test_rows: int = TEST_ROWS, seed: int = 0
+) -> Path:
+    """A prepared data set ``folder/data`` of TRAIN_ROWS training rows, and the files it was made of beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "raw.csv").write_text(raw_rows(TRAIN_ROWS + test_rows, columns, seed=seed))
+    fields = "".join(f'[[fields]]\nname = "{name}"\n{COLUMNS[name]}\n' for name in columns)
+    (folder / "columns.toml").write_text(f'delimiter = ","\nlabel = "click"\n{fields}')
+    settings = PrepareConfig(split="tail", test_rows=test_rows)
+    prepare("csv", [folder / "raw.csv"], folder / "data", settings, csv_schema=folder / "columns.toml")
+    return folder / "data"
+
+
+def checkpoint(run_dir: Path) -> dict[str, Any]:
+    """Everything in a run's newest checkpoint, whole tensors, as nested dictionaries."""
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    whole = run_dir / "whole.pt"
+    dcp_to_torch_save(newest, whole)
+    content: dict[str, Any] = torch.load(whole)
+    return content
+
+
+def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Those in nested dictionaries, by path."""
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    return {key: value for name, each in state.items() for key, value in tensors(each, f"{path}/{name}").items()}
+
+
+def newest_progress(run_dir: Path) -> dict[str, Any]:
+    """How far a run's newest checkpoint says it had come."""
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    progress: dict[str, Any] = json.loads((newest / "checkpoint.json").read_text())["progress"]
+    return progress
+
+
+def interrupted(whole: Path, at: int, copy: Path) -> Path:
+    """The run's folder as a kill after the checkpoint of step ``at`` leaves it, later metrics and half a line included.
+
+    The checkpoint in the making, too.
+    """
+    shutil.copytree(whole, copy)
+    (copy / "report.json").unlink()
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > at:
+            shutil.rmtree(path)
+    (copy / "checkpoints" / "step_000000099.partial").mkdir()
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    return copy
+
+
+def train_case(case: dict[str, Any]) -> str:
+    """Trains one case; "ok", or the message of the ValueError that it ended in."""
+    from cowrec.trainer.config.run import load_config
+    from cowrec.trainer.training.loop import train
+
+    # A launch has one store, in which the groups of several runs would meet each other's leftovers.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(case.get("port"))}
+    try:
+        config = load_config(Path(case["config"]), case["set"])
+        train(config, Path(case["data"]), Path(case["run_dir"]), resume=case.get("resume", False))
+    except ValueError as error:
+        return str(error)
+    return "ok"
+
+
+def torchrun(processes: int) -> list[str]:
+    """The command that starts so many processes on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def train_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> None:
+    """Trains cases in one launch; the ranks' outcomes are then beside ``file``, which is made."""
+    file.write_text(json.dumps(cases))
+    launch = [*torchrun(processes), __file__, str(file)]
+    with subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            _, errors = running.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            running.terminate()  # torchrun then ends its ranks; killed, it would leave them
+            raise
+    assert running.returncode == 0, errors
+
+
+def main() -> None:
+    """``torchrun ... trainer_cases.py CASES.json``: trains each case and writes the outcomes of every rank."""
+    cases_file = Path(sys.argv[1])
+    outcomes = [train_case(case) for case in json.loads(cases_file.read_text())]
+    cases_file.with_suffix(f".rank{os.environ['RANK']}").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

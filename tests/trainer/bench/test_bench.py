@@ -1,0 +1,365 @@
+"""`cowrec bench`: ids as frequent as Criteo's, the state of the rows after most of an epoch, and what is reported."""
+
+import dataclasses
+import json
+import lzma
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_FREQUENCIES
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
+from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.trainer.bench.absence import last_steps, measure_gaps
+from cowrec.trainer.bench.bench import Bench, cases, criteo_config
+from cowrec.trainer.bench.roofline import bytes_per_sample, flops_per_sample
+from cowrec.trainer.bench.steady_state import Case, enter_steady_state, make_schema
+from cowrec.trainer.bench.step_parts import PARTS
+from cowrec.trainer.cli.main import main
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runtime.errors import ProcessFailed
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.sharded_model.build import build_sharded, embedding_optimizer
+
+ROOT = Path(__file__).resolve().parents[3]
+SAMPLE = ROOT.parent / "shared" / "data" / "criteo_80k_hash20.tsv.xz"
+SAMPLE_ROWS, CRITEO_ROWS = 80_000, 45_840_617
+
+
+def counts_of(column) -> np.ndarray:
+    """How often each value occurs, falling."""
+    return np.array(sorted(Counter(column).values(), reverse=True))
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[np.ndarray]:
+    return [counts_of(field.tolist()) for field in CriteoIds().rows(0, SAMPLE_ROWS)]
+
+
+@pytest.fixture(scope="module")
+def real() -> list[np.ndarray]:
+    if not SAMPLE.is_file():
+        pytest.skip(f"needs {SAMPLE}")
+    lines = lzma.decompress(SAMPLE.read_bytes()).decode().splitlines()
+    return [counts_of(column) for column in zip(*(line.split("\t")[14:] for line in lines), strict=True)]
+
+
+def test_ids_repeat_as_in_real_rows(drawn, real):
+    """Ids at all, seen once, and lookups of ids seen up to 4 times: 2 % and three deviations of two Poisson counts.
+
+    The sample's own ids are 20-bit hashes, of which 1.7 % collide in the largest fields. C1's ids seen once, of which
+    there are 249, are held to 10 %: the smoothness of the classes goes before them.
+    """
+    for field, (ours, theirs) in enumerate(zip(drawn, real, strict=True), 1):
+        for name, measure in (
+            ("distinct", len),
+            ("once", lambda counts: (counts == 1).sum()),
+            ("up to four times", lambda counts: counts[counts <= 4].sum()),
+        ):
+            allowed = (0.1 if field == 1 else 0.02) * measure(theirs) + 3 * np.sqrt(2 * measure(theirs)) + 3
+            assert abs(measure(ours) - measure(theirs)) <= allowed, (field, name)
+
+
+def test_rare_ids_are_as_many_lookups_of_a_sample_as_in_real_rows(drawn, real):
+    for times in (1, 4):
+        ours, theirs = (sum(counts[counts <= times].sum() for counts in each) for each in (drawn, real))
+        assert ours == pytest.approx(theirs, rel=0.01)
+
+
+def test_frequent_ids_have_the_share_of_real_ones(drawn, real):
+    """Within 0.015 of all lookups: ids of a class, up to twice as frequent as each other, are drawn equally often."""
+    for ours, theirs in zip(drawn, real, strict=True):
+        for top in (1, 3, 15, 127, 1023):
+            assert ours[:top].sum() / SAMPLE_ROWS == pytest.approx(theirs[:top].sum() / SAMPLE_ROWS, abs=0.015)
+
+
+def test_as_many_rows_as_criteo_has_see_as_many_ids():
+    """Expected distinct ids of 45.8 million draws, in closed form; the classes of small fields are whole ids."""
+    for classes, size in zip(CRITEO_FREQUENCIES, CRITEO_SIZES, strict=True):
+        ids, shares = np.array(classes).T
+        expected = (ids * -np.expm1(CRITEO_ROWS * np.log1p(-shares / shares.sum() / ids))).sum()
+        assert expected == pytest.approx(size, rel=0.005, abs=4)
+
+
+def folded_into(first: float, end: float, rows: float, ids: np.ndarray) -> np.ndarray:
+    """How many of the ids below each of ``ids`` fold into rows [first, end) of a table of so many rows."""
+    return ids // rows * (end - first) + np.clip(ids % rows - first, 0, end - first)
+
+
+def test_the_classes_are_drawn_by_their_shares():
+    """Rows and distinct rows of each class, those folded into it included, within 5 deviations of a binomial."""
+    samples = 1 << 19
+    for classes, size, rows in zip(CRITEO_FREQUENCIES, CRITEO_SIZES, CriteoIds().rows(0, samples), strict=True):
+        ids, shares = np.array(classes).T
+        rates, ends = shares / shares.sum() / ids, np.cumsum(ids)
+        for first, end in zip(ends - ids, np.minimum(ends, size), strict=True):
+            if first < size:
+                here = folded_into(first, end, size, ends) - folded_into(first, end, size, ends - ids)
+                drawn = rows[(rows >= first) & (rows < end)]
+                expected = samples * (here * rates).sum()
+                assert abs(len(drawn) - expected) <= 5 * np.sqrt(expected) + 1
+                distinct = (end - first) * -np.expm1(-expected / (end - first))
+                assert abs(len(np.unique(drawn)) - distinct) <= 5 * np.sqrt(distinct) + 1
+
+
+def test_any_part_of_the_stream_can_be_drawn_by_itself():
+    whole = CriteoIds(seed=3).rows(0, 1000)
+    np.testing.assert_array_equal(CriteoIds(seed=3).rows(300, 500), whole[:, 300:800])
+    assert (CriteoIds(seed=4).rows(0, 1000) != whole).any()
+    assert (whole[0] != whole[7]).any()
+
+
+def test_ids_fold_into_smaller_tables():
+    capped, whole = CriteoIds(max_rows=50), CriteoIds()
+    np.testing.assert_array_equal(capped.table_rows, np.minimum(CRITEO_SIZES, 50))
+    rows, unfolded = capped.rows(0, 2000), whole.rows(0, 2000)
+    assert (rows < capped.table_rows[:, None]).all()
+    for field, classes in enumerate(CRITEO_FREQUENCIES):
+        if sum(ids for ids, _ in classes) <= CRITEO_SIZES[field]:
+            np.testing.assert_array_equal(rows[field], unfolded[field] % capped.table_rows[field])
+
+
+def test_tables_of_one_row_are_refused():
+    with pytest.raises(ValueError, match="at least 2 rows, got 1"):
+        CriteoIds(max_rows=1)
+
+
+def last_by_loop(ids: CriteoIds, samples: int) -> list[list[int]]:
+    """A plain loop over the stream: number from 1 of each row's last sample, or 0."""
+    last = [[0] * size for size in ids.table_rows.tolist()]
+    for field, rows in enumerate(ids.rows(0, samples).tolist()):
+        for sample, row in enumerate(rows, 1):
+            last[field][row] = sample
+    return last
+
+
+def test_last_samples_are_those_of_a_loop_over_the_stream(monkeypatch):
+    monkeypatch.setattr("cowrec.data_pipeline.synthetic.criteo_ids._CHUNK", 700)
+    ids, done = CriteoIds(max_rows=300), []
+    found = ids.last_samples(2000, done.append)
+    np.testing.assert_array_equal(found, np.concatenate(last_by_loop(ids, 2000)))
+    assert sum(done) == 26 * 2000
+    assert (found == 0).any()
+
+
+def test_gaps_are_those_of_a_loop_over_the_steps():
+    batch_size, before, skip, steps = 16, 20, 2, 6
+    ids = CriteoIds(max_rows=40)
+    last_sample = ids.last_samples(before * batch_size)
+    tables = np.split(last_steps(last_sample, batch_size, before), np.cumsum(ids.table_rows)[:-1])
+    rows = ids.rows(before * batch_size, steps * batch_size)
+
+    seen, never, missed = Counter(), 0, 0
+    last = [[-(-sample // batch_size) for sample in table] for table in last_by_loop(ids, before * batch_size)]
+    for table, known in zip(tables, last, strict=True):
+        assert table.tolist() == known
+    for step in range(before + 1, before + 1 + steps):
+        at = (step - before - 1) * batch_size
+        for field in range(26):
+            for row in set(rows[field, at : at + batch_size].tolist()):
+                gap = step - last[field][row]
+                if step > before + skip:
+                    missed += gap - 1
+                    if last[field][row]:
+                        seen[2 ** (gap.bit_length() - 1)] += 1
+                    else:
+                        never += 1
+                last[field][row] = step
+
+    gaps = measure_gaps(rows, tables, batch_size, before, skip)
+    samples = (steps - skip) * batch_size
+    # Sums of integers over a power of two: exact.
+    assert gaps.seen == {gap: count / samples for gap, count in seen.items()}
+    assert (gaps.never_seen, gaps.missed_row_steps) == (never / samples, missed / samples)
+    assert len(seen) > 3
+    assert never > 0
+
+
+def test_a_stream_that_is_no_whole_number_of_steps_ends_with_the_last_whole_one():
+    assert last_steps(np.array([0, 1, 4, 5, 9], np.int32), 4, 2).tolist() == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("batch_size", [1024, 8192, 65536])
+def test_the_settings_are_those_of_the_criteo_file(batch_size):
+    file = load_config(ROOT / "scripts" / "configs" / "criteo.toml", [f"train.batch_size={batch_size}"])
+    config = criteo_config("deepfm", batch_size, "replay")
+    assert (config.model, config.clip) == (file.model, file.clip)
+    assert config.optimizer == dataclasses.replace(file.optimizer, absent_rows="replay")
+    assert (config.train.batch_size, config.train.epochs) == (batch_size, file.train.epochs)
+
+
+@pytest.mark.parametrize("mode", ["replay", "dense"])
+def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
+    ids, batch_size, steps, spacing = CriteoIds(max_rows=30), 8, 5, 3
+    np.save(tmp_path / "last.npy", ids.last_samples(steps * batch_size))
+    config = criteo_config("deepfm", batch_size, mode)
+    case = Case(config, ids, spacing, 100, steps * batch_size, tmp_path / "last.npy", 1, 0.0)
+    size = torch.arange(12.0) * 1e-3
+    with process_group("cpu") as process:
+        schema = make_schema(case)
+        model = build_sharded(config, schema, process)
+        adam = embedding_optimizer(config, schema, model)
+        assert isinstance(adam, EmbeddingAdam)
+        enter_steady_state(case, adam, size)
+        state = {key: value for key, value in adam.state_dict().items() if key.startswith("C")}
+        tables = {key: value.local_shards()[0].tensor.clone() for key, value in state.items()}
+    assert adam.steps == steps
+    assert any(key.endswith(".last_step") for key in tables) == (mode == "replay")
+    gradients = []
+    for field, table in enumerate(last_by_loop(ids, steps * batch_size), 1):
+        expected = torch.zeros(spacing * len(table), dtype=torch.int32)
+        expected[::spacing] = torch.tensor([-(-sample // batch_size) for sample in table])
+        if mode == "replay":
+            assert tables[f"C{field}.last_step"].flatten().tolist() == expected.tolist()
+        first, second = tables[f"C{field}.exp_avg"], tables[f"C{field}.exp_avg_sq"]
+        assert not first[expected == 0].any()
+        assert not second[expected == 0].any()
+        gradients.append(first[expected > 0] / 0.1)
+        # One gradient in a row that had no moments: (1 - b1) g and (1 - b2) g^2, a few float32 roundings apart.
+        torch.testing.assert_close(second[expected > 0], 1e-3 * gradients[-1].square(), rtol=1e-5, atol=0)
+    found = torch.cat(gradients)
+    # The mean of several hundred squares of a normal number varies by a tenth.
+    torch.testing.assert_close(found.square().mean(0).sqrt(), size, rtol=0.25, atol=0)
+
+
+def test_every_combination_is_measured_batch_size_by_batch_size():
+    settings = Bench(["replay", "lazy"], [64, 128], clips=["on", "off"], precisions=["float32", "bfloat16"])
+    configs = [case.config for case in cases(settings, CriteoIds(max_rows=50), Path("last.npy"))]
+    found = [
+        (each.train.batch_size, each.train.precision, each.optimizer.absent_rows, each.clip.rule) for each in configs
+    ]
+    expected = [
+        (size, precision, mode, rule)
+        for size in (64, 128)
+        for precision in ("float32", "bfloat16")
+        for mode in ("replay", "lazy")
+        for rule in ("cowclip_reference", "none")
+    ]
+    assert found == expected
+
+
+def test_the_roofline_counts_what_torch_counts():
+    """Operations of a step on the dense kernels, forward and backward, against torch's counter; bytes by hand."""
+    mlp = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1, bias=False))
+    x = torch.randn(16, 12, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        mlp(x).sum().backward()
+    assert 16 * flops_per_sample(dict(mlp.named_parameters())) == counter.get_total_flops()
+    # Two ids of 8 bytes; two rows of 4 floats out and their gradient, written and read; 1.5 rows of 3 x 4 floats twice.
+    assert bytes_per_sample(2, 4, 1.5) == 2 * 8 + 4 * 2 * 4 * 4 + 1.5 * 2 * 3 * 4 * 4
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """Exit code of ``cowrec ARGUMENTS``, in this process."""
+    monkeypatch.setattr(sys, "argv", ["cowrec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_a_small_bench(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "bench.jsonl"
+    what = ["--rows", "200", "--spacing", "2", "--absent-rows", "replay,dense", "--batch-sizes", "64"]
+    how = ["--epoch-share", "0.001", "--seconds", "0", "--output", output]
+    assert run(monkeypatch, "bench", *what, *how) == 0
+    replay, dense = (json.loads(line) for line in output.read_text().splitlines())
+    assert (replay["mode"], dense["mode"]) == ("replay", "dense")
+    for line in (replay, dense):
+        rows = 2 * sum(min(size, 200) for size in CRITEO_SIZES)
+        assert (line["batch_size"], line["spacing"], line["table_rows"]) == (64, 2, rows)
+        assert (line["table_bytes"], line["moments_bytes"]) == (rows * 48, rows * 96)
+        assert line["steps"] == 5
+        assert line["steps_before"] == round(0.001 * 41_256_555 / 64)
+        assert line["samples_per_second"] == pytest.approx(64_000 / line["step_ms"])
+        low, high = line["samples_per_second_quartiles"]
+        assert low <= line["samples_per_second"] <= high
+        assert 0 < line["rss_before_tables_bytes"] <= line["peak_memory_bytes"]
+        assert line["peak_without_tables_bytes"] > 0
+        assert line["config"]["optimizer"]["absent_rows"] == line["mode"]
+        assert {"versions", "device", "threads", "git_commit"} <= line.keys()
+        parts = line["step_parts_ms"]
+        assert tuple(parts) == PARTS
+        assert sum(parts.values()) == pytest.approx(line["step_ms"])
+        assert min(parts.values()) > 0
+        assert line["minutes_of_10_epochs"] == pytest.approx(10 * 41_256_555 / line["samples_per_second"] / 60)
+        roof = line["roofline"]
+        seconds = (
+            roof["flops_per_sample"] / roof["flops_per_second"],
+            roof["bytes_per_sample"] / roof["bytes_per_second"],
+        )
+        assert roof["step_ms"] == pytest.approx(1e3 * 64 * max(seconds))
+        assert (line["clip"], line["precision"]) == ("on", "float32")
+        # A field's rows of a batch are at most its samples.
+        assert 1 < sum(line["gaps"].values()) + line["never_seen"] <= 26
+    missed = replay["replayed_row_steps"]
+    assert dense["replayed_row_steps"] is None
+    # The next batch after those on the clock; in so few steps no row comes to rest, so what was missed is computed.
+    ids, before = CriteoIds(max_rows=200), replay["steps_before"]
+    last = last_steps(ids.last_samples(before * 64), 64, before)
+    tables = np.split(last, np.cumsum(ids.table_rows)[:-1])
+    assert measure_gaps(ids.rows(before * 64, 9 * 64), tables, 64, before, 8).missed_row_steps == missed
+    assert replay["gaps"] == dense["gaps"]
+    captured = capsys.readouterr()
+    assert re.search(r"^replay, tables x2 / dense, tables x2 +[\d.]+$", captured.out, re.MULTILINE)
+    assert "replay, tables x2, batch 64: " in captured.err
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"modes": ["replay", "eager"]}, "--absent-rows 'eager' is not known; known: lazy, dense, replay"),
+        ({"clips": ["no"]}, "--clip 'no' is not known; known: on, off"),
+        ({"precisions": ["float16"]}, "--precision 'float16' is not known; known: float32, tf32, bfloat16"),
+        ({"device": "tpu"}, "--device 'tpu' is not known; known: cpu, cuda"),
+        ({"precisions": ["tf32"]}, "--precision tf32 exists on CUDA only"),
+        ({"batch_sizes": [64, 64]}, "--batch-sizes needs one value or several different ones"),
+        ({"batch_sizes": [0]}, "--batch-sizes must be at least 1, got 0"),
+        ({"spacings": [0]}, "--spacing must be at least 1, got 0"),
+        ({"max_rows": 1}, "--rows must be full or at least 2, got 1"),
+        ({"epoch_share": 0.0}, "--epoch-share must be above 0"),
+        ({"seconds": float("nan")}, "--seconds must be at least 0, got nan"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Bench(**flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rows", "many"], "--rows is full or a number, with K for 1000, such as 100K; got 'many'"),
+        (["--spacing", "0.5"], "--spacing is a whole number, such as 10; got '0.5'"),
+        (["--model", "deepfn"], 'did you mean "deepfm"?'),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, flags, message):
+    assert run(monkeypatch, "bench", *flags, "--epoch-share", "1e-5", "--output", tmp_path / "b.jsonl") == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def end_abruptly() -> None:
+    import os
+
+    os.kill(os.getpid(), 9)
+
+
+def test_a_process_that_is_ended_is_an_error():
+    with pytest.raises(ProcessFailed, match="ended by signal 9"):
+        run_in_subprocess(end_abruptly)
+    with pytest.raises(ProcessFailed, match="ValueError: invalid literal"):
+        run_in_subprocess(int, "no number")
+    assert run_in_subprocess(int, "7") == 7

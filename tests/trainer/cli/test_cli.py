@@ -1,0 +1,196 @@
+"""The command line as a user meets it: help, mistakes, the screen, and how it ends when asked to stop."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cowrec.trainer.cli.main import app, main
+from cowrec.trainer.training.saved_run import evaluate_run
+from trainer_cases import TEST_ROWS, config_file, make_data, newest_progress
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    make_data(folder)
+    config_file(folder)
+    return folder
+
+
+def endless_training(folder: Path, run: str) -> list[str]:
+    command = [sys.executable, "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/data"]
+    # One row a step: an epoch of 205 steps, and a request to stop comes in the middle of one.
+    return [*command, "--run-dir", f"{folder}/{run}", "--set", "train.epochs=100000", "--set", "train.batch_size=1"]
+
+
+def check_stopped(run: Path, said: str) -> None:
+    """It said so in one line and left a checkpoint that can be used."""
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    step = int(newest.name.removeprefix("step_"))
+    assert re.search(rf"^cowrec: stopped at step {step}; saved {re.escape(str(newest))}$", said, re.MULTILINE), said
+    assert "Traceback" not in said
+    assert newest_progress(run)["step"] == step
+    assert evaluate_run(run, run.parent / "data")["rows"] == TEST_ROWS
+    assert not list(run.rglob("*.partial"))
+    assert not (run / "report.json").exists()
+
+
+def test_sigterm_saves_and_a_pipe_sees_no_bar(folder: Path) -> None:
+    process = subprocess.Popen(endless_training(folder, "term"), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith("epoch 1/"):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
+    check_stopped(folder / "term", "".join(seen))
+    kinds = ("deepfm on csv: 205 training rows", "batch 1 (205 steps an epoch)", "epoch ", "cowrec: stopped")
+    assert all(line.startswith(kinds) for line in seen), "a library spoke"
+
+
+def test_ctrl_c_on_a_terminal_saves_and_the_bar_tells_how_it_goes(folder: Path) -> None:
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    process = subprocess.Popen(
+        endless_training(folder, "int"), env=ENVIRONMENT, stdout=terminal, stderr=terminal, start_new_session=True
+    )
+    os.close(terminal)
+    shown, asked = b"", False
+    while True:
+        try:
+            shown += os.read(screen, 4096)
+        except OSError:  # the terminal's other side is closed
+            break
+        if not asked and b"epoch 1/" in shown:
+            asked = True
+            os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    said = shown.decode().replace("\r", "\n")
+    check_stopped(folder / "int", said)
+    # Done of all samples, [time spent < time left, samples/s, loss].
+    assert re.search(r"epoch 1:.*\d+/205 \[\d\d:\d\d<\d\d:\d\d, +[\d.k]+ samples/s, loss=\d\.\d{4}\]", said), said
+
+
+@pytest.mark.parametrize("command", ["prepare", "synthesize", "train", "sweep", "evaluate", "predict", "bench"])
+def test_every_help_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
+    assert result.exit_code == 0
+    assert f"Example: cowrec {command}" in result.output
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """Exit code of ``cowrec ARGUMENTS``, in this process."""
+    monkeypatch.setattr(sys, "argv", ["cowrec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_prepare_train_evaluate_predict(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, columns, data = folder / "raw.csv", folder / "columns.toml", tmp_path / "data"
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", data, "--test-fraction", "0.3") == 0
+    assert "1 dense and 3 sparse fields" in capsys.readouterr().out
+    assert run(monkeypatch, "train", folder / "run.toml", "--set", f"data.dir={data}") == 0
+    captured = capsys.readouterr()
+    assert "\r" not in captured.err
+    (made,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(rf"AUC 0\.\d{{4}}  logloss 0\.\d{{4}}  [\d,]+ samples/s  run runs/{made.name}\n", captured.out)
+    assert run(monkeypatch, "evaluate", made, "--data", data) == 0
+    report = json.loads((made / "report.json").read_text())
+    assert json.loads(capsys.readouterr().out)["auc"] == pytest.approx(report["auc"], abs=1e-7)
+    assert run(monkeypatch, "predict", made, "--data", data, "-o", tmp_path / "p.parquet") == 0
+    assert capsys.readouterr().out == f"{tmp_path}/p.parquet: {report['epochs'][0]['rows']} rows\n"
+
+
+def test_flags_go_before_the_files_prepare_section(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[prepare]\nsplit = "tail"\ntest_rows = 10\nmin_count = 2')
+    where = ["--schema", folder / "columns.toml", "--config", config, "--output"]
+    command = ["prepare", "csv", "--input", folder / "raw.csv", *where]
+    assert run(monkeypatch, *command, tmp_path / "file") == 0
+    assert "10 test rows" in capsys.readouterr().out
+    assert run(monkeypatch, *command, tmp_path / "flag", "--test-rows", "20") == 0
+    assert "20 test rows" in capsys.readouterr().out
+    # The tail's size has no meaning for another split.
+    assert run(monkeypatch, *command, tmp_path / "other", "--split", "random") == 0
+    settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]
+    assert (settings["split"], settings["test_rows"], settings["min_count"]) == ("random", None, 2)
+    config.write_text("[train]\nbatch_size = 0")
+    assert run(monkeypatch, *command, tmp_path / "wrong") == 2
+    assert "train.batch_size must be at least 1, got 0" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "no such toml": (["train", "none.toml", "--data", "{data}"], "none.toml does not exist"),
+    "no data": (["train", "{toml}"], "no data set: pass --data DIR or set data.dir"),
+    "data not there": (["train", "{toml}", "--data", "none"], "none is not a prepared data set"),
+    "run folder in use": (
+        ["train", "{toml}", "--data", "{data}", "--run-dir", "{data}"],
+        "is not empty; go on with its run by --resume",
+    ),
+    "run folder a file": (["train", "{toml}", "--data", "{data}", "--run-dir", "{toml}"], "is a file; choose another"),
+    "wrong key": (["train", "{toml}", "--data", "{data}", "--set", "train.seeds=1"], "did you mean train.seed?"),
+    "cuda": (["train", "{toml}", "--data", "{data}", "--set", "train.device=cuda"], "torch sees no GPU"),
+    "no run": (["evaluate", "{data}", "--data", "{data}"], "is not a run: it has no config.toml"),
+    "raw not there": (["prepare", "criteo", "-i", "none.tsv", "-o", "out"], "none.tsv"),
+    "raw of another layout": (["prepare", "criteo", "-i", "{toml}", "-o", "out"], "run.toml"),
+    "wrong flag value": (["prepare", "avazu", "-i", "{toml}", "-o", "out", "--dense", "cut"], "dense must be one of"),
+    "synthesize nothing": (["synthesize", "-o", "out", "--rows", "0"], "rows must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_code_2(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    import torch
+
+    if name == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    arguments, message = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    places = {"toml": folder / "run.toml", "data": folder / "data"}
+    assert run(monkeypatch, *(each.format(**places) for each in arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"cowrec: error: [^\n]+\n", captured.err), captured.err
+    assert message in captured.err
+    assert not list(tmp_path.iterdir()), "something half-written was left behind"
+
+
+def test_an_error_inside_a_library_keeps_its_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import cowrec.trainer.training.saved_run as saved_run
+
+    monkeypatch.setattr(saved_run, "evaluate_run", lambda *_: json.loads("no json"))
+    assert run(monkeypatch, "evaluate", folder, "--data", folder) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_predict_refuses_torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cowrec.trainer.training.saved_run import predict_run
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="predict runs in one process; start it without torchrun"):
+        predict_run(folder / "run", folder / "data", folder / "p.parquet")

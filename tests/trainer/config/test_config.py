@@ -1,0 +1,175 @@
+"""The run's configuration: what it refuses and in which words, what it saves, and what it derives."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import PrepareConfig
+from cowrec.models import ModelConfig
+from cowrec.sparse_opt import PRESETS
+from cowrec.trainer.config.run import (
+    ClipConfig,
+    DataConfig,
+    OptimizerConfig,
+    RunConfig,
+    ShardingConfig,
+    TrainConfig,
+    load_config,
+    save_config,
+)
+from cowrec.trainer.sharded_model.build import derived_hyperparameters
+
+CONFIGS = Path(__file__).resolve().parents[3] / "scripts" / "configs"
+
+
+def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
+    file = folder / "run.toml"
+    file.write_text(toml)
+    return load_config(file, overrides)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[train]\nbatchsize = 5", "unknown key train.batchsize (= 5); did you mean train.batch_size?"),
+        ("[trian]\nseed = 5", "unknown key trian (= {'seed': 5}); did you mean train?"),
+        ("batch_size = 5", "unknown key batch_size (= 5); did you mean train.batch_size?"),
+        ("[train]\nl2 = 0.1", "unknown key train.l2 (= 0.1); did you mean optimizer.l2?"),
+        ("[model]\nseed = 1", "unknown key model.seed (= 1); did you mean prepare.seed or train.seed?"),
+        ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: memory, plan, tables"),
+        ("train = 5", "train = 5 must be a section"),
+        ('[train]\nbatch_size = "8K"', "train.batch_size = '8K': input should be a valid integer"),
+        ("[train]\nbatch_size = 1.5", "train.batch_size = 1.5: input should be a valid integer"),
+        ("[train]\nbatch_size = true", "train.batch_size = True: input should be a valid integer"),
+        ("[train]\nseed = 1979-05-27", "train.seed = '1979-05-27': input should be a valid integer"),
+        ("[train]\nseed = 9223372036854775808", "train.seed must be at least 0 and below 2^63"),
+        ("[train]\nbatch_size = 0", "train.batch_size must be at least 1, got 0"),
+        ('[train]\ndevice = "tpu"', "train.device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
+        ('[data]\nresident = true', "data.resident = True: input should be 'auto', 'yes' or 'no'"),
+        ("[data]\nwindow_rows = 0", "data.window_rows must be a positive number of rows, got 0"),
+        ('[model]\nname = "deepmf"', 'model.name is "deepmf"; did you mean "deepfm"?'),
+        ("[model]\nhidden = [400, 0]", "model.hidden must list at least one layer width"),
+        ("[optimizer]\ndense_lr = -1.0", "optimizer.dense_lr must be at least 0 and finite, got -1.0"),
+        ("[optimizer]\ndense_lr = nan", "optimizer.dense_lr must be at least 0 and finite, got nan"),
+        ("[optimizer]\nbetas = [0.9]", "optimizer.betas"),
+        ('[optimizer]\nscaling = "sqrt_sta"', "optimizer.scaling = 'sqrt_sta' is not known; did you mean 'sqrt_star'?"),
+        ('[optimizer]\nembedding = "fbgemm_cowclip"', "clips by itself, and not by clip.rule = 'cowclip'; set"),
+        ("[optimizer]\nlower_bound = -1.0", "optimizer.lower_bound must be at least 0 and finite, got -1.0"),
+        ("[optimizer]\ncounter_halflife = -2", "optimizer.counter_halflife must be at least -1, got -2"),
+        ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
+        ('[clip]\nrule = "global"\nmax_norm = 1.0', "optimizer.absent_rows = 'replay' does not know; set it to 'lazy'"),
+        ('[clip]\nrule = "adaptive_field"\nbound = 1.0', "clip.bound = 1.0 has no meaning for clip.rule"),
+        ("[clip]\nr = 0.0", "clip.r must be > 0"),
+        ("[clip]\nbound = 1.0", "clip.bound = 1.0 has no meaning for clip.rule = 'cowclip'; it takes r, zeta"),
+        ('[clip]\nrule = "cow_clip"', "clip.rule = 'cow_clip' is not known; did you mean 'cowclip'?"),
+        ('[sharding]\nplan = "grid"', "sharding.plan = 'grid': input should be"),
+        ('[sharding.tables]\nC3 = "rows"', "sharding.tables.C3 = 'rows': input should be"),
+        ("[prepare]\nmin_count = 0", "[prepare] min_count must be at least 1, got 0"),
+        ("[train\nseed = 1", "is not TOML"),
+    ],
+)  # fmt: skip
+def test_says_key_value_and_remedy(tmp_path: Path, toml: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(tmp_path, toml)
+    assert str(tmp_path / "run.toml") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_says_what_a_missing_file_is_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist; see scripts/configs"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.batch_size=64", {"batch_size": 64}),
+        ("train.device=cpu", {"device": "cpu"}),
+        ('train.device="cpu"', {"device": "cpu"}),
+        (" train.drop_last = true ", {"drop_last": True}),
+    ],
+)
+def test_overrides_take_toml_values_and_bare_words(tmp_path: Path, override: str, expected: dict) -> None:
+    config = load(tmp_path, "[train]\nbatch_size = 5\nseed = 7", override)
+    assert config.train == dataclasses.replace(TrainConfig(batch_size=5, seed=7), **expected)
+
+
+def test_later_overrides_win_and_may_open_a_section(tmp_path: Path) -> None:
+    config = load(tmp_path, "", "model.hidden=[8, 4]", "model.hidden=[3]", "optimizer.betas=[0.5, 1e-1]")
+    assert config.model.hidden == (3,)
+    assert config.optimizer.betas == (0.5, 0.1)
+
+
+@pytest.mark.parametrize("override", ["train.batch_size", "batch_size=5", "=5", "train.=5", ""])
+def test_refuses_overrides_of_another_form(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ValueError, match=r"--set takes section\.key=value, got"):
+        load(tmp_path, "", override)
+
+
+def test_refuses_an_unknown_overridden_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape("unknown key train.epoch (= 5); did you mean train.epochs?")):
+        load(tmp_path, "", "train.epoch=5")
+
+
+rates = st.floats(0, 1e3)
+run_configs = st.builds(
+    RunConfig,
+    data=st.builds(
+        DataConfig, dir=st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), window_rows=st.integers(1, 9)
+    ),
+    prepare=st.builds(PrepareConfig, min_count=st.integers(1, 9), test_fraction=st.none() | st.floats(0, 0.9)),
+    model=st.builds(ModelConfig, hidden=st.lists(st.integers(1, 9), min_size=1).map(tuple), dropout=st.floats(0, 0.9)),
+    train=st.builds(TrainConfig, seed=st.integers(0, 2**63 - 1), drop_last=st.booleans()),
+    optimizer=st.builds(
+        OptimizerConfig,
+        embedding_lr=rates,
+        dense_lr=rates,
+        l2=rates,
+        betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+        adam_epsilon=st.sampled_from(["torch", "keras"]),
+    ),
+    clip=st.builds(ClipConfig, r=st.none() | st.floats(1e-9, 1e9), zeta=st.none() | st.floats(0, 1e9)),
+    sharding=st.builds(
+        ShardingConfig,
+        plan=st.sampled_from(["auto", "row_wise"]),
+        tables=st.dictionaries(st.text("abC.", min_size=1), st.sampled_from(["table_wise", "data_parallel"])),
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=run_configs, comment=st.sampled_from(["", "one line", "two\nlines"]))
+def test_a_saved_configuration_is_the_same(tmp_path_factory: Any, config: RunConfig, comment: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "saved.toml"
+    save_config(config, file, comment)
+    assert load_config(file) == config
+    assert file.read_text().count("# ") >= len(comment.splitlines())
+
+
+@pytest.mark.parametrize("batch_size", [1024, 8192, 65536, 131072])
+@pytest.mark.parametrize("name", ["criteo", "avazu"])
+def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> None:
+    """Avazu's file is for batches above 2K and below 128K, as it says; there the reference leaves its own rule."""
+    config = load_config(CONFIGS / f"{name}.toml", [f"train.batch_size={batch_size}"])
+    preset = PRESETS[name](batch_size)
+    assert config.train.epochs == preset.epochs
+    assert config.optimizer.warmup_epochs == preset.warmup_epochs
+    assert config.optimizer.embedding_init_std == preset.embedding_init_std
+    assert (config.optimizer.eps, config.optimizer.adam_epsilon) == (1e-7, "keras")
+    if name == "criteo" or 2048 < batch_size < 131072:
+        assert config.clip.build() == preset.clip
+        derived = dataclasses.asdict(derived_hyperparameters(config))
+        assert derived == pytest.approx(dataclasses.asdict(preset.hyperparameters), rel=1e-12)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
+def test_every_example_file_loads(file: Path) -> None:
+    if not file.name.endswith("_schema.toml"):
+        load_config(file)

@@ -1,0 +1,90 @@
+"""`[id_table]`: what its sections mean together, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from cowrec.data_pipeline import Schema, SparseField
+from cowrec.trainer.config.id_table import seconds
+from cowrec.trainer.config.run import config_from, load_config, save_config
+from cowrec.trainer.sharded_model.tables import table_specs
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", 0), ("90s", 90), ("5m", 300), ("2h", 7200), ("30d", 2592000)])
+def test_times(text: str, expected: int) -> None:
+    assert seconds(text, "key") == expected
+
+
+@pytest.mark.parametrize("text", ["30", "d", "-3d", "1.5h", "0d", "3 months"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(ValueError, match=r'id_table.expire_after is a whole number and a unit .* such as "30d"'):
+        config_from({"id_table": {"kind": "collisionless", "expire_after": text}})
+
+
+def schema(**fields: dict) -> Schema:
+    return Schema("csv", (), tuple(SparseField(name, 10, **given) for name, given in fields.items()), {})
+
+
+def test_a_table_is_a_field_unless_fields_share_it() -> None:
+    ids = config_from(
+        {
+            "id_table": {
+                "kind": "collisionless",
+                "capacity": 100,
+                "tables": {"people": {"fields": ["user", "author"], "capacity": 50}, "day": {"kind": "rows"}},
+            }
+        }
+    ).id_table
+    specs = table_specs(schema(user={}, day={}, item={}, author={}), ids)
+    found = {spec.name: ([field.name for field in spec.fields], spec.ids.kind, spec.ids.capacity) for spec in specs}
+    assert found == {
+        "people": (["user", "author"], "collisionless", 50),
+        "day": (["day"], "rows", 100),
+        "item": (["item"], "collisionless", 100),
+    }
+    assert [spec.num_embeddings >= 2 + spec.ids.capacity for spec in specs] == [True, False, True]
+    assert next(spec for spec in specs if spec.name == "day").num_embeddings == 10
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"capacity": 0}, r"id_table.capacity must be at least 1, got 0"),
+        ({"kind": "hash", "expire_after": "3d"}, r"id_table.expire_after = '3d' has no meaning for .*\"hash\""),
+        ({"tables": {"day": {"admission": "count"}}}, r"id_table.tables.day.admission = 'count' has no meaning"),
+        ({"tables": {"day": {"capacty": 4}}}, r"id_table.tables.day.capacty"),
+    ],
+)
+def test_refused(section: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from({"id_table": section})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kind": "hash", "tables": {"dya": {"capacity": 4}}}, r"names 'dya', which is no sparse field; did you mean"),
+        ({"tables": {"both": {"fields": ["day", "user"]}}}, r"row numbers mean different ids"),
+        (
+            {"kind": "hash", "tables": {"a": {"fields": ["day"]}, "b": {"fields": ["day"]}}},
+            r"id_table.tables.b and id_table.tables.a both name field 'day'",
+        ),
+        ({"kind": "hash", "tables": {"a": {"fields": ["day", "tags"]}}}, r"one is pooled by sum, the other by mean"),
+    ],
+)
+def test_refused_of_data(section: dict, message: str) -> None:
+    fields = schema(day={}, user={}, tags={"kind": "multi", "pooling": "mean"})
+    with pytest.raises(ValueError, match=message):
+        table_specs(fields, config_from({"id_table": section}).id_table)
+
+
+def test_raw_ids_need_an_id_table() -> None:
+    raw = Schema("csv", (), (SparseField("user", 0, encoding="raw"),), {})
+    with pytest.raises(ValueError, match="field 'user' has raw ids"):
+        table_specs(raw, config_from({}).id_table)
+
+
+def test_saved_and_loaded_again(tmp_path: Path) -> None:
+    given = config_from({"id_table": {"kind": "hash", "tables": {"day": {"capacity": 7}}}})
+    save_config(given, tmp_path / "run.toml")
+    assert load_config(tmp_path / "run.toml") == given

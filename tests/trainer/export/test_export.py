@@ -1,0 +1,170 @@
+"""An export predicts what the trained model predicts, says how far it is off, and appears whole or not at all."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cowrec.data_pipeline import Reader, Schema
+from cowrec.models import MODELS, physical_dim
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.export.manifest import Manifest
+from cowrec.trainer.export.quantised_rows import dequantise, quantise
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import predict_run
+from trainer_cases import COLUMNS, ENVIRONMENT, UNWEIGHTED, config_file, make_data
+
+DIM = 6
+BAGS = {"weighted": tuple(COLUMNS), "unweighted": UNWEIGHTED, "single": ("price", "city")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every model, and one data set for each kind of bags; "tags" are averaged where nothing is weighted."""
+    folder = tmp_path_factory.mktemp("export")
+    config = load_config(config_file(folder), ["train.epochs=1"])
+    for bags, columns in BAGS.items():
+        make_data(folder / bags, columns)
+        mean_pooled = folder / bags / "data" / "schema.json"
+        if bags == "unweighted":
+            mean_pooled.write_text(mean_pooled.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
+    for model in MODELS:
+        bags = "unweighted" if model == "wdl" else "weighted"
+        overrides = [f"model.name={model}", "model.cross_layers=2", "train.epochs=1"]
+        train(load_config(folder / "run.toml", overrides), folder / bags / "data", folder / model)
+    train(config, folder / "single" / "data", folder / "single" / "run")
+    return folder
+
+
+def data_of(folder: Path, model: str) -> Path:
+    return folder / ("unweighted" if model == "wdl" else "weighted") / "data"
+
+
+def predicted(run: Path, data: Path) -> np.ndarray:
+    predict_run(run, data, run / "predictions.parquet")
+    return pq.read_table(run / "predictions.parquet")["prediction"].to_numpy()
+
+
+def looked_up(exported: Path, data: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense features, and rows [B, F, P] pooled by plain loops, of the test split."""
+    schema = Schema.load(exported)
+    (batch,) = Reader(data, "test", batch_size=1 << 20).epoch(0)
+    bags = batch.sparse.to_dict()
+    rows = torch.zeros(len(batch.label), len(schema.sparse), physical_dim(DIM))
+    for place, field in enumerate(schema.sparse):
+        table = dequantise(**load_file(exported / "tables" / f"{field.name}.safetensors"))
+        bag, start = bags[field.name], 0
+        weights = bag.weights_or_none()
+        for sample, length in enumerate(bag.lengths().tolist()):
+            for at in range(start, start + length):
+                rows[sample, place] += table[bag.values()[at]] * (1 if weights is None else weights[at])
+            if field.pooling == "mean" and not schema.is_weighted:
+                rows[sample, place] /= max(length, 1)
+            start += length
+    return batch.dense, rows
+
+
+def served(exported: Path, data: Path) -> np.ndarray:
+    program = torch.export.load(exported / "network.pt2").module()
+    with torch.no_grad():
+        return program(*looked_up(exported, data)).sigmoid().numpy()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_predicts_what_the_trained_model_predicts(folder: Path, tmp_path: Path, model: str) -> None:
+    """To the rounding of sums in another order; bags have 0 to 4 ids, with weights, or averaged for wdl."""
+    manifest = export_run(folder / model, tmp_path / "export")
+    expected = predicted(folder / model, data_of(folder, model))
+    np.testing.assert_allclose(served(tmp_path / "export", data_of(folder, model)), expected, rtol=2e-5, atol=2e-6)
+    assert manifest == Manifest.load(tmp_path / "export")
+    assert manifest.step == 5
+    assert manifest.logits_error < 1e-5
+    assert all(table.max_error == 0 for table in manifest.tables.values())
+    program = torch.export.load(tmp_path / "export" / "network.pt2").module()
+    dense = load_file(tmp_path / "export" / "dense.safetensors")
+    assert dense.keys() == program.state_dict().keys()
+    assert all(torch.equal(dense[name], value) for name, value in program.state_dict().items())
+    for samples in (0, 1):
+        assert program(torch.zeros(samples, 1), torch.zeros(samples, len(manifest.tables), 8)).shape == (samples,)
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_smaller_tables_are_as_far_off_as_stated(folder: Path, tmp_path: Path, precision: str) -> None:
+    """The stated errors of tables are maxima, recomputed here. That of logits is of random samples, of which there are
+    more than the data have ids to combine; the data's dense features may lie between, hence the half on top.
+    """
+    run, data = folder / "single" / "run", folder / "single" / "data"
+    trained = export_run(run, tmp_path / "trained")
+    manifest = export_run(run, tmp_path / "export", precision)
+    assert sum(size for size, _ in manifest.files.values()) < sum(size for size, _ in trained.files.values())
+    for name, table in manifest.tables.items():
+        exact = load_file(tmp_path / "trained" / "tables" / f"{name}.safetensors")["rows"].double()
+        stored = load_file(tmp_path / "export" / "tables" / f"{name}.safetensors")
+        rows = stored["rows"].double() * (stored["scale"].double()[:, None] if precision == "int8" else 1)
+        assert abs(float((rows - exact).abs().max()) - table.max_error) < 1e-9  # float32 rounds the product
+        assert table.max_error > 0
+    logits = [
+        torch.from_numpy(each).double().logit() for each in (served(tmp_path / "export", data), predicted(run, data))
+    ]
+    off = float((logits[0] - logits[1]).abs().max())
+    assert 0 < off <= 1.5 * manifest.logits_error + 1e-5
+
+
+def test_int8_rounds_to_half_a_scale() -> None:
+    """Of each row by itself, however large its neighbours are; a row of zeros stays one, and so does no row."""
+    rows = torch.tensor([[1.0, -127.0, 63.4], [0, 0, 0], [1e-6, -2e-6, 3e-6], [1e30, 0, -1e30]])
+    stored = quantise(rows, "int8")
+    assert stored["rows"].dtype == torch.int8
+    assert stored["rows"].tolist()[:2] == [[1, -127, 63], [0, 0, 0]]
+    assert ((dequantise(**stored) - rows).abs() <= stored["scale"][:, None] * 0.5000001).all()
+    assert dequantise(**quantise(rows[:0], "int8")).shape == (0, 3)
+    for precision, value in (("float16", 7e4), ("int8", float("inf")), ("int8", float("nan"))):
+        with pytest.raises(ValueError, match="export in float32"):
+            quantise(torch.tensor([[value]]), precision)
+
+
+def test_a_changed_file_is_found(folder: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "export"
+    export_run(folder / "deepfm", exported)
+    content = json.loads((exported / "manifest.json").read_text())
+    others = sorted(str(each.relative_to(exported)) for each in exported.rglob("*") if each.is_file())
+    assert sorted([*content["files"], "manifest.json"]) == others
+    for name, (size, sha256) in content["files"].items():
+        file = exported / name
+        written = file.read_bytes()
+        assert (len(written), hashlib.sha256(written).hexdigest()) == (size, sha256)
+        for damaged in (written[:-1], bytes([written[0] ^ 1]) + written[1:]):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match=f"{file.name} is not what was written"):
+                Manifest.load(exported)
+        file.unlink()
+        with pytest.raises(ValueError, match=f"{file.name} is missing"):
+            Manifest.load(exported)
+        file.write_bytes(written)
+    Manifest.load(exported)
+    with pytest.raises(ValueError, match="is no export"):
+        Manifest.load(folder / "deepfm")
+
+
+def test_a_folder_in_use_is_refused_and_a_full_disk_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "mine").touch()
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        export_run(folder / "deepfm", tmp_path / "export")
+    script = (
+        "import resource, sys; from pathlib import Path; from cowrec.trainer.export.export import export_run;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000));"
+        f"export_run(Path({str(folder / 'deepfm')!r}), Path({str(tmp_path / 'full')!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert "no room left for" in done.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["export"]
+    assert [each.name for each in (tmp_path / "export").iterdir()] == ["mine"]

@@ -1,0 +1,151 @@
+"""Online training: predictions before training, publications, resumed runs, and a year of drifting ids."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sklearn.metrics import log_loss, roc_auc_score
+
+from cowrec.data_pipeline import SampleCodec
+from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.online.loop import online
+from cowrec.trainer.publishing.follower import Follower
+from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.serving.served_model import ServedModel
+from online_cases import DRIFT, SAMPLES, make_case, write_stream
+from run_comparison import same
+from trainer_cases import checkpoint, interrupted, make_data
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(tmp_path_factory.mktemp("online"))
+
+
+def run(case: Path, run_dir: Path, *overrides: str, source: Path | None = None, **given: Any) -> dict[str, Any]:
+    config = load_config(case / "run.toml", overrides)
+    return online(config, case / "data", str(source or case / "incoming"), run_dir, **given)
+
+
+def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines if line["kind"] == kind]
+
+
+def predictions(case: Path, model: ServedModel) -> np.ndarray:
+    """Of the stream's samples, in their order."""
+    codec = SampleCodec.load(case / "data")
+    tables = [pq.read_table(file) for file in sorted((case / "incoming").glob("*.parquet"))]
+    return np.concatenate([model.predict(codec.encode(codec.from_table(table)).rows) for table in tables])
+
+
+def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:
+    """A model that learns nothing predicts what its first export does; scikit-learn measures that by windows."""
+    still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
+    run(case, tmp_path / "run", *still, publish=str(tmp_path / "published"))
+    predicted = predictions(case, ServedModel.load(tmp_path / "run" / "base")).astype(np.float64)
+    table = pq.read_table(case / "incoming")
+    labels, times = table["label"].to_numpy(), table["time"].to_numpy()
+    windows = metrics(tmp_path / "run", "window")
+    starts = np.unique(times // (2 * 86400)) * 2 * 86400
+    assert [window["start"] for window in windows] == starts.tolist()
+    for window in windows:
+        inside = times // (2 * 86400) == window["start"] // (2 * 86400)
+        own, of_model = labels[inside], predicted[inside]
+        assert window["samples"] == inside.sum()
+        assert window["auc"] == pytest.approx(roc_auc_score(own, of_model), abs=1e-6)
+        assert window["logloss"] == pytest.approx(log_loss(own, of_model), abs=1e-6)
+        assert window["calibration"] == pytest.approx(of_model.mean() / own.mean(), abs=1e-5)
+
+
+def test_readers_of_the_publications_have_the_model(case: Path, tmp_path: Path) -> None:
+    """Followed from the first version, and by a late reader from the last full one, it is the run's own export."""
+    settings = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
+    settings += ["online.publish_seconds=0.05", "online.dense_seconds=0.3"]
+    report = run(case, tmp_path / "run", *settings, publish=str(tmp_path / "published"))
+    assert sum(table["evicted"] for table in report["id_tables"].values()) > 300
+    export_run(tmp_path / "run", tmp_path / "export")
+    exported = ServedModel.load(tmp_path / "export")
+    target = open_target(str(tmp_path / "published"))
+    newest = target.blobs()[-1][0]
+    served = ServedModel.load(tmp_path / "run" / "base")
+    for blob in Follower(target).blobs(Event()):
+        served.apply(blob)
+        if blob.version == newest:
+            break
+    assert newest > 3
+    assert served.step == report["steps"]
+    np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
+    assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
+    assert served.counters()["removed_rows"] > 0
+
+
+@pytest.mark.parametrize("settings", [[], ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]])
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(case: Path, tmp_path: Path, settings: list[str]) -> None:
+    """Weights, the ids' rows, the stream's place and the open window, from the first snapshot and from a late one."""
+    given = [*settings, "online.snapshot_seconds=0", "checkpoint.keep_last=1000", "online.window='3d'"]
+    run(case, tmp_path / "whole", *given)
+    steps = sorted(int(each.name[5:]) for each in (tmp_path / "whole" / "checkpoints").iterdir())
+    for at in (steps[0], steps[len(steps) // 2]):
+        copy = interrupted(tmp_path / "whole", at, tmp_path / f"at{at}")
+        run(case, copy, *given, resume=True)
+        assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))
+        for kind in ("window", "ids"):
+            assert metrics(copy, kind) == metrics(tmp_path / "whole", kind)
+
+
+def test_a_stream_that_goes_on_after_its_end_is_gone_on_with(case: Path, tmp_path: Path) -> None:
+    tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
+    write_stream(tmp_path / "in", tables[:8], end=True)
+    run(case, tmp_path / "run", source=tmp_path / "in")
+    (tmp_path / "in" / "_END").unlink()
+    write_stream(tmp_path / "in", tables[8:], first=8)
+    assert run(case, tmp_path / "run", source=tmp_path / "in", resume=True)["samples"] == SAMPLES
+
+
+def test_nothing_is_left_where_it_cannot_start(case: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which stream"):
+        run(case, tmp_path / "run", source=Path("redis://localhost:1/0"))
+    with pytest.raises(OSError, match="is not a folder"):
+        run(case, tmp_path / "run", source=tmp_path / "nowhere")
+    assert not (tmp_path / "run").exists()
+    timeless = make_data(tmp_path / "timeless", ("price", "city"))
+    with pytest.raises(ValueError, match="goes by the time of samples"):
+        online(load_config(case / "run.toml"), timeless, str(case / "incoming"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("when_full", ["oldest", "least_frequent"])
+def test_a_year_of_drifting_ids_in_a_bounded_table(tmp_path: Path, when_full: str) -> None:
+    """The table stays within its bound, at a fifth of the ids seen, and the AUC of a boundless one is kept.
+
+    Within 0.1 %, over the second half of the year: the first fills the table.
+    """
+    drift = replace(DRIFT, rows=60_000, days=365.0, births_per_day=(0, 5, 30), lifetime_days=2.0, id_effect=0.6)
+    case = make_case(tmp_path / "case")
+    write_stream(tmp_path / "year", list(drifting_tables(drift, 0, drift.rows, chunk_rows=10_000)))
+    settings = ["train.batch_size=256", "optimizer.base_batch_size=256", "online.window='365d'"]
+    bounded = [*settings, "id_table.capacity=1000", f"id_table.when_full={when_full}", "id_table.expire_after='20d'"]
+    boundless = [*settings, "id_table.capacity=100000", "id_table.expire_after=''"]
+    reports = [
+        run(case, tmp_path / f"run{number}", *each, "online.window='180d'", source=tmp_path / "year")
+        for number, each in enumerate((bounded, boundless))
+    ]
+    assert all(table["resident"] <= 1000 for line in metrics(tmp_path / "run0", "ids") for table in tables_of(line))
+    resident = [sum(table["resident"] for table in report["id_tables"].values()) for report in reports]
+    assert resident[0] < resident[1] / 5
+    bounded_auc, boundless_auc = (report["windows"][1]["auc"] for report in reports)
+    assert bounded_auc >= boundless_auc * 0.999
+    assert torch.isfinite(torch.tensor([bounded_auc, boundless_auc])).all()
+
+
+def tables_of(line: dict[str, Any]) -> list[dict[str, int]]:
+    return [value for value in line.values() if isinstance(value, dict)]

@@ -1,0 +1,219 @@
+"""What an online run meets, done to it for real: kills, a full disk, a clock that is wrong, a target that hangs."""
+
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from cowrec.data_pipeline import SampleCodec
+from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.publishing.follower import Follower
+from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.serving.served_model import ServedModel
+from online_cases import DRIFT, SAMPLES, make_case, write_stream
+from redis_server import RedisServer
+from run_comparison import assert_same, lines, wait_for
+from trainer_cases import ENVIRONMENT, checkpoint, tensors
+
+OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
+EXACT = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
+"""Readers then have every row as it is: none moves without an id, and none is dead before it is freed."""
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(tmp_path_factory.mktemp("online_faults"))
+
+
+def command(case: Path, run_dir: Path, *overrides: str, source: Path | None = None, publish: str = "") -> list[str]:
+    parts = [sys.executable, "-m", "cowrec.trainer", "online", f"{case}/run.toml", "--data", f"{case}/data"]
+    parts += ["--source", str(source or case / "incoming"), "--run-dir", str(run_dir), "--resume"]
+    parts += ["--publish", publish] if publish else []
+    return [*parts, *(part for each in overrides for part in ("--set", each))]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a command; at the end of the test nothing of it is left."""
+    started: list[subprocess.Popen] = []
+
+    def begin(parts: list[str], **given: object) -> subprocess.Popen:
+        process = subprocess.Popen(parts, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, **given)  # type: ignore
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def finish(parts: list[str], **given: object) -> str:
+    """Runs a command to its end; what it said."""
+    done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, **given)  # type: ignore
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(case: Path) -> Path:
+    finish(command(case, case / "undisturbed", *OFTEN, *EXACT))
+    return case / "undisturbed"
+
+
+def test_kills_at_random_moments_change_no_bit_and_no_reader(
+    case: Path, undisturbed: Path, tmp_path: Path, start: Callable, pytestconfig: pytest.Config
+) -> None:
+    """While it joins, trains, saves or publishes; started again each time, as by hand or by a supervisor."""
+    rng, run_dir, published = random.Random(0), tmp_path / "run", tmp_path / "published"
+    parts = command(case, run_dir, *OFTEN, *EXACT, publish=str(published))
+    for _ in range(pytestconfig.getoption("--kills")):
+        before = lines(run_dir)
+        process = start(parts)
+        # Killed before it has got further it would never end: the moments are from there on.
+        wait_for(lambda before=before, process=process: lines(run_dir) != before or process.poll() is not None)
+        time.sleep(rng.uniform(0, 1.0))
+        process.kill()
+        process.communicate()
+    finish(parts)
+    assert_same(run_dir, undisturbed)
+    export_run(undisturbed, tmp_path / "export")
+    exported, served = ServedModel.load(tmp_path / "export"), followed(run_dir, str(published))
+    np.testing.assert_array_equal(predicted(case, served), predicted(case, exported))
+
+
+def followed(run_dir: Path, url: str) -> ServedModel:
+    """A reader that has taken over all that was published."""
+    target = open_target(url)
+    newest, served = target.blobs()[-1][0], ServedModel.load(run_dir / "base")
+    for blob in Follower(target).blobs(Event()):
+        served.apply(blob)
+        if blob.version == newest:
+            return served
+    raise AssertionError
+
+
+def predicted(case: Path, model: ServedModel) -> np.ndarray:
+    codec = SampleCodec.load(case / "data")
+    table = pq.read_table(sorted((case / "incoming").glob("*.parquet"))[-1])
+    return model.predict(codec.encode(codec.from_table(table)).rows)
+
+
+def test_ctrl_c_saves_and_the_rest_is_the_same(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
+    parts = command(case, tmp_path / "run", *OFTEN, *EXACT, "online.snapshot_seconds=1000")
+    process = start(parts)
+    wait_for(lambda: lines(tmp_path / "run") > 100)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped at step" in said
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    finish(parts)
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_a_full_disk_costs_a_snapshot_and_no_sample(case: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Files may not grow beyond what a checkpoint takes; told, and gone on with once there is room."""
+    parts = command(case, tmp_path / "run", *OFTEN, *EXACT, "train.log_every=100000")
+    largest = max(file.stat().st_size for file in undisturbed.glob("checkpoints/*/*"))
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, largest // 2))
+
+    done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
+    assert done.returncode == 2, done.stderr
+    assert "could not be written" in done.stderr
+    assert "make room or mend the folder" in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+    finish(parts)
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_samples_of_a_wrong_clock_expire_nothing(case: Path, tmp_path: Path) -> None:
+    """Of a hundred years ahead and of a year back: left out and counted, and all else is as without them."""
+    tables = list(drifting_tables(DRIFT, 0, SAMPLES // 4, chunk_rows=500))
+    write_stream(tmp_path / "right", tables)
+    wrong = []
+    for number, table in enumerate(tables):
+        few = table.slice(0, 3)
+        shift = 100 * 365 * 86400 if number % 2 else -365 * 86400
+        shifted = few.set_column(
+            few.schema.get_field_index("time"), "time", pc.add(few["time"], pa.scalar(shift, pa.int64()))
+        )
+        ids = pa.array(range(10**9 + 10 * number, 10**9 + 10 * number + 3))
+        shifted = shifted.set_column(shifted.schema.get_field_index("sample_id"), "sample_id", ids)
+        wrong.append(pa.concat_tables([table.slice(0, 250), shifted.cast(table.schema), table.slice(250)]))
+    write_stream(tmp_path / "wrong", wrong)
+    for name in ("right", "wrong"):
+        finish(command(case, tmp_path / name / "run", source=tmp_path / name))
+    one, other = (tensors(checkpoint(tmp_path / name / "run")) for name in ("right", "wrong"))
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert value.equal(other[key]), key
+
+
+def test_a_redis_that_is_killed_loses_nothing_it_has_written(
+    case: Path, undisturbed: Path, tmp_path: Path, start: Callable
+) -> None:
+    """Killed in the middle of the stream, every command on its disk; the model is that of an undisturbed folder."""
+    server = RedisServer(tmp_path / "redis", appendonly=True)
+    tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=1000))
+    try:
+        send(server, tables[:4])
+        source, run_dir = f"{server.url}?stream=samples", tmp_path / "run"
+        process = start(command(case, run_dir, *OFTEN, *EXACT, "online.max_wait_seconds=3", source=source))
+        wait_for(lambda: lines(run_dir) > 100)
+        server.send(signal.SIGKILL)
+        server.start()
+        send(server, tables[4:])
+        wait_for(lambda: trained(run_dir) == SAMPLES)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    finally:
+        server.close()
+    assert process.returncode == 130, said
+    assert_same(run_dir, undisturbed)
+
+
+def test_a_target_that_hangs_does_not_hold_up_training(case: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """A Redis that is frozen before the first publication: the run ends as if nobody had wanted to read."""
+    server = RedisServer(tmp_path / "redis")
+    try:
+        server.send(signal.SIGSTOP)
+        said = finish(command(case, tmp_path / "run", *OFTEN, *EXACT, publish=f"{server.url}?name=model"))
+    finally:
+        server.close()
+    assert "what is due stays due" in said or "were not published" in said
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def send(server: RedisServer, tables: list[pa.Table]) -> None:
+    """Samples as entries of the stream, a JSON object each."""
+    with server.client() as client:
+        for table in tables:
+            batch = client.pipeline(transaction=False)
+            for sample in table.to_pylist():
+                batch.xadd("samples", {"sample": json.dumps(sample)})
+            batch.execute()
+
+
+def trained(run_dir: Path) -> int:
+    found = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        if line[-1] == "\n"
+    ]
+    return max((line["samples"] for line in found if line["kind"] == "train"), default=0)

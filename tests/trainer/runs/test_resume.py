@@ -1,0 +1,204 @@
+"""A resumed run is the run that was never interrupted; damaged, foreign and malicious checkpoints are not taken."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runs.run_dir import lock_folder
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run
+from run_comparison import same
+from trainer_cases import UNWEIGHTED, checkpoint, config_file, interrupted, make_data
+
+OPTIMIZERS = {
+    "replay": [],
+    "dense": ["optimizer.absent_rows=dense"],
+    "lazy": ["optimizer.absent_rows=lazy"],
+    "adagrad": ["optimizer.embedding=adagrad"],
+    "rowwise_adagrad": ["optimizer.embedding=rowwise_adagrad"],
+    "sgd": ["optimizer.embedding=sgd"],
+    "fbgemm_cowclip": ["optimizer.embedding=fbgemm_cowclip", "clip.rule=none"],
+}
+ALWAYS = ["model.dropout=0.3", "checkpoint.every_steps=3", "checkpoint.keep_last=100"]
+"""Five steps an epoch: checkpoints at 3, 5, 6, 9 and 10. Dropout asks for the random state."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    make_data(folder, ("price", "city"))
+    config_file(folder)
+    return folder
+
+
+def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
+    config = load_config(folder / "run.toml", [*ALWAYS, *overrides])
+    return train(config, folder / "data", run_dir, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    run(folder, folder / "whole")
+    return folder / "whole"
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("time", "samples_per_second")} for line in lines]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(folder: Path, tmp_path: Path, optimizer: str) -> None:
+    """From within the first epoch, from between epochs, and from the first steps of the second."""
+    settings = OPTIMIZERS[optimizer]
+    report = run(folder, tmp_path / "whole", *settings)
+    for at in (3, 5, 6):
+        copy = interrupted(tmp_path / "whole", at, tmp_path / f"at{at}")
+        resumed = run(folder, copy, *settings, resume=True)
+        assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))
+        assert metrics(copy) == metrics(tmp_path / "whole")
+        for key in ("auc", "logloss", "steps", "epochs", "clip_statistics"):
+            assert resumed[key] == report[key] or key == "clip_statistics"
+        if report["clip_statistics"]:
+            assert resumed["clip_statistics"]["rows"] == report["clip_statistics"]["rows"]
+            assert resumed["clip_statistics"]["clipped"] == pytest.approx(report["clip_statistics"]["clipped"])
+        assert not list(copy.rglob("*.partial"))
+
+
+def test_without_a_checkpoint_it_starts_and_when_done_it_reports(folder: Path, whole: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "new", resume=True)
+    assert same(checkpoint(tmp_path / "new"), checkpoint(whole))
+    again = run(folder, tmp_path / "new", resume=True)
+    assert again["steps"] == 10
+    young = interrupted(whole, 0, tmp_path / "young")
+    run(folder, young, resume=True)
+    assert same(checkpoint(young), checkpoint(whole))
+
+
+def test_more_epochs_may_be_asked_for(folder: Path, whole: Path, tmp_path: Path) -> None:
+    longer = run(folder, tmp_path / "longer", "train.epochs=3")
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    assert run(folder, copy, "train.epochs=3", resume=True)["auc"] == longer["auc"]
+
+
+def test_other_settings_are_refused(folder: Path, whole: Path, tmp_path: Path) -> None:
+    before = sorted(whole.rglob("*"))
+    with pytest.raises(ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, now 0.5 is asked for"):
+        run(folder, whole, "optimizer.l2=0.5", resume=True)
+    with pytest.raises(ValueError, match=r"is not a run: it has no config.toml"):
+        run(folder, folder / "data", resume=True)
+    with pytest.raises(ValueError, match="go on with its run by --resume"):
+        run(folder, whole)
+    with lock_folder(whole), pytest.raises(ValueError, match="another process is at work in"):
+        run(folder, whole, resume=True)
+    assert sorted(whole.rglob("*")) == before
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "it has no .metadata": lambda step: (step / ".metadata").unlink(),
+    "__0_0.distcp has 500 bytes instead of": lambda step: (step / "__0_0.distcp").write_bytes(b"x" * 500),
+    "it has no __0_0.distcp": lambda step: (step / "__0_0.distcp").unlink(),
+    "__0_0.distcp is not what was written": lambda step: flip(step / "__0_0.distcp"),
+    "it has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
+    "checkpoint.json cannot be read": lambda step: (step / "checkpoint.json").write_text('{"format": 1, "pro'),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_damage_is_told_and_the_checkpoint_before_taken(
+    folder: Path, whole: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture
+) -> None:
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    DAMAGES[words](copy / "checkpoints" / "step_000000010")
+    evaluate_run(copy, folder / "data")
+    said = capsys.readouterr().err
+    assert "step_000000010 is damaged" in said
+    assert words in said
+    assert "taking the checkpoint before it" in said
+    run(folder, copy, resume=True)
+    assert "going on from" in (said := capsys.readouterr().err)
+    assert "step_000000009" in said
+    assert same(checkpoint(copy), checkpoint(whole))
+
+
+def test_when_all_are_damaged_it_says_so(folder: Path, whole: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    for step in (copy / "checkpoints").iterdir():
+        flip(step / "__0_0.distcp")
+    with pytest.raises(ValueError, match=r"no checkpoint of .* can be used: .*step_000000010 is damaged"):
+        run(folder, copy, resume=True)
+
+
+def test_other_formats_and_models_are_refused(folder: Path, whole: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(whole, tmp_path / "format")
+    manifest = copy / "checkpoints" / "step_000000010" / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match=r"is of format 2, this cowrec reads 1; use the version that wrote it"):
+        evaluate_run(copy, folder / "data")
+    copy = shutil.copytree(whole, tmp_path / "model")
+    config = copy / "config.toml"
+    config.write_text(config.read_text().replace("embedding_dim = 6", "embedding_dim = 9"))
+    with pytest.raises(ValueError, match=r"step_000000010 does not fit this run, or is damaged: .*ize"):
+        evaluate_run(copy, folder / "data")
+
+
+class Touch:
+    """Unpickled by a trusting reader, it makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_a_malicious_checkpoint_runs_no_code(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """In the library's own description of the tensors, which it would unpickle; checksums are the attacker's."""
+    from cowrec.trainer.runs.durable_files import checksum
+
+    copy, proof = shutil.copytree(whole, tmp_path / "copy"), tmp_path / "proof"
+    step = copy / "checkpoints" / "step_000000010"
+    (step / ".metadata").write_bytes(pickle.dumps(Touch(proof)))
+    manifest = json.loads((step / "checkpoint.json").read_text())
+    manifest["files"][".metadata"] = [(step / ".metadata").stat().st_size, checksum(step / ".metadata")]
+    (step / "checkpoint.json").write_text(json.dumps(manifest))
+    for use in (lambda: evaluate_run(copy, folder / "data"), lambda: run(folder, copy, resume=True)):
+        with pytest.raises(ValueError, match="has no place in a checkpoint"):
+            use()
+    assert not proof.exists()
+    pickle.loads((step / ".metadata").read_bytes())
+    assert proof.exists()
+
+
+def test_what_is_kept(folder: Path, tmp_path: Path) -> None:
+    """The last two, and the one after the best epoch."""
+    report = run(folder, tmp_path / "run", "train.epochs=4", "checkpoint.keep_last=2", "checkpoint.keep_best=logloss")
+    left = {int(each.name.removeprefix("step_")) for each in (tmp_path / "run" / "checkpoints").iterdir()}
+    best = min(report["epochs"], key=lambda epoch: epoch["logloss"])["step"]
+    assert left == {18, 20, best}
+
+
+def test_synchronous_saving_saves_the_same(folder: Path, whole: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "run", "checkpoint.asynchronous=false")
+    assert same(checkpoint(tmp_path / "run"), checkpoint(whole))
+
+
+def test_ids_of_several_kinds_resume_too(tmp_path: Path) -> None:
+    make_data(tmp_path, UNWEIGHTED)
+    config_file(tmp_path)
+    run(tmp_path, tmp_path / "whole")
+    copy = interrupted(tmp_path / "whole", 6, tmp_path / "copy")
+    run(tmp_path, copy, resume=True)
+    assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))

@@ -1,0 +1,196 @@
+"""What a run meets, done to it for real: killed and hung processes, a full disk, data that go, NaN in one row."""
+
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from run_comparison import assert_same, lines, wait_for
+from trainer_cases import ENVIRONMENT, checkpoint, config_file, make_data, tensors, torchrun
+
+OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
+LONG = [*OFTEN, "train.epochs=60"]
+"""300 steps."""
+LARGE, SMALL_FILE = ["model.hidden=[400]", "train.log_every=1000"], 150_000
+"""Checkpoints of one file of more, and metrics of less than so many bytes."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    make_data(folder)
+    config_file(folder)
+    return folder
+
+
+def training(folder: Path, run_dir: Path, *overrides: str, processes: int = 1, restarts: int = 0) -> list[str]:
+    launcher = [sys.executable, "-m", "cowrec.trainer"]
+    if processes > 1:
+        launcher = [*torchrun(processes), "--max-restarts", str(restarts), "-m", "cowrec.trainer"]
+    command = [*launcher, "train", f"{folder}/run.toml", "--data", f"{folder}/data", "--run-dir", str(run_dir)]
+    return [*command, "--resume", *(part for each in overrides for part in ("--set", each))]
+
+
+@pytest.fixture
+def start() -> Iterator:
+    """Starts a command; at the end of the test nothing of it is left."""
+    started: list[psutil.Process] = []
+
+    def begin(command: list[str]) -> subprocess.Popen:
+        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        started.append(psutil.Process(process.pid))
+        return process
+
+    yield begin
+    for process in started:
+        family = [*process.children(recursive=True), process] if process.is_running() else []
+        for each in family:
+            each.kill()
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The processes that train, under a launcher or as the process itself, by rank."""
+    found = [each for each in psutil.Process(launcher.pid).children() if "cowrec.trainer" in each.cmdline()]
+    return sorted(found, key=lambda each: int(each.environ()["RANK"]))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    done = subprocess.run(
+        training(folder, folder / "undisturbed", *LONG, processes=2), env=ENVIRONMENT, check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "undisturbed"
+
+
+@pytest.mark.parametrize("whom", ["one rank", "all ranks"])
+def test_kills_at_random_moments_change_no_bit(
+    folder: Path, undisturbed: Path, tmp_path: Path, start, whom: str, pytestconfig: pytest.Config
+) -> None:
+    """While it joins, trains, evaluates or saves: torchrun starts it again, and it goes on from what is saved."""
+    kills, rng = pytestconfig.getoption("--kills"), random.Random(whom)
+    run_dir = tmp_path / "run"
+    launcher = start(training(folder, run_dir, *LONG, processes=2, restarts=1000))
+    for _ in range(kills):
+        before = lines(run_dir)
+        # Killed before it has got further it would never end: the moments are from there on.
+        wait_for(lambda before=before: lines(run_dir) != before or launcher.poll() is not None)
+        time.sleep(rng.uniform(0, 1.5))
+        ranks = ranks_of(launcher)
+        for rank in ranks if whom == "all ranks" else ranks[rng.randrange(2) :][:1]:
+            rank.kill()
+        if launcher.poll() is not None:
+            break
+    assert launcher.wait(timeout=240) == 0, launcher.stderr.read()
+    assert_same(run_dir, undisturbed)
+    assert not list(run_dir.rglob("*.partial"))
+
+
+def test_sigterm_saves_and_resumes_to_the_same_bits(folder: Path, undisturbed: Path, tmp_path: Path, start) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(training(folder, run_dir, *LONG, processes=2))
+    wait_for(lambda: lines(run_dir) > 40)
+    launcher.terminate()
+    assert launcher.wait(timeout=60) != 0
+    assert "saved" in launcher.stderr.read()
+    launcher = start(training(folder, run_dir, *LONG, processes=2))
+    assert launcher.wait(timeout=240) == 0
+    assert_same(run_dir, undisturbed)
+
+
+def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
+    endless = ["train.epochs=100000", "train.timeout_seconds=5"]
+    launcher = start(training(folder, tmp_path / "run", *endless, processes=2))
+    wait_for(lambda: lines(tmp_path / "run") > 5)
+    _, hung = ranks_of(launcher)
+    hung.send_signal(signal.SIGSTOP)
+    for line in launcher.stderr:
+        if "no sign of life from rank 1 (last heard of at step" in line:
+            break
+    else:
+        pytest.fail("nobody named the rank")
+    hung.kill()
+    assert launcher.wait(timeout=60) != 0
+
+
+def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: Path, start) -> None:
+    """The system refuses large files for a while; earlier checkpoints stay, and the run catches up."""
+    run_dir = tmp_path / "run"
+    process = start(training(folder, run_dir, "train.epochs=100000", *LARGE))
+    for line in process.stderr:
+        if line.startswith("epoch 3/"):
+            break
+    unlimited = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
+    for line in process.stderr:
+        if line.startswith("warning: "):
+            break
+    assert "the checkpoint of step" in line
+    assert "could not be written" in line
+    last = line.rpartition("the last good one is ")[2].strip()
+    assert Path(last).is_dir()
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
+    wait_for(lambda: max(each.name for each in (run_dir / "checkpoints").glob("step_?????????")) > Path(last).name)
+    process.terminate()
+    assert process.wait(timeout=60) == 130
+    assert not list(run_dir.rglob("*.partial"))
+
+
+def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, start) -> None:
+    run_dir = tmp_path / "run"
+    process = start(training(folder, run_dir, "train.epochs=60", *LARGE))
+    for line in process.stderr:
+        if line.startswith("epoch 3/"):
+            break
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
+    said = process.stderr.read()
+    assert process.wait(timeout=120) == 2
+    assert "error: the checkpoint of step 300 could not be written" in said
+    assert "make room or mend the folder, then train with --resume" in said
+    assert list((run_dir / "checkpoints").glob("step_?????????"))
+    process = start(training(folder, run_dir, "train.epochs=60", *LARGE))
+    assert process.wait(timeout=120) == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_shard_that_goes_between_epochs_is_named(tmp_path: Path, start, processes: int) -> None:
+    make_data(tmp_path)
+    config_file(tmp_path)
+    process = start(training(tmp_path, tmp_path / "run", "train.epochs=100000", processes=processes))
+    said = ""
+    for line in process.stderr:
+        said += line
+        if line.startswith("epoch 2/"):
+            for shard in (tmp_path / "data" / "train").iterdir():
+                shard.unlink()
+    assert process.wait(timeout=60) != 0
+    assert len(re.findall(r"^cowrec.*: error: .*/data/train/\d+.parquet is missing", said, re.MULTILINE)) == processes
+    assert list((tmp_path / "run" / "checkpoints").glob("step_?????????"))
+
+
+def test_nan_in_one_ranks_row_stops_all_and_keeps_the_last_checkpoint(tmp_path: Path, start) -> None:
+    make_data(tmp_path)
+    config_file(tmp_path)
+    run_dir = tmp_path / "run"
+    assert start(training(tmp_path, run_dir, "train.epochs=2", processes=2)).wait(timeout=120) == 0
+    shard = next((tmp_path / "data" / "train").iterdir())
+    rows = pq.read_table(shard)
+    price = rows["price"].to_numpy().copy()
+    price[17] = np.nan
+    pq.write_table(rows.set_column(rows.schema.get_field_index("price"), "price", [price]), shard)
+    launcher = start(training(tmp_path, run_dir, "train.epochs=4", "train.log_every=1", processes=2))
+    said = launcher.stderr.read()
+    assert launcher.wait(timeout=60) != 0
+    # A step of 51 rows and two processes: the row was one process's, and both say so.
+    assert said.count("the loss was not finite at step") == 2
+    assert said.count(f"the last good checkpoint is {run_dir}/checkpoints/step_000000010") == 2
+    assert all(value.isfinite().all() for value in tensors(checkpoint(run_dir)["model"]).values())

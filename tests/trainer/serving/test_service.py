@@ -1,0 +1,260 @@
+"""`cowrec serve` answers as `cowrec predict` does, refuses what it must with a reason, and ends and starts cleanly."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.trainer.serving.micro_batcher import Gathering
+from cowrec.trainer.serving.service import Limits, Service
+from serving import Serving, predictions, raw_samples, serving, trained_and_exported
+from trainer_cases import ENVIRONMENT, free_port
+
+GOOD = {"price": 3, "city": "city1", "tags": ["t1", "t2"], "history": [{"id": "h1", "weight": 0.5}]}
+LIMITS = ("--max-request-bytes", "20000", "--max-samples", "60", "--max-concurrent", "4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, its export, and its data with the raw file that they were made of."""
+    folder = tmp_path_factory.mktemp("service")
+    trained_and_exported(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    with serving(folder / "export", *LIMITS) as server:
+        yield server
+
+
+def test_predictions_are_those_of_predict_one_by_one_and_together(folder: Path, server: Serving) -> None:
+    """Float32 sums in another order: 1e-6 is some ten units in the last place of a probability."""
+    samples, expected = raw_samples(folder), predictions(folder, "run")
+    status, together = server.predict(samples)
+    assert status == 200
+    assert together["version"] == 0
+    np.testing.assert_allclose(together["probabilities"], expected, atol=1e-6)
+    for sample, probability in zip(samples[:10], expected[:10], strict=True):
+        status, alone = server.predict(sample)
+        assert status == 200
+        assert alone["probability"] == pytest.approx(probability, abs=1e-6)
+    assert server.predict([]) == (200, {"version": 0, "probabilities": []})
+
+
+def test_concurrent_requests_each_get_their_own_answer(folder: Path, server: Serving) -> None:
+    samples, expected = raw_samples(folder), predictions(folder, "run")
+    wrong: list[Any] = []
+
+    def ask(first: int) -> None:
+        for place in range(first, 40, 4):
+            status, answer = server.predict(samples[place])
+            if status != 200 or abs(answer["probability"] - expected[place]) > 1e-6:
+                wrong.append((status, answer))
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is not JSON"),
+        (b"[1", "the body is not JSON"),
+        (b'{"price": NaN}', "the body is not JSON"),
+        (b"\xff\xfe", "the body is not JSON"),
+        (b"[" * 5000, "the body is not JSON"),
+        (3, "sample 0 must be a JSON object of fields and their values, got 3"),
+        ([GOOD, "x"], "sample 1 must be a JSON object"),
+        ({}, "column price is not there; give null where the value is missing"),
+        ([GOOD, {**GOOD, "city": {}}], "sample 1: column city: must be a string, an integer or null, got {}"),
+        ({**GOOD, "price": "much"}, "column price: must be a number"),
+        ({**GOOD, "price": [3]}, "column price: must be a number"),
+        ({**GOOD, "city": 1.5}, "column city: must be a string, an integer or null, got 1.5; correct the value"),
+        ({**GOOD, "tags": [None]}, "column tags"),
+        ({**GOOD, "history": [{"id": "h1"}]}, "column history"),
+    ],
+)
+def test_bad_input_is_named(server: Serving, body: Any, message: str) -> None:
+    status, answer = server.predict(body)
+    assert status == 400
+    assert message in answer["error"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+fields = st.fixed_dictionaries({}, optional=dict.fromkeys((*GOOD, "label", "time", "sample_id", "x"), json_values))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40) | json_values | fields | st.lists(fields, max_size=3) | st.lists(
+    st.fixed_dictionaries(dict.fromkeys(GOOD, json_values)), min_size=1, max_size=3))  # fmt: skip
+def test_nothing_that_is_sent_breaks_the_service(server: Serving, body: Any) -> None:
+    """Any bytes and any JSON: predictions or a reason, never a server's error; and the good sample is answered."""
+    status, answer = server.predict(body)
+    assert status in (200, 400)
+    assert ("error" in answer) == (status == 400)
+    mixed = server.predict(GOOD)
+    assert mixed[0] == 200
+
+
+def test_large_requests_are_refused(server: Serving) -> None:
+    status, answer = server.predict([GOOD] * 61)
+    assert (status, "61 samples in one request, the most are 60" in answer["error"]) == (413, True)
+    status, answer = server.predict([{**GOOD, "city": "x" * 20_000}])
+    assert (status, "the most are 20,000" in answer["error"]) == (413, True)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:  # a body whose length is not told before
+        raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(30):
+                raw.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+    assert server.predict(GOOD)[0] == 200
+
+
+def unfinished(server: Serving) -> tuple[socket.socket, bytes]:
+    """A request whose body has begun to arrive, and the rest of it."""
+    body = json.dumps(GOOD).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:9])
+    return connection, body[9:]
+
+
+def test_more_requests_than_can_be_under_way_are_sent_away(folder: Path, server: Serving) -> None:
+    """Four whose bodies are still arriving are all that may be; as soon as one is answered there is room."""
+    held = [unfinished(server) for _ in range(4)]
+    try:
+        while (refused := server.predict(GOOD))[0] == 200:  # until all four have begun
+            pass
+        assert refused[0] == 503
+        assert "4 requests are under way" in refused[1]["error"]
+        assert server.health()["status"] == "ok"
+        for connection, rest in held:
+            connection.sendall(rest)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        assert server.predict(GOOD)[0] == 200
+    finally:
+        for connection, _ in held:
+            connection.close()
+
+
+def test_wrong_paths_and_methods(server: Serving) -> None:
+    status, answer = server.ask("GET", "/nothing")
+    assert (status, "POST /predict, GET /health and GET /metrics" in answer["error"]) == (404, True)
+    assert server.ask("GET", "/predict")[0] == 405
+
+
+def test_metrics_count_what_happened(folder: Path) -> None:
+    with serving(folder / "export") as server:
+        before = server.metrics()
+        for body in (GOOD, [GOOD, {**GOOD, "city": "nowhere"}], b"{", [GOOD, 3]):
+            server.predict(body)
+        after = server.metrics()
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert grown("cowrec_predictions_total") == 3
+    assert grown("cowrec_unknown_ids_total") == 1
+    assert grown("cowrec_rejected_requests_total{reason=bad_json}") == 1
+    assert grown("cowrec_rejected_requests_total{reason=bad_sample}") == 1
+    assert grown("cowrec_request_seconds_count{route=/predict,status=200}") == 2
+    assert grown("cowrec_request_seconds_count{route=/predict,status=400}") == 2
+    assert grown("cowrec_batch_samples_sum") == 3
+    assert after["cowrec_model_step"] == 5
+    assert after["cowrec_model_version"] == 0
+    assert np.isnan(after["cowrec_model_age_seconds"])  # its samples have no time
+    assert after["cowrec_following"] == 0
+
+
+def test_sigterm_lets_requests_under_way_finish(folder: Path) -> None:
+    with serving(folder / "export") as server:
+        connection, rest = unfinished(server)
+        server.metrics()  # has been answered, so the request before it is under way
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ConnectionError):
+            while True:  # until nobody else is let in
+                socket.create_connection(("127.0.0.1", server.port), timeout=30).close()
+        with connection:
+            connection.sendall(rest)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        said = server.process.communicate(timeout=30)[1]
+        assert (server.process.returncode, "Traceback" in said) == (0, False), said
+
+
+def test_what_cannot_be_served_is_told(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cowrec.trainer", "serve", str(tmp_path), "--port", str(free_port())]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"cowrec: error: {tmp_path}" in done.stderr
+    with pytest.raises(ValueError, match="'ftp://x' is not known"):
+        Service(folder / "export", "ftp://x")
+    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+        Limits(samples=0)
+
+
+def test_calls_that_wait_are_computed_together() -> None:
+    """Five calls come while the first is computed: they are in the batches that follow, and get their own results."""
+    batches: list[list[int]] = []
+
+    async def calls() -> list[Any]:
+        later: list[asyncio.Task[Any]] = []
+
+        def compute(items: Any) -> list[int]:
+            batches.append(list(items))
+            if not later:
+                later.extend(asyncio.create_task(gathering.results([item, item])) for item in range(1, 6))
+            return [10 * item for item in items]
+
+        gathering = Gathering(compute, 7)
+        first = await gathering.results([0])
+        return [first, *await asyncio.gather(*later)]
+
+    assert asyncio.run(calls()) == [[0], *([10 * item, 10 * item] for item in range(1, 6))]
+    # Seven at most: three calls of two, and then the other two.
+    assert batches == [[0], [1, 1, 2, 2, 3, 3], [4, 4, 5, 5]]
+
+
+def test_a_batch_that_fails_fails_its_own_calls_only() -> None:
+    def compute(items: Any) -> list[int]:
+        if 0 in items:
+            raise ValueError("zero")
+        return list(items)
+
+    async def calls() -> None:
+        gathering = Gathering(compute, 4)
+        with pytest.raises(ValueError, match="zero"):
+            await gathering.results([0])
+        assert await gathering.results([1]) == [1]
+
+    asyncio.run(calls())
+
+
+def test_a_call_that_was_given_up_takes_nothing_from_the_others() -> None:
+    async def calls() -> Any:
+        gathering = Gathering(list, 4)
+        given_up, kept = (asyncio.create_task(gathering.results([item])) for item in (1, 2))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return await kept
+
+    assert asyncio.run(calls()) == [2]

@@ -1,0 +1,124 @@
+"""`cowrec serve --follow` takes over what is published while it answers, and goes on answering when nothing comes."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.publishing.blob import Change, TableChange
+from cowrec.trainer.publishing.publisher import Publisher
+from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.training.loop import train
+from redis_server import redis_server
+from serving import DEADLINE, Serving, predictions, raw_samples, serving, trained_and_exported
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run and its export, and a run of one epoch more and its export."""
+    folder = tmp_path_factory.mktemp("following")
+    trained_and_exported(folder)
+    longer = load_config(folder / "run.toml", ["train.epochs=2"])
+    train(longer, folder / "data", folder / "longer")
+    export_run(folder / "longer", folder / "longer-export")
+    return folder
+
+
+def everything(export: Path, step: int, sample_time: int | None = None) -> Change:
+    """A whole model, as a trainer publishes it."""
+    rows = {file.stem: load_file(file)["rows"].numpy() for file in sorted((export / "tables").iterdir())}
+    tables = {name: TableChange(np.arange(len(each)), each) for name, each in rows.items()}
+    dense = {name: each.numpy() for name, each in load_file(export / "dense.safetensors").items()}
+    return Change(step, sample_time, tables, dense)
+
+
+def published(publisher: Publisher, change: Change) -> int:
+    """Publishes a whole model as the next version, again where the target has failed in between; its number."""
+    publisher.publish(change, change)
+    deadline = time.monotonic() + DEADLINE
+    while not publisher.finish(2):
+        assert time.monotonic() < deadline, publisher.counters()
+        publisher.publish(change, change)
+    version: int = publisher.counters()["version"]
+    return version
+
+
+def answers_as(server: Serving, folder: Path, run: str, version: int) -> None:
+    """Tolerance as in test_service.py."""
+    status, answer = server.predict(raw_samples(folder))
+    assert (status, answer["version"]) == (200, version)
+    np.testing.assert_allclose(answer["probabilities"], predictions(folder, run), atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+def test_versions_that_arrive_are_served(folder: Path, tmp_path: Path) -> None:
+    """Through a directory that is made later, one after the other; and by a server that was killed, once it is back."""
+    target = tmp_path / "published"
+    with serving(folder / "export", "--follow", str(target)) as server:
+        answers_as(server, folder, "run", 0)
+        with Publisher(open_target(str(target), publishing=True)) as publisher:
+            now = int(time.time())
+            version = published(publisher, everything(folder / "longer-export", 10, now - 1000))
+            health = server.wait_for("version", version)
+            assert (health["status"], health["step"], health["sample_time"]) == ("ok", 10, now - 1000)
+            answers_as(server, folder, "longer", version)
+            metrics = server.metrics()
+            assert metrics["cowrec_deltas_applied_total"] >= 1
+            assert metrics["cowrec_model_version"] == version
+            assert 1000 <= metrics["cowrec_model_age_seconds"] < 1000 + 60
+            assert 0 <= metrics["cowrec_last_delta_age_seconds"] < 60
+            assert metrics["cowrec_following"] == 1
+            back = published(publisher, everything(folder / "export", 5))
+            server.wait_for("version", back)
+            answers_as(server, folder, "run", back)
+        assert server.send(signal.SIGKILL)[0] == -signal.SIGKILL
+    with serving(folder / "longer-export", "--follow", str(target), port=server.port) as server:
+        server.wait_for("version", back)
+        answers_as(server, folder, "run", back)
+
+
+def test_a_source_that_dies_costs_freshness_only(folder: Path, redis) -> None:
+    """Redis killed and started again, empty: what was applied last is served on, and what comes then is applied."""
+    with (
+        serving(folder / "export", "--follow", redis.url) as server,
+        Publisher(open_target(redis.url, publishing=True)) as publisher,
+    ):
+        version = published(publisher, everything(folder / "longer-export", 10))
+        server.wait_for("version", version)
+        redis.send(signal.SIGKILL)
+        health = server.wait_for("status", "degraded")
+        assert "cannot be reached" in health["problem"]
+        assert server.ask("GET", "/health")[0] == 200
+        assert server.metrics()["cowrec_following"] == 0
+        answers_as(server, folder, "longer", version)
+        redis.start()
+        server.wait_for("status", "ok")
+        later = published(publisher, everything(folder / "export", 5))
+        server.wait_for("version", later)
+        answers_as(server, folder, "run", later)
+
+
+def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "published"
+    whole = everything(folder / "longer-export", 10)
+    wrong = Change(10, None, {"street": next(iter(whole.tables.values()))}, {})
+    with (
+        serving(folder / "export", "--follow", str(target)) as server,
+        Publisher(open_target(str(target), publishing=True)) as publisher,
+    ):
+        published(publisher, wrong)
+        health = server.wait_for("status", "degraded")
+        assert "table 'street'" in health["problem"]
+        assert server.metrics()["cowrec_deltas_refused_total"] >= 1
+        answers_as(server, folder, "run", 0)

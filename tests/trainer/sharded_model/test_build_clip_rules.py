@@ -1,0 +1,96 @@
+"""What the trainer makes of clip rules and L2: thresholds at the run's batch size, fused optimizers, refusals."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip
+from cowrec.trainer.config.run import ClipConfig, OptimizerConfig, RunConfig, TrainConfig, load_config
+from cowrec.trainer.sharded_model.build import derived_clip, describe
+from cowrec.trainer.training.loop import train
+from trainer_cases import TRAIN_ROWS, checkpoint, config_file, make_data
+
+SINGLE = ("price", "city")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``data`` with one single-valued field, and a configuration."""
+    folder = tmp_path_factory.mktemp("single")
+    make_data(folder, SINGLE)
+    config_file(folder)
+    return folder
+
+
+def run(folder: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
+    return train(load_config(folder / "run.toml", overrides), folder / "data", run_dir)
+
+
+def city_table(run_dir: Path) -> torch.Tensor:
+    """Rows of the run's newest checkpoint, [rows, D]."""
+    (name,) = [name for name in checkpoint(run_dir)["model"] if name.endswith("city.weight")]
+    table: torch.Tensor = checkpoint(run_dir)["model"][name]
+    return table.double()
+
+
+@pytest.mark.parametrize(
+    ("clip", "scaling", "batch_size", "expected"),
+    [
+        (ClipConfig("constant", max_norm=1e-3), "cowclip", 4096, ConstantClip(2e-3)),
+        (ClipConfig("global", max_norm=1.0), "linear", 256, GlobalClip(0.5)),
+        (ClipConfig("constant", max_norm=1e-3), "none", 4096, ConstantClip(1e-3)),
+        (ClipConfig("cowclip", r=2.0), "cowclip", 4096, CowClip(r=2.0)),
+    ],
+)
+def test_thresholds_grow_with_the_root_of_the_batch(
+    clip: ClipConfig, scaling: str, batch_size: int, expected: Any
+) -> None:
+    optimizer = OptimizerConfig(base_batch_size=1024, scaling=scaling, absent_rows="lazy")
+    config = RunConfig(train=TrainConfig(batch_size=batch_size), optimizer=optimizer, clip=clip)
+    assert derived_clip(config) == expected
+    assert describe(config)["clip_values"] == dataclasses.asdict(expected)
+
+
+@pytest.mark.parametrize("embedding", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(
+    "rule", ["constant max_norm=1e-3", "field max_norm=1e-2", "adaptive_field r=0.01", "global max_norm=1e-2"]
+)
+def test_every_rule_trains_by_configuration(folder: Path, tmp_path: Path, embedding: str, rule: str) -> None:
+    name, value = rule.split()
+    config = (folder / "run.toml").read_text().partition("[clip]")[0] + f'[clip]\nrule = "{name}"\n{value}\n'
+    (tmp_path / "run.toml").write_text(config)
+    settings = [f"optimizer.embedding={embedding}", "optimizer.absent_rows=lazy", "train.epochs=1"]
+    report = train(load_config(tmp_path / "run.toml", settings), folder / "data", tmp_path / "run")
+    assert report["clip"] == name
+    assert report["clip_statistics"]["clipped"] > 0
+
+
+def test_fused_sgd_adds_the_l2_of_the_batchs_rows(folder: Path, tmp_path: Path) -> None:
+    """One step over all rows: with L2 a row ends lr * 2 * l2 * w lower than without; ids of no sample stay."""
+    settings = [
+        *("optimizer.embedding=sgd", "clip.rule=none", "train.epochs=1", "optimizer.scaling=none"),
+        *(f"train.batch_size={TRAIN_ROWS}", "optimizer.embedding_lr=0.5"),
+    ]
+    run(folder, tmp_path / "start", *settings, "optimizer.embedding_lr=0", "optimizer.l2=0")
+    run(folder, tmp_path / "without", *settings, "optimizer.l2=0")
+    report = run(folder, tmp_path / "with", *settings, "optimizer.l2=0.1")
+    assert report["steps"] == 1
+    start, without, with_l2 = (city_table(tmp_path / name) for name in ("start", "without", "with"))
+    touched = (without != start).any(1)
+    assert touched.any()
+    assert not touched.all()
+    expected = without - 0.5 * 2 * 0.1 * start * touched[:, None]
+    torch.testing.assert_close(with_l2, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_l2_without_a_clip_needs_single_ids_under_a_fused_optimizer(tmp_path: Path) -> None:
+    make_data(tmp_path, ("city", "tags"))
+    config_file(tmp_path)
+    settings = ["optimizer.embedding=sgd", "clip.rule=none"]
+    with pytest.raises(ValueError, match=r"give each row its L2 .* .field 'tags'.*; set .*\"adam\".* optimizer.l2 = 0"):
+        run(tmp_path, tmp_path / "run", *settings)
+    assert not (tmp_path / "run").exists()
+    run(tmp_path, tmp_path / "run", *settings, "optimizer.l2=0", "train.epochs=1")

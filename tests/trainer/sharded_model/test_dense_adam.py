@@ -1,0 +1,85 @@
+"""The dense optimizer against a plain restatement of the reference's Adam and warm-up; tables' initial values."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cowrec.trainer.config.run import OptimizerConfig
+from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.tables import _BLOCK_ROWS, _fill_shard
+
+
+def plain_adam(weights: np.ndarray, grads: list, lr: float, warmup_steps: int, config: OptimizerConfig) -> np.ndarray:
+    """Adam in float64, step by step, by the formulas of Keras (epsilon outside the correction) and of torch."""
+    beta1, beta2 = config.betas
+    w, m, v = weights.astype(np.float64), np.zeros(weights.shape), np.zeros(weights.shape)
+    for k, grad in enumerate(grads):
+        rate = lr if k >= warmup_steps else 1e-8 + (lr - 1e-8) * k / warmup_steps
+        m = beta1 * m + (1 - beta1) * grad
+        v = beta2 * v + (1 - beta2) * grad**2
+        first, second = 1 - beta1 ** (k + 1), 1 - beta2 ** (k + 1)
+        if config.adam_epsilon == "keras":
+            w = w - rate * math.sqrt(second) / first * m / (np.sqrt(v) + config.eps)
+        else:
+            w = w - rate * (m / first) / (np.sqrt(v / second) + config.eps)
+    return w
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4])
+@pytest.mark.parametrize("epsilon", ["keras", "torch"])
+def test_dense_adam_is_the_references(epsilon: str, warmup_steps: int) -> None:
+    """Gradients from 1e-8 to 1 lie on both sides of eps, so that its place shows. Tolerance: float32's rounding."""
+    rng = np.random.default_rng(0)
+    grads = [rng.normal(size=40) * 10 ** rng.uniform(-8, 0, 40) for _ in range(7)]
+    weights = rng.normal(size=40).astype(np.float32)
+    config = OptimizerConfig(eps=1e-5, adam_epsilon=epsilon, betas=(0.8, 0.99))
+    parameter = nn.Parameter(torch.from_numpy(weights.copy()))
+    optimizer = DenseAdam({"weight": parameter}, config, lr=0.1, warmup_steps=warmup_steps)
+    for step, grad in enumerate(grads):
+        optimizer.prepare(step)
+        parameter.grad = torch.from_numpy(grad.astype(np.float32))
+        optimizer.step()
+    expected = plain_adam(weights, grads, 0.1, warmup_steps, config)
+    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=2e-6)
+
+
+def test_the_two_places_of_epsilon_differ() -> None:
+    grads, weights = [np.full(1, 1e-6)] * 2, np.zeros(1)
+    keras = plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, adam_epsilon="keras"))
+    torchs = plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, adam_epsilon="torch"))
+    assert abs(keras[0]) < 0.5 * abs(torchs[0])
+
+
+def test_learning_rate_rises_and_stays() -> None:
+    optimizer = DenseAdam({"weight": nn.Parameter(torch.zeros(1))}, OptimizerConfig(), lr=0.1, warmup_steps=10)
+    assert [optimizer.prepare(step) for step in (0, 5, 10, 99)] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("cut", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])
+def test_initial_rows_do_not_depend_on_the_cut(cut: int) -> None:
+    whole = torch.full((2 * _BLOCK_ROWS + 20, 8), torch.nan)
+    _fill_shard(whole, (0, 0), "city", 5, 0.01, 3)
+    parts = torch.full_like(whole, torch.nan)
+    _fill_shard(parts[:cut], (0, 0), "city", 5, 0.01, 3)
+    _fill_shard(parts[cut:], (cut, 0), "city", 5, 0.01, 3)
+    assert torch.equal(whole, parts)
+    by_columns = torch.full_like(whole, torch.nan)
+    for column in (0, 4):
+        shard = torch.empty(len(whole), 4)
+        _fill_shard(shard, (0, column), "city", 5, 0.01, 3)
+        by_columns[:, column : column + 4] = shard
+    assert torch.equal(whole, by_columns)
+    assert not whole[:, 5:].any()
+    assert whole[:, :5].std().item() == pytest.approx(0.01, rel=0.02)
+    assert len(whole[:, 0].unique()) > 0.99 * len(whole)
+
+
+def test_initial_rows_depend_on_seed_and_table() -> None:
+    tables = [torch.zeros(9, 8) for _ in range(3)]
+    for table, (name, seed) in zip(tables, [("a", 0), ("b", 0), ("a", 1)], strict=True):
+        _fill_shard(table, (0, 0), name, 5, 0.01, seed)
+    assert not torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])

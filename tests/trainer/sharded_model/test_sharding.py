@@ -1,0 +1,212 @@
+"""Sharding as the trainer offers it: four processes under any plan train what one does; what is told and refused."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from cowrec.trainer.config.run import OptimizerConfig, RunConfig, ShardingConfig
+from cowrec.trainer.runtime.processes import Process
+from cowrec.trainer.sharded_model.build import fused_params
+from cowrec.trainer.sharded_model.report import sharding_table
+from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
+from sharded_case import process_group
+from trainer_cases import checkpoint, config_file, free_port, make_data, train_case, train_in_processes
+
+MIXED = 'sharding.tables={city = "column_wise", tags = "data_parallel", history = "row_wise"}'
+LAZY = ["optimizer.absent_rows=lazy"]
+ADAGRAD = ["optimizer.embedding=adagrad"]
+
+# name -> (data set, --set). A name's part before "/" is the run of one process that it must equal.
+CASES: dict[str, tuple[str, list[str]]] = {
+    "adam/auto": ("weighted", []),
+    "adam/mixed": ("weighted", [MIXED]),
+    "adam/column_wise": ("weighted", ["sharding.plan=column_wise"]),
+    "lazy/mixed": ("weighted", [*LAZY, MIXED]),
+    "lazy/data_parallel": ("weighted", [*LAZY, "sharding.plan=data_parallel"]),
+    "adagrad/column_wise": ("single", [*ADAGRAD, "sharding.plan=column_wise"]),
+    "adagrad/table_row_wise": ("single", [*ADAGRAD, "sharding.plan=table_row_wise"]),
+}
+HALVES = {
+    "adam_half": ("weighted", ['sharding.tables={tags = "data_parallel", history = "row_wise"}', "train.epochs=1"]),
+    "adam_columns": ("weighted", ["sharding.plan=column_wise", "train.epochs=1"]),
+    "lazy_half": ("weighted", [*LAZY, "sharding.plan=column_wise", "train.epochs=1"]),
+}
+"""Runs of one epoch under a plan, for another to go on with."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``runs1/NAME`` of one process, ``runs4/NAME_PLAN`` of four in one launch."""
+    folder = tmp_path_factory.mktemp("sharding")
+    config_file(folder)
+    make_data(folder / "weighted")
+    make_data(folder / "single", ("price", "city"))
+
+    def case(run: str, data: str, overrides: Sequence[str]) -> dict:
+        data_dir, config = folder / data / "data", folder / "run.toml"
+        places = {"config": str(config), "data": str(data_dir), "run_dir": str(folder / run)}
+        return {**places, "set": list(overrides), "port": free_port()}
+
+    assert train_case(case("runs1/adam", "weighted", [])) == "ok"
+    assert train_case(case("runs1/lazy", "weighted", LAZY)) == "ok"
+    assert train_case(case("runs1/adagrad", "single", ADAGRAD)) == "ok"
+    four = [case(f"runs4/{name.replace('/', '_')}", *what) for name, what in CASES.items()]
+    refused = case("runs4/refused", "single", ['sharding.tables={citty = "row_wise"}'])
+    halves = [case(f"runs4/{name}", *what) for name, what in HALVES.items()]
+    train_in_processes([*four, *halves, refused], folder / "cases.json", 4)
+    for name, (data, overrides) in HALVES.items():
+        goes_on = [*overrides, "sharding.plan=table_wise", "sharding.tables={}", "train.epochs=2"]
+        assert train_case(case(f"runs4/{name}", data, goes_on) | {"resume": True}) == "ok"
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_processes_train_what_one_does(folder: Path, name: str) -> None:
+    """Batches of 51 are uneven slices; the last one of each epoch is a single row, none for three of the processes."""
+    one, four = folder / "runs1" / name.split("/")[0], folder / "runs4" / name.replace("/", "_")
+    reports = [json.loads((run / "report.json").read_text()) for run in (one, four)]
+    assert [report["world_size"] for report in reports] == [1, 4]
+    for first, second in zip(*(report["epochs"] for report in reports), strict=True):
+        assert first == pytest.approx(second, abs=1e-6)
+    if name in ("adam/mixed", "adam/column_wise"):
+        return  # checkpoints have rows of column-wise and data-parallel tables up to date, and leave others behind
+    for part in ("model", "embedding_optimizer"):
+        expected, got = (checkpoint(run)[part] for run in (one, four))
+        assert expected.keys() == got.keys()
+        for key, value in expected.items():
+            if torch.is_tensor(value) and value.is_floating_point():
+                torch.testing.assert_close(got[key], value, rtol=0, atol=1e-6, msg=f"{key} of {name}")
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_run_goes_on_in_one_process_under_another_plan(folder: Path, name: str) -> None:
+    runs = folder / "runs1" / name.split("_")[0], folder / "runs4" / name
+    for first, second in zip(*(json.loads((run / "report.json").read_text())["epochs"] for run in runs), strict=True):
+        assert first == pytest.approx(second, abs=1e-6)
+
+
+def test_rows_are_counted_once_by_the_statistics(folder: Path) -> None:
+    """Also where several processes hold columns of a row, or all of it."""
+    totals = [
+        json.loads((folder / run / "report.json").read_text())["clip_statistics"]["fields"]
+        for run in ("runs1/adam", "runs4/adam_mixed")
+    ]
+    assert {name: of["rows"] for name, of in totals[0].items()} == {name: of["rows"] for name, of in totals[1].items()}
+
+
+def test_the_plan_is_saved(folder: Path) -> None:
+    saved = json.loads((folder / "runs4" / "adam_mixed" / "sharding.json").read_text())
+    kinds = {name: table["kind"] for name, table in saved["tables"].items()}
+    assert kinds == {"city": "column_wise", "tags": "data_parallel", "history": "row_wise"}
+    of_rank = [0] * 4
+    for table in saved["tables"].values():
+        copies = 4 if table["kind"] == "data_parallel" else 1
+        assert sum(table["bytes_of_rank"].values()) == 4 * table["rows"] * table["columns"] * copies
+        for rank, size in table["bytes_of_rank"].items():
+            of_rank[int(rank)] += size
+    assert saved["bytes_of_rank"] == of_rank
+    text = sharding_table(saved | {"tables": saved["tables"] | {"x": saved["tables"]["tags"]}})
+    assert "data_parallel    0-3" in text
+    assert text.count("\n") == 5
+
+
+def test_an_unknown_table_stops_all_processes(folder: Path) -> None:
+    for rank in range(4):
+        *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
+        assert good == ["ok"] * (len(CASES) + len(HALVES))
+        assert "sharding.tables names 'citty', which is no sparse field; did you mean 'city'?" in refused
+    assert not (folder / "runs4" / "refused").exists()
+
+
+def tables(rows: Sequence[int], columns: int = 8, mean: Sequence[int] = ()) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=f"t{t}",
+            num_embeddings=count,
+            embedding_dim=columns,
+            feature_names=[f"t{t}"],
+            pooling=PoolingType.MEAN if t in mean else PoolingType.SUM,
+        )
+        for t, count in enumerate(rows)
+    ]
+
+
+def processes(count: int, machine: int = 0) -> Process:
+    return Process(0, count, machine or count, True, torch.device("cpu"))
+
+
+def run_of(plan: str, embedding: str = "adam", **kinds: str) -> RunConfig:
+    return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=OptimizerConfig(embedding=embedding))
+
+
+def test_auto_cuts_the_tables_that_weigh_most() -> None:
+    """Of 1,300 rows, 325 a process: above half of that a table is cut, but not one that leaves a process without."""
+    auto = run_of("auto")
+    kinds = chosen_kinds(auto, tables([1000, 170, 100, 30]), processes(4))
+    assert list(kinds.values()) == ["row_wise", "row_wise", "table_wise", "table_wise"]
+    assert set(chosen_kinds(auto, tables([1000, 170]), processes(1)).values()) == {"table_wise"}
+    assert chosen_kinds(auto, tables([5]), processes(4)) == {"t0": "table_wise"}
+    assert set(chosen_kinds(auto, tables([1000, 10], mean=[0]), processes(4)).values()) == {"table_wise"}
+    assert chosen_kinds(run_of("auto", t0="column_wise"), tables([1000, 10]), processes(4))["t0"] == "column_wise"
+
+
+def test_torchrecs_planner_chooses_what_can_be_clipped(tmp_path: Path) -> None:
+    """It computes on a machine without a GPU, too, for the sixteen GPUs of two others."""
+    process = Process(0, 16, 8, True, torch.device("cuda", 0))
+    config = run_of("auto", t1="row_wise", t2="data_parallel")
+    collection = EmbeddingBagCollection(tables([20_000_000, 500_000, 1000, 30]), device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
+    with process_group(0, 1, str(tmp_path)):
+        plan = sharding_plan(nn.ModuleDict({"ebc": collection}), config, process, sharder).plan["ebc"]
+    assert {name: table.compute_kernel for name, table in plan.items()} == {
+        **dict.fromkeys(("t0", "t1", "t3"), "fused"),
+        "t2": "dense",
+    }
+    assert (plan["t1"].sharding_type, plan["t2"].sharding_type) == ("row_wise", "data_parallel")
+    assert {plan["t0"].sharding_type, plan["t3"].sharding_type} <= {"table_wise", "row_wise", "table_row_wise"}
+
+
+@pytest.mark.parametrize(("world_size", "plan"), [(1, "auto"), (1, "row_wise"), (2, "auto"), (2, "table_row_wise")])
+def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str) -> None:
+    """Whoever makes the plan; a machine without a GPU can make it too."""
+    process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
+    config = RunConfig(sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm"))
+    collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
+    with process_group(0, 1, str(tmp_path)):
+        plan_of = sharding_plan(nn.ModuleDict({"ebc": collection}), config, process, sharder).plan["ebc"]
+    kernels = {name: table.compute_kernel for name, table in plan_of.items()}
+    assert kernels == {"t0": "fused_uvm", "t1": "dense", "t2": "fused_uvm"}
+
+
+def test_unified_memory_is_for_cuda() -> None:
+    config = RunConfig(sharding=ShardingConfig(memory="uvm"))
+    with pytest.raises(ValueError, match=r'sharding.memory = "uvm" exists on CUDA only'):
+        chosen_kinds(config, tables([40, 5]), processes(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (
+            run_of("data_parallel", "adagrad"),
+            {},
+            "'t0' is to be data-parallel, but .* set optimizer.embedding = \"adam\"",
+        ),
+        (run_of("column_wise", "rowwise_adagrad"), {}, "'t0' is to be column-wise, but .* keeps one number for a row"),
+        (run_of("column_wise"), {"columns": 4}, "its 4 columns cannot be cut .* raise model.embedding_dim"),
+        (run_of("table_wise", t0="row_wise"), {"mean": [0]}, "'t0' is pooled by the mean .* such as 't1', wrongly"),
+        (run_of("table_wise", t1="row_wise"), {}, "row-wise tables of 5 rows or fewer leave one of 4 processes"),
+        (run_of("table_wise", t2="table_row_wise"), {}, "'t2' has too few rows .1. for the 2 processes of a machine"),
+    ],
+)
+def test_refuses(config: RunConfig, given: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen_kinds(config, tables([40, 5, 1], **given), processes(4, machine=2))

@@ -1,0 +1,281 @@
+"""A sweep against single runs, and what becomes of it when a run fails, when it is killed, when it is called again."""
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from cowrec.trainer.cli.main import main
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runtime.errors import Interrupted
+from cowrec.trainer.sweep.grid import Grid
+from cowrec.trainer.sweep.plot import plot, table
+from cowrec.trainer.sweep.sweep import sweep
+from cowrec.trainer.training.loop import train
+from trainer_cases import config_file, make_data
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+GRID = Grid([51, 102], ["cowclip", "linear"], ["on", "off"], 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    make_data(folder)
+    config_file(folder)
+    run_sweep(folder, folder / "grid")
+    return folder
+
+
+def run_sweep(folder: Path, output: Path, *overrides: str, grid: Grid = GRID) -> list[dict[str, Any]]:
+    return sweep(load_config(folder / "run.toml", overrides), folder / "data", output, grid)
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    text = (output / "sweep.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def key(line: dict[str, Any]) -> tuple:
+    return line["rule"], line["batch_size"], line["clip"], line["seed"]
+
+
+def test_a_line_is_what_a_single_run_reports(folder: Path, tmp_path: Path) -> None:
+    """At twice the base batch cowclip doubles l2 and takes sqrt 2 of the dense rate. Equal seeds give equal bits."""
+    lines = {key(line): line for line in lines_of(folder / "grid")}
+    assert len(lines) == 8
+    line = lines["cowclip", 102, "on", 0]
+    alone = train(load_config(folder / "run.toml", ["train.batch_size=102"]), folder / "data", tmp_path / "alone")
+    for same in ("auc", "logloss", "steps", "versions", "device", "threads", "git_commit", "best_possible"):
+        assert line[same] == alone[same]
+    assert line["steps"] == 2 * 3
+    assert line["epochs"] == 2
+    assert line["best_epoch_auc"] == max(epoch["auc"] for epoch in alone["epochs"])
+    assert line["clipped"] == alone["clip_statistics"]["clipped"] > 0
+    derived = {name: line[name] for name in ("embedding_lr", "dense_lr", "l2")}
+    assert derived == pytest.approx({"embedding_lr": 1e-2, "dense_lr": 1e-2 * 2**0.5, "l2": 2e-4})
+    assert lines["linear", 102, "off", 0]["embedding_lr"] == pytest.approx(2e-2)
+    assert lines["cowclip", 102, "off", 0]["clipped"] is None
+    assert lines["cowclip", 102, "off", 0]["logloss"] != line["logloss"]
+    shared = (folder / "grid" / "config.toml").read_bytes()
+    assert {line["config_sha256"] for line in lines.values()} == {hashlib.sha256(shared).hexdigest()}
+
+
+def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> None:
+    """At the base batch size the rules are one run, whose folder is that of the first rule."""
+    runs = {each.name for each in (folder / "grid" / "runs").iterdir()}
+    assert len(runs) == 6
+    assert "linear-51-clip_on-seed0" not in runs
+    lines = {key(line): line for line in lines_of(folder / "grid")}
+    assert {**lines["linear", 51, "on", 0], "rule": "cowclip"} == lines["cowclip", 51, "on", 0]
+    run = folder / "grid" / "runs" / "linear-102-clip_off-seed0"
+    saved = load_config(run / "config.toml")
+    assert (saved.optimizer.scaling, saved.train.batch_size, saved.clip.rule) == ("linear", 102, "none")
+    assert {"report.json", "metrics.jsonl", "tensorboard"} <= {each.name for each in run.iterdir()}
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_larger_grid_adds_to_what_is_there(folder: Path) -> None:
+    before = lines_of(folder / "grid")
+    reports = {file: file.stat().st_mtime_ns for file in (folder / "grid").rglob("report.json")}
+    found = run_sweep(folder, folder / "grid", grid=Grid([102], ["linear"], ["on"], 2))
+    assert [key(line) for line in found] == [("linear", 102, "on", 0), ("linear", 102, "on", 1)]
+    assert found[0]["auc"] != found[1]["auc"]
+    assert lines_of(folder / "grid") == [*before, found[1]]
+    assert {file: file.stat().st_mtime_ns for file in reports} == reports
+
+
+def test_a_run_whose_line_was_lost_is_not_trained_again(folder: Path) -> None:
+    before = lines_of(folder / "grid")
+    file = folder / "grid" / "sweep.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in before[:-1]))
+    report = folder / "grid" / "runs" / "linear-102-clip_on-seed1" / "report.json"
+    written = report.stat().st_mtime_ns
+    run_sweep(folder, folder / "grid", grid=Grid([102], ["linear"], ["on"], 2))
+    assert lines_of(folder / "grid") == before
+    assert report.stat().st_mtime_ns == written
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes under one, outermost first."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = status.read_text().rpartition(")")[2].split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid:
+            yield int(status.parent.name)
+            yield from descendants(int(status.parent.name))
+
+
+def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
+    """Of four runs the first is killed and recorded as failed, in the third the sweep is; the next call goes on."""
+    epochs, output = 25, tmp_path / "out"
+    command = [sys.executable, "-m", "cowrec.trainer", "sweep", f"{folder}/run.toml", "--data", f"{folder}/data"]
+    command += ["--output", str(output), "--batch-sizes", "51", "--rules", "linear", "--seeds", "2"]
+    command += ["--set", f"train.epochs={epochs}"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    run, said = 0, ""
+    for line in process.stderr:
+        said += line
+        run += line.startswith("run ")
+        if line.startswith("epoch 1/") and run == 1:
+            os.kill(list(descendants(process.pid))[-1], signal.SIGKILL)
+        if line.startswith("epoch 1/") and run == 3:
+            process.kill()
+    # The loop ended, so that nobody holds the pipe any longer: the run has ended with its sweep.
+    process.wait()
+    left = lines_of(output)
+    assert [key(line) for line in left] == [("linear", 51, "on", 0), ("linear", 51, "off", 0)], said
+    assert left[0]["error"] == "the process was ended by signal 9"
+    assert left[0]["dense_lr"] == 1e-2
+    assert left[0]["versions"] == left[1]["versions"]
+    assert "auc" not in left[0]
+    assert left[1]["steps"] == 5 * epochs
+    third = output / "runs" / "linear-51-clip_on-seed1"
+    assert third.exists()
+    assert not (third / "report.json").exists()
+    report = output / "runs" / "linear-51-clip_off-seed0" / "report.json"
+    written = report.stat().st_mtime_ns
+    found = run_sweep(folder, output, f"train.epochs={epochs}", grid=Grid([51], ["linear"], ["on", "off"], 2))
+    assert report.stat().st_mtime_ns == written
+    assert found[:2] == left
+    assert found == lines_of(output)
+    assert [line["seed"] for line in found] == [0, 0, 1, 1]
+    assert [line["steps"] for line in found[1:]] == [5 * epochs] * 3
+    assert "(1 of 2)" in table(found)
+
+
+def test_ctrl_c_ends_the_run_and_says_how_to_go_on(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "out" / "runs" / "linear-51-clip_on-seed0"
+
+    def press() -> None:
+        while not (run / "metrics.jsonl").exists():
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # Whoever runs the tests in the background may have had it ignored.
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(Interrupted, match=f"stopped in run {run.name}; the same command goes on there"):
+        run_sweep(folder, tmp_path / "out", "train.epochs=100000", grid=Grid([51], ["linear"], ["on"], 1))
+    pressing.join()
+    signal.signal(signal.SIGINT, earlier)
+    assert not list(multiprocessing.active_children())
+    assert not (tmp_path / "out" / "sweep.jsonl").exists()
+
+
+def test_runs_that_cannot_be_trained_are_recorded_and_the_others_go_on(folder: Path, tmp_path: Path) -> None:
+    grid = Grid([1000, 102], ["none"], ["on"], 1)
+    refused, good = run_sweep(folder, tmp_path / "drop", "train.drop_last=true", grid=grid)
+    assert refused["error"].startswith("ValueError: train.drop_last leaves nothing of 205 training rows")
+    assert good["steps"] == 2 * 2
+    astray = ["optimizer.dense_lr=1e30", "optimizer.warmup_epochs=0"]
+    (line,) = run_sweep(folder, tmp_path / "astray", *astray, grid=Grid([51], ["none"], ["off"], 1))
+    assert line["error"].startswith("NonFiniteLoss: the loss was not finite")
+    assert plot([line], tmp_path / "empty.png").exists()
+
+
+def test_table_and_plot_show_mean_and_spread(tmp_path: Path) -> None:
+    shared = {"model": "deepfm", "data": "clicks", "device": "a CPU", "best_possible": {"auc": 0.9, "logloss": 0.3}}
+    aucs = {(8192, "on"): [0.81, 0.82, 0.84], (8192, "off"): [0.7], (100, "on"): [0.8, 0.8, 0.8]}
+    lines = [
+        {**shared, "rule": "cowclip", "batch_size": size, "clip": clip, "seed": seed, "auc": auc, "logloss": 1 - auc}
+        for (size, clip), values in aucs.items()
+        for seed, auc in enumerate(values)
+    ]
+    head, on, off = table(lines).split("\n\n")[0].splitlines()
+    assert head.split() == ["test", "AUC", "(%)", "100", "8K"]
+    mean, spread = np.mean(aucs[8192, "on"]), np.std(aucs[8192, "on"], ddof=1)
+    assert on.split("  ")[-1] == f"{100 * mean:.2f} ± {100 * spread:.2f}"
+    assert "80.00 ± 0.00" in on
+    assert off.split() == ["cowclip,", "clip", "off", "failed", "70.00", "(1", "of", "3)"]
+    image = plt.imread(plot(lines, tmp_path / "sweep.png"))
+    assert min(image.shape[:2]) > 400
+    assert image.std() > 0
+
+
+def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["cowrec", "sweep", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_the_command_prints_the_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [folder / "run.toml", "--data", folder / "data", "--output", folder / "grid", "--batch-sizes", "51,102"]
+    assert cli(monkeypatch, *arguments, "--rules", "cowclip,linear", "--seeds", "1") == 0
+    captured = capsys.readouterr()
+    assert captured.err == "", "something was trained again"
+    (line,) = [line for line in lines_of(folder / "grid") if key(line) == ("cowclip", 102, "on", 0)]
+    assert f"{100 * line['auc']:.2f}" in captured.out
+    assert captured.out.endswith(f"plot: {folder}/grid/sweep.png\n")
+    assert (folder / "grid" / "sweep.png").exists()
+
+
+REFUSED = {
+    "no number": (["--batch-sizes", "8Q"], "a batch size is a number, with K for 1024, such as 512 or 8K; got '8Q'"),
+    "no rows": (["--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
+    "twice": (["--batch-sizes", "1K,1024"], "--batch-sizes needs one value or several different ones"),
+    "rule": (["--batch-sizes", "1K", "--rules", "cubic"], "--rules 'cubic' is not known; known: none, sqrt"),
+    "clip": (["--batch-sizes", "1K", "--clip", "maybe"], "--clip 'maybe' is not known; known: on, off"),
+    "seeds": (["--batch-sizes", "1K", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+    "no clip rule": (["--batch-sizes", "1K", "--set", "clip.rule=none"], "--clip on needs a clip rule"),
+    "no data": (["--batch-sizes", "1K", "--data", "none"], "none is not a prepared data set"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_swept_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    arguments, message = REFUSED[name]
+    assert cli(monkeypatch, folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    assert cli(monkeypatch, folder / "run.toml", "--data", folder / "data", "-o", tmp_path, "--batch-sizes", "1") == 2
+    assert "start it without torchrun" in capsys.readouterr().err
+
+
+def test_folders_in_use_are_refused(folder: Path, tmp_path: Path) -> None:
+    before = lines_of(folder / "grid")
+    with pytest.raises(
+        ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, now 0.5 is asked for; choose another"
+    ):
+        run_sweep(folder, folder / "grid", "optimizer.l2=0.5")
+    with pytest.raises(ValueError, match="is not empty and not a sweep's folder"):
+        run_sweep(folder, folder / "data")
+    with pytest.raises(ValueError, match="is a file; choose another"):
+        run_sweep(folder, folder / "run.toml")
+    handle = os.open(folder / "grid", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="another process is at work in"):
+        run_sweep(folder, folder / "grid")
+    os.close(handle)
+    assert lines_of(folder / "grid") == before
+    assert not list((folder / "grid").glob("*.partial"))

@@ -1,0 +1,134 @@
+"""The clip's statistics over time: counts against the data's own, limits against the rule's, and where they go."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cowrec.sparse_opt import TableStats
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runtime.processes import Process, process_group
+from cowrec.trainer.training.clip_metrics import ClipWatch
+from cowrec.trainer.training.loop import train
+from trainer_cases import COLUMNS, TRAIN_ROWS, config_file, make_data
+
+FIELDS = [name for name in COLUMNS if name != "price"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clip")
+    make_data(folder)
+    make_data(folder / "single", ("price", "city"))
+    config_file(folder)
+    return folder
+
+
+def trained(folder: Path, run_dir: Path, *overrides: str, data: str = "data") -> tuple[list[dict[str, Any]], Any]:
+    """The lines of the clip, and the report."""
+    report = train(load_config(folder / "run.toml", overrides), folder / data, run_dir)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "clip"], report
+
+
+def test_rows_are_the_distinct_ids_of_each_step(folder: Path, tmp_path: Path) -> None:
+    """One batch an epoch: whatever the order, a step sees every id of the data once."""
+    lines, report = trained(folder, tmp_path / "run", f"train.batch_size={TRAIN_ROWS}", "train.epochs=3")
+    table = pq.read_table(folder / "data" / "train")
+    distinct = {name: len(np.unique(np.concatenate(table[name].to_numpy()))) for name in ("tags", "history")}
+    distinct["city"] = len(np.unique(table["city"].to_numpy()))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert {name: line["fields"][name]["rows"] for name in FIELDS} == distinct
+        assert line["rows"] == sum(distinct.values())
+    total = report["clip_statistics"]
+    assert total["rows"] == 3 * sum(distinct.values())
+    assert total["fields"]["city"]["rows"] == 3 * distinct["city"]
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides"),
+    [("data", ()), ("single/data", ("optimizer.embedding=adagrad", "optimizer.l2=0"))],
+    ids=["adam", "fused"],
+)
+def test_a_limit_twice_as_large_is_twice_as_far_away(
+    folder: Path, tmp_path: Path, data: str, overrides: tuple[str, ...]
+) -> None:
+    """Before the first update gradients and weights are the same whatever r is; without zeta the limit is r times c."""
+    found = {}
+    for r in (1e-4, 1.0, 2.0, 1e9):
+        own = (*overrides, f"clip.r={r}", "clip.zeta=0.0", "train.batch_size=1000", "train.epochs=1")
+        found[r], report = trained(folder, tmp_path / str(r), *own, data=data)
+    for of_one, of_two in zip(_ratios(found[1.0]), _ratios(found[2.0]), strict=True):
+        assert of_two == pytest.approx(2 * of_one, rel=1e-5)  # float32
+    assert found[1e-4][0]["clipped"] == 1
+    assert found[1e9][0]["clipped"] == 0
+    assert report["clip_statistics"]["clipped"] == 0
+    for line in (*found[1.0], *found[2.0]):
+        for field in line["fields"].values():
+            # More than half are over their limit just where the median row is.
+            assert (field["clipped"] > 0.5) == (field["limit_to_norm"] < 1)
+
+
+def _ratios(lines: list[dict[str, Any]]) -> list[float]:
+    return [field["limit_to_norm"] for field in lines[0]["fields"].values()]
+
+
+def test_lines_add_up_to_the_report_and_reach_the_board(folder: Path, tmp_path: Path) -> None:
+    lines, report = trained(folder, tmp_path / "run")
+    total = report["clip_statistics"]
+    assert [line["step"] for line in lines] == [1, 2, 4, 5, 6, 8, 10]
+    for name in FIELDS:
+        of_field = [line["fields"][name] for line in lines]
+        rows = [line["rows"] for line in of_field]
+        assert sum(rows) == total["fields"][name]["rows"]
+        clipped = np.dot(rows, [line["clipped"] for line in of_field])
+        assert total["fields"][name]["clipped"] == pytest.approx(clipped / sum(rows), rel=1e-12)
+        assert total["fields"][name]["limit_to_norm"] == of_field[-1]["limit_to_norm"]
+    assert 0 < total["clipped"] < 1
+    assert total == json.loads((tmp_path / "run" / "report.json").read_text())["clip_statistics"]
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    shown = [(event.step, event.value) for event in board.Scalars("clip/fields/city/clipped")]
+    assert shown == [(line["step"], pytest.approx(line["fields"]["city"]["clipped"], abs=1e-7)) for line in lines]
+    assert len(board.Scalars("clip/limit_to_norm")) == len(lines)
+
+
+def test_an_unclipped_run_has_none(folder: Path, tmp_path: Path) -> None:
+    lines, report = trained(folder, tmp_path / "run", "clip.rule=none", "train.epochs=1")
+    assert lines == []
+    assert report["clip_statistics"] is None
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with process_group("cpu") as process:
+        yield process
+
+
+def test_readings_are_of_the_time_between_and_survive_what_tables_lack(process: Process) -> None:
+    """Table c is never looked up, b not in the latest step, a has gradients of zero at first."""
+    stats = {"a": TableStats(10, 0.2, 0.0), "b": TableStats(40, 0.5, np.nan), "c": TableStats(0, 0.0, np.nan)}
+    watch = ClipWatch(lambda: stats, ["c", "b", "a", "elsewhere"], process)
+    first = watch.read()
+    assert first["fields"]["a"] == {"rows": 10, "clipped": 0.2, "limit_to_norm": np.inf}
+    assert first["fields"]["c"] == pytest.approx({"rows": 0, "clipped": np.nan, "limit_to_norm": np.nan}, nan_ok=True)
+    assert first["fields"]["elsewhere"] == pytest.approx(first["fields"]["c"], nan_ok=True)
+    assert (first["rows"], first["clipped"]) == (50, pytest.approx(22 / 50))
+    stats |= {"a": TableStats(40, 0.8, 4.0), "b": TableStats(50, 0.6, 0.5)}
+    second = watch.read()
+    # 30 rows of a and 10 of b: the typical row is one of a's.
+    assert second["fields"]["a"] == {"rows": 30, "clipped": 1.0, "limit_to_norm": 0.25}
+    assert second["fields"]["b"] == {"rows": 10, "clipped": 1.0, "limit_to_norm": 2.0}
+    assert {key: second[key] for key in ("rows", "clipped", "limit_to_norm")} == {
+        "rows": 40,
+        "clipped": 1.0,
+        "limit_to_norm": 0.25,
+    }
+    # From the beginning b has 50 rows and a 40: the typical row is one of b's.
+    assert watch.total()["limit_to_norm"] == 2.0
+    assert watch.total()["clipped"] == pytest.approx(62 / 90)

@@ -1,0 +1,246 @@
+"""A trained run: its report against scikit-learn, its use without the training data, what it refuses, how it fails."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sklearn.metrics import log_loss, roc_auc_score
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import cowrec.trainer.training.loop as loop
+from cowrec.data_pipeline import Schema, SynthesizeConfig, prepare, synthesize
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runtime.errors import NonFiniteLoss
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, checkpoint, config_file, make_data, raw_rows
+
+SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
+
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``data`` (all kinds of field) and ``run``, trained on it."""
+    folder = tmp_path_factory.mktemp("run")
+    make_data(folder)
+    config_file(folder)
+    train(load_config(folder / "run.toml"), folder / "data", folder / "run")
+    return folder
+
+
+@pytest.fixture
+def retrain(folder: Path, tmp_path: Path) -> Train:
+    """Trains into ``tmp_path / name`` with overrides."""
+
+    def run(name: str, *overrides: str, data: Path = folder / "data") -> dict[str, Any]:
+        return train(load_config(folder / "run.toml", overrides), data, tmp_path / name)
+
+    return run
+
+
+def read_report(run_dir: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    return report
+
+
+def same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_state, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_the_report_is_what_scikit_learn_says_of_the_predictions(folder: Path, tmp_path: Path) -> None:
+    """Predictions are float32, and torchmetrics sums the curve in float32: 1e-6."""
+    assert predict_run(folder / "run", folder / "data", tmp_path / "p.parquet") == TEST_ROWS
+    predicted = pq.read_table(tmp_path / "p.parquet")["prediction"].to_numpy()
+    label = pq.read_table(folder / "data" / "test")["label"].to_numpy()
+    report = read_report(folder / "run")
+    assert report["auc"] == pytest.approx(roc_auc_score(label, predicted), abs=1e-6)
+    assert report["logloss"] == pytest.approx(log_loss(label, predicted.astype(float)), abs=1e-6)
+    assert evaluate_run(folder / "run", folder / "data") == pytest.approx(
+        {"auc": report["auc"], "logloss": report["logloss"], "rows": TEST_ROWS}, abs=1e-7
+    )
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_run_folder_holds_what_it_should(folder: Path) -> None:
+    run, report = folder / "run", read_report(folder / "run")
+    saved = load_config(run / "config.toml")
+    assert saved.data.dir == str(folder / "data")
+    assert saved.train == load_config(folder / "run.toml").train
+    assert "# derived: dense_lr = 0.01\n" in (run / "config.toml").read_text()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # Five steps an epoch, a line every two steps, after the first step and at the end of an epoch.
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 4, 5, 6, 8, 10]
+    assert [line["auc"] for line in lines if line["kind"] == "eval"] == [each["auc"] for each in report["epochs"]]
+    assert [each.name for each in sorted((run / "checkpoints").iterdir())] == ["step_000000005", "step_000000010"]
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert board.Scalars("eval/auc")[-1].value == pytest.approx(report["auc"], abs=1e-6)
+    assert report["steps"] == 10
+    assert 0 < report["train_seconds"] < report["wall_seconds"]
+    # All samples but the first batch's, whose step compiles.
+    counted = report["samples_per_second"] * report["train_seconds"]
+    assert counted == pytest.approx(2 * TRAIN_ROWS - 51, rel=1e-9)
+    for key in ("versions", "device", "git_commit", "seed", "world_size", "embedding_lr", "dense_lr", "l2"):
+        assert key in report
+
+
+def test_raw_data_take_the_runs_ids_without_its_training_data(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "run"
+    shutil.copytree(folder / "run", moved)
+    for labelled in (True, False):
+        raw = tmp_path / "new.csv"
+        raw.write_text(raw_rows(33, seed=5, labelled=labelled))
+        data = tmp_path / f"new{labelled}"
+        prepare("csv", [raw], data, like=moved)
+        assert predict_run(moved, data, tmp_path / f"{labelled}.parquet") == 33
+        if labelled:
+            assert evaluate_run(moved, data)["rows"] == 33
+        else:
+            with pytest.raises(ValueError, match="has no labels: it can be predicted, not evaluated"):
+                evaluate_run(moved, data)
+            with pytest.raises(ValueError, match=r"the train split of .* has no rows"):
+                train(load_config(folder / "run.toml"), data, tmp_path / "untrained")
+            assert not (tmp_path / "untrained").exists()
+    tables = [pq.read_table(tmp_path / f"{labelled}.parquet") for labelled in (True, False)]
+    assert tables[0].equals(tables[1])
+
+
+def test_data_of_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder / "data", other)
+    vocabulary = other / "vocabulary" / "city.parquet"
+    table = pq.read_table(vocabulary)
+    # Other bytes, the same ids: the same vocabulary.
+    pq.write_table(table, vocabulary, compression="none")
+    assert evaluate_run(folder / "run", other)["rows"] == TEST_ROWS
+    # As many ids, two of them in each other's rows.
+    pq.write_table(table.take([1, 0, *range(2, len(table))]), vocabulary)
+    with pytest.raises(ValueError, match=r"was not prepared like .*: the ids of field 'city' differ; .*--like"):
+        evaluate_run(folder / "run", other)
+    vocabulary.unlink()
+    with pytest.raises(ValueError, match=r"city.parquet is missing"):
+        evaluate_run(folder / "run", other)
+    with pytest.raises(ValueError, match="its fields, their sizes or scales differ"):
+        evaluate_run(folder / "run", make_data(tmp_path / "fewer", UNWEIGHTED))
+
+
+def test_synthetic_data_of_another_seed_are_refused(folder: Path, tmp_path: Path) -> None:
+    sizes = {"rows": 60, "test_rows": 40, "vocabulary_scale": 1e-6}
+    for name, seed in (("one", 0), ("two", 1)):
+        synthesize(tmp_path / name, SynthesizeConfig(seed=seed, **sizes))
+    report = train(load_config(folder / "run.toml", ["train.epochs=1"]), tmp_path / "one", tmp_path / "run")
+    assert report["best_possible"]["auc"] > 0.5
+    assert evaluate_run(tmp_path / "run", tmp_path / "one")["rows"] == 40
+    with pytest.raises(ValueError, match="it is synthetic, of another seed or shape"):
+        evaluate_run(tmp_path / "run", tmp_path / "two")
+
+
+def test_seeds_and_residency(folder: Path, retrain: Train, tmp_path: Path) -> None:
+    """The same seed gives the same bits, streamed or resident; another seed gives others."""
+    first = checkpoint(folder / "run")
+    retrain("resident", "data.resident=yes")
+    assert same_state(first, checkpoint(tmp_path / "resident"))
+    retrain("seed", "train.seed=1")
+    assert not same_state(first["model"], checkpoint(tmp_path / "seed")["model"])
+
+
+def test_the_plan_does_not_change_the_result(folder: Path, retrain: Train, tmp_path: Path) -> None:
+    retrain("rows", "sharding.plan=row_wise")
+    assert same_state(checkpoint(folder / "run")["model"], checkpoint(tmp_path / "rows")["model"])
+
+
+def poison(data: Path) -> None:
+    """A NaN in the dense column of one training row."""
+    shard = sorted((data / "train").glob("*.parquet"))[0]
+    table = pq.read_table(shard)
+    price = table["price"].to_numpy().copy()
+    price[7] = np.nan
+    place = table.column_names.index("price")
+    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(price)), shard)
+
+
+def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
+    folder: Path, retrain: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(folder / "data", data)
+    good: Callable = loop.evaluate
+
+    def evaluate_then_poison(*arguments: Any) -> Any:
+        quality = good(*arguments)
+        poison(data)
+        return quality
+
+    monkeypatch.setattr(loop, "evaluate", evaluate_then_poison)
+    with pytest.raises(NonFiniteLoss, match=r"not finite at step \d+ \(epoch 2\); the last good .*step_000000005\. "):
+        retrain("run", data=data)
+    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000005"]
+    assert not (tmp_path / "run" / "report.json").exists()
+    assert math.isfinite(evaluate_run(tmp_path / "run", folder / "data")["logloss"])
+    with pytest.raises(NonFiniteLoss, match=r"\(epoch 1\); no checkpoint was saved"):
+        retrain("from_the_start", data=data)
+
+
+def test_a_model_that_breaks_at_the_last_step_is_not_saved(retrain: Train, tmp_path: Path) -> None:
+    """One step with a huge rate: its loss, of the weights before it, is fine; the test split shows what it did."""
+    with pytest.raises(NonFiniteLoss, match=r"on the test split after step 1 \(epoch 1\)"):
+        retrain(
+            "run",
+            "train.batch_size=1000",
+            "optimizer.scaling=none",
+            "optimizer.dense_lr=1e30",
+            "optimizer.warmup_epochs=0",
+        )
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_settings_that_cannot_work_leave_nothing_behind(retrain: Train, tmp_path: Path) -> None:
+    for overrides, message in (
+        (["train.drop_last=true", "train.batch_size=1000"], "train.drop_last leaves nothing of 205 training rows"),
+        (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
+        (["train.precision=tf32"], 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'),
+        (["optimizer.embedding=sgd", "optimizer.l2=0"], "samples have several ids .field 'tags'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            retrain("run", *overrides)
+        assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_are_no_run(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not a run: it has no config.toml"):
+        evaluate_run(tmp_path, folder / "data")
+    with pytest.raises(ValueError, match="is not a prepared data set"):
+        evaluate_run(folder / "run", tmp_path)
+    with pytest.raises(ValueError, match="no split 'dev'"):
+        evaluate_run(folder / "run", folder / "data", "dev")
+    shutil.copytree(folder / "run", tmp_path / "young")
+    shutil.rmtree(tmp_path / "young" / "checkpoints")
+    with pytest.raises(ValueError, match=r"no checkpoint in .*; train the run first"):
+        evaluate_run(tmp_path / "young", folder / "data")
+
+
+@pytest.mark.parametrize(("layout", "file"), [("criteo", "criteo_8k.tsv.xz"), ("avazu", "avazu_9k.csv.xz")])
+def test_real_clicks_are_learned(tmp_path: Path, layout: Any, file: str) -> None:
+    if not (SHARED / file).exists():
+        pytest.skip(f"no {file} in {SHARED}")
+    prepare(layout, [SHARED / file], tmp_path / "data")
+    config_file(tmp_path)
+    overrides = ["train.batch_size=256", "optimizer.scaling=none", "optimizer.dense_lr=1e-3", "model.hidden=[64]"]
+    report = train(load_config(tmp_path / "run.toml", overrides), tmp_path / "data", tmp_path / "run")
+    rows = Schema.load(tmp_path / "data").split("test").rows
+    assert report["auc"] > 0.6
+    assert predict_run(tmp_path / "run", tmp_path / "data", tmp_path / "p.parquet") == rows
+    assert evaluate_run(tmp_path / "run", tmp_path / "data")["auc"] == pytest.approx(report["auc"], abs=1e-7)

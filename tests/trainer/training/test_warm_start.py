@@ -1,0 +1,95 @@
+"""A warm start takes over what an earlier run learned of the ids that both know, by what the ids stand for."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run
+from trainer_cases import CONFIG, checkpoint
+
+COLUMNS = '[[fields]]\nname = "price"\nkind = "numeric"\n[[fields]]\nname = "city"\nkind = "categorical"\n'
+SETTINGS = ["train.epochs=1", "train.batch_size=20", "optimizer.base_batch_size=20", "optimizer.l2=1e-3"]
+
+
+def data(folder: Path, name: str, cities: list[str], columns: str = COLUMNS) -> Path:
+    """60 rows of training data and 20 of test data over some cities, the first of which are the most frequent."""
+    rows = [f"{i % 3 == 0:d},{i % 7},{cities[int(len(cities) * (i / 80) ** 2)]}" for i in range(80)]
+    rows = rows[::2] + rows[1::2]
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.csv").write_text("\n".join(["click,price,city", *rows]) + "\n")
+    (folder / "columns.toml").write_text(f'delimiter = ","\nlabel = "click"\n{columns}')
+    (folder / "run.toml").write_text(CONFIG)
+    settings = PrepareConfig(split="tail", test_rows=20)
+    prepare("csv", [folder / f"{name}.csv"], folder / name, settings, csv_schema=folder / "columns.toml")
+    return folder / name
+
+
+def run(folder: Path, data_dir: Path, name: str, *more: str) -> dict[str, Any]:
+    return train(load_config(folder / "run.toml", [*SETTINGS, *more]), data_dir, folder / name)
+
+
+def rows_by_city(run_dir: Path) -> dict[str, torch.Tensor]:
+    cities = pq.read_table(run_dir / "vocabulary" / "city.parquet")["value"].to_pylist()
+    (key,) = [key for key in checkpoint(run_dir)["model"] if key.endswith(".city.weight")]
+    table = checkpoint(run_dir)["model"][key]
+    return {city: table[2 + place] for place, city in enumerate(cities)}
+
+
+@pytest.mark.parametrize("absent_rows", ["lazy", "replay"])
+def test_known_ids_keep_what_was_learned(tmp_path: Path, absent_rows: str) -> None:
+    """With learning rates of 0 the new run's first checkpoint is what it began with; "replay" has rows behind.
+
+    The vocabulary has grown, and is in another order.
+    """
+    mode = f"optimizer.absent_rows={absent_rows}"
+    run(tmp_path, data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"]), "first", mode)
+    grown = data(tmp_path, "new", ["lima", "kyiv", "rome", "bonn", "oslo", "cork"])
+    still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", mode]
+    run(tmp_path, grown, "second", f"train.warm_start={tmp_path}/first", *still)
+    run(tmp_path, grown, "cold", *still)
+    old, new, cold = (rows_by_city(tmp_path / name) for name in ("first", "second", "cold"))
+    assert set(new) - set(old) == {"kyiv", "cork"}
+    if absent_rows == "lazy":
+        for city in old:
+            assert torch.equal(new[city], old[city])
+    for city in ("kyiv", "cork"):
+        assert torch.equal(new[city], cold[city])
+    dense = [
+        {key: value for key, value in checkpoint(tmp_path / name)["model"].items() if "embedding_bags" not in key}
+        for name in ("first", "second")
+    ]
+    for key, value in dense[0].items():  # the warm-up starts at a learning rate of 1e-8
+        torch.testing.assert_close(dense[1][key], value, rtol=0, atol=1e-7)
+
+
+def test_the_same_data_evaluate_alike(tmp_path: Path) -> None:
+    """Under "replay" too: rows behind are brought up to date before they are taken over, whatever the two plans."""
+    same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
+    still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0"]
+    run(tmp_path, same, "first")
+    for before, after, plan in (("first", "second", "data_parallel"), ("second", "third", "table_wise")):
+        run(tmp_path, same, after, f"train.warm_start={tmp_path}/{before}", f"sharding.plan={plan}", *still)
+        assert evaluate_run(tmp_path / after, same) == evaluate_run(tmp_path / "first", same)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
+    run(tmp_path, same, "first")
+    with pytest.raises(ValueError, match=r"is another network: .* differs"):
+        run(tmp_path, same, "wider", f"train.warm_start={tmp_path}/first", "model.hidden=[9]")
+    with pytest.raises(ValueError, match=r"is not a run: it has no config\.toml"):
+        run(tmp_path, same, "nowhere", f"train.warm_start={tmp_path}/nowhere_else")
+    other = data(
+        tmp_path / "b",
+        "new",
+        ["rome", "oslo"],
+        COLUMNS.replace('"price"\nkind = "numeric"', '"price"\nkind = "categorical"'),
+    )
+    with pytest.raises(ValueError, match=r"another network|has other fields"):
+        run(tmp_path, other, "fields", f"train.warm_start={tmp_path}/first")

@@ -1,0 +1,1 @@
+"""`cowrec bench`: training speed and memory in the steady state."""

@@ -1,0 +1,290 @@
+"""One measurement of `cowrec bench`: a model as it is after most of an epoch, and training steps on the clock.
+
+Nothing is trained to get there. What decides a step's cost is which rows it touches and how long they were absent; both
+follow from the ids alone. The rest is made plausible: weights are initial values, and a row seen before has moments as
+one gradient of the size of a real one leaves them in a row that had none.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
+from cowrec.data_pipeline.dataset.sample_block import Rows
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
+from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runtime.environment import prepare_process
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.build import (
+    build_sharded,
+    dense_parameters,
+    derived_hyperparameters,
+    embedding_optimizer,
+)
+from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.training.pipeline import Pipeline, pipeline_of
+
+from .absence import last_steps
+from .roofline import Rates, flops_per_sample, measure_rates
+from .step_parts import step_parts
+
+WARMUP_STEPS, LEAST_STEPS = 3, 5
+_PROFILED_STEPS = 5
+_SPARE_STEPS = 2
+"""Batches that TorchRec's pipeline reads ahead."""
+_ROWS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        config: of the run.
+        ids: the stream of ids.
+        spacing: tables are so many times larger than their ids need, which lie that far apart.
+        epoch_samples: samples of an epoch, for the dense learning rate's warm-up.
+        samples: of the stream, before the clock starts.
+        last_samples: file of what :meth:`CriteoIds.last_samples` says of them.
+        max_steps: steps on the clock at most.
+        seconds: after so many no further step is timed.
+    """
+
+    config: RunConfig
+    ids: CriteoIds
+    spacing: int
+    epoch_samples: int
+    samples: int
+    last_samples: Path
+    max_steps: int
+    seconds: float
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.train.batch_size
+
+    @property
+    def steps_before(self) -> int:
+        return self.samples // self.batch_size
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured.
+
+    Attributes:
+        step_seconds: of each step on the clock.
+        replayed_row_steps: missed steps that were computed per sample, None where rows are not replayed.
+        table_rows, table_bytes, moments_bytes: sizes of the tables, and of both moments.
+        rss_before_tables, peak_memory: bytes of memory that the process had with its batches made, and at most; on CUDA
+            what torch held on the device.
+        parts: shares of a step, see :func:`step_parts`.
+        rates: of this machine.
+        flops_per_sample: of the dense network, see :func:`flops_per_sample`.
+    """
+
+    step_seconds: list[float]
+    replayed_row_steps: float | None
+    table_rows: int
+    table_bytes: int
+    moments_bytes: int
+    rss_before_tables: int
+    peak_memory: int
+    parts: dict[str, float]
+    rates: Rates
+    flops_per_sample: float
+
+
+def measure(case: Case) -> Measurement:
+    """Measures a case; meant for a process of its own, whose peak memory is then the case's."""
+    prepare_process()
+    with process_group(case.config.train.device) as process:
+        schema = make_schema(case)
+        first_batch = _batches(case, schema, 0, 1)
+        steps = WARMUP_STEPS + case.max_steps + 1 + _PROFILED_STEPS + _SPARE_STEPS
+        timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
+        on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
+        rss_before = _memory("VmRSS", process.device)
+        model = build_sharded(case.config, schema, process)
+        adam = embedding_optimizer(case.config, schema, model)
+        assert isinstance(adam, EmbeddingAdam)
+        dense = DenseAdam(
+            dense_parameters(model),
+            case.config.optimizer,
+            derived_hyperparameters(case.config).dense_lr,
+            warmup_steps=round(case.config.optimizer.warmup_epochs * case.epoch_samples / case.batch_size),
+        )
+        pipeline = pipeline_of(model, dense, process)
+        batches = iter(on_device)
+        dense.prepare(0)
+        pipeline.progress(batches)
+        enter_steady_state(case, adam, _gradient_size(case, adam, first_batch[0]))
+        seconds = _step_times(case, pipeline, dense, batches, process.device)
+        # Before the probe, whose forward passes are no part of training.
+        peak = _memory("VmHWM", process.device)
+        replayed = None
+        if case.config.optimizer.absent_rows == "replay":
+            model.eval()
+            following = timed[WARMUP_STEPS + len(seconds)]
+            replayed = _replayed(adam, pipeline, following, batches) / case.batch_size
+            model.train()
+        parts = step_parts(lambda: pipeline.progress(batches), _PROFILED_STEPS, process.device)
+        rates, flops = (
+            measure_rates(process.device, case.config.train.precision),
+            flops_per_sample(dense_parameters(model)),
+        )
+        state = _shards(adam.state_dict())
+    moments = [tensor for key, tensor in state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+    moments_bytes = sum(tensor.nbytes for tensor in moments)
+    table_rows = sum(field.num_embeddings for field in schema.sparse)
+    # Weights are float32, as each moment is.
+    memory = (moments_bytes // 2, moments_bytes, rss_before, peak)
+    return Measurement(seconds, replayed, table_rows, *memory, parts, rates, flops)
+
+
+def make_schema(case: Case) -> Schema:
+    sizes = (case.ids.table_rows * case.spacing).tolist()
+    return Schema(
+        name="criteo",
+        dense=tuple(DenseField(f"I{n + 1}") for n in range(NUM_DENSE)),
+        sparse=tuple(SparseField(f"C{f + 1}", size) for f, size in enumerate(sizes)),
+        splits={},
+    )
+
+
+def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
+    """Batches of the stream from sample ``first`` on; dense features and labels are noise of Criteo's shape."""
+    size, generator = case.batch_size, torch.Generator().manual_seed(first)
+    made = []
+    for start in range(first, first + count * size, size):
+        ids = torch.from_numpy(case.ids.rows(start, size)).mul_(case.spacing)
+        # Counts scaled by their maximum are mostly small.
+        dense = torch.rand(size, NUM_DENSE, generator=generator).pow_(3)
+        label = (torch.rand(size, generator=generator) < 0.25).float()
+        made.append(Rows(dense, label, ids.t(), {}).batch(schema, size))
+    return made
+
+
+def _gradient_size(case: Case, adam: EmbeddingAdam, batch: Batch) -> Tensor:
+    """Root mean square of the gradients that the first step left in the second moments of its rarest rows: float [P].
+
+    Those of frequent rows are larger, sums over their samples, and do not matter: such rows are never absent for long.
+    """
+    second, counts = _rows_of(batch, _shards(adam.state_dict()), "exp_avg_sq")
+    return (second[counts == counts.min()].mean(0) / (1 - case.config.optimizer.betas[1])).sqrt().cpu()
+
+
+def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
+    """Sets the moments and, where there are any, the last steps of all rows to those after ``case.steps_before``."""
+    adam.steps = case.steps_before
+    state = _shards(adam.state_dict())
+    first_decay, second_decay = case.config.optimizer.betas
+    generator = torch.Generator().manual_seed(1)
+    start = 0
+    for field, rows in enumerate(case.ids.table_rows.tolist(), 1):
+        of_table = {
+            key: state[f"C{field}.{key}"]
+            for key in ("exp_avg", "exp_avg_sq", "last_step")
+            if f"C{field}.{key}" in state
+        }
+        for tensor in of_table.values():
+            tensor.zero_()
+        for first in range(0, rows, _ROWS_AT_ONCE):
+            count = min(_ROWS_AT_ONCE, rows - first)
+            last = _last_steps(case, start + first, count)
+            gradient = torch.randn(count, len(size), generator=generator) * size * (last > 0)[:, None]
+            values = {
+                "exp_avg": (1 - first_decay) * gradient,
+                "exp_avg_sq": (1 - second_decay) * gradient.square(),
+                "last_step": last[:, None],
+            }
+            for key, tensor in of_table.items():
+                tensor[:: case.spacing][first : first + count] = values[key]
+        start += rows
+
+
+def _last_steps(case: Case, first: int, count: int) -> Tensor:
+    # Opened for every block: pages of a mapped file count as this process's memory while it is mapped.
+    samples = np.load(case.last_samples, mmap_mode="r")[first : first + count]
+    return torch.from_numpy(last_steps(samples, case.batch_size, case.steps_before))
+
+
+def _step_times(
+    case: Case, pipeline: Pipeline, dense: DenseAdam, batches: Iterator[Batch], device: torch.device
+) -> list[float]:
+    """Seconds of each step on the clock, after the warm-up.
+
+    On CUDA steps are enqueued ahead, and the time is the device's between their ends: the host is not waited for.
+    """
+    marks: list[Any] = []
+    stop = inf
+    for index in range(WARMUP_STEPS + case.max_steps):
+        dense.prepare(case.steps_before + index)
+        pipeline.progress(batches)
+        if index + 1 == WARMUP_STEPS:
+            marks, stop = [], time.perf_counter() + case.seconds
+        if index + 1 >= WARMUP_STEPS:
+            marks.append(_mark(device))
+        if time.perf_counter() > stop and len(marks) > LEAST_STEPS:
+            break
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
+    return [other - one for one, other in pairwise(marks)]
+
+
+def _mark(device: torch.device) -> Any:
+    """Now: a number on CPU, an event on CUDA."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _replayed(adam: EmbeddingAdam, pipeline: Pipeline, batch: Batch, batches: Iterator[Batch]) -> int:
+    """Row-steps that bringing the rows of the next batch up to date takes, told by the last steps before and after.
+
+    A row that has come to rest on the way has ``~t``, t being the step from which on it took no more.
+    """
+    before = _last_steps_of(adam, batch)
+    with torch.no_grad():
+        pipeline.progress(batches)
+    after = _last_steps_of(adam, batch)
+    after = torch.where(after < 0, ~after, after)
+    return int((after - before)[before >= 0].sum())
+
+
+def _last_steps_of(adam: EmbeddingAdam, batch: Batch) -> Tensor:
+    return _rows_of(batch, _shards(adam.state_dict()), "last_step")[0][:, 0]
+
+
+def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tensor, Tensor]:
+    """The state of a batch's distinct rows, field by field, [U, columns], and how often each occurs, int64 [U]."""
+    fields = batch.sparse.to_dict()
+    found = {field: ids.values().long().unique(return_counts=True) for field, ids in fields.items()}
+    values = [state[f"{field}.{key}"][rows] for field, (rows, _) in found.items()]
+    return torch.cat(values), torch.cat([counts for _, counts in found.values()])
+
+
+def _shards(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tables' state, which one process holds whole."""
+    return {key: value.local_shards()[0].tensor for key, value in state.items() if hasattr(value, "local_shards")}
+
+
+def _memory(key: str, device: torch.device) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most. (getrusage's maximum includes the process it came from.)"""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) if key == "VmRSS" else torch.cuda.max_memory_allocated(device)
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

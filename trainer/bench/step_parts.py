@@ -1,0 +1,57 @@
+"""Where the time of a training step goes, told by torch's profiler from the ranges that cowrec and TorchRec name."""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cowrec.sparse_opt.clipping.clipped_lookup import ROW_GRADIENTS
+from cowrec.sparse_opt.optim.embedding_adam import EMBEDDING_UPDATE
+
+PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
+"""The next batch and its way to the tables; rows looked up, with the missed steps that they take first; the dense
+network forward and backward, with all that has no name here; sums over a row's ids; L2, clip and embedding optimizer,
+which are one pass; the dense optimizer; and the host in between, none on CUDA, where the device's time alone counts."""
+_STEP = "cowrec_step"
+# As TrainPipelineBase and the sharded lookups name them, followed by numbers or table names.
+_INPUT, _EXCHANGE = ("## load batch", "## wait_for_batch", "## copy_batch_to_gpu"), ("[splits_dist]",)
+_DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward", "## backward"), ("[lookup]",)
+
+
+def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
+    """Share of each of :data:`PARTS` in ``steps`` further steps; they sum to 1.
+
+    On CUDA the shares are of the device's time, on CPU of the time that passes.
+    """
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities, acc_events=True) as profiled:
+        for _ in range(steps):
+            with record_function(_STEP):
+                step()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    events = profiled.key_averages()
+    # On CUDA a range is there twice, once as the host saw it, with the time of the kernels that it launched.
+    ranges = [each for each in events if each.device_type == DeviceType.CPU]
+
+    def total(*prefixes: str) -> float:
+        found = [each for each in ranges if each.key.startswith(prefixes)]
+        return sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found)
+
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["input"] = total(*_INPUT) + total(*_EXCHANGE)
+    parts["lookup"], parts["dense_update"] = total(*_LOOKUP), total(*_DENSE_UPDATE)
+    parts["row_gradients"] = total(ROW_GRADIENTS)
+    parts["clip_and_embedding_update"] = total(EMBEDDING_UPDATE) - parts["row_gradients"]
+    if on_cuda:  # the backward runs in a thread of its own, outside of the range that waits for it
+        kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
+        whole = sum(each.self_device_time_total for each in kernels)
+        parts["dense"] = whole - sum(parts.values())
+    else:
+        whole = total(_STEP)
+        rows = total(*_EXCHANGE) + parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
+        parts["dense"] = total(*_PASSES) - rows
+        parts["other"] = whole - sum(parts.values())
+    return {part: time / whole for part, time in parts.items()}

@@ -1,0 +1,1 @@
+"""The configuration of a run: one TOML file as frozen dataclasses."""

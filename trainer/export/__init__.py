@@ -1,0 +1,1 @@
+"""Exporting a trained model as files that predict without its training data."""

@@ -1,0 +1,219 @@
+"""Export: a trained model as files that predict without its training data, and without running code from them.
+
+`manifest.json` describes the folder; see export_manifest.py.
+"""
+
+import io
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from cowrec.data_pipeline import RESERVED_ROWS, Schema
+from cowrec.data_pipeline.dataset.schema import library_versions
+from cowrec.data_pipeline.dataset.writer import new_folder
+from cowrec.models import ModelConfig, build_network, physical_dim
+from cowrec.sparse_opt import IdTables
+from cowrec.trainer.runs.durable_files import checksum, sync_folder, write_file
+from cowrec.trainer.runs.run_dir import VOCABULARY
+from cowrec.trainer.runtime.environment import launched_world_size
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.build import dense_parameters, row_ids_of
+from cowrec.trainer.sharded_model.tables import TableSpec, table_specs, tables_of, whole_table
+from cowrec.trainer.training.saved_run import run_of, trained_model
+
+from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
+from .quantised_rows import Precision, dequantise, quantise
+
+_PROBE = 4096
+"""Samples of the probe."""
+
+
+@dataclass(frozen=True)
+class TrainedTable:
+    """One table to export.
+
+    Attributes:
+        name: of its file.
+        features: fields that it serves.
+        rows: float32 [n, P].
+        ids: int64 [n] where the table is collisionless: the raw ids of the rows, the reserved rows 0 and 1 among them;
+            otherwise None, and the rows are numbered from 0.
+        feature: int64 [n], where several fields share a collisionless table: the place in ``features`` of the field
+            that a row belongs to.
+        hash_buckets: over which the ids are hashed; 0 for none.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    rows: Tensor
+    ids: Tensor | None = None
+    feature: Tensor | None = None
+    hash_buckets: int = 0
+
+
+def export_run(run_dir: Path, output: Path, precision: Precision = "float32") -> Manifest:
+    """Exports a run's model with the weights of its newest intact checkpoint, in one process.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ValueError: a folder that is no run or has no usable checkpoint, an ``output`` that is in use, a weight that the
+            precision does not have, or several processes.
+        OSError: the disk is full; nothing is left behind.
+    """
+    if launched_world_size() > 1:
+        raise ValueError("export runs in one process; start it without torchrun")
+    config, schema = run_of(run_dir)
+    with process_group(config.train.device) as process:
+        model, progress = trained_model(run_dir, process)
+        ids, weights = row_ids_of(model), tables_of(model)
+
+        def rows_of(spec: TableSpec, rows: Tensor) -> Tensor:
+            return whole_table(weights[spec.name], process).cpu()[rows]
+
+        tables = (
+            trained_table(spec, ids.tables if ids else None, partial(rows_of, spec))
+            for spec in table_specs(schema, config.id_table)
+        )
+        dense, vocabulary = dense_weights(model), run_dir / VOCABULARY
+        return write_export(output, config.model, schema, vocabulary, dense, tables, precision, step=progress.step)
+
+
+def trained_table(spec: TableSpec, id_tables: IdTables | None, rows_of: Callable[[Tensor], Tensor]) -> TrainedTable:
+    """All rows of a table that ids may have, in one process.
+
+    Args:
+        spec: the table.
+        id_tables: those of the run, if it has any.
+        rows_of: weights, float32 [n, P], of distinct rows, int64 [n].
+    """
+    features, hashed = tuple(field.name for field in spec.fields), spec.ids.kind == "hash"
+    if spec.ids.kind != "collisionless":
+        rows = rows_of(torch.arange(spec.num_embeddings))
+        return TrainedTable(spec.name, features, rows, hash_buckets=spec.ids.capacity if hashed else 0)
+    assert id_tables is not None
+    entries, reserved = id_tables.entries(spec.name), np.arange(RESERVED_ROWS)
+    rows, ids = (torch.from_numpy(np.concatenate([reserved, each])) for each in (entries.row, entries.id))
+    feature = None
+    if len(features) > 1:
+        feature = torch.from_numpy(np.concatenate([np.zeros_like(reserved), entries.feature]))
+    return TrainedTable(spec.name, features, rows_of(rows), ids, feature)
+
+
+def dense_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A training model's weights without its tables, by their names in ``build_network``'s module, on the CPU."""
+    return {name.partition("model.")[2]: each.detach().cpu() for name, each in dense_parameters(model).items()}
+
+
+def write_export(
+    output: Path,
+    config: ModelConfig,
+    schema: Schema,
+    vocabulary: Path,
+    dense: Mapping[str, Tensor],
+    tables: Iterable[TrainedTable],
+    precision: Precision = "float32",
+    *,
+    step: int,
+    sample_time: int | None = None,
+) -> Manifest:
+    """Writes an export; it appears whole or not at all.
+
+    Args:
+        output: a folder that is new or empty.
+        config: of the network.
+        schema: of the data.
+        vocabulary: folder of the fields' ids; it need not exist.
+        dense: the network's weights, by :func:`dense_weights`.
+        tables: taken one by one, so that only one has to be in memory.
+        precision: of the tables.
+        step, sample_time: as the manifest has them.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ValueError: ``output`` holds something, or a weight does not fit the precision.
+        OSError: the disk is full; nothing is left behind.
+    """
+    with torch.random.fork_rng(devices=[]):  # initial values are drawn; a run that goes on keeps its random numbers
+        network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
+    network.load_state_dict(dict(dense))
+    probe = _Probe(schema, config)
+    with new_folder(output) as folder:
+        (folder / TABLES).mkdir()
+        described = {table.name: _write_table(folder, table, precision, probe) for table in tables}
+        write_file(folder / DENSE, safetensors.torch.save({key: value.contiguous() for key, value in dense.items()}))
+        program = exported_network(network, config, schema)
+        content = io.BytesIO()
+        torch.export.save(program, content)
+        write_file(folder / NETWORK, content.getvalue())
+        schema.save(folder)
+        if vocabulary.is_dir():
+            shutil.copytree(vocabulary, folder / VOCABULARY)
+        written = sorted(each for each in folder.rglob("*") if each.is_file())
+        manifest = Manifest(
+            config,
+            precision,
+            described,
+            probe.logits_error(network, program.module()),
+            step,
+            sample_time,
+            {str(each.relative_to(folder)): (each.stat().st_size, checksum(each)) for each in written},
+            library_versions() | {"torch": torch.__version__},
+        )
+        write_file(folder / MANIFEST, manifest.to_json().encode())
+    sync_folder(output.absolute().parent)
+    return manifest
+
+
+def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) -> torch.export.ExportedProgram:
+    """A network as a program of torch's plain operators, ``(dense [B, N], rows [B, F, P]) -> logits [B]``, any B."""
+    samples = torch.export.Dim("samples")
+    example = (
+        torch.zeros(3, len(schema.dense)),
+        torch.zeros(3, len(schema.sparse), physical_dim(config.embedding_dim)),
+    )
+    with torch.no_grad():
+        return torch.export.export(network, example, dynamic_shapes=({0: samples}, {0: samples}))
+
+
+def _write_table(folder: Path, table: TrainedTable, precision: Precision, probe: "_Probe") -> TableManifest:
+    stored = quantise(table.rows, precision)
+    restored = dequantise(**stored)
+    error = float((restored - table.rows).abs().max()) if table.rows.numel() else 0.0
+    probe.take(table, restored)
+    of_rows = {"ids": table.ids, "feature": table.feature}
+    stored |= {key: value.contiguous() for key, value in of_rows.items() if value is not None}
+    write_file(folder / TABLES / f"{table.name}.safetensors", safetensors.torch.save(stored))
+    return TableManifest(table.features, len(table.rows), table.ids is not None, error, table.hash_buckets)
+
+
+class _Probe:
+    """Random samples, the same for every export, on which a network's trained and stored rows are compared."""
+
+    def __init__(self, schema: Schema, config: ModelConfig) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._dense = torch.rand(_PROBE, len(schema.dense), generator=self._generator)
+        self._place = {field.name: place for place, field in enumerate(schema.sparse)}
+        shape = (_PROBE, len(schema.sparse), physical_dim(config.embedding_dim))
+        self._trained, self._stored = torch.zeros(shape), torch.zeros(shape)
+
+    def take(self, table: TrainedTable, restored: Tensor) -> None:
+        for feature in table.features:
+            rows = torch.randint(len(table.rows), (_PROBE,), generator=self._generator)
+            self._trained[:, self._place[feature]] = table.rows[rows]
+            self._stored[:, self._place[feature]] = restored[rows]
+
+    def logits_error(self, network: nn.Module, program: nn.Module) -> float:
+        with torch.no_grad():
+            difference = network(self._dense, self._trained) - program(self._dense, self._stored)
+        return float(difference.abs().max())

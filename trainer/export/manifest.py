@@ -1,0 +1,102 @@
+"""What an exported model consists of: manifest.json, with a checksum of every other file.
+
+manifest.json  schema.json  vocabulary/  dense.safetensors  network.pt2  tables/NAME.safetensors
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from cowrec.models import ModelConfig
+from cowrec.trainer.runs.durable_files import checksum
+
+from .quantised_rows import Precision
+
+FORMAT = 1
+MANIFEST, DENSE, NETWORK, TABLES = "manifest.json", "dense.safetensors", "network.pt2", "tables"
+
+
+@dataclass(frozen=True)
+class TableManifest:
+    """One table of an export.
+
+    Attributes:
+        features: fields that it serves.
+        rows: that it has.
+        collisionless: rows are found by the ids stored with them; otherwise an id is the number of its row.
+        max_error: largest absolute difference between a stored weight and the trained one.
+        hash_buckets: over which the ids are hashed to rows; 0 where they are not.
+    """
+
+    features: tuple[str, ...]
+    rows: int
+    collisionless: bool
+    max_error: float
+    hash_buckets: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An exported model.
+
+    Attributes:
+        model: its network.
+        precision: of the tables.
+        tables: by name.
+        logits_error: largest absolute difference between the logits of network.pt2 on the stored tables and those of
+            the trained model, on a probe of random rows, one for each field; in the unit of a logit.
+        step: training steps taken.
+        sample_time: newest sample trained on, Unix seconds; None where samples have no time.
+        files: size in bytes and SHA-256 of every other file, by its path in the folder.
+        versions: of the libraries that wrote it.
+    """
+
+    model: ModelConfig
+    precision: Precision
+    tables: dict[str, TableManifest]
+    logits_error: float
+    step: int
+    sample_time: int | None = None
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+
+    @staticmethod
+    def load(folder: Path) -> "Manifest":
+        """Reads ``folder/manifest.json`` and holds every other file against it.
+
+        Raises:
+            ValueError: it is absent, damaged or of another format, or a file is not what was written.
+        """
+        path = folder / MANIFEST
+        try:
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
+        except FileNotFoundError:
+            raise ValueError(f"{folder} is no export: it has no {MANIFEST}; make one by cowrec export") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); export the model again") from error
+        version = content.get("format") if isinstance(content, dict) else None
+        if version != FORMAT:
+            raise ValueError(f"{path} is of format {version!r}, this cowrec reads {FORMAT}; export the model again")
+        try:
+            manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{path} describes no model ({place}: {first['msg']}); export it again") from error
+        manifest._check_files(folder)
+        return manifest
+
+    def _check_files(self, folder: Path) -> None:
+        for name, (size, sha256) in self.files.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != size or checksum(file) != sha256:
+                what = "is not what was written" if file.is_file() else "is missing"
+                raise ValueError(f"{folder} is damaged: {name} {what}; export the model again")

@@ -1,0 +1,1 @@
+"""Training on a stream of samples as they arrive."""

@@ -1,0 +1,1 @@
+"""Publishing a model while it trains, as versions that servers follow."""

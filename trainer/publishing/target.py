@@ -1,0 +1,164 @@
+"""Where publications go: a directory, or Redis. Each blob appears whole or not at all."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
+
+from cowrec.trainer.runs.durable_files import sync_folder, write_file
+from cowrec.trainer.runs.run_dir import lock_folder
+
+from .blob import Kind
+
+DEADLINE = 10.0
+"""Seconds that Redis may take to answer."""
+
+_LARGEST = 512 << 20
+"""Redis' own limit of a value, in bytes."""
+
+
+class Target(Protocol):
+    """Holds blobs by kind and version. All calls raise OSError where the target cannot be reached, or has no room."""
+
+    def blobs(self) -> list[tuple[int, Kind]]:
+        """Version and kind of all that are there, the oldest first."""
+        ...
+
+    def read(self, version: int, kind: Kind) -> bytes:
+        """Raises FileNotFoundError where it is not there, or not there any more."""
+        ...
+
+    def write(self, version: int, kind: Kind, blob: bytes) -> None:
+        """Keeps what is there already: raises FileExistsError."""
+        ...
+
+    def remove(self, version: int, kind: Kind) -> None:
+        """Does nothing where it is not there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_target(url: str, *, publishing: bool = False) -> Target:
+    """The target that a URL means: ``redis://HOST:PORT/DB?name=NAME``, or else a directory.
+
+    Args:
+        url: as above. NAME, by default "cowrec", tells the publications of one Redis apart.
+        publishing: the caller will write; a directory is made then, and kept from others who would write.
+
+    Raises:
+        ValueError: another process publishes to the directory, or the URL is not one.
+    """
+    if urlsplit(url).scheme in ("redis", "rediss"):
+        return RedisTarget(url)
+    if "://" in url:
+        raise ValueError(f"publication target {url!r} is not known; use a directory or redis://HOST:PORT/DB?name=NAME")
+    return DirectoryTarget(Path(url), publishing=publishing)
+
+
+class DirectoryTarget:
+    """Files ``delta-000000000012.cow`` and ``full-000000000012.cow`` of a directory."""
+
+    def __init__(self, folder: Path, *, publishing: bool = False) -> None:
+        self._folder = folder
+        self._lock = ExitStack()
+        if publishing:
+            self._lock.enter_context(lock_folder(folder))
+            for unfinished in folder.glob("*.cow.partial"):
+                unfinished.unlink()
+
+    def blobs(self) -> list[tuple[int, Kind]]:
+        found = []
+        for name in os.listdir(self._folder) if self._folder.exists() else []:
+            if match := re.fullmatch(r"(delta|full)-(\d{12})\.cow", name):
+                found.append((int(match[2]), match[1]))
+        return sorted(found)  # type: ignore[arg-type]
+
+    def read(self, version: int, kind: Kind) -> bytes:
+        return self._path(version, kind).read_bytes()
+
+    def write(self, version: int, kind: Kind, blob: bytes) -> None:
+        path = self._path(version, kind)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            if path.exists():
+                raise FileExistsError(f"{path} is there already; another publisher has been at work")
+            write_file(partial, blob)
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        sync_folder(self._folder)
+
+    def remove(self, version: int, kind: Kind) -> None:
+        self._path(version, kind).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _path(self, version: int, kind: Kind) -> Path:
+        return self._folder / f"{kind}-{version:012d}.cow"
+
+
+class RedisTarget:
+    """Keys ``NAME:delta:12`` and ``NAME:full:12`` of a Redis, and the sorted set ``NAME:versions`` of both."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise ValueError("publishing to Redis needs its client; pip install 'cowrec[online]'") from error
+        parts = urlsplit(url)
+        query = parse_qs(parts.query)
+        self._name = query.pop("name", ["cowrec"])[0]
+        plain = urlunsplit(parts._replace(query=urlencode(query, doseq=True)))
+        self._error = redis.RedisError
+        once = Retry(NoBackoff(), 0)  # more tries would each wait as long
+        self._redis = redis.Redis.from_url(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE, retry=once)
+
+    def blobs(self) -> list[tuple[int, Kind]]:
+        with self._named_errors():
+            members: Any = self._redis.zrange(f"{self._name}:versions", 0, -1)
+        kinds = (member.decode().split(":") for member in members)
+        return sorted((int(version), kind) for kind, version in kinds)
+
+    def read(self, version: int, kind: Kind) -> bytes:
+        with self._named_errors():
+            blob: Any = self._redis.get(self._key(version, kind))
+        if blob is None:
+            raise FileNotFoundError(f"Redis has no {self._key(version, kind)}")
+        return bytes(blob)
+
+    def write(self, version: int, kind: Kind, blob: bytes) -> None:
+        if len(blob) > _LARGEST:
+            raise OSError(
+                f"a publication of {len(blob):,} bytes is more than Redis takes, {_LARGEST:,}; publish to a directory"
+            )
+        with self._named_errors(), self._redis.pipeline(transaction=True) as together:
+            together.set(self._key(version, kind), blob, nx=True)
+            together.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
+            if not together.execute()[0]:
+                raise FileExistsError(f"Redis has {self._key(version, kind)} already: another publisher is at work")
+
+    def remove(self, version: int, kind: Kind) -> None:
+        with self._named_errors(), self._redis.pipeline(transaction=True) as together:
+            together.zrem(f"{self._name}:versions", f"{kind}:{version}")
+            together.delete(self._key(version, kind))
+            together.execute()
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _key(self, version: int, kind: Kind) -> str:
+        return f"{self._name}:{kind}:{version}"
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise OSError(f"Redis: {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""Text tables and plots that several commands and scripts share."""

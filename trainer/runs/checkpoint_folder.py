@@ -1,0 +1,163 @@
+"""The checkpoints of a run on disk: what their manifests say, whether they are intact, and which of them are kept.
+
+step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp ...     step_000002000.partial/  (unfinished)
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cowrec.trainer.config.run import CheckpointConfig
+
+from .durable_files import checksum, sync_folder
+
+FORMAT = 1
+_MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be used; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run had come.
+
+    Attributes:
+        step: training steps taken.
+        epoch: epochs finished; evaluated, too.
+        epoch_step: steps taken of the one begun.
+        epochs: what was measured after each epoch.
+        samples, seconds: trained on the clock so far, and how long that took.
+        clip: rows and clipped rows of each table so far, [rows, clipped]; empty without a clip.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    samples: int = 0
+    seconds: float = 0.0
+    clip: dict[str, list[int]] = field(default_factory=dict)
+
+
+def unfinished(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before :func:`seal` gives it its name."""
+    return folder / f"{checkpoint_name(step)}{_PARTIAL}"
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of a finished checkpoint."""
+    return f"{_PREFIX}{step:09d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints of a run, oldest first."""
+    return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.suffix != _PARTIAL)
+
+
+def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: CheckpointConfig) -> Path:
+    """Gives written files a manifest with their checksums and their final name; removes what is not to be kept.
+
+    Raises:
+        OSError: the disk is full or cannot be written; no earlier checkpoint is lost then.
+    """
+    files = {each.name: [each.stat().st_size, checksum(each)] for each in sorted(partial.iterdir())}
+    manifest = {"format": FORMAT, "progress": dataclasses.asdict(progress), **about, "files": files}
+    with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    final = partial.with_suffix("")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    sync_folder(final.parent)
+    _prune(final.parent, keep)
+    return final
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what an earlier process was writing when it ended."""
+    for partial in folder.glob(f"{_PREFIX}*{_PARTIAL}"):
+        shutil.rmtree(partial)
+
+
+def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progress] | None:
+    """The newest checkpoint whose files are what was written, None where there is no checkpoint at all.
+
+    Args:
+        folder: of a run's checkpoints.
+        say: told of each that is passed over.
+
+    Raises:
+        ValueError: all are damaged, or one is of another format.
+    """
+    found = list_checkpoints(folder)
+    damaged = []
+    for path in reversed(found):
+        try:
+            return path, _verified(path)
+        except Damaged as error:
+            damaged.append(str(error))
+            if path != found[0]:
+                say(f"{error}; taking the checkpoint before it")
+    if damaged:
+        raise ValueError(f"no checkpoint of {folder} can be used: {'; '.join(damaged)}")
+    return None
+
+
+def _verified(path: Path) -> Progress:
+    """The progress of a checkpoint whose files have their sizes and checksums."""
+    manifest = _manifest(path)
+    for name, (size, sha256) in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise Damaged(f"{path} is damaged: it has no {name}")
+        if file.stat().st_size != size:
+            raise Damaged(f"{path} is damaged: {name} has {file.stat().st_size:,} bytes instead of {size:,}")
+        if checksum(file) != sha256:
+            raise Damaged(f"{path} is damaged: {name} is not what was written")
+    return Progress(**manifest["progress"])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except FileNotFoundError:
+        raise Damaged(f"{path} is damaged, or of a cowrec before format {FORMAT}: it has no {_MANIFEST}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path} is damaged: {_MANIFEST} cannot be read ({error})") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} is of format {version!r}, this cowrec reads {FORMAT}; use the version that wrote it")
+    return dict(manifest)
+
+
+def _prune(folder: Path, keep: CheckpointConfig) -> None:
+    """Removes all but the last ones and the one with the best result."""
+    found = list_checkpoints(folder)
+    kept = set(found[-keep.keep_last :])
+    if keep.keep_best != "none":
+        kept |= set(_best(found, keep.keep_best))
+    for path in found:
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+def _best(found: list[Path], metric: str) -> list[Path]:
+    """The checkpoint after the epoch with the best result so far, where it is still there."""
+    sign = 1 if metric == "auc" else -1
+    results: dict[Path, float] = {}
+    for path in found:
+        try:
+            progress = Progress(**_manifest(path)["progress"])
+        except ValueError:
+            continue
+        if progress.epochs and progress.epoch_step == 0 and progress.epochs[-1][metric] is not None:
+            results[path] = sign * progress.epochs[-1][metric]
+    return [max(results, key=lambda path: results[path])] if results else []

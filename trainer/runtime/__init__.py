@@ -1,0 +1,1 @@
+"""Processes of a run: their group, their heartbeat, and how they stop."""

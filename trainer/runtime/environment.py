@@ -1,0 +1,42 @@
+"""Settings of a cowrec process: environment variables that libraries read when loaded, and their chatter."""
+
+import logging
+import os
+import warnings
+
+PROCESS_SETTINGS = {
+    # torch: large tensors are allocated in huge pages, where the system leaves that to programs. Random lookups in
+    # large tables then cost fewer page walks.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # OpenMP: idle threads of torch otherwise spin for milliseconds on cores that the threads of the row kernels need.
+    # This many turns are about the pause between two operators.
+    "GOMP_SPINCOUNT": "10000",
+    # torch's profiler: above its highest level, or it announces itself.
+    "KINETO_LOG_LEVEL": "6",
+}
+"""Environment variables that a cowrec process sets, unless its user has."""
+
+
+def prepare_process() -> None:
+    """Sets :data:`PROCESS_SETTINGS` and hides libraries' deprecation warnings.
+
+    Entry points call it before torch is imported: the variables are read when torch and OpenMP are loaded.
+    """
+    for name, value in PROCESS_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torchmetrics|torchrec")
+    # fbgemm 1.6 does not know the torch that it was built for; require_matched_set does.
+    logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table" not in record.getMessage())
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def launched_rank() -> int:
+    """This process's rank as torchrun announced it, 0 without torchrun; known before any group is joined."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launched_world_size() -> int:
+    """The run's processes as torchrun announced them, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,1 @@
+"""`cowrec serve`: predictions over HTTP from an exported model that follows published versions."""

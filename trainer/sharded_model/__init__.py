@@ -1,0 +1,1 @@
+"""The sharded model with its optimizers, built from a schema and a configuration."""

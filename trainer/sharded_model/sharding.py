@@ -1,0 +1,263 @@
+"""The sharding plan of a run: which ranks hold which part of which table.
+
+`[sharding]` names a kind for all tables or for single ones; "auto" chooses. On CUDA that is TorchRec's planner, which
+knows the speed of the links; on CPU, where it offers little, tables are balanced by their bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runtime.processes import Process
+
+_BY_ROWS = ("row_wise", "table_row_wise")
+_FOUR_COLUMNS = 4
+"""FBGEMM wants this many or a multiple."""
+
+
+def sharding_plan(
+    model: nn.Module, config: RunConfig, process: Process, sharder: EmbeddingBagCollectionSharder
+) -> ShardingPlan:
+    """The plan for a run's one EmbeddingBagCollection; the same on all ranks, which call together.
+
+    Raises:
+        ValueError: an unknown table, or a kind that the run's tables, optimizer or processes do not go with.
+    """
+    ((path, collection),) = [
+        (path, module) for path, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)
+    ]
+    tables = collection.embedding_bag_configs()
+    kinds = chosen_kinds(config, tables, process)
+    if "auto" in kinds.values():
+        return _planned(model, kinds, config, process, sharder)
+    placed = _placed(tables, kinds, config, process)
+    plan = construct_module_sharding_plan(
+        collection,
+        placed,
+        sharder=sharder,
+        local_size=process.local_world_size,
+        world_size=process.world_size,
+        device_type=process.device.type,
+    )
+    for table in plan.values():
+        if table.sharding_type in _BY_ROWS:
+            table.compute_kernel = _kernel(config)  # table_row_wise does not take it as an argument
+    return ShardingPlan(plan={path: plan})
+
+
+def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
+    """The kind of each table; on several GPUs "auto" where the planner is to choose."""
+    sharding, names = config.sharding, [table.name for table in tables]
+    for name in sharding.tables:
+        if name not in names:
+            nearest = get_close_matches(name, names, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"the data set has {', '.join(names)}"
+            raise ValueError(f"sharding.tables names {name!r}, which is no sparse field; {hint}")
+    if sharding.plan != "auto":
+        kinds = dict.fromkeys(names, str(sharding.plan))
+    elif process.device.type == "cuda" and process.world_size > 1:
+        kinds = dict.fromkeys(names, "auto")
+    else:
+        kinds = _balanced_kinds(tables, process)
+    kinds |= sharding.tables
+    _refuse(config, {table.name: table for table in tables}, kinds, process)
+    return kinds
+
+
+def _balanced_kinds(tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
+    """Row-wise for a table of more than half of a rank's even share of all bytes, table-wise for the others.
+
+    All table-wise where one is pooled by the mean; see :func:`_refuse_mixed_means`.
+    """
+    share = sum(_bytes(table) for table in tables) / process.world_size
+    means = any(table.pooling == PoolingType.MEAN for table in tables)
+
+    def kind(table: EmbeddingBagConfig) -> str:
+        whole = means or _bytes(table) <= share / 2 or not _reaches_all(table.num_embeddings, process.world_size)
+        return "table_wise" if whole or process.world_size == 1 else "row_wise"
+
+    return {table.name: kind(table) for table in tables}
+
+
+def _refuse(
+    config: RunConfig, tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
+) -> None:
+    if config.sharding.memory == "uvm" and process.device.type != "cuda":
+        raise ValueError(
+            'sharding.memory = "uvm" exists on CUDA only; on CPU, where tables lie in the machine\'s memory anyway,'
+            " leave it out"
+        )
+    optimizer = config.optimizer.embedding
+    for name, kind in kinds.items():
+        if kind == "data_parallel" and optimizer != "adam":
+            raise ValueError(
+                f'table {name!r} is to be data-parallel, but optimizer.embedding = "{optimizer}" is fused into the'
+                ' lookup of sharded tables; set optimizer.embedding = "adam", or another kind in [sharding]'
+            )
+        if kind == "column_wise" and optimizer in ("rowwise_adagrad", "fbgemm_cowclip"):
+            raise ValueError(
+                f'table {name!r} is to be column-wise, but optimizer.embedding = "{optimizer}" keeps one number for a'
+                " row, and each shard of its columns would keep another; choose another optimizer or kind"
+            )
+        columns = tables[name].embedding_dim
+        if kind == "column_wise" and process.world_size > 1 and columns < 2 * _FOUR_COLUMNS:
+            raise ValueError(
+                f"table {name!r} is to be column-wise, but its {columns} columns cannot be cut into shards of"
+                f" {_FOUR_COLUMNS} or more; raise model.embedding_dim or choose another kind in [sharding]"
+            )
+    _refuse_mixed_means(tables, kinds)
+    _refuse_ranks_without_rows(tables, kinds, process)
+
+
+def _refuse_mixed_means(tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str]) -> None:
+    """Seen with torchrec 1.8.0: beside a row-wise mean it divides the other tables' bags by their lengths too."""
+    means = [name for name, kind in kinds.items() if kind in _BY_ROWS and tables[name].pooling == PoolingType.MEAN]
+    others = [name for name, kind in kinds.items() if kind not in _BY_ROWS]
+    if means and others:
+        raise ValueError(
+            f"field {means[0]!r} is pooled by the mean and sharded by rows, beside which TorchRec computes tables that"
+            f" are not, such as {others[0]!r}, wrongly; shard all tables by rows, or {means[0]!r} in another way"
+        )
+
+
+def _refuse_ranks_without_rows(
+    tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
+) -> None:
+    """FBGEMM fails in riddles where a rank's share of the tables that it looks up together has no row."""
+    for pooling in (PoolingType.SUM, PoolingType.MEAN):
+        rows = [t.num_embeddings for t in tables.values() if kinds[t.name] == "row_wise" and t.pooling == pooling]
+        if rows and not any(_reaches_all(each, process.world_size) for each in rows):
+            raise ValueError(
+                f"row-wise tables of {max(rows)} rows or fewer leave one of {process.world_size} processes without any;"
+                ' shard them "table_wise", or in fewer processes'
+            )
+    for table in tables.values():
+        if kinds[table.name] == "table_row_wise" and not _reaches_all(table.num_embeddings, process.local_world_size):
+            raise ValueError(
+                f"table {table.name!r} has too few rows ({table.num_embeddings}) for the {process.local_world_size}"
+                ' processes of a machine; shard it "table_wise"'
+            )
+
+
+def _reaches_all(rows: int, ranks: int) -> bool:
+    """Whether rows in blocks of one size leave some to the last rank."""
+    return -(-rows // ranks) * (ranks - 1) < rows
+
+
+def _placed(
+    tables: list[EmbeddingBagConfig], kinds: Mapping[str, str], config: RunConfig, process: Process
+) -> dict[str, Callable[..., Any]]:
+    """Each table's place: the largest first to the ranks with the fewest bytes."""
+    kernel = _kernel(config)
+    load = [0.0] * process.world_size
+    machine = process.local_world_size
+    placed: dict[str, Callable[..., Any]] = {}
+    for table in sorted(tables, key=lambda each: -_bytes(each)):
+        kind = kinds[table.name]
+        if kind == "table_wise":
+            ranks = _emptiest(load, 1)
+            placed[table.name] = table_wise(rank=ranks[0], compute_kernel=kernel)
+        elif kind == "column_wise":
+            ranks = _emptiest(load, _column_shards(table.embedding_dim, process.world_size))
+            placed[table.name] = column_wise(ranks=ranks, compute_kernel=kernel)
+        elif kind == "table_row_wise":
+            ranks = _emptiest(load, machine)
+            placed[table.name] = table_row_wise(host_index=ranks[0] // machine)
+        else:
+            ranks = list(range(process.world_size))
+            placed[table.name] = row_wise(compute_kernel=kernel) if kind == "row_wise" else data_parallel()
+        for rank in ranks:
+            load[rank] += _bytes(table) / (1 if kind == "data_parallel" else len(ranks))
+    return placed
+
+
+def _emptiest(load: list[float], size: int) -> list[int]:
+    """Of the ranks in neighbouring groups of a size, those of the group that holds least."""
+    groups = [list(range(first, first + size)) for first in range(0, len(load) - size + 1, size)]
+    return min(groups, key=lambda ranks: sum(load[rank] for rank in ranks))
+
+
+def _column_shards(columns: int, ranks: int) -> int:
+    """The most shards of equal width, a multiple of four, on as many ranks."""
+    blocks = columns // _FOUR_COLUMNS
+    return max(count for count in range(1, ranks + 1) if blocks % count == 0)
+
+
+def _planned(
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    config: RunConfig,
+    process: Process,
+    sharder: EmbeddingBagCollectionSharder,
+) -> ShardingPlan:
+    """TorchRec's choice, among what CowClip can follow, for the tables that have no kind yet."""
+    allowed = ["table_wise", "row_wise", "table_row_wise"]
+    if any(table.pooling == PoolingType.MEAN for table in _tables_of(model)):
+        allowed = ["table_wise"]
+    constraints = {
+        name: ParameterConstraints(
+            sharding_types=allowed if kind == "auto" else [kind],
+            compute_kernels=["dense" if kind == "data_parallel" else _kernel(config)],
+        )
+        for name, kind in kinds.items()
+    }
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=process.world_size,
+            local_world_size=process.local_world_size,
+            compute_device=process.device.type,
+            hbm_cap=_memory_for_weights(config, process),
+        ),
+        batch_size=-(-config.train.batch_size // process.world_size),
+        constraints=constraints,
+    )
+    assert dist.group.WORLD is not None
+    try:
+        return planner.collective_plan(model, [sharder], dist.group.WORLD)
+    except PlannerError as error:
+        raise ValueError(
+            f"TorchRec's planner finds no place for the tables on {process.world_size} processes"
+            f" ({str(error).strip().partition(chr(10))[0]}); train on more, or name the kinds in [sharding]"
+        ) from error
+
+
+def _kernel(config: RunConfig) -> str:
+    """FBGEMM's name for a fused table in the memory that the run wants."""
+    return "fused" if config.sharding.memory == "device" else "fused_uvm"
+
+
+def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
+    """The planner knows what FBGEMM's optimizers keep, but not EmbeddingAdam's two moments for each weight."""
+    if not torch.cuda.is_available():
+        return None
+    memory = torch.cuda.get_device_properties(process.device).total_memory
+    shares = config.optimizer.embedding == "adam" and config.sharding.memory == "device"
+    return memory // 3 if shares else memory
+
+
+def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
+    collections = (module for module in model.modules() if isinstance(module, EmbeddingBagCollection))
+    return [table for collection in collections for table in collection.embedding_bag_configs()]
+
+
+def _bytes(table: EmbeddingBagConfig) -> int:
+    return 4 * table.num_embeddings * table.embedding_dim

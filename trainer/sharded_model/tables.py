@@ -1,0 +1,140 @@
+"""Embedding tables of a run: their fields, their sizes, their initial values, and where they are in a model."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
+from cowrec.models import physical_dim
+from cowrec.sparse_opt import rows_for
+from cowrec.trainer.config.id_table import IdConfig
+from cowrec.trainer.runtime.processes import Process
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What the data and `[id_table]` say of one embedding table.
+
+    Attributes:
+        name: of the table; of the field, where no others share it.
+        fields: whose ids it holds.
+        ids: its `[id_table]` settings.
+        num_embeddings: its rows, the reserved ones included.
+    """
+
+    name: str
+    fields: tuple[SparseField, ...]
+    ids: IdConfig
+    num_embeddings: int
+
+
+def table_specs(schema: Schema, config: IdConfig) -> list[TableSpec]:
+    """The tables of a run, in the order of their first fields.
+
+    Raises:
+        ValueError: fields whose ids are no row numbers and that no id table serves, fields that cannot share a table,
+            or a table that is no field.
+    """
+    by_name = {field.name: field for field in schema.sparse}
+    specs = []
+    for name, names in config.table_fields(list(by_name)).items():
+        fields, ids = tuple(by_name[each] for each in names), config.of_table(name)
+        for field in fields:
+            if ids.kind == "rows" and field.encoding == "raw":
+                raise ValueError(
+                    f'field {field.name!r} has raw ids, but id_table.kind = "rows" takes row numbers; set it to'
+                    ' "collisionless" or "hash", or prepare the data without raw_ids'
+                )
+            if field.pooling != fields[0].pooling:
+                raise ValueError(
+                    f"fields {fields[0].name!r} and {field.name!r} are to share table {name!r}, but one is pooled by"
+                    f" {fields[0].pooling}, the other by {field.pooling}; give them tables of their own"
+                )
+        if ids.kind == "rows" and len(fields) > 1:
+            raise ValueError(
+                f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
+                ' "collisionless" or "hash", or give each its own'
+            )
+        specs.append(TableSpec(name, fields, ids, _rows(fields, ids)))
+    return specs
+
+
+def _rows(fields: Sequence[SparseField], ids: IdConfig) -> int:
+    if ids.kind == "rows":
+        return fields[0].num_embeddings
+    if ids.kind == "hash":
+        return RESERVED_ROWS + ids.capacity
+    return rows_for(ids.capacity)
+
+
+def embedding_tables(schema: Schema, specs: Sequence[TableSpec], embedding_dim: int) -> list[EmbeddingBagConfig]:
+    """One TorchRec table for each spec, wide enough for the embedding and the wide weight."""
+    return [
+        EmbeddingBagConfig(
+            name=spec.name,
+            num_embeddings=spec.num_embeddings,
+            embedding_dim=physical_dim(embedding_dim),
+            feature_names=[field.name for field in spec.fields],
+            # A weighted collection only sums; the reader then gives a mean-pooled field's ids the weight 1/length.
+            pooling=(
+                PoolingType.MEAN if spec.fields[0].pooling == "mean" and not schema.is_weighted else PoolingType.SUM
+            ),
+        )
+        for spec in specs
+    ]
+
+
+def fill_tables(model: nn.Module, embedding_dim: int, std: float, seed: int) -> None:
+    """Initial values N(0, std) in the embedding columns and 0 in the others.
+
+    A block of rows is drawn from (seed, table, block), so that a row's values do not depend on who holds it.
+    """
+    for key, value in model.state_dict().items():
+        if ".embedding_bags." not in key:
+            continue
+        shards: list[tuple[Tensor, Sequence[int]]] = [(value.detach(), (0, 0))]  # data-parallel
+        if isinstance(value, ShardedTensor):
+            shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
+        for part, place in shards:
+            _fill_shard(part, place, key.split(".")[-2], embedding_dim, std, seed)
+
+
+def tables_of(model: nn.Module) -> dict[str, ShardedTensor | Tensor]:
+    """The tables by field; rows that are replayed are brought up to date by the model's ``state_dict``."""
+    return {key.split(".")[-2]: value for key, value in model.state_dict().items() if ".embedding_bags." in key}
+
+
+def whole_table(table: ShardedTensor | Tensor, process: Process) -> Tensor:
+    """A table in one piece on every process."""
+    if not isinstance(table, ShardedTensor):  # data-parallel
+        return table.detach()
+    whole = torch.empty(table.size(), dtype=table.dtype, device=process.device)
+    table.gather(0, whole if process.is_first else None)
+    dist.broadcast(whole, 0)
+    return whole
+
+
+_BLOCK_ROWS = 1 << 12
+
+
+def _fill_shard(rows: Tensor, place: Sequence[int], table: str, embedding_dim: int, std: float, seed: int) -> None:
+    """Fills a table's part whose first row and column are ``place``."""
+    rows.zero_()
+    first, first_column = place
+    end = first + len(rows)
+    generator = torch.Generator()
+    for block in range(first // _BLOCK_ROWS, -(-end // _BLOCK_ROWS)):
+        digest = hashlib.sha256(f"{seed}/{table}/{block}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        # Always the whole block: torch's first n numbers depend on how many are drawn.
+        values = torch.randn(_BLOCK_ROWS, embedding_dim, generator=generator).mul_(std)
+        start = block * _BLOCK_ROWS
+        low, high = max(start, first), min(start + _BLOCK_ROWS, end)
+        own = values[low - start : high - start, first_column : first_column + rows.shape[1]]
+        rows[low - first : high - first, : own.shape[1]] = own

@@ -1,0 +1,1 @@
+"""`cowrec sweep`: one configuration over a grid of batch sizes, scaling rules and seeds."""

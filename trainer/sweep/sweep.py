@@ -1,0 +1,167 @@
+"""A sweep: one configuration trained over a grid of batch sizes, scaling rules, clip on and off, and seeds.
+
+config.toml  sweep.jsonl  sweep.png  runs/RULE-BATCH-clip_on-seed0/ and so on
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cowrec.data_pipeline import Schema
+from cowrec.sparse_opt import SCALING_RULES
+from cowrec.trainer.config.run import RunConfig, first_difference, save_config
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, environment, lock_folder, to_json
+from cowrec.trainer.runtime.environment import prepare_process
+from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.sharded_model.build import derived_hyperparameters
+from cowrec.trainer.training.loop import train
+
+from .grid import Cell, Grid
+
+RESULTS, RUNS = "sweep.jsonl", "runs"
+
+
+def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
+    """Trains a grid; every run has a process of its own, so that one that fails is recorded and the others go on.
+
+    A run that has its line in ``sweep.jsonl`` is not trained again: the same call goes on where it was interrupted, and
+    with a larger grid adds to it. To repeat a failed run, delete its line. At the base batch size all scaling rules are
+    the same run, which is trained once. Of the runs' folders everything is kept but the checkpoints.
+
+    Returns:
+        The grid's lines: rule, batch_size, clip, seed; auc and logloss (of the last epoch), best_epoch_auc, steps,
+        epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), best_possible, or error
+        in place of them; the derived hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
+
+    Raises:
+        ValueError: settings that cannot work, or a folder that another configuration, or something else, has filled.
+        Interrupted: by Ctrl-C; the run in progress is lost, the others are kept.
+    """
+    if "on" in grid.clips and config.clip.rule == "none":
+        raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
+    Schema.load(data_dir)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    cells = grid.cells(config.train.seed)
+    with lock_folder(output):
+        _require_own(output)
+        config_hash = _keep_config(config, output / CONFIG)
+        lines = _read_lines(output / RESULTS)
+        for number, cell in enumerate(cells, 1):
+            if _find(lines, cell):
+                continue
+            print(f"\nrun {number} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
+            same = _same_run(lines, cell, config.optimizer.base_batch_size)
+            result = same or _trained(cell.config(config), output / RUNS / cell.name)
+            lines.append({**result, **dataclasses.asdict(cell), "config_sha256": config_hash})
+            _write_lines(output / RESULTS, lines)
+            print(_in_short(lines[-1]), file=sys.stderr, flush=True)
+    return [line for cell in cells if (line := _find(lines, cell))]
+
+
+def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
+    """What a run's line says of it, trained in a process of its own, unless it had been and only the line was lost."""
+    error = None if (run_dir / REPORT).exists() else _train_in_subprocess(config, run_dir)
+    what = {
+        "model": config.model.name,
+        "data": Path(config.data.dir).name,
+        **dataclasses.asdict(derived_hyperparameters(config)),
+    }
+    if error is not None:
+        on_cuda = config.train.device != "cpu" and torch.cuda.is_available()
+        return {"error": error, **what, **environment(torch.device("cuda" if on_cuda else "cpu"))}
+    report = json.loads((run_dir / REPORT).read_text(encoding="utf-8"))
+    shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
+    clip_statistics = report["clip_statistics"]
+    aucs = [epoch["auc"] for epoch in report["epochs"] if epoch["auc"] is not None]
+    return {
+        "auc": report["auc"],
+        "logloss": report["logloss"],
+        "best_epoch_auc": max(aucs, default=None),
+        "steps": report["steps"],
+        "epochs": len(report["epochs"]),
+        "samples_per_second": report["samples_per_second"],
+        "train_seconds": report["train_seconds"],
+        "clipped": clip_statistics["clipped"] if clip_statistics else None,
+        "best_possible": report["best_possible"],
+        **what,
+        **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},
+    }
+
+
+def _train_in_subprocess(config: RunConfig, run_dir: Path) -> str | None:
+    """Trains in a process of its own; the text of the error that it ended in, or None."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    try:
+        run_in_subprocess(_train_here, config, run_dir)
+    except ProcessFailed as error:
+        return str(error)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped in run {run_dir.name}; the same command goes on there") from None
+    return None
+
+
+def _train_here(config: RunConfig, run_dir: Path) -> None:
+    # Its own lock would be a semaphore, which a run that is killed leaves behind.
+    tqdm.set_lock(threading.RLock())
+    prepare_process()
+    train(config, Path(config.data.dir), run_dir)
+
+
+def _require_own(folder: Path) -> None:
+    if not (folder / CONFIG).exists() and any(each.suffix != ".partial" for each in folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and not a sweep's folder; choose another --output")
+
+
+def _keep_config(config: RunConfig, file: Path) -> str:
+    """Writes the configuration that all runs share, or checks that it is there already; returns the file's SHA-256."""
+    fresh = file.with_suffix(".partial")
+    save_config(config, fresh)
+    if file.exists() and file.read_bytes() != fresh.read_bytes():
+        there, given = (tomllib.loads(each.read_text(encoding="utf-8")) for each in (file, fresh))
+        fresh.unlink()
+        raise ValueError(
+            f"{file} is of another configuration: {first_difference(there, given)}; choose another --output"
+        )
+    fresh.rename(file)
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _find(lines: list[dict[str, Any]], cell: Cell) -> dict[str, Any] | None:
+    wanted = dataclasses.asdict(cell)
+    return next((line for line in lines if wanted.items() <= line.items()), None)
+
+
+def _same_run(lines: list[dict[str, Any]], cell: Cell, base_batch_size: int) -> dict[str, Any] | None:
+    """The line of another rule's run that is this run too: at the base batch size no rule changes anything."""
+    if cell.batch_size != base_batch_size:
+        return None
+    twins = (dataclasses.replace(cell, rule=rule) for rule in SCALING_RULES)
+    return next((line for twin in twins if (line := _find(lines, twin))), None)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def _write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    """Replaces the file at once, so that it never holds half a line."""
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(to_json(line) + "\n" for line in lines), encoding="utf-8")
+    partial.rename(file)
+
+
+def _in_short(line: dict[str, Any]) -> str:
+    if "error" in line:
+        return f"failed: {line['error']}"
+    shown = {key: float("nan") if line[key] is None else line[key] for key in ("auc", "logloss", "samples_per_second")}
+    return "AUC {auc:.4f}  logloss {logloss:.4f}  {samples_per_second:,.0f} samples/s".format(**shown)

@@ -1,0 +1,1 @@
+"""Training on a prepared data set, evaluation, and the use of saved runs."""

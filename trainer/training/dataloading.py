@@ -1,0 +1,76 @@
+"""The two readers of a training run, checked before anything is trained, and their batches in even slices."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch.nn.functional as F
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runtime.processes import Process
+
+
+def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tuple[Reader, Reader]:
+    """Readers of the training split, shuffled, and of the test split.
+
+    Raises:
+        ValueError: a folder that is no data set, or splits that one cannot train on and evaluate.
+    """
+    schema = Schema.load(data_dir)
+    for split in ("train", "test"):
+        require_labelled_rows(schema, split, data_dir)
+    reader = partial(Reader, data_dir, rank=process.rank, world_size=process.world_size, device=process.device)
+    train = reader(
+        "train",
+        batch_size=config.train.batch_size,
+        shuffle=True,
+        seed=config.train.seed,
+        drop_last=config.train.drop_last,
+        resident=_keeps_resident(config, schema, process),
+        window_rows=config.data.window_rows,
+    )
+    if not len(train):
+        raise ValueError(
+            f"train.drop_last leaves nothing of {train.num_rows:,} training rows at train.batch_size ="
+            f" {config.train.batch_size}; set train.drop_last = false or lower train.batch_size"
+        )
+    return train, reader("test", batch_size=config.train.eval_batch_size)
+
+
+def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
+    """Gives every rank as many rows of a global batch, by a row without ids and label where its slice is one short.
+
+    TorchRec's reduce-scatter of row-wise tables needs that on gloo, and no rank is then without rows.
+    """
+    for batch in batches:
+        if len(batch.dense) * world_size < batch.global_batch_size:
+            dense, sparse = F.pad(batch.dense, (0, 0, 0, 1)), batch.sparse
+            lengths = F.pad(sparse.lengths().view(len(sparse.keys()), -1), (0, 1)).flatten()
+            padded = KeyedJaggedTensor(
+                sparse.keys(),
+                sparse.values(),
+                sparse.weights_or_none(),
+                lengths,
+                length_per_key=sparse.length_per_key(),  # a row without ids adds none
+            )
+            batch = Batch(dense, padded, batch.label, batch.global_batch_size, batch.time)
+        yield batch
+
+
+def require_labelled_rows(schema: Schema, name: str, data_dir: Path) -> None:
+    """Raises ValueError where a split has no rows, or rows that can be predicted but not evaluated."""
+    split = schema.split(name)
+    if not split.rows:
+        raise ValueError(f"the {name} split of {data_dir} has no rows; prepare it with another split")
+    if not split.labelled:
+        raise ValueError(f"the {name} split of {data_dir} has no labels: it can be predicted, not evaluated")
+
+
+def _keeps_resident(config: RunConfig, schema: Schema, process: Process) -> bool:
+    if config.data.resident != "auto":
+        return config.data.resident == "yes"
+    free = available_bytes(process.device)
+    copies = process.local_world_size if process.device.type == "cpu" else 1
+    return free is not None and copies * resident_bytes(schema) <= free // 2
