@@ -42,7 +42,7 @@ from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
-from cowrec.trainer.training.state import Learner
+from cowrec.trainer.training.state import TrainState
 
 CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
 HALF = 182 * DAY
@@ -124,10 +124,10 @@ def measure(interval: str, config: RunConfig, drift: DriftConfig, data: str) -> 
     config = dataclasses.replace(config, id_table=dataclasses.replace(config.id_table, capacity=2 * most_ids(drift)))
     with process_group("cpu") as process:
         reader = Reader(data, "train", batch_size=config.train.batch_size)
-        learner = Learner(config, reader.schema, process, warmup_steps=0)
-        assert learner.id_tables is not None
-        quality = follow(learner, reader, events)[1]
-        tables = learner.id_tables.counters()
+        trained = TrainState(config, reader.schema, process, warmup_steps=0)
+        assert trained.id_tables is not None
+        quality = follow(trained, reader, events)[1]
+        tables = trained.id_tables.counters()
     assert not any(each["evicted"] + each["refused"] for each in tables.values()), "a row was given twice"
     sections = ("model", "train", "optimizer", "clip", "id_table")
     return {
@@ -139,7 +139,7 @@ def measure(interval: str, config: RunConfig, drift: DriftConfig, data: str) -> 
         "shards": SHARDS,
         "drift": dataclasses.asdict(drift),
         "config": {section: dataclasses.asdict(getattr(config, section)) for section in sections},
-        **learner.environment,
+        **trained.environment,
     }
 
 
@@ -160,9 +160,9 @@ def events_of(drift: DriftConfig, interval: int) -> list[Event]:
     return sorted(deaths | snapshots)
 
 
-def follow(learner: Learner, reader: Reader, events: list[Event]) -> list[WindowQuality]:
+def follow(trained: TrainState, reader: Reader, events: list[Event]) -> list[WindowQuality]:
     """Predicts each batch and trains on it, with the events between; the quality of each half of the year."""
-    adam = learner.adam
+    adam = trained.adam
     assert adam is not None
     quality, halves = ProgressiveQuality(HALF), list[WindowQuality]()
     snapshots: dict[int, list[Tensor]] = {}
@@ -171,7 +171,7 @@ def follow(learner: Learner, reader: Reader, events: list[Event]) -> list[Window
         assert batch.time is not None
         while due and due[0].time <= batch.time[0]:
             happen(due.popleft(), adam, snapshots)
-        logits = train_on(learner, batch, step)
+        logits = train_on(trained, batch, step)
         halves += quality.add(logits, batch.label, batch.time)
     return [*halves, quality.close()]
 
@@ -186,13 +186,13 @@ def happen(event: Event, adam: EmbeddingAdam, snapshots: dict[int, list[Tensor]]
         now.copy_(then)
 
 
-def train_on(learner: Learner, batch: Batch, step: int) -> Tensor:
+def train_on(trained: TrainState, batch: Batch, step: int) -> Tensor:
     """Takes a step; the logits before it, float32 [B]."""
-    learner.dense_optimizer.prepare(step)
-    learner.dense_optimizer.zero_grad()
-    loss, (_, logits, _) = learner.model(batch)
+    trained.dense_optimizer.prepare(step)
+    trained.dense_optimizer.zero_grad()
+    loss, (_, logits, _) = trained.model(batch)
     loss.backward()
-    learner.dense_optimizer.step()
+    trained.dense_optimizer.step()
     return logits
 
 

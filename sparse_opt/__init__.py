@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from .id_tables.admission import Admission
     from .id_tables.layout import IdTableConfig, rows_for
     from .id_tables.records import hashed_ids
-    from .id_tables.tables import Births, Entries, IdTables
+    from .id_tables.tables import Entries, IdTables, NewRows
     from .id_tables.torchrec_module import IdTableModule
     from .optim.embedding_adam import EmbeddingAdam
-    from .optim.row_init import RowBirths
+    from .optim.row_init import RowInitializer
 
 _MODULE_OF = {
     "AdamConfig": ".algorithm.adam",
     "AdaptiveFieldClip": ".algorithm.clip",
     "Admission": ".id_tables.admission",
-    "Births": ".id_tables.tables",
+    "NewRows": ".id_tables.tables",
     "CLIP_RULES": ".algorithm.clip",
     "ClipRule": ".algorithm.clip",
     "ConstantClip": ".algorithm.clip",
@@ -59,7 +59,7 @@ _MODULE_OF = {
     "PRESETS": ".algorithm.scaling",
     "Preset": ".algorithm.scaling",
     "ReferenceCowClip": ".algorithm.clip",
-    "RowBirths": ".optim.row_init",
+    "RowInitializer": ".optim.row_init",
     "RowLimit": ".algorithm.clip",
     "SCALING_RULES": ".algorithm.scaling",
     "TableStats": ".clipping.clipped_lookup",
@@ -82,7 +82,6 @@ __all__ = [
     "AdamConfig",
     "AdaptiveFieldClip",
     "Admission",
-    "Births",
     "ClipRule",
     "ConstantClip",
     "CowClip",
@@ -95,10 +94,11 @@ __all__ = [
     "IdTableModule",
     "IdTables",
     "LookupsHandle",
+    "NewRows",
     "NoClip",
     "Preset",
     "ReferenceCowClip",
-    "RowBirths",
+    "RowInitializer",
     "RowLimit",
     "TableStats",
     "attach_cowclip",

@@ -24,7 +24,7 @@ import pyarrow as pa
 import torch
 
 from cowrec.data_pipeline.dataset.batch import Batch
-from cowrec.data_pipeline.dataset.sample_block import Rows
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, TIME, Schema
 from cowrec.data_pipeline.dataset.shards import arrow_schema, rows_of_table
 from cowrec.data_pipeline.encoding.encoder import Encoder
@@ -96,7 +96,7 @@ class Encoded:
         return self.table[ID_COLUMN]
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> SampleBlock:
         """What batches are made of; with times where they are known."""
         return encoded_rows(self.table, self.schema, timed=self.timed)
 
@@ -114,7 +114,7 @@ class Encoded:
         return Encoded(self.schema, self.table.filter(pa.array(~wrong)), self.timed, self.index[~wrong], kept)
 
 
-def encoded_rows(table: pa.Table, schema: Schema, *, timed: bool = True) -> Rows:
+def encoded_rows(table: pa.Table, schema: Schema, *, timed: bool = True) -> SampleBlock:
     """Rows from the columns of `Encoded.table`."""
     rows = rows_of_table(table, dataclasses.replace(schema, timed=False), "samples")
     return dataclasses.replace(rows, time=torch.from_numpy(table[TIME_COLUMN].to_numpy().copy())) if timed else rows
@@ -231,7 +231,7 @@ class SampleCodec:
         bad = sorted([*samples.bad, *bad], key=lambda each: each.index)
         return Encoded(self.schema, table, training, samples.index[good], tuple(bad))
 
-    def prediction_rows(self, samples: Sequence[Mapping[str, Any]]) -> tuple[Rows, tuple[BadSample, ...]]:
+    def prediction_rows(self, samples: Sequence[Mapping[str, Any]]) -> tuple[SampleBlock, tuple[BadSample, ...]]:
         """Rows of the good ones of samples that are dictionaries, and the others: a server's way, fast for a few, too.
 
         The same as `encode(from_objects(samples, training=False), training=False)`.

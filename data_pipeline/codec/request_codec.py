@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from cowrec.data_pipeline.dataset.sample_block import Bags, Rows
+from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.schema import MISSING, RESERVED_ROWS, Schema
 from cowrec.data_pipeline.encoding.dense import bucket_ids
 from cowrec.data_pipeline.encoding.encoder import Encoder
@@ -58,7 +58,7 @@ class FewSamples:
                 return f"column {self._column[field.source]}: weights must be finite numbers"
         return ""
 
-    def rows(self, samples: Sequence[Values]) -> Rows:
+    def rows(self, samples: Sequence[Values]) -> SampleBlock:
         """Rows of samples without a problem: labels NaN, no times."""
         columns = [self._column[name] for name in self._numeric]
         numbers = np.array([[sample[name] for sample in samples] for name in columns], np.float64)
@@ -80,7 +80,7 @@ class FewSamples:
                 )
             start = stop
         table = np.array(singles, ids.dtype).reshape(self._singles, len(samples))
-        return Rows(
+        return SampleBlock(
             torch.from_numpy(self._transformed(numbers)).t(),
             torch.full((len(samples),), math.nan),
             torch.from_numpy(table).t(),

@@ -62,7 +62,7 @@ class Bags:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleBlock:
     """R samples, row by row: a shuffled gather then reads whole rows, four times as fast as column after column.
 
     Attributes:
@@ -82,9 +82,9 @@ class Rows:
     def __len__(self) -> int:
         return self.label.numel()
 
-    def take(self, index: torch.Tensor) -> "Rows":
+    def take(self, index: torch.Tensor) -> "SampleBlock":
         """The rows `index`, int64 [B] on the same device, in that order."""
-        return Rows(
+        return SampleBlock(
             self.dense.index_select(0, index),
             self.label.index_select(0, index),
             self.ids.index_select(0, index),
@@ -93,12 +93,12 @@ class Rows:
         )
 
     @staticmethod
-    def concat(parts: Sequence["Rows"]) -> "Rows":
+    def concat(parts: Sequence["SampleBlock"]) -> "SampleBlock":
         """All rows of the parts, one after the other; at least one part."""
         if len(parts) == 1:
             return parts[0]
         times = [part.time for part in parts if part.time is not None]
-        return Rows(
+        return SampleBlock(
             torch.cat([part.dense for part in parts]),
             torch.cat([part.label for part in parts]),
             torch.cat([part.ids for part in parts]),
@@ -107,7 +107,9 @@ class Rows:
         )
 
     @staticmethod
-    def assemble(schema: Schema, total: int, pieces: Iterable[tuple[int, "Rows"]], device: torch.device) -> "Rows":
+    def assemble(
+        schema: Schema, total: int, pieces: Iterable[tuple[int, "SampleBlock"]], device: torch.device
+    ) -> "SampleBlock":
         """`total` rows on `device` from pieces (first row, rows) in order, single-valued columns never held twice."""
         singles = sum(field.kind == "categorical" for field in schema.sparse)
         dense = torch.empty((total, len(schema.dense)), dtype=torch.float32, device=device)
@@ -125,7 +127,7 @@ class Rows:
                 time[start:stop] = rows.time
             for name, parts in bags.items():
                 parts.append(rows.bags[name].to(device))
-        return Rows(dense, label, ids, {name: Bags.concat(parts, dtype) for name, parts in bags.items()}, time)
+        return SampleBlock(dense, label, ids, {name: Bags.concat(parts, dtype) for name, parts in bags.items()}, time)
 
     def batch(self, schema: Schema, global_batch_size: int) -> Batch:
         """These rows, all of them, as the model's input.

@@ -1,4 +1,4 @@
-"""Parquet shards of a prepared data set, read into `Rows` and checked: what leaves here cannot crash a lookup."""
+"""Parquet shards of a prepared data set, read into `SampleBlock` and checked, so that they cannot crash a lookup."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from .sample_block import Bags, Rows, id_dtype
+from .sample_block import Bags, SampleBlock, id_dtype
 from .schema import LABEL, TIME, WEIGHT_SUFFIX, Schema, SparseField
 
 WEIGHT_LIST = pa.list_(pa.float32())
@@ -33,8 +33,8 @@ def arrow_schema(schema: Schema) -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
-def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[int]) -> Rows:
-    """Reads the shards `numbers` of a split, in that order, into one `Rows` on the CPU.
+def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[int]) -> SampleBlock:
+    """Reads the shards `numbers` of a split, in that order, into one `SampleBlock` on the CPU.
 
     Raises:
         ValueError: a shard is missing, damaged, has other columns, types or rows than the schema says, or an id outside
@@ -47,25 +47,25 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
             _check_rows(path, file.metadata.num_rows, size)
     stops = np.cumsum(sizes, dtype=np.int64).tolist()
 
-    def pieces() -> Iterator[tuple[int, Rows]]:
+    def pieces() -> Iterator[tuple[int, SampleBlock]]:
         for number, size, stop in zip(numbers, sizes, stops, strict=True):
             yield stop - size, _load_shard(shard_path(data_dir, split, number), schema, size)
 
-    return Rows.assemble(schema, sum(sizes), pieces(), torch.device("cpu"))
+    return SampleBlock.assemble(schema, sum(sizes), pieces(), torch.device("cpu"))
 
 
-def _load_shard(path: Path, schema: Schema, size: int) -> Rows:
+def _load_shard(path: Path, schema: Schema, size: int) -> SampleBlock:
     return rows_of_table(_read(path, schema, size), schema, path)
 
 
-def rows_of_table(table: pa.Table, schema: Schema, path: Path | str) -> Rows:
-    """`Rows` from the columns of `arrow_schema`; `path` is for messages.
+def rows_of_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
+    """`SampleBlock` from the columns of `arrow_schema`; `path` is for messages.
 
     Raises:
         ValueError: nulls, or a list of weights that is not as long as its list of ids.
     """
     single = [field.name for field in schema.sparse if field.kind == "categorical"]
-    return Rows(
+    return SampleBlock(
         _stacked(table, [field.name for field in schema.dense], np.float32, path),
         _stacked(table, [LABEL], np.float32, path)[:, 0],
         _stacked(table, single, np.int64 if schema.has_raw_ids else np.int32, path),

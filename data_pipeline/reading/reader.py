@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cowrec.data_pipeline.dataset.batch import Batch
-from cowrec.data_pipeline.dataset.sample_block import Rows
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 
@@ -26,7 +26,7 @@ WINDOW_ROWS = 1 << 20
 """Rows shuffled together by default: about 170 MB for Criteo's 39 fields."""
 
 Batches: TypeAlias = Generator[Batch, None, None]
-Windows: TypeAlias = Generator[tuple[Window, Rows, torch.Tensor], None, None]
+Windows: TypeAlias = Generator[tuple[Window, SampleBlock, torch.Tensor], None, None]
 
 
 class Reader:
@@ -140,7 +140,7 @@ class Reader:
 
     def _batches(self, windows: Windows, step: int, pin: bool = False) -> Batches:
         """Cuts windows into this rank's slices; a slice that crosses a border is put together from its parts."""
-        parts: list[Rows] = []
+        parts: list[SampleBlock] = []
         with closing(windows):
             for window, rows, order in windows:
                 order = order.to(rows.label.device, non_blocking=True)
@@ -151,7 +151,7 @@ class Reader:
                         parts.append(rows.take(index))
                     if stop > window.stop:
                         break
-                    batch = Rows.concat(parts).batch(self.schema, size)
+                    batch = SampleBlock.concat(parts).batch(self.schema, size)
                     yield batch.pin_memory() if pin else batch
                     parts = []
                     step += 1
@@ -184,12 +184,12 @@ class Reader:
             # Copied by the consumer, on whose stream it is used and may be freed.
             yield window, self._everything, order.pin_memory() if self.device.type == "cuda" else order
 
-    def _load_everything(self) -> Rows:
+    def _load_everything(self) -> SampleBlock:
         """The whole split on the device, copied there window by window."""
         check_fits(self.schema, self.split, self.device)
         windows = epoch_windows(self._size.shards, self._window_rows, shuffle=False, seed=0, epoch=0)
         pieces = ((each.start, load_shards(self._data_dir, self.schema, self.split, each.shards)) for each in windows)
-        everything = Rows.assemble(self.schema, self.num_rows, pieces, self.device)
+        everything = SampleBlock.assemble(self.schema, self.num_rows, pieces, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return everything

@@ -34,7 +34,7 @@ import pyarrow.compute as pc
 
 from cowrec.data_pipeline.codec.codec import BadSample, Encoded, SampleCodec, encoded_rows
 from cowrec.data_pipeline.dataset.batch import Batch
-from cowrec.data_pipeline.dataset.sample_block import Rows
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.hashing import string_hashes
 
@@ -64,7 +64,7 @@ class StreamBatch:
         end: where the stream stands after them; `end.counters["batches"]` is their number, from 1.
     """
 
-    rows: Rows
+    rows: SampleBlock
     schema: Schema
     end: Position
 

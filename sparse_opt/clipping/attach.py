@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from cowrec.sparse_opt.algorithm.clip import ClipRule
 from cowrec.sparse_opt.tbe.column_shards import groups_of_columns
 from cowrec.sparse_opt.tbe.lookup import (
-    Lookup,
+    TbeLookup,
     all_table_names,
     column_split_tables,
     contrary_lookups,
@@ -44,7 +44,7 @@ class LookupsHandle:
     ``remove()`` gives the model its own lookups again; weights stay as they are.
     """
 
-    def __init__(self, rows: Sequence[LookupRows], hooks: Sequence[RemovableHandle], mean_pooled: Sequence[Lookup]):
+    def __init__(self, rows: Sequence[LookupRows], hooks: Sequence[RemovableHandle], mean_pooled: Sequence[TbeLookup]):
         self._rows = list(rows)
         self._hooks = list(hooks)
         self._mean_pooled = list(mean_pooled)

@@ -30,7 +30,7 @@ from cowrec.sparse_opt.kernels.torch_rows import (
     with_weights,
 )
 from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups
-from cowrec.sparse_opt.tbe.lookup import Lookup, TableShard
+from cowrec.sparse_opt.tbe.lookup import TableShard, TbeLookup
 
 ROW_GRADIENTS = "row_gradients"
 """What torch's profiler calls the first part of the work on rows, within the update of the embeddings."""
@@ -95,7 +95,7 @@ class LookupRows:
 
     def __init__(
         self,
-        lookup: Lookup,
+        lookup: TbeLookup,
         rule: ClipRule,
         clip_columns: Mapping[str, int],
         exclude: Sequence[str] = (),

@@ -22,7 +22,7 @@ from .kernels import assign_segments, births_of, find_segments, sort_by_segment,
 from .layout import RESERVED_ROWS, SHARDS, IdLayout, IdTableConfig
 from .records import FREE, RECORD, SEGMENT, SEGMENT_STATE, fill_segments, freed_in, reserved
 
-__all__ = ["Admission", "Births", "Entries", "IdTableConfig", "IdTables"]
+__all__ = ["Admission", "Entries", "IdTableConfig", "IdTables", "NewRows"]
 
 _LATEST = 1 << 32
 _IDS_OF_THREAD = 1 << 14
@@ -33,7 +33,7 @@ _UNKNOWN, _SECONDS, _BATCHES = range(3)
 
 
 @dataclass(frozen=True)
-class Births:
+class NewRows:
     """Rows that a batch gave to ids, each int64 [n], the same on every rank.
 
     Attributes:
@@ -135,7 +135,9 @@ class IdTables:
         self._seed = np.uint64(seed % (1 << 64))
         self._clock, self._batch, self._kind_of_clock = 0, 0, _UNKNOWN
 
-    def assign(self, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None = None) -> tuple[np.ndarray, Births]:
+    def assign(
+        self, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None = None
+    ) -> tuple[np.ndarray, NewRows]:
         """Rows of a training batch's ids, and the ids that got theirs in it.
 
         Args:
@@ -163,7 +165,7 @@ class IdTables:
             assign_segments, begins, (begins, occurrences, own.ids, own.times, rows, births, self._memory, *moment)
         )
         born = births_of(begins, births, occurrences, own.ids, self._layout.places, int(births[0].sum()))
-        return self._exchange.send_back(rows), Births(*self._exchange.all_columns(born))
+        return self._exchange.send_back(rows), NewRows(*self._exchange.all_columns(born))
 
     def rows_of(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
         """Rows of ids as :meth:`assign` takes them, int64 [V]; OUT_OF_VOCABULARY for the unknown and the dead.

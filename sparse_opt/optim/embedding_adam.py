@@ -106,7 +106,7 @@ class EmbeddingAdam:
             if tables.replay:
                 tables.replay.flush(tables.step)
 
-    def bring_current(self, table: str, rows: Tensor) -> None:
+    def catch_up(self, table: str, rows: Tensor) -> None:
         """Brings those of a table's rows (distinct, int64 [n]) up to date that this process holds.
 
         Nothing to do unless rows are replayed.
@@ -249,7 +249,7 @@ class EmbeddingAdam:
         def before_lookup(tables: "LookupAdam", replay: Replay) -> Any:
             def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
                 check_lookup_inputs(kwargs)
-                ids = replay.bring_current(kwargs["indices"], kwargs["offsets"], tables.step)
+                ids = replay.catch_up(kwargs["indices"], kwargs["offsets"], tables.step)
                 tables.ids = ids if torch.is_grad_enabled() else None
 
             return hook

@@ -52,7 +52,7 @@ class LookupAdam:
         """Takes a step; ``step_of_lookup`` is the one that its forward pass brought the rows to."""
         config, replay = self._config, self.replay
         if replay and step_of_lookup < self.step:
-            replay.bring_current(backward.indices, backward.offsets, self.step)
+            replay.catch_up(backward.indices, backward.offsets, self.step)
         self.step += 1
         scalars = adam_scalars(config, lr, self.step)
         if config.absent_rows == "dense":

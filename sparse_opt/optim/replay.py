@@ -136,7 +136,7 @@ class Replay:
         self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
         self._rest = _rest(config, [limit.floor for limit in limits])
 
-    def bring_current(self, indices: Tensor, offsets: Tensor, step: int) -> LookupIds | None:
+    def catch_up(self, indices: Tensor, offsets: Tensor, step: int) -> LookupIds | None:
         """Brings the rows of a lookup's ids to ``step``; their second moments at rest stay as they are.
 
         Returns:

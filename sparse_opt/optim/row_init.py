@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from cowrec.sparse_opt.id_tables.records import GOLDEN, mix
-from cowrec.sparse_opt.id_tables.tables import Births
-from cowrec.sparse_opt.tbe.lookup import Lookup, find_lookups
+from cowrec.sparse_opt.id_tables.tables import NewRows
+from cowrec.sparse_opt.tbe.lookup import TbeLookup, find_lookups
 
 from .embedding_adam import EmbeddingAdam
 from .lookup_adam import LookupAdam
@@ -23,7 +23,7 @@ from .lookup_adam import LookupAdam
 _AT_ONCE = 1 << 16
 
 
-class RowBirths:
+class RowInitializer:
     """Makes the rows of new ids in a sharded model what they would be in a new one, on whichever rank they lie.
 
     Weights are N(0, std) in the leading columns and 0 in the others. They are computed from (seed, table, feature, id),
@@ -33,7 +33,7 @@ class RowBirths:
         model: holds the sharded tables.
         optimizer: :class:`EmbeddingAdam` where it trains them, else None; states of FBGEMM's fused optimizers are found
             by themselves.
-        tables: names, in the order of :attr:`Births.table`.
+        tables: names, in the order of :attr:`NewRows.table`.
         columns: D, leading columns that are drawn.
         std: standard deviation.
         seed: of the values, at least 0.
@@ -52,7 +52,7 @@ class RowBirths:
         self._columns, self._std = columns, std
         self._keys = np.array([_table_key(seed, table) for table in tables], np.uint64)
         if optimizer:
-            pairs: list[tuple[Lookup, LookupAdam | None]] = [(each.rows.lookup, each) for each in optimizer.lookups]
+            pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.rows.lookup, each) for each in optimizer.lookups]
         else:
             pairs = [(lookup, None) for lookup in find_lookups(model)[0]]
         self._groups = [
@@ -60,7 +60,7 @@ class RowBirths:
         ]
 
     @torch.no_grad()
-    def reset(self, births: Births) -> None:
+    def reset(self, births: NewRows) -> None:
         """Resets the rows of ``births`` that lie on this rank."""
         for first in range(0, len(births.row), _AT_ONCE):
             table, row, ids, feature = (
@@ -115,7 +115,7 @@ class _ShardGroup:
         columns: of the table's row that the shards hold.
     """
 
-    lookup: Lookup
+    lookup: TbeLookup
     adam: LookupAdam | None
     shards: list[int]
     place_of_table: Tensor
@@ -125,7 +125,7 @@ class _ShardGroup:
     columns: slice
 
     @staticmethod
-    def of(lookup: Lookup, adam: LookupAdam | None, shards: list[int], tables: Sequence[str]) -> "_ShardGroup":
+    def of(lookup: TbeLookup, adam: LookupAdam | None, shards: list[int], tables: Sequence[str]) -> "_ShardGroup":
         held = [lookup.shards[shard] for shard in shards]
         names = [shard.name for shard in held]
         places = [names.index(table) if table in names else -1 for table in tables]
@@ -170,7 +170,7 @@ class _ShardGroup:
                 state.view(int(self.rows[number]), -1)[rows.to(state.device)] = 0
 
 
-def _like_shards(lookup: Lookup) -> list[list[int]]:
+def _like_shards(lookup: TbeLookup) -> list[list[int]]:
     """Numbers of a lookup's shards, grouped by first column and width, no table twice in a group."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     seen: dict[tuple[str, int, int], int] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cowrec.sparse_opt.kernels.torch_rows import LookupLayout, RowGradients, count_rows
 
-from .lookup import Lookup, TableShard
+from .lookup import TableShard, TbeLookup
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Process groups by their ranks, ascending."""
@@ -65,7 +65,7 @@ class ColumnShards:
             may wait for theirs.
     """
 
-    def __init__(self, lookup: Lookup, layout: LookupLayout, groups: Groups, clipped: Set[str]):
+    def __init__(self, lookup: TbeLookup, layout: LookupLayout, groups: Groups, clipped: Set[str]):
         self._layout = layout
         self._names = [shard.name for shard in lookup.shards]
         holders = {

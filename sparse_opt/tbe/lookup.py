@@ -58,7 +58,7 @@ class TableShard:
     column_ranks: tuple[int, ...]
 
 
-class Lookup:
+class TbeLookup:
     """One FBGEMM module of a sharded collection and the geometry of what it looks up.
 
     Attributes:
@@ -173,12 +173,12 @@ class Refusal:
     reason: str
 
 
-def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[Lookup], list[Refusal]]:
+def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[TbeLookup], list[Refusal]]:
     """The lookups of every sharded EmbeddingBagCollection in a model, and the tables that are out of reach.
 
     Lookups are fused ones, and data-parallel ones where ``replicated`` tables are asked for too.
     """
-    lookups: list[Lookup] = []
+    lookups: list[TbeLookup] = []
     refusals: list[Refusal] = []
     for module in _outermost_collections(model):
         if not isinstance(module, ShardedEmbeddingBagCollection):
@@ -189,7 +189,7 @@ def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[Lo
             if reason:
                 refusals += [Refusal(table.name, reason) for table in kernel._config.embedding_tables]
             else:
-                lookups.append(Lookup(kernel, module))
+                lookups.append(TbeLookup(kernel, module))
     return lookups, refusals
 
 

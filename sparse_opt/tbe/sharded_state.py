@@ -9,12 +9,12 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from .lookup import Lookup
+from .lookup import TbeLookup
 
 
 def sharded_like_weights(
     collections: Sequence[ShardedEmbeddingBagCollection],
-    lookups: Sequence[Lookup],
+    lookups: Sequence[TbeLookup],
     flats: Sequence[Tensor],
     dtype: torch.dtype,
     *,
@@ -25,7 +25,7 @@ def sharded_like_weights(
     Args:
         collections: all of a model; a rank may hold no lookup of some.
         lookups: every lookup of them on this rank.
-        flats: for each of them a flat tensor as :meth:`Lookup.view_of` takes it; the result shares its memory.
+        flats: for each of them a flat tensor as :meth:`TbeLookup.view_of` takes it; the result shares its memory.
         dtype: of the flat tensors.
         per_row: whether they hold one value a row; of column shards the first one's stands for the row.
 

@@ -14,7 +14,7 @@ from cowrec.data_pipeline import Reader, synthesize_drifting
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.tables import tables_of
-from cowrec.trainer.training.state import Learner
+from cowrec.trainer.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,27 +65,27 @@ def test_a_shard_goes_back_and_the_others_do_not(script, tmp_path):
     config = load_config(script.CONFIG, ["train.batch_size=64", "id_table.capacity=20000"])
     with process_group("cpu") as process:
         reader = Reader(tmp_path, "train", batch_size=64)
-        learner = Learner(config, reader.schema, process, warmup_steps=0)
-        assert learner.adam is not None
+        trained = TrainState(config, reader.schema, process, warmup_steps=0)
+        assert trained.adam is not None
         copies, snapshots = [], {}
         for step, batch in enumerate(reader.epoch(0)):
             if step in (4, 8):
-                copies.append(state(learner))
-                script.happen(script.Event(0, step == 8, 3), learner.adam, snapshots)
+                copies.append(state(trained))
+                script.happen(script.Event(0, step == 8, 3), trained.adam, snapshots)
                 if step == 8:
                     break
-            script.train_on(learner, batch, step)
+            script.train_on(trained, batch, step)
         then, now = copies
-        for name, rows in state(learner).items():
+        for name, rows in state(trained).items():
             dead = torch.arange(len(rows)) % script.SHARDS == 3
             expected = torch.where(dead[:, None], then[name], now[name])
             torch.testing.assert_close(rows, expected, rtol=0, atol=0)
             assert not torch.equal(then[name][dead], now[name][dead])
 
 
-def state(learner: Learner) -> dict[str, torch.Tensor]:
+def state(trained: TrainState) -> dict[str, torch.Tensor]:
     """A copy of the tables' weights and moments."""
-    assert learner.adam is not None
-    moments = {name: value for name, value in learner.adam.state_dict().items() if "." in name}
-    whole = tables_of(learner.model) | moments
+    assert trained.adam is not None
+    moments = {name: value for name, value in trained.adam.state_dict().items() if "." in name}
+    whole = tables_of(trained.model) | moments
     return {name: value.local_shards()[0].tensor.clone() for name, value in whole.items()}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
-from cowrec.data_pipeline.dataset.sample_block import Rows
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
 from cowrec.sparse_opt import EmbeddingAdam
@@ -171,7 +171,7 @@ def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
         # Counts scaled by their maximum are mostly small.
         dense = torch.rand(size, NUM_DENSE, generator=generator).pow_(3)
         label = (torch.rand(size, generator=generator) < 0.25).float()
-        made.append(Rows(dense, label, ids.t(), {}).batch(schema, size))
+        made.append(SampleBlock(dense, label, ids.t(), {}).batch(schema, size))
     return made
 
 

@@ -34,7 +34,7 @@ from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.stopping import LossWatch, StopRequest, stop_requests
 from cowrec.trainer.sharded_model.build import derived_hyperparameters, describe, row_ids_of
-from cowrec.trainer.training.state import Learner
+from cowrec.trainer.training.state import TrainState
 
 from .progressive import ProgressiveQuality, WindowQuality
 from .publication import OnlinePublication
@@ -98,7 +98,7 @@ class _OnlineRun:
     def __init__(self, config: RunConfig, run_dir: Path, process: Process):
         self.config, self.run_dir, self.process = config, run_dir, process
         self.schema = Schema.load(config.data.dir)
-        self.learner = Learner(config, self.schema, process, config.online.warmup_steps)
+        self.state = TrainState(config, self.schema, process, config.online.warmup_steps)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
         self.quality = ProgressiveQuality(seconds(config.online.window, "online.window"))
         self.losses = LossWatch(process)
@@ -116,7 +116,7 @@ class _OnlineRun:
             stream = opened.enter_context(closing(self.open_stream(source, position)))
             publication = None
             if publish:
-                about = (self.config, self.schema, self.learner, self.run_dir, self.say)
+                about = (self.config, self.schema, self.state, self.run_dir, self.say)
                 publication = opened.enter_context(closing(OnlinePublication(publish, *about)))
             log = opened.enter_context(RunLog(self.run_dir, self.step))
             stop = opened.enter_context(stop_requests(self.process))
@@ -156,10 +156,10 @@ class _OnlineRun:
     def take_step(self, batch: Batch, log: RunLog) -> None:
         """Predicts a batch, then trains on it."""
         started = time.perf_counter()
-        optimizer = self.learner.dense_optimizer
+        optimizer = self.state.dense_optimizer
         optimizer.prepare(self.step)
         optimizer.zero_grad()
-        loss, (shown, logits, label) = self.learner.model(batch.to(self.process.device))
+        loss, (shown, logits, label) = self.state.model(batch.to(self.process.device))
         loss.backward()
         optimizer.step()
         self.losses.add(shown, self.step)
@@ -173,7 +173,7 @@ class _OnlineRun:
 
     def rows_of(self, batch: Batch) -> Any:
         """The rows that a batch was trained on, as the KeyedJaggedTensor that was looked up."""
-        ids = row_ids_of(self.learner.model)
+        ids = row_ids_of(self.state.model)
         return ids.latest if ids else batch.sparse
 
     def publish(self, publication: OnlinePublication, *, with_dense: bool = False) -> None:
@@ -199,7 +199,7 @@ class _OnlineRun:
 
     def resume(self) -> Position | None:
         """Takes over the newest checkpoint of this run and returns its place in the stream; None where it has none."""
-        progress = self.learner.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
+        progress = self.state.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
         if progress is None:
             return None
         self.step = self.saved_step = progress.step
@@ -226,9 +226,9 @@ class _OnlineRun:
             window.save(partial)
 
         progress = Progress(
-            self.step, samples=self.samples, seconds=self.trained_seconds, clip=self.learner.clip_counts()
+            self.step, samples=self.samples, seconds=self.trained_seconds, clip=self.state.clip_counts()
         )
-        self.learner.save(self.checkpoints, progress, beside)
+        self.state.save(self.checkpoints, progress, beside)
         self.saved_step = self.step
         self.entries[checkpoint_name(self.step)] = position.entry
         oldest = min((self.entries[each.name] for each in list_checkpoints(folder)), default=0)
@@ -248,10 +248,10 @@ class _OnlineRun:
         rate = self.samples / self.trained_seconds if self.trained_seconds else nan
         log.write("train", self.step, loss=self.checked_loss(), samples_per_second=rate, samples=self.samples)
         log.write("stream", self.step, **stream.counters)
-        if self.learner.clip_watch:
-            log.write("clip", self.step, **self.learner.clip_watch.read())
-        if self.learner.id_tables:
-            log.write("ids", self.step, **self.learner.id_tables.counters())
+        if self.state.clip_watch:
+            log.write("clip", self.step, **self.state.clip_watch.read())
+        if self.state.id_tables:
+            log.write("ids", self.step, **self.state.id_tables.counters())
 
     def checked_loss(self) -> float:
         """Mean loss since the last check; raises NonFiniteLoss where one was not finite."""
@@ -273,11 +273,11 @@ class _OnlineRun:
             "samples_per_second": self.samples / self.trained_seconds if self.trained_seconds else nan,
             "windows": [dataclasses.asdict(each) for each in self.windows],
             "stream": stream.counters,
-            "id_tables": self.learner.id_tables.counters() if self.learner.id_tables else None,
-            "clip_statistics": self.learner.clip_watch.total() if self.learner.clip_watch else None,
+            "id_tables": self.state.id_tables.counters() if self.state.id_tables else None,
+            "clip_statistics": self.state.clip_watch.total() if self.state.clip_watch else None,
             "seed": self.config.train.seed,
             **describe(self.config),
-            **self.learner.environment,
+            **self.state.environment,
         }
 
     def summary(self, source: str) -> str:

@@ -24,20 +24,20 @@ from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
-from cowrec.trainer.training.state import Learner
+from cowrec.trainer.training.state import TrainState
 
 BASE = "base"
 """Folder of a run: the export that a reader of its publications starts from."""
 
 
 class OnlinePublication:
-    """Hands a learner's changes to a publisher, and writes the export that its readers start from.
+    """Hands a state's changes to a publisher, and writes the export that its readers start from.
 
     Args:
         url: of the target.
         config: of the run.
         schema: of the data.
-        learner: what is published.
+        state: what is published.
         run_dir: gets the export, unless it has one.
         say: told of publications that fail, once for each stretch of failures.
 
@@ -46,9 +46,15 @@ class OnlinePublication:
     """
 
     def __init__(
-        self, url: str, config: RunConfig, schema: Schema, learner: Learner, run_dir: Path, say: Callable[[str], None]
+        self,
+        url: str,
+        config: RunConfig,
+        schema: Schema,
+        state: TrainState,
+        run_dir: Path,
+        say: Callable[[str], None],
     ):
-        self._config, self._learner, self._say = config.online, learner, say
+        self._config, self._state, self._say = config.online, state, say
         self._specs = table_specs(schema, config.id_table)
         self._touched = TouchedRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
@@ -56,7 +62,7 @@ class OnlinePublication:
         self._failing = False
         self._publisher = Publisher(open_target(url, publishing=True))
         if not (run_dir / BASE).exists():
-            dense, tables = dense_weights(learner.model), (self._table(spec) for spec in self._specs)
+            dense, tables = dense_weights(state.model), (self._table(spec) for spec in self._specs)
             write_export(
                 run_dir / BASE, config.model, schema, Path(config.data.dir) / VOCABULARY, dense, tables, step=0
             )
@@ -69,8 +75,8 @@ class OnlinePublication:
     def mark(self, rows: KeyedJaggedTensor) -> None:
         """Takes note of the rows of a batch that was trained on, and of those that were freed for it."""
         self._touched.mark(rows)
-        if self._learner.id_tables:
-            for name, freed in self._learner.id_tables.freed().items():
+        if self._state.id_tables:
+            for name, freed in self._state.id_tables.freed().items():
                 self._known[name].free(freed)
 
     def publish(self, step: int, sample_time: int | None, *, with_dense: bool = False) -> None:
@@ -82,7 +88,7 @@ class OnlinePublication:
         dense: dict[str, Any] = {}
         if with_dense:
             self._dense_due = now + self._config.dense_seconds
-            dense = {name: value.clone().numpy() for name, value in dense_weights(self._learner.model).items()}
+            dense = {name: value.clone().numpy() for name, value in dense_weights(self._state.model).items()}
         touched = self._touched.take()
         changed = {spec.name: self._changed(spec, touched[spec.name]) for spec in self._specs}
         everything = None
@@ -106,7 +112,7 @@ class OnlinePublication:
         """The touched rows of a table, and the ids that have none any more."""
         if spec.name not in self._known:
             return TableChange(rows.numpy(), self._weights(spec, rows).numpy())
-        tables = self._learner.id_tables
+        tables = self._state.id_tables
         assert tables is not None
         ids, features, lives = tables.ids_of(spec.name, rows.numpy())
         reserved = rows.numpy() < RESERVED_ROWS
@@ -118,10 +124,10 @@ class OnlinePublication:
         return TableChange(ids, self._weights(spec, rows).numpy(), gone, *of_features)
 
     def _table(self, spec: TableSpec) -> TrainedTable:
-        return trained_table(spec, self._learner.id_tables, partial(self._weights, spec))
+        return trained_table(spec, self._state.id_tables, partial(self._weights, spec))
 
     def _weights(self, spec: TableSpec, rows: Tensor) -> Tensor:
-        return current_rows(self._learner.model, self._learner.adam, spec.name, rows)
+        return current_rows(self._state.model, self._state.adam, spec.name, rows)
 
 
 class KnownIds:

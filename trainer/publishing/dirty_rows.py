@@ -53,7 +53,7 @@ def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows:
     if adam is None:
         value = tables_of(model)[table]
     else:
-        adam.bring_current(table, rows)
+        adam.catch_up(table, rows)
         with adam.as_stored():
             value = tables_of(model)[table]
     if isinstance(value, ShardedTensor):

@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Gathering(Generic[Item, Result]):
+class MicroBatcher(Generic[Item, Result]):
     """Calls of one event loop, answered in batches.
 
     A batch is computed in the event loop's own thread, as soon as the loop has seen what has arrived; what arrives

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cowrec.data_pipeline.dataset.sample_block import Rows
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.models import build_network, physical_dim
 from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
@@ -96,7 +96,7 @@ class ServedModel:
         """Newest sample trained on, Unix seconds; None where samples have no time."""
         return self._state.sample_time
 
-    def predict(self, rows: Rows) -> NDArray[np.float32]:
+    def predict(self, rows: SampleBlock) -> NDArray[np.float32]:
         """Click probabilities [B] of encoded samples on the CPU; their labels are not looked at."""
         looked_up, unknown = self._rows.gather(self._hashed(rows) if self._buckets else rows)
         with self._counting:
@@ -150,7 +150,7 @@ class ServedModel:
                 "resident_ids": self._rows.resident,
             }
 
-    def _hashed(self, rows: Rows) -> Rows:
+    def _hashed(self, rows: SampleBlock) -> SampleBlock:
         """The samples with rows in the place of ids that are hashed."""
         ids, bags = rows.ids.clone(), dict(rows.bags)
         singles = [field.name for field in self.schema.sparse if field.kind == "categorical"]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cowrec.data_pipeline.dataset.sample_block import Rows
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS, Schema
 from cowrec.trainer.export.quantised_rows import Precision, quantise
 
@@ -84,7 +84,7 @@ class ServedRows:
         """Ids of collisionless tables that have a row."""
         return self._resident
 
-    def gather(self, samples: Rows) -> tuple[Tensor, int]:
+    def gather(self, samples: SampleBlock) -> tuple[Tensor, int]:
         """Pooled rows, float32 [B, F, P], and how many ids had no row of their own."""
         out = np.empty((len(samples), len(self._bases), self._width), np.float32)
         ids = np.ascontiguousarray(samples.ids.numpy())

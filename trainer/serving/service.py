@@ -16,7 +16,7 @@ from cowrec.trainer.publishing.blob import Blob
 
 from .following import Following
 from .metrics import ServiceMetrics
-from .micro_batcher import Gathering
+from .micro_batcher import MicroBatcher
 from .served_model import ServedModel
 
 BATCH = 1024
@@ -68,7 +68,7 @@ class Service:
         self.ready = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
-        self._gathering: Gathering[Mapping[str, Any], Result] = Gathering(
+        self._gathering: MicroBatcher[Mapping[str, Any], Result] = MicroBatcher(
             self._compute, max(BATCH, self.limits.samples)
         )
         self._following = Following(follow, self._apply, self.metrics.deltas_refused.inc) if follow else None

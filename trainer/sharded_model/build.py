@@ -26,7 +26,7 @@ from cowrec.sparse_opt import (
     EmbeddingAdam,
     Hyperparameters,
     LookupsHandle,
-    RowBirths,
+    RowInitializer,
     attach_cowclip,
     scale_clip,
     scale_hyperparameters,
@@ -174,7 +174,7 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
     optimizer = _embedding_optimizer(config, schema, model)
     ids = row_ids_of(model)
     if ids and ids.tables:
-        ids.births = RowBirths(
+        ids.births = RowInitializer(
             model,
             optimizer if isinstance(optimizer, EmbeddingAdam) else None,
             ids.table_names,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS, Batch, Schema
-from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, RowBirths, hashed_ids
+from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, RowInitializer, hashed_ids
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.runtime.processes import Process
 
@@ -40,7 +40,7 @@ class RowIds:
     """
 
     def __init__(self, schema: Schema, specs: Sequence[TableSpec], process: Process, seed: int):
-        self.births: RowBirths | None = None
+        self.births: RowInitializer | None = None
         self.latest: KeyedJaggedTensor
         self._fields = [field.name for field in schema.sparse]
         self._buckets = {
@@ -58,7 +58,7 @@ class RowIds:
 
     @property
     def table_names(self) -> list[str]:
-        """Of the collisionless tables, as :attr:`Births.table` numbers them."""
+        """Of the collisionless tables, as :attr:`NewRows.table` numbers them."""
         return list(self._collisionless)
 
     def __call__(self, batch: Batch, *, training: bool) -> KeyedJaggedTensor:

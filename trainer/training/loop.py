@@ -32,7 +32,7 @@ from cowrec.trainer.sharded_model.tables import table_specs
 from .dataloading import even_slices, training_readers
 from .evaluation import evaluate
 from .pipeline import pipeline_of
-from .state import Learner
+from .state import TrainState
 from .warm_start import warm_start
 
 
@@ -88,9 +88,9 @@ class _Run:
         self.train_reader, self.test_reader = training_readers(config, Path(config.data.dir), process)
         self.schema = self.train_reader.schema
         warmup = ceil(config.optimizer.warmup_epochs * len(self.train_reader))
-        self.learner = Learner(config, self.schema, process, warmup)
-        self.model, self.dense_optimizer = self.learner.model, self.learner.dense_optimizer
-        self.clip_watch = self.learner.clip_watch
+        self.state = TrainState(config, self.schema, process, warmup)
+        self.model, self.dense_optimizer = self.state.model, self.state.dense_optimizer
+        self.clip_watch = self.state.clip_watch
         self.sharding = describe_sharding(self.model)
         self.pipeline = pipeline_of(self.model, self.dense_optimizer, process)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
@@ -116,7 +116,7 @@ class _Run:
 
     def resume(self) -> bool:
         """Takes over the newest checkpoint of this run; False where it has none."""
-        progress = self.learner.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
+        progress = self.state.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
         if progress is None:
             return False
         self.step, self.epoch, self.epoch_step = progress.step, progress.epoch, progress.epoch_step
@@ -152,7 +152,7 @@ class _Run:
                 log.write("train", self.step, epoch=epoch, loss=mean_loss, samples_per_second=rate, dense_lr=lr)
                 if self.clip_watch:
                     log.write("clip", self.step, epoch=epoch, **self.clip_watch.read())
-                if ids := self.learner.id_tables:
+                if ids := self.state.id_tables:
                     log.write("ids", self.step, epoch=epoch, **ids.counters())
                 bar.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
                 bar.update(done - bar.n)
@@ -186,8 +186,8 @@ class _Run:
     def save(self) -> None:
         speed = (self.speed.samples, self.speed.seconds)
         place = (self.step, self.epoch, self.epoch_step)
-        progress = Progress(*place, list(self.epochs), *speed, self.learner.clip_counts())
-        self.learner.save(self.checkpoints, progress)
+        progress = Progress(*place, list(self.epochs), *speed, self.state.clip_counts())
+        self.state.save(self.checkpoints, progress)
 
     def report(self) -> dict[str, Any]:
         last = self.epochs[-1]
@@ -203,7 +203,7 @@ class _Run:
             "world_size": self.process.world_size,
             **describe(self.config),
             "epochs": self.epochs,
-            **self.learner.environment,
+            **self.state.environment,
         }
 
     def summary(self) -> str:

@@ -23,7 +23,7 @@ from cowrec.trainer.sharded_model.tables import table_specs
 from .clip_metrics import ClipWatch
 
 
-class Learner:
+class TrainState:
     """The model of a run and its optimizers, all of a run's state but its place in the data.
 
     Args:

@@ -73,7 +73,7 @@ def prepared(folder, texts, config, schema=TIMED):
 
 
 def check_equal(one, other, *, labelled=True):
-    """Every tensor of two `Rows`, bit by bit."""
+    """Every tensor of two `SampleBlock`, bit by bit."""
     assert torch.equal(one.dense, other.dense)
     assert torch.equal(one.ids, other.ids)
     assert one.ids.dtype == other.ids.dtype

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline.dataset.sample_block import Bags, Rows
+from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.schema import DenseField, Schema, SparseField
 
 KINDS = ("categorical", "multi", "weighted")
@@ -53,7 +53,7 @@ def make_rows(kinds, samples):
                 torch.tensor([pair[1] for pair in values], dtype=torch.float32) if kind == "weighted" else None,
             )
     single = [[sample.bags[n][0][0] for n, kind in enumerate(kinds) if kind == "categorical"] for sample in samples]
-    return Rows(
+    return SampleBlock(
         torch.tensor([sample.dense for sample in samples]),
         torch.tensor([sample.label for sample in samples]),
         torch.tensor(single, dtype=torch.int32).reshape(len(samples), -1),
@@ -107,7 +107,7 @@ def test_rows_put_together_from_parts_are_the_same_rows(table, cut):
     kinds, poolings, samples, _ = table
     rows, everything = make_rows(kinds, samples), torch.arange(len(samples))
     parts = [rows.take(everything[:cut]), rows.take(everything[cut:])]
-    check(Rows.concat(parts).batch(make_schema(kinds, poolings), -1), kinds, poolings, samples)
+    check(SampleBlock.concat(parts).batch(make_schema(kinds, poolings), -1), kinds, poolings, samples)
 
 
 def test_moving_a_batch_keeps_everything():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.sparse_opt import Admission, Births, IdTableConfig, IdTables
+from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, NewRows
 from cowrec.sparse_opt.id_tables import layout
 from id_table_model import IdTablesModel, hash_of
 
@@ -31,7 +31,7 @@ def table(capacity: int, **options: object) -> IdTables:
     return IdTables({"t": IdTableConfig(capacity, ("a",), **options)}, ["a"])  # type: ignore[arg-type]
 
 
-def born(births: Births) -> list[tuple]:
+def born(births: NewRows) -> list[tuple]:
     return list(zip(births.table, births.row, births.id, births.feature, strict=True))
 
 

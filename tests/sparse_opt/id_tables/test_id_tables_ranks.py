@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed import ProcessGroup
 
-from cowrec.sparse_opt import Admission, Births, IdTableConfig, IdTables
+from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, NewRows
 from cowrec.sparse_opt.id_tables import layout
 from process_groups import process_group
 
@@ -54,7 +54,7 @@ def slices(number: int, ranks: int) -> list[Slice]:
     return parts
 
 
-def columns(births: Births) -> list[list[int]]:
+def columns(births: NewRows) -> list[list[int]]:
     return [births.table.tolist(), births.row.tolist(), births.id.tolist(), births.feature.tolist()]
 
 

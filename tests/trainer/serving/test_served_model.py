@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from cowrec.data_pipeline import MISSING, OUT_OF_VOCABULARY, DenseField, Schema, SparseField
-from cowrec.data_pipeline.dataset.sample_block import Bags, Rows
+from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.models import ModelConfig, build_network
 from cowrec.trainer.config.run import load_config
@@ -53,7 +53,7 @@ def predictions(folder: Path, bags: str, epochs: int) -> np.ndarray:
     return pq.read_table(folder / bags / f"predictions-{epochs}")["prediction"].to_numpy()
 
 
-def samples_of(data: Path) -> Rows:
+def samples_of(data: Path) -> SampleBlock:
     schema = Schema.load(data)
     return load_shards(data, schema, "test", range(len(schema.split("test").shards)))
 
@@ -193,7 +193,7 @@ class Oracle:
         table = self.tables[name]
         return torch.tensor(table[0, each] if each in RESERVED else table.get((feature, each), table[0, 0]))
 
-    def predict(self, samples: Rows) -> np.ndarray:
+    def predict(self, samples: SampleBlock) -> np.ndarray:
         rows = torch.zeros(len(samples), 4, WIDTH)
         for b, (item, user, city) in enumerate(samples.ids.tolist()):
             rows[b, 0] = self.looked_up("items", 0, item)
@@ -206,7 +206,7 @@ class Oracle:
             return self.network(samples.dense, rows).sigmoid().numpy()
 
 
-def random_samples(rng: random.Random, ids: int, count: int = 40) -> Rows:
+def random_samples(rng: random.Random, ids: int, count: int = 40) -> SampleBlock:
     def some() -> int:
         return rng.choice([0, 1, rng.randrange(2, ids) << 40, -3])
 
@@ -215,7 +215,7 @@ def random_samples(rng: random.Random, ids: int, count: int = 40) -> Rows:
     offsets[1:] = lengths.cumsum(0)
     single = [[some(), some(), rng.randrange(4)] for _ in range(count)]
     bags = Bags(torch.tensor([some() for _ in range(int(offsets[-1]))], dtype=torch.int64), offsets)
-    return Rows(torch.rand(count, 1), torch.zeros(count), torch.tensor(single), {"basket": bags})
+    return SampleBlock(torch.rand(count, 1), torch.zeros(count), torch.tensor(single), {"basket": bags})
 
 
 @pytest.mark.parametrize("ids", [8, 3000])
@@ -316,7 +316,7 @@ def test_rows_are_whole_while_they_change(precision: str) -> None:
             none = Bags(torch.empty(0, dtype=torch.int64), torch.zeros(501, dtype=torch.int64))
             before = version
             found, _ = rows.gather(
-                Rows(torch.zeros(500, 1), torch.zeros(500), torch.from_numpy(single), {"basket": none})
+                SampleBlock(torch.zeros(500, 1), torch.zeros(500), torch.from_numpy(single), {"basket": none})
             )
             after, numbers = version + 1, found[:, 2].numpy()
             whole = (numbers == numbers[:, :1]).all(1)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.trainer.serving.micro_batcher import Gathering
+from cowrec.trainer.serving.micro_batcher import MicroBatcher
 from cowrec.trainer.serving.service import Limits, Service
 from serving import Serving, predictions, raw_samples, serving, trained_and_exported
 from trainer_cases import ENVIRONMENT, free_port
@@ -225,7 +225,7 @@ def test_calls_that_wait_are_computed_together() -> None:
                 later.extend(asyncio.create_task(gathering.results([item, item])) for item in range(1, 6))
             return [10 * item for item in items]
 
-        gathering = Gathering(compute, 7)
+        gathering = MicroBatcher(compute, 7)
         first = await gathering.results([0])
         return [first, *await asyncio.gather(*later)]
 
@@ -241,7 +241,7 @@ def test_a_batch_that_fails_fails_its_own_calls_only() -> None:
         return list(items)
 
     async def calls() -> None:
-        gathering = Gathering(compute, 4)
+        gathering = MicroBatcher(compute, 4)
         with pytest.raises(ValueError, match="zero"):
             await gathering.results([0])
         assert await gathering.results([1]) == [1]
@@ -251,7 +251,7 @@ def test_a_batch_that_fails_fails_its_own_calls_only() -> None:
 
 def test_a_call_that_was_given_up_takes_nothing_from_the_others() -> None:
     async def calls() -> Any:
-        gathering = Gathering(list, 4)
+        gathering = MicroBatcher(list, 4)
         given_up, kept = (asyncio.create_task(gathering.results([item])) for item in (1, 2))
         await asyncio.sleep(0)
         given_up.cancel()
