@@ -2,42 +2,85 @@
 
 PYTHON ?= python3
 VENV := .venv
+# torch of the matched set to install: scripts/constraints_torch_$(TORCH).txt.
+TORCH := 2.13
+# Tests to run; all by default.
+TESTS :=
+
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-torch-$(TORCH)
+CONSTRAINTS := scripts/constraints.txt scripts/constraints_torch_$(TORCH).txt
 # No warning about conflicts: torchrec's metadata misses fbgemm-gpu wherever the CPU build stands in for it.
-PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts --constraint scripts/constraints.txt
+PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constraint ,$(CONSTRAINTS))
+PYTEST := $(BIN)/pytest -q --numprocesses 2 --dist loadfile
 PACKAGES := trainer models sparse_opt data_pipeline
 SOURCES := $(PACKAGES) scripts tests
+LINT := ruff-check ruff-format mypy codespell links
+MATRIX := $(foreach torch,2.13 2.11,$(foreach python,3.11 3.12,test-python-$(python)-torch-$(torch)))
 
-.PHONY: help demo test setup clean
+.PHONY: help demo test lint $(LINT) suite coverage test-matrix $(MATRIX) setup clean
 
 help:
-	@echo 'make demo     set up .venv if needed, then train a small model end to end and show the result'
-	@echo 'make test     set up .venv if needed, then run ruff, mypy and pytest'
-	@echo 'make setup    only set up .venv (PYTHON=python3.12 chooses the interpreter)'
-	@echo 'make clean    remove .venv, build leftovers and caches; your runs and data stay'
+	@echo 'make demo         set up .venv if needed, then train a small model end to end and show the result'
+	@echo 'make test         set up .venv if needed, then run the linters and pytest'
+	@echo 'make lint         only the linters, as pre-commit runs them: $(LINT)'
+	@echo 'make suite        only pytest; TESTS=tests/test_clip.py chooses tests, here and below'
+	@echo 'make coverage     the same with a coverage report'
+	@echo 'make test-matrix  pytest under both Pythons and both matched sets, each in build/venv-*; one of them:'
+	@for entry in $(MATRIX); do echo "                  make $$entry"; done
+	@echo 'make setup        only set up .venv (PYTHON=python3.12 chooses the interpreter)'
+	@echo 'make clean        remove .venv, build leftovers and caches; your runs and data stay'
 
 demo: $(READY)
 	@$(BIN)/python scripts/demo.py
 
-# mypy does not follow editable installs, so it is shown the import name cowrec as a folder of links.
-test: $(READY)
+test: lint
+	@$(PYTEST) $(TESTS)
+
+lint: $(LINT)
+
+ruff-check: $(READY)
 	@$(BIN)/ruff check --quiet $(SOURCES)
+
+ruff-format: $(READY)
 	@$(BIN)/ruff format --check --quiet $(SOURCES) || { echo 'not formatted; run: $(BIN)/ruff format $(SOURCES)'; exit 1; }
+
+# mypy does not follow editable installs, so it is shown the import name cowrec as a folder of links.
+mypy: $(READY)
 	@mkdir -p build/typed/cowrec
 	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/typed/cowrec/$$package; done
 	@ln -sfn ../../scripts build/typed/scripts
 	@MYPYPATH=build/typed $(BIN)/mypy $(addprefix -p cowrec.,$(PACKAGES)) -p scripts
-	@$(BIN)/pytest -q --numprocesses 2 --dist loadfile
+
+codespell: $(READY)
+	@$(BIN)/codespell $(SOURCES) docs .github *.md *.toml *.cff Makefile
+
+links: $(READY)
+	@$(BIN)/rumdl check --quiet --no-cache *.md docs results .github
+
+suite: $(READY)
+	@$(PYTEST) $(TESTS)
+
+coverage: $(READY)
+	@$(PYTEST) $(TESTS) --cov --cov-report=term --cov-report=html
+
+test-matrix: $(MATRIX)
+
+# test-python-3.12-torch-2.11 is the suite with TORCH=2.11 in an environment of its own.
+$(MATRIX): test-%:
+	@echo '$*'
+	@$(MAKE) --no-print-directory suite VENV=build/venv-$* \
+		PYTHON=python$(word 2,$(subst -, ,$*)) TORCH=$(word 4,$(subst -, ,$*))
 
 setup: $(READY)
 
 # Each line does nothing when its work is done already, and the stamp comes last: a set-up that was cut short goes on
 # where it stopped. The CUDA build of fbgemm needs both a GPU and a torch built for CUDA.
-$(READY): pyproject.toml scripts/constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || { echo 'cowrec needs Python 3.11 or 3.12; there is no $(PYTHON) here, choose one with: make PYTHON=python3.11'; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and "cowrec needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d; choose one with: make PYTHON=python3.11" % v)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo 'setup 1/4: $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
+	@rm -f $(VENV)/.ready*
 	@echo 'setup 2/4: torch (the largest download)'
 	@$(PIP) torch
 	@fbgemm=fbgemm-gpu-cpu; \
@@ -46,7 +89,7 @@ $(READY): pyproject.toml scripts/constraints.txt
 	echo "setup 3/4: $$fbgemm and torchrec"; \
 	$(PIP) --no-deps $$fbgemm torchrec
 	@echo 'setup 4/4: cowrec and its other dependencies'
-	@$(PIP) --editable '.[test]'
+	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 clean:
