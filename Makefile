@@ -24,7 +24,7 @@ help:
 	@echo 'make demo         set up .venv if needed, then train a small model end to end and show the result'
 	@echo 'make test         set up .venv if needed, then run the linters and pytest'
 	@echo 'make lint         only the linters, as pre-commit runs them: $(LINT)'
-	@echo 'make suite        only pytest; TESTS=tests/test_clip.py chooses tests, here and below'
+	@echo 'make suite        only pytest; TESTS=tests/models chooses tests, here and below'
 	@echo 'make coverage     the same with a coverage report'
 	@echo 'make test-matrix  pytest under both Pythons and both matched sets, each in build/venv-*; one of them:'
 	@for entry in $(MATRIX); do echo "                  make $$entry"; done
