@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from cowrec.data_pipeline.files import replace_file
+
 FORMAT_VERSION = 1
 SCHEMA_FILE = "schema.json"
 LABEL = "label"
@@ -172,16 +174,8 @@ class Schema:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes `schema.json` into `folder`, whole or not at all."""
-        final = Path(folder) / SCHEMA_FILE
-        partial = final.with_name(f"{SCHEMA_FILE}.partial-{os.getpid()}")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                json.dump(dataclasses.asdict(self), file, indent=1, allow_nan=False)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(final)
-        finally:
-            partial.unlink(missing_ok=True)
+        content = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        replace_file(Path(folder) / SCHEMA_FILE, content.encode())
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> "Schema":

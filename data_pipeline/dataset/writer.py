@@ -1,7 +1,6 @@
 """Writing a data set so that it appears whole or not at all."""
 
 import errno
-import fcntl
 import glob
 import logging
 import os
@@ -16,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from cowrec.data_pipeline.files import locked
 
 from .schema import LABEL, SCHEMA_FILE, WEIGHT_SUFFIX, Schema, Split
 from .shards import arrow_schema, shard_path
@@ -51,7 +52,7 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
     try:
         with disk_errors(partial):
             partial.mkdir()
-            with _locked(partial):
+            with locked(partial):
                 yield partial
         _check_target(final, overwrite)
         _put_in_place(partial, final)
@@ -59,32 +60,13 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
         shutil.rmtree(partial, ignore_errors=True)
 
 
-@contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    """Holds the lock by which others see that a process is at work in a folder; the system lets go of a dead one's.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
-    handle = os.open(partial, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _clear_leftovers(final: Path) -> None:
     """Removes what killed processes left beside `final`, and puts back what one had moved away but not replaced."""
     for left in sorted(final.parent.glob(f"{glob.escape(final.name)}{PARTIAL}*")):
         process = left.name.rpartition("-")[2]
-        try:
-            with _locked(left):
-                shutil.rmtree(left)
-        except BlockingIOError:
-            raise ValueError(
-                f"{final} is being made by process {process}, in {left}; wait until it is done, or end it"
-            ) from None
+        busy = f"{final} is being made by process {process}, in {left}; wait until it is done, or end it"
+        with locked(left, busy):
+            shutil.rmtree(left)
         logger.warning("process %s ended before %s was done; its %s is removed, starting anew", process, final, left)
     for old in sorted(final.parent.glob(f"{glob.escape(final.name)}{REPLACED}*")):
         if final.exists():

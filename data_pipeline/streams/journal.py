@@ -8,12 +8,13 @@ checksum, then JSON with the entry's number.
 
 import errno
 import json
-import os
 import threading
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from cowrec.data_pipeline.files import replace_file, sync_file, sync_folder
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Journal:
         self._file = path.open("ab", buffering=0)
         self._whole = whole
         self._file.truncate(whole)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def past(self, number: int) -> Entry | None:
         """An entry that was there when the file was opened; asked for once, in order. None beyond the last one."""
@@ -79,7 +80,7 @@ class Journal:
             try:
                 if self._file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, f"no room left for the journal {self._path}")
-                os.fsync(self._file.fileno())
+                sync_file(self._file)
             except OSError:
                 self._file.truncate(self._whole)
                 raise
@@ -93,13 +94,7 @@ class Journal:
             kept = [_line(number, entry) for number, entry in entries.items() if number >= first]
             # One entry always stays, to say where the numbers are.
             kept = kept or [_line(number, entry) for number, entry in list(entries.items())[-1:]]
-            partial = self._path.with_name(f"{self._path.name}.partial")
-            with partial.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self._path)
-            _sync_folder(self._path.parent)
+            replace_file(self._path, b"".join(kept))
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
             self._whole = sum(map(len, kept))
@@ -131,11 +126,3 @@ def _read(path: Path) -> tuple[dict[int, Entry], int]:
         entries[number] = Entry(**content)
         whole += len(line)
     return entries, whole
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,6 @@
 """Where a stream stands after a batch: all that is needed to go on, as files of plain JSON and Arrow."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from cowrec.data_pipeline.codec.codec import TIME_COLUMN
+from cowrec.data_pipeline.files import durable_file, write_file
 
 from .reorder import Waiting
 
@@ -66,10 +66,7 @@ class Position:
             order = pa.array(np.argsort(waiting.arrival))
             _write_table(folder / PENDING_FILE, waiting.first(len(waiting)).take(order))
         _write_table(folder / RECENT_FILE, pa.table({"id": np.concatenate(self.recent)}))
-        with (folder / POSITION_FILE).open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(folder / POSITION_FILE, json.dumps(content, indent=1, allow_nan=False).encode())
 
     @staticmethod
     def load(folder: Path) -> "Position":
@@ -98,11 +95,8 @@ class Position:
 
 
 def _write_table(path: Path, table: pa.Table) -> None:
-    with path.open("wb") as file:
-        with pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-        file.flush()
-        os.fsync(file.fileno())
+    with durable_file(path) as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
 
 
 def _read_table(path: Path) -> pa.Table:

@@ -1,7 +1,6 @@
 """Where samples are sent to: a folder, a Redis stream or a Kafka topic, by the address that `open_source` reads."""
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from cowrec.data_pipeline.files import replacing
 
 from .directory import END
 from .redis_stream import FIELD
@@ -66,13 +67,8 @@ class DirectorySink:
         self._next = 1 + max((int(path.stem) for path in folder.glob("*.parquet") if path.stem.isdecimal()), default=-1)
 
     def write(self, table: pa.Table) -> None:
-        final = self._folder / f"{self._next:012d}.parquet"
-        partial = final.with_name(f"{final.name}.partial")
-        with partial.open("wb") as file:
+        with replacing(self._folder / f"{self._next:012d}.parquet") as file:
             pq.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(final)
         self._next += 1
 
     def end(self) -> None:

@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline import PrepareConfig
+from cowrec.data_pipeline.files import replace_file
 from cowrec.models import ModelConfig
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
@@ -289,7 +290,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def save_config(config: RunConfig, path: Path, comment: str = "") -> None:
     """Writes a configuration as TOML, every key spelled out (those without a value are left out), below a comment."""
     above = "".join(f"# {line}\n" for line in comment.splitlines())
-    path.write_text(above + tomli_w.dumps(to_plain(config)), encoding="utf-8")
+    replace_file(path, (above + tomli_w.dumps(to_plain(config))).encode())
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:

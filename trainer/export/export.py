@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.data_pipeline.dataset.schema import library_versions
 from cowrec.data_pipeline.dataset.writer import new_folder
+from cowrec.data_pipeline.files import checksum, sync_folder, write_file
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.sparse_opt import IdTables
-from cowrec.trainer.runs.durable_files import checksum, sync_folder, write_file
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import process_group

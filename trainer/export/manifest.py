@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from cowrec.data_pipeline.files import checksum
 from cowrec.models import ModelConfig
-from cowrec.trainer.runs.durable_files import checksum
 
 from .quantised_rows import Precision
 

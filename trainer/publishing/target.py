@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
-from cowrec.trainer.runs.durable_files import sync_folder, write_file
-from cowrec.trainer.runs.run_dir import lock_folder
+from cowrec.data_pipeline.files import locked_folder, replace_file
 
 from .blob import Kind
 
@@ -66,7 +65,7 @@ class DirectoryTarget:
         self._folder = folder
         self._lock = ExitStack()
         if publishing:
-            self._lock.enter_context(lock_folder(folder))
+            self._lock.enter_context(locked_folder(folder))
             for unfinished in folder.glob("*.cow.partial"):
                 unfinished.unlink()
 
@@ -82,15 +81,9 @@ class DirectoryTarget:
 
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
         path = self._path(version, kind)
-        partial = path.with_name(f"{path.name}.partial")
-        try:
-            if path.exists():
-                raise FileExistsError(f"{path} is there already; another publisher has been at work")
-            write_file(partial, blob)
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        sync_folder(self._folder)
+        if path.exists():
+            raise FileExistsError(f"{path} is there already; another publisher has been at work")
+        replace_file(path, blob)
 
     def remove(self, version: int, kind: Kind) -> None:
         self._path(version, kind).unlink(missing_ok=True)

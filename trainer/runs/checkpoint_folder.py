@@ -5,16 +5,14 @@ step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp ...    
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cowrec.data_pipeline.files import checksum, sync_folder, write_file
 from cowrec.trainer.config.run import CheckpointConfig
-
-from .durable_files import checksum, sync_folder
 
 FORMAT = 1
 _MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
@@ -69,10 +67,7 @@ def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkpo
     """
     files = {each.name: [each.stat().st_size, checksum(each)] for each in sorted(partial.iterdir())}
     manifest = {"format": FORMAT, "progress": dataclasses.asdict(progress), **about, "files": files}
-    with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
     final = partial.with_suffix("")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)

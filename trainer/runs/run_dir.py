@@ -3,10 +3,8 @@
 config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json
 """
 
-import fcntl
 import json
 import math
-import os
 import platform
 import shutil
 import subprocess
@@ -21,6 +19,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runtime.processes import Process, on_first
 
@@ -38,31 +37,10 @@ _MAY_CHANGE = {
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder and keeps other processes out of it; the system lifts the lock when this one ends, however."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(handle, folder)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, folder: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another process is at work in {folder}; wait for it or choose another folder") from None
-
-
-@contextmanager
 def alone_in(path: Path, process: Process) -> Iterator[None]:
     """The first process holds the run's folder for all; ValueError on all where another run is at work in it."""
     with ExitStack() as held:
-        on_first(process, lambda: held.enter_context(lock_folder(path)))
+        on_first(process, lambda: held.enter_context(locked_folder(path)))
         yield
 
 
@@ -111,9 +89,7 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
         derived: what follows from the configuration, written above it as comments.
     """
     data_dir = Path(config.data.dir)
-    fresh = path / f"{CONFIG}.partial"
-    save_config(config, fresh, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
-    fresh.rename(path / CONFIG)
+    save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
     Schema.load(data_dir).save(path)
     if (data_dir / VOCABULARY).is_dir():
         shutil.copytree(data_dir / VOCABULARY, path / VOCABULARY, dirs_exist_ok=True)
@@ -149,9 +125,7 @@ class RunLog:
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Writes ``report.json``, replacing an earlier one at once."""
-    partial = path / f"{REPORT}.partial"
-    partial.write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
-    partial.rename(path / REPORT)
+    replace_file(path / REPORT, (to_json(report, indent=2) + "\n").encode())
 
 
 def to_json(value: dict[str, Any], indent: int | None = None) -> str:
@@ -177,9 +151,7 @@ def _drop_after(metrics: Path, step: int) -> None:
     for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n") and json.loads(line)["step"] <= step:
             kept.append(line)
-    partial = metrics.with_name(f"{METRICS}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.rename(metrics)
+    replace_file(metrics, "".join(kept).encode())
 
 
 def _finite(value: Any) -> Any:

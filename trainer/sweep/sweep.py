@@ -17,9 +17,10 @@ import torch
 from tqdm import tqdm
 
 from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.run import RunConfig, first_difference, save_config
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, environment, lock_folder, to_json
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, environment, to_json
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
@@ -52,7 +53,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     Schema.load(data_dir)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
     cells = grid.cells(config.train.seed)
-    with lock_folder(output):
+    with locked_folder(output):
         _require_own(output)
         config_hash = _keep_config(config, output / CONFIG)
         lines = _read_lines(output / RESULTS)
@@ -155,9 +156,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 def _write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
     """Replaces the file at once, so that it never holds half a line."""
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(to_json(line) + "\n" for line in lines), encoding="utf-8")
-    partial.rename(file)
+    replace_file(file, "".join(to_json(line) + "\n" for line in lines).encode())
 
 
 def _in_short(line: dict[str, Any]) -> str:

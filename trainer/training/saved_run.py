@@ -16,6 +16,7 @@ from torch.optim import SGD
 from torchrec.distributed import DistributedModelParallel
 
 from cowrec.data_pipeline import Reader, Schema
+from cowrec.data_pipeline.files import replacing
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.runs.checkpoint import load_model
@@ -51,14 +52,9 @@ def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test"
         raise ValueError("predict runs in one process; start it without torchrun")
     schema = pa.schema([("prediction", pa.float32())])
     with _saved_run(run_dir, data_dir, split) as (model, pipeline, reader):
-        unfinished = output.with_name(f"{output.name}.partial")
-        try:
-            with pq.ParquetWriter(unfinished, schema) as writer:
-                for logits, _ in predictions(model, pipeline, reader):
-                    writer.write(pa.record_batch([logits.sigmoid().float().cpu().numpy()], schema=schema))
-            unfinished.rename(output)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(output) as file, pq.ParquetWriter(file, schema) as writer:
+            for logits, _ in predictions(model, pipeline, reader):
+                writer.write(pa.record_batch([logits.sigmoid().float().cpu().numpy()], schema=schema))
         return reader.num_rows
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cowrec.data_pipeline.files import locked_folder
 from cowrec.trainer.config.run import load_config
-from cowrec.trainer.runs.run_dir import lock_folder
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from run_comparison import same
@@ -95,7 +95,7 @@ def test_other_settings_are_refused(folder: Path, whole: Path, tmp_path: Path) -
         run(folder, folder / "data", resume=True)
     with pytest.raises(ValueError, match="go on with its run by --resume"):
         run(folder, whole)
-    with lock_folder(whole), pytest.raises(ValueError, match="another process is at work in"):
+    with locked_folder(whole), pytest.raises(ValueError, match="another process is at work in"):
         run(folder, whole, resume=True)
     assert sorted(whole.rglob("*")) == before
 
@@ -166,7 +166,7 @@ class Touch:
 
 def test_a_malicious_checkpoint_runs_no_code(folder: Path, whole: Path, tmp_path: Path) -> None:
     """In the library's own description of the tensors, which it would unpickle; checksums are the attacker's."""
-    from cowrec.trainer.runs.durable_files import checksum
+    from cowrec.data_pipeline.files import checksum
 
     copy, proof = shutil.copytree(whole, tmp_path / "copy"), tmp_path / "proof"
     step = copy / "checkpoints" / "step_000000010"

@@ -1,0 +1,99 @@
+"""Durable files, atomic replacement, exclusive locks and checksums."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+PARTIAL = ".partial"
+"""Suffix of a file or folder that is still being written."""
+
+
+def sync_file(file: IO[bytes]) -> None:
+    """Flushes an open file to disk. Raises OSError if the disk is full."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the names in a folder to disk, so that a rename in it survives a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a new file for writing and flushes it to disk at the end of the block."""
+    with path.open("wb") as file:
+        yield file
+        sync_file(file)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file and flushes it to disk. Raises OSError if the disk is full."""
+    with durable_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Opens `<path>.partial` for writing; renames it to `path` when the block ends, or removes it on an exception."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with durable_file(partial) as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file atomically: `path` has either its earlier content or all of `content`, on disk."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+def checksum(path: Path) -> str:
+    """Computes the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(path: Path, busy: str = "") -> Iterator[None]:
+    """Holds an exclusive lock on a file or folder; the system releases it when the process ends for any reason.
+
+    Args:
+        path: an existing file or folder.
+        busy: message of the error, in place of the default one.
+
+    Raises:
+        ValueError: another process holds the lock.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            default = f"another process is at work in {path}; wait for it or choose another folder"
+            raise ValueError(busy or default) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Creates a folder if needed and holds its lock. Raises ValueError if it is a file or in use by another process."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        yield
