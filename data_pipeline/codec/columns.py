@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.raw.csv_parser import as_numbers, split_pairs
+from cowrec.data_pipeline.raw.csv_parser import split_pairs
+from cowrec.data_pipeline.raw.numbers import as_numbers
 from cowrec.data_pipeline.raw.times import TIME_RULES, as_times, bounded_seconds
 
 from .json_lines import Use

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from cowrec.data_pipeline.raw.csv_parser import NUMBER
+from cowrec.data_pipeline.raw.numbers import NUMBER
 
 UseKind = Literal["number", "time", "id", "ids", "weighted"]
 

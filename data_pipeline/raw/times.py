@@ -4,6 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from .numbers import cast_numbers
+
 EARLIEST, LATEST = -62_135_596_800, 253_402_300_799
 """First and last second of the years 1 and 9999: what a time may be, and what milliseconds of our days are not."""
 
@@ -15,7 +17,6 @@ TIME_RULES = {
 _ISO = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?"
 _ZONED = _ISO + r"(Z|[+-][0-9]{2}(:?[0-9]{2})?)$"
 _LOCAL = _ISO + "$"
-_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _HOUR = r"^[0-9]{8}$"
 
 
@@ -36,11 +37,8 @@ def as_times(text: pa.Array, time_format: str) -> tuple[np.ndarray, np.ndarray]:
         stamps = [whole(text, 0, 2), whole(text, 2, 4), whole(text, 4, 6), whole(text, 6, 8)]
         iso = pc.binary_join_element_wise("20", stamps[0], "-", stamps[1], "-", stamps[2], "T", stamps[3], ":00", "")
         return _seconds(_of_iso(pc.if_else(pc.match_substring_regex(text, _HOUR), iso, ""), _LOCAL, zoned=False))
-    try:  # the whole column at once: it is nearly always numbers
-        numbers = text.cast(pa.float64())
-    except pa.ArrowInvalid:
-        matched = pc.match_substring_regex(text, _NUMBER)
-        numbers = pc.if_else(matched, text, pa.scalar(None, text.type)).cast(pa.float64())
+    numbers = cast_numbers(text)
+    if numbers.null_count:
         for pattern, zoned in ((_LOCAL, False), (_ZONED, True)):
             numbers = pc.coalesce(numbers, _of_iso(text, pattern, zoned=zoned))
     return _seconds(numbers)
