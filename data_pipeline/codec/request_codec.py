@@ -16,7 +16,7 @@ from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.schema import MISSING, RESERVED_ROWS, Schema
 from cowrec.data_pipeline.encoding.dense import bucket_ids
 from cowrec.data_pipeline.encoding.encoder import Encoder
-from cowrec.data_pipeline.encoding.vocabulary import bucket_rows, raw_ids
+from cowrec.data_pipeline.encoding.vocabulary import hash_bucket_rows, raw_ids
 from cowrec.data_pipeline.hashing import string_buffers, string_hashes
 from cowrec.data_pipeline.raw.layouts import Layout
 
@@ -135,7 +135,7 @@ class FewSamples:
                 vocabulary = self._encoder.vocabularies[field.name]
                 ids[start:stop] = vocabulary.rows_of_hashed(hashes[start:stop], offsets[start : stop + 1], data)
             elif field.encoding == "hash":
-                ids[start:stop] = bucket_rows(hashes[start:stop], field.num_embeddings - RESERVED_ROWS)
+                ids[start:stop] = hash_bucket_rows(hashes[start:stop], field.num_embeddings - RESERVED_ROWS)
             start = stop
         ids[offsets[1:] == offsets[:-1]] = MISSING
         return ids

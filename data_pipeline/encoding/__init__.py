@@ -1,1 +1,1 @@
-"""Parsed columns to features: maps of dense values, vocabularies of ids."""
+"""Parsed columns to features: transforms of dense values, vocabularies of ids."""

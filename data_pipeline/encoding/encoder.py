@@ -1,4 +1,4 @@
-"""Parsed rows to the columns of a data set, by fitted dense maps and vocabularies."""
+"""The encoder: parsed samples to the columns of a data set, by fitted dense transforms and vocabularies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ VOCABULARY_FOLDER = "vocabulary"
 
 @dataclass(frozen=True)
 class Encoder:
-    """The fitted maps of every field.
+    """Fitted transforms and vocabularies of every field.
 
     Attributes:
-        dense, sparse: the fields as the schema will describe them.
-        vocabularies: of the sparse fields encoded by one.
+        dense, sparse: the fields as the schema describes them.
+        vocabularies: by name of the sparse field; only fields encoded by a vocabulary have one.
     """
 
     dense: tuple[DenseField, ...]
@@ -38,7 +38,7 @@ class Encoder:
     vocabularies: Mapping[str, Vocabulary]
 
     def encode(self, parsed: Parsed) -> pa.Table:
-        """All rows of a block as the columns of `arrow_schema`."""
+        """Encodes all samples of a block to the columns of `arrow_schema`."""
         columns: dict[str, pa.Array] = {LABEL: pa.array(parsed.label)}
         if parsed.time is not None:
             columns[TIME] = pa.array(parsed.time)
@@ -65,18 +65,18 @@ class Encoder:
         if field.encoding == "raw":
             return raw_ids(text)
         if field.encoding == "synthetic":
-            return text.to_numpy()  # the ids are rows already
+            return text.to_numpy()  # the ids are embedding rows already
         return self.vocabularies[field.name].rows(text)
 
     def save(self, folder: Path) -> None:
-        """Writes the vocabularies."""
+        """Writes the vocabularies to `folder/vocabulary/`."""
         (folder / VOCABULARY_FOLDER).mkdir()
         for name, vocabulary in self.vocabularies.items():
             vocabulary.save(_file(folder, name))
 
     @staticmethod
     def load(folder: Path, schema: Schema) -> "Encoder":
-        """The encoder that made a data set. Raises ValueError where a vocabulary is missing or not the schema's."""
+        """Loads the encoder of a data set. Raises ValueError if a vocabulary is missing or unlike the schema."""
         vocabularies = {}
         for field in schema.sparse:
             if field.encoding == "vocabulary":
@@ -91,7 +91,7 @@ class Encoder:
 
 
 def list_offsets(lists: pa.Array) -> pa.Array:
-    """int32 [R + 1] from 0, also where the array is a slice of a longer one."""
+    """Returns offsets int32 [R + 1] that start at 0, even if the array is a slice of a longer one."""
     offsets = lists.offsets.to_numpy()
     return pa.array(offsets - offsets[0])
 

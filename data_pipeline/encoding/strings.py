@@ -1,0 +1,162 @@
+"""Many strings in memory: a table that numbers distinct strings, and a fast sort.
+
+R strings passed in, U distinct strings.
+"""
+
+import numba
+import numpy as np
+import pyarrow as pa
+
+from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers, string_hashes
+
+MIN_SLOTS = 8
+WORD_BYTES = 8
+
+
+class StringTable:
+    """Numbers distinct strings in the order of their insertion.
+
+    Lookup takes constant time; memory is about 40 bytes plus its length for each string. Can be pickled.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        # Bytes of string i: _data[_starts[i] : _starts[i + 1]].
+        self._starts = np.zeros(1, np.int64)
+        self._data = np.zeros(0, np.uint8)
+        # Open addressing: the upper half of the hash, and the string's index + 1; 0 is an empty slot.
+        self._slots = np.zeros(MIN_SLOTS, np.uint64)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def insert(self, text: pa.Array) -> np.ndarray:
+        """Adds the strings that are absent. Returns the indices of all strings, int64 [R]."""
+        offsets, data = string_buffers(text)
+        hashes = string_hashes(text)
+        self._reserve(len(text), int(offsets[-1] - offsets[0]))
+        indices, self._size = _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, True)
+        return indices
+
+    def find(self, text: pa.Array) -> np.ndarray:
+        """Looks up the indices of strings: int64 [R], -1 where a string is absent."""
+        return self.find_hashed(string_hashes(text), *string_buffers(text))
+
+    def find_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """Does the same as `find`, for strings in the form of `string_buffers` with known hashes, uint64 [R]."""
+        return _find(hashes, offsets, data, self._slots, self._starts, self._data, self._size, False)[0]
+
+    def strings(self) -> pa.Array:
+        """Returns all strings in order, large_string [U], without a copy: valid until the next `insert`."""
+        buffers = [None, pa.py_buffer(self._starts[: self._size + 1]), pa.py_buffer(self._data)]
+        return pa.Array.from_buffers(pa.large_string(), self._size, buffers)
+
+    def _reserve(self, strings: int, size: int) -> None:
+        """Makes room for `strings` more strings of `size` bytes in total, with at least two slots per string."""
+        most, used = self._size + strings, int(self._starts[self._size])
+        self._starts = _grown(self._starts, self._size + 1, most + 1)
+        self._data = _grown(self._data, used, used + size)
+        if 2 * most > len(self._slots):
+            self._slots = np.zeros(1 << (2 * most - 1).bit_length(), np.uint64)
+            _fill(bytes_hashes(self._starts[: self._size + 1], self._data), self._slots)
+
+
+def string_order(text: pa.Array, keys: np.ndarray) -> np.ndarray:
+    """Sorts strings by the integers `keys` [U], then by their bytes, eight bytes at a time.
+
+    Much faster than string comparisons where most strings are short.
+
+    Returns:
+        Indices of the strings in sorted order, int64 [U].
+    """
+    offsets, data = string_buffers(text)
+    lengths = np.diff(offsets)
+    order = np.arange(len(text))
+    # Positions in `order` that are not final yet, and the rank of each among the words compared so far.
+    unsorted, group = order.copy(), keys
+    end = WORD_BYTES
+    while len(unsorted):
+        index = order[unsorted]
+        words, ends = _words(offsets, data, index, end - WORD_BYTES), np.minimum(lengths[index], end)
+        inner = np.lexsort((ends, words, group))
+        order[unsorted] = index[inner]
+        group, words, ends = group[inner], words[inner], ends[inner]
+        same = (group[1:] == group[:-1]) & (words[1:] == words[:-1]) & (ends[1:] == ends[:-1]) & (ends[1:] == end)
+        tied = np.r_[same, False] | np.r_[False, same]
+        group = np.cumsum(np.r_[True, ~same])[tied]
+        unsorted = unsorted[tied]
+        end += WORD_BYTES
+    return order
+
+
+def _grown(array: np.ndarray, used: int, needed: int) -> np.ndarray:
+    """Copies the first `used` elements to an array of at least `needed`; the remaining ones take no memory yet."""
+    if needed <= len(array):
+        return array
+    larger = np.empty(max(needed, 2 * len(array)), array.dtype)
+    larger[:used] = array[:used]
+    return larger
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill(hashes: np.ndarray, slots: np.ndarray) -> None:
+    """Enters the strings 0, 1, ... with these hashes, each into the first free slot from its hash's lower bits on."""
+    mask = np.uint64(len(slots) - 1)
+    for index in range(len(hashes)):
+        slot = hashes[index] & mask
+        while slots[slot] != 0:
+            slot = (slot + np.uint64(1)) & mask
+        slots[slot] = _entry(hashes[index], index)
+
+
+@numba.njit(nogil=True, cache=True)
+def _find(
+    hashes: np.ndarray,
+    offsets: np.ndarray,
+    data: np.ndarray,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    known: np.ndarray,
+    size: int,
+    insert: bool,
+) -> tuple[np.ndarray, int]:
+    """Finds, and with `insert` adds, strings; compares their bytes, so equal hashes never merge two strings."""
+    mask = np.uint64(len(slots) - 1)
+    indices = np.full(len(hashes), -1, np.int64)
+    for i in range(len(hashes)):
+        length = offsets[i + 1] - offsets[i]
+        slot = hashes[i] & mask
+        while slots[slot] != 0:
+            index = np.int64(slots[slot] & np.uint64(0xFFFFFFFF)) - 1
+            if slots[slot] == _entry(hashes[i], index) and starts[index + 1] - starts[index] == length:
+                k = 0
+                while k < length and data[offsets[i] + k] == known[starts[index] + k]:
+                    k += 1
+                if k == length:
+                    indices[i] = index
+                    break
+            slot = (slot + np.uint64(1)) & mask
+        if insert and indices[i] < 0:
+            slots[slot] = _entry(hashes[i], size)
+            for k in range(length):
+                known[starts[size] + k] = data[offsets[i] + k]
+            starts[size + 1] = starts[size] + length
+            indices[i] = size
+            size += 1
+    return indices, size
+
+
+@numba.njit(inline="always")
+def _entry(string_hash: np.uint64, index: int | np.int64) -> np.uint64:
+    return (string_hash & np.uint64(0xFFFFFFFF00000000)) | np.uint64(index + 1)
+
+
+@numba.njit(nogil=True, cache=True)
+def _words(offsets: np.ndarray, data: np.ndarray, index: np.ndarray, skip: int) -> np.ndarray:
+    """Packs bytes skip to skip + 8 of the strings `index` into uint64 of the same order, zero-padded."""
+    words = np.zeros(len(index), np.uint64)
+    for i in range(len(index)):
+        start = offsets[index[i]] + skip
+        for k in range(min(WORD_BYTES, offsets[index[i] + 1] - start)):
+            words[i] |= np.uint64(data[start + k]) << np.uint64(56 - 8 * k)
+    return words
