@@ -26,7 +26,7 @@ import torch
 from cowrec.data_pipeline.dataset.batch import Batch
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, TIME, Schema
-from cowrec.data_pipeline.dataset.shards import arrow_schema, rows_of_table
+from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.csv_parser import Parsed
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
@@ -116,7 +116,7 @@ class Encoded:
 
 def encoded_rows(table: pa.Table, schema: Schema, *, timed: bool = True) -> SampleBlock:
     """Rows from the columns of `Encoded.table`."""
-    rows = rows_of_table(table, dataclasses.replace(schema, timed=False), "samples")
+    rows = block_from_table(table, dataclasses.replace(schema, timed=False), "samples")
     return dataclasses.replace(rows, time=torch.from_numpy(table[TIME_COLUMN].to_numpy().copy())) if timed else rows
 
 

@@ -1,1 +1,1 @@
-"""The prepared data set: its schema, its Parquet shards, and the batches in memory."""
+"""The prepared data set: its schema, its Parquet shards, and its samples and batches in memory."""

@@ -1,4 +1,4 @@
-"""One mini-batch as the model takes it."""
+"""The mini-batch: input of the model."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from torchrec.streamable import Pipelineable
 
 @dataclass
 class Batch(Pipelineable):
-    """B samples of one rank, and the size of the global batch they are a slice of.
+    """B samples of one rank, a slice of a global batch.
 
     Attributes:
         dense: float32 [B, N], N may be 0.
-        sparse: ids of every sparse field, keys in schema order, int32 values (int64 where a field's ids are raw), int32
-            lengths and offsets, stride B. With float32 weights if, and only if, the schema has a weighted field.
-        label: float32 [B], 0 or 1; NaN where the split has no labels.
-        global_batch_size: samples over all ranks; by default B.
-        time: int64 [B], Unix seconds; None where the data set has no time column.
+        sparse: ids of all sparse fields, keys in schema order, int32 values (int64 if a field has raw ids), int32
+            lengths and offsets, stride B. Has float32 weights if, and only if, the schema has a weighted field.
+        label: float32 [B], 0 or 1; NaN if the split has no labels.
+        global_batch_size: samples over all ranks; B by default.
+        time: int64 [B], Unix seconds; None if the data set has no time column.
     """
 
     dense: torch.Tensor
@@ -31,7 +31,7 @@ class Batch(Pipelineable):
             self.global_batch_size = self.label.numel()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """The batch on `device`; tensors already there are shared, not copied."""
+        """Moves the batch to `device`; tensors already on it are shared, not copied."""
         return Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -41,7 +41,7 @@ class Batch(Pipelineable):
         )
 
     def pin_memory(self) -> "Batch":
-        """A copy in page-locked memory, from which `to(cuda, non_blocking=True)` is asynchronous."""
+        """Copies the batch to page-locked memory, from which `to(cuda, non_blocking=True)` is asynchronous."""
         return Batch(
             self.dense.pin_memory(),
             self.sparse.pin_memory(),
@@ -51,7 +51,7 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory from being reused before `stream` has caught up (CUDA only)."""
+        """Prevents reuse of the memory until the current work of `stream` is done (CUDA only)."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.label.record_stream(stream)

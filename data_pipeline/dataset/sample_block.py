@@ -1,6 +1,6 @@
-"""A table of samples in memory, from which any set of rows becomes a `Batch`.
+"""A block of samples in memory, any selection of which becomes a `Batch`.
 
-Sizes: R rows, N dense fields, S single-valued sparse fields, F sparse fields, B rows taken, V values of a list field.
+Sizes: R samples, N dense fields, S single-valued sparse fields, B selected samples, V values of a list field.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ from .schema import Schema
 
 @dataclass(frozen=True)
 class Bags:
-    """One list field: the values of row r are `values[offsets[r] : offsets[r + 1]]`.
+    """One list field: the values of sample r are `values[offsets[r] : offsets[r + 1]]`.
 
     Attributes:
-        values: int32 [V]; int64 where the schema has raw ids.
+        values: int32 [V]; int64 if the schema has raw ids.
         offsets: int64 [R + 1], starting at 0.
         weights: float32 [V], or None.
     """
@@ -30,23 +30,23 @@ class Bags:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """int64 [R]."""
+        """Number of values of each sample, int64 [R]."""
         return self.offsets[1:] - self.offsets[:-1]
 
     def take(self, index: torch.Tensor) -> "Bags":
-        """The bags of the rows `index` [B], in that order, repetitions included."""
+        """Selects the bags of the samples `index` [B], in that order, which may repeat."""
         starts = self.offsets[index]
         lengths = self.offsets[index + 1] - starts
         offsets = _offsets(lengths)
-        # Position of each taken value: its place in the output, moved by how far its bag moved.
-        position = torch.arange(int(offsets[-1]), device=index.device)
-        position += torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=position.numel())
-        weights = None if self.weights is None else self.weights[position]
-        return Bags(self.values[position], offsets, weights)
+        # Index of each selected value: its index in the output, shifted like its bag.
+        source = torch.arange(int(offsets[-1]), device=index.device)
+        source += torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=source.numel())
+        weights = None if self.weights is None else self.weights[source]
+        return Bags(self.values[source], offsets, weights)
 
     @staticmethod
     def concat(parts: Sequence["Bags"], dtype: torch.dtype = torch.int32) -> "Bags":
-        """All bags of the parts, one after the other; no part is no bag, of values of `dtype`."""
+        """Concatenates bags; without any part, the result has no bag and values of `dtype`."""
         if not parts:
             return Bags(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
         weights = [part.weights for part in parts if part.weights is not None]
@@ -57,19 +57,20 @@ class Bags:
         )
 
     def to(self, device: torch.device) -> "Bags":
+        """Moves the bags to `device`."""
         weights = None if self.weights is None else self.weights.to(device)
         return Bags(self.values.to(device), self.offsets.to(device), weights)
 
 
 @dataclass(frozen=True)
 class SampleBlock:
-    """R samples, row by row: a shuffled gather then reads whole rows, four times as fast as column after column.
+    """R samples, stored sample by sample: a shuffled gather is four times as fast as from columns.
 
     Attributes:
         dense: float32 [R, N].
         label: float32 [R].
-        ids: int32 [R, S], the single-valued fields in schema order; int64 where the schema has raw ids.
-        bags: the list fields by name.
+        ids: int32 [R, S], single-valued fields in schema order; int64 if the schema has raw ids.
+        bags: list fields by name.
         time: int64 [R], Unix seconds, or None.
     """
 
@@ -83,7 +84,7 @@ class SampleBlock:
         return self.label.numel()
 
     def take(self, index: torch.Tensor) -> "SampleBlock":
-        """The rows `index`, int64 [B] on the same device, in that order."""
+        """Selects the samples `index`, int64 [B] on the same device, in that order."""
         return SampleBlock(
             self.dense.index_select(0, index),
             self.label.index_select(0, index),
@@ -94,7 +95,7 @@ class SampleBlock:
 
     @staticmethod
     def concat(parts: Sequence["SampleBlock"]) -> "SampleBlock":
-        """All rows of the parts, one after the other; at least one part."""
+        """Concatenates at least one block."""
         if len(parts) == 1:
             return parts[0]
         times = [part.time for part in parts if part.time is not None]
@@ -108,9 +109,12 @@ class SampleBlock:
 
     @staticmethod
     def assemble(
-        schema: Schema, total: int, pieces: Iterable[tuple[int, "SampleBlock"]], device: torch.device
+        schema: Schema, total: int, parts: Iterable[tuple[int, "SampleBlock"]], device: torch.device
     ) -> "SampleBlock":
-        """`total` rows on `device` from pieces (first row, rows) in order, single-valued columns never held twice."""
+        """Assembles `total` samples on `device` from (index of the first sample, block) in order.
+
+        Memory holds single-valued columns once, unlike `concat`.
+        """
         singles = sum(field.kind == "categorical" for field in schema.sparse)
         dense = torch.empty((total, len(schema.dense)), dtype=torch.float32, device=device)
         label = torch.empty(total, dtype=torch.float32, device=device)
@@ -118,21 +122,21 @@ class SampleBlock:
         ids = torch.empty((total, singles), dtype=dtype, device=device)
         time = torch.empty(total, dtype=torch.int64, device=device) if schema.timed else None
         bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
-        for start, rows in pieces:
-            stop = start + len(rows)
-            dense[start:stop] = rows.dense
-            label[start:stop] = rows.label
-            ids[start:stop] = rows.ids
-            if time is not None and rows.time is not None:
-                time[start:stop] = rows.time
-            for name, parts in bags.items():
-                parts.append(rows.bags[name].to(device))
-        return SampleBlock(dense, label, ids, {name: Bags.concat(parts, dtype) for name, parts in bags.items()}, time)
+        for start, block in parts:
+            stop = start + len(block)
+            dense[start:stop] = block.dense
+            label[start:stop] = block.label
+            ids[start:stop] = block.ids
+            if time is not None and block.time is not None:
+                time[start:stop] = block.time
+            for name, field_bags in bags.items():
+                field_bags.append(block.bags[name].to(device))
+        return SampleBlock(dense, label, ids, {name: Bags.concat(each, dtype) for name, each in bags.items()}, time)
 
     def batch(self, schema: Schema, global_batch_size: int) -> Batch:
-        """These rows, all of them, as the model's input.
+        """Converts all samples to a batch.
 
-        It says how many ids each field has, or TorchRec would ask the device at every step.
+        Sets the number of ids of each field, which TorchRec would otherwise read from the device at every step.
         """
         sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
         return Batch(self.dense, sparse, self.label, global_batch_size, self.time)
@@ -145,9 +149,10 @@ class SampleBlock:
         return KeyedJaggedTensor(keys, values, lengths=lengths, offsets=offsets, stride=len(self), length_per_key=each)
 
     def _jagged(self, schema: Schema) -> KeyedJaggedTensor:
-        """Fields with lists. With weights, single-valued fields weigh 1 and mean-pooled lists 1 / length.
+        """Builds the tensor of a schema with list fields.
 
-        TorchRec's weighted collections cannot average, so the average is in the weights.
+        With weights, single-valued fields have weight 1 and mean-pooled lists 1 / length, because TorchRec's weighted
+        collections cannot average.
         """
         single = iter(self.ids.t())
         one_each, _ = _unit_bags(len(self), self.ids.device)
@@ -176,12 +181,12 @@ class SampleBlock:
 
 
 def id_dtype(schema: Schema) -> torch.dtype:
-    """Of the ids of all fields together: int64 where some are raw, else int32."""
+    """Returns the dtype of all ids: int64 if some are raw, otherwise int32."""
     return torch.int64 if schema.has_raw_ids else torch.int32
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:
-    """0 and the running sum: int64 [len(lengths) + 1]."""
+    """Returns 0 and the cumulative sum of lengths: int64 [len(lengths) + 1]."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
@@ -189,6 +194,6 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _unit_bags(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths and offsets of `count` bags of one value each; the same for every batch of that size, so kept."""
+    """Returns lengths and offsets of `count` bags of one value each; cached, because batches of a size share them."""
     ones = torch.ones(count, dtype=torch.int32, device=device)
     return ones, torch.arange(count + 1, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The description of a prepared data set: `schema.json`, its fields, its splits and where they came from.
+"""The schema of a prepared data set: fields, splits and sources, stored in `schema.json`.
 
 A data set is a folder `schema.json` + `train/*.parquet` + `test/*.parquet` (+ `vocabulary/*.parquet`). The schema is
 written last, so a folder without it is not a data set.
@@ -24,11 +24,11 @@ WEIGHT_SUFFIX = "__weight"
 """Parquet column of a weighted field's weights: the field's name and this suffix."""
 
 OUT_OF_VOCABULARY = 0
-"""Row of every id that has no row of its own: never seen in training, or rarer than `min_count`."""
+"""Embedding row shared by ids never seen in training or rarer than `min_count`."""
 MISSING = 1
-"""Row of an absent value."""
+"""Embedding row of a missing value."""
 RESERVED_ROWS = 2
-"""The rows above; the ids' own rows follow."""
+"""Number of reserved embedding rows; the ids' own rows follow."""
 
 SparseKind = Literal["categorical", "multi", "weighted"]
 Encoding = Literal["vocabulary", "hash", "raw", "synthetic"]
@@ -37,14 +37,14 @@ Pooling = Literal["sum", "mean"]
 
 @dataclass(frozen=True)
 class DenseField:
-    """One float feature and the affine or log map that made it.
+    """One float feature and its transform.
 
     Attributes:
         name: Parquet column.
-        transform: "minmax": (x - minimum) / (maximum - minimum), 0 where both are equal; "log": log1p(max(x - minimum,
-            0)); "none": the number as it was. Missing is 0 before the map.
-        minimum, maximum: of the rows that the transform was fitted on, in raw units.
-        source: the raw field it was made of.
+        transform: "minmax": (x - minimum) / (maximum - minimum), 0 if both are equal; "log": log1p(max(x - minimum,
+            0)); "none": x itself. A missing value is 0 before the transform.
+        minimum, maximum: range of the samples that the transform was fitted on, in raw units.
+        source: the raw field.
     """
 
     name: str
@@ -61,12 +61,12 @@ class SparseField:
     Attributes:
         name: Parquet column, and key of the `KeyedJaggedTensor`.
         kind: "categorical" (exactly one id per sample), "multi" (a list), "weighted" (a list with float weights).
-        num_embeddings: rows of the table, the two reserved ones included; 0 where ids are raw and the trainer decides.
-        pooling: how a bag becomes one vector; a weighted bag is always summed.
-        encoding: "vocabulary" (rows by decreasing training count), "hash" (2 + hash % buckets), "raw" (int64 ids that
-            are no rows yet, see `raw_ids`) or "synthetic".
-        source: the raw field it was made of.
-        bucketed: True where the ids are the logarithmic buckets of an integer column.
+        num_embeddings: rows of the table, including the two reserved ones; 0 if ids are raw and the trainer decides.
+        pooling: reduction of a bag to one vector; a weighted bag is always summed.
+        encoding: "vocabulary" (rows by decreasing training count), "hash" (2 + hash % buckets), "raw" (int64 hashes
+            that the trainer assigns rows to, see `raw_ids`) or "synthetic".
+        source: the raw field.
+        bucketed: True if the ids are the logarithmic buckets of an integer column.
     """
 
     name: str
@@ -91,9 +91,9 @@ class Split:
 
     Attributes:
         rows: samples.
-        positives: samples with label 1; None where the split has no labels (a test set made for prediction).
+        positives: samples with label 1; None if the split has no labels (a test set for prediction).
         shards: samples of each Parquet file, in the order of their names.
-        values: ids of each list field, over all samples.
+        values: ids of each list field over all samples.
     """
 
     rows: int = 0
@@ -107,13 +107,13 @@ class Split:
 
     @property
     def labelled(self) -> bool:
-        """False where the labels are unknown and stored as NaN: such a split can be predicted, not evaluated."""
+        """False if labels are unknown and stored as NaN: such a split can be predicted but not evaluated."""
         return self.positives is not None
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A raw file that went into the data set: path as given, bytes on disk (compressed, if it was), rows in all."""
+    """A raw file of the data set: path as given, bytes on disk, and samples including bad rows."""
 
     path: str
     bytes: int
@@ -124,17 +124,17 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Schema:
-    """Everything a reader or a trainer needs to know about a prepared data set; `schema.json` holds exactly this.
+    """Description of a prepared data set for readers and trainers; the content of `schema.json`.
 
     Attributes:
-        name: the layout or generator it came from ("criteo", "avazu", "csv", "synthetic").
-        dense, sparse: the fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
+        name: layout or generator of the data ("criteo", "avazu", "csv", "synthetic").
+        dense, sparse: fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
         splits: "train" and "test".
-        timed: True where every sample has a time, in the Parquet column `time`: int64, Unix seconds.
-        best: {"auc", "logloss"} of the true probabilities on the test split, for synthetic data; None elsewhere.
-        settings: the configuration that made it, as plain JSON.
-        sources: checksums of the raw files.
-        versions: of the libraries that wrote it.
+        timed: True if every sample has a time, in the Parquet column `time`: int64, Unix seconds.
+        best: {"auc", "logloss"} of the true probabilities on the test split, for synthetic data; otherwise None.
+        settings: configuration that the data set was made with, as plain JSON.
+        sources: raw files and their checksums.
+        versions: versions of the libraries that wrote the data set.
     """
 
     name: str
@@ -158,28 +158,28 @@ class Schema:
 
     @property
     def is_weighted(self) -> bool:
-        """True where the `KeyedJaggedTensor` carries weights: at least one field is weighted."""
+        """True if the `KeyedJaggedTensor` has weights: at least one field is weighted."""
         return any(each.kind == "weighted" for each in self.sparse)
 
     @property
     def has_raw_ids(self) -> bool:
-        """True where ids are int64, because at least one field's are raw; else they are int32."""
+        """True if ids are int64, because at least one field has raw ids; otherwise they are int32."""
         return any(each.encoding == "raw" for each in self.sparse)
 
     def split(self, name: str) -> Split:
-        """The split of that name. Raises ValueError naming the ones there are."""
+        """Returns the split of that name. Raises ValueError naming the existing ones."""
         if name not in self.splits:
             raise ValueError(f"no split {name!r} in data set {self.name!r}; it has {sorted(self.splits)}")
         return self.splits[name]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `schema.json` into `folder`, whole or not at all."""
+        """Writes `schema.json` into `folder` atomically."""
         content = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
         replace_file(Path(folder) / SCHEMA_FILE, content.encode())
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> "Schema":
-        """Reads `folder/schema.json`. Raises ValueError where it is absent, damaged or of another format version."""
+        """Reads `folder/schema.json`. Raises ValueError if it is absent, damaged or of another format version."""
         path = Path(folder) / SCHEMA_FILE
         try:
             text = path.read_text(encoding="utf-8")
@@ -197,18 +197,18 @@ class Schema:
                 f"{path} has format version {version!r}, this cowrec reads {FORMAT_VERSION}; prepare the data set again"
             )
         try:
-            # In JSON's strict mode types are exact, and a list will do for a tuple.
+            # Strict JSON mode requires exact types, and accepts a list for a tuple.
             return TypeAdapter(Schema).validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"]) or "the whole"
+            key = ".".join(str(part) for part in first["loc"]) or "top level"
             raise ValueError(
-                f"{path} does not describe a data set ({place}: {first['msg']}); prepare it again"
+                f"{path} does not describe a data set ({key}: {first['msg']}); prepare it again"
             ) from error
 
 
 def library_versions() -> dict[str, str]:
-    """Versions to record beside the data: whatever writes or reads its bytes."""
+    """Returns the versions of the libraries that write or read a data set's bytes."""
     import numpy
     import pyarrow
 

@@ -1,4 +1,4 @@
-"""Parquet shards of a prepared data set, read into `SampleBlock` and checked, so that they cannot crash a lookup."""
+"""Reading of Parquet shards into a `SampleBlock`, with checks so that invalid ids never reach a lookup."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +17,12 @@ WEIGHT_LIST = pa.list_(pa.float32())
 
 
 def shard_path(data_dir: Path, split: str, number: int) -> Path:
-    """Where shard `number` of a split lies."""
+    """Returns the path of shard `number` of a split."""
     return data_dir / split / f"{number:05d}.parquet"
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """The Parquet columns of a data set: label, time, dense fields, sparse fields (weighted ones with weights)."""
+    """Returns the Parquet columns of a data set: label, time, dense fields, sparse fields (and weights)."""
     columns = [(LABEL, pa.float32()), *([(TIME, pa.int64())] if schema.timed else [])]
     columns += [(field.name, pa.float32()) for field in schema.dense]
     for field in schema.sparse:
@@ -37,32 +37,32 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
     """Reads the shards `numbers` of a split, in that order, into one `SampleBlock` on the CPU.
 
     Raises:
-        ValueError: a shard is missing, damaged, has other columns, types or rows than the schema says, or an id outside
-            [0, num_embeddings): with the file, the column and the value.
+        ValueError: a shard is missing or damaged, differs from the schema in columns, types or size, or has an id
+            outside [0, num_embeddings); the message names the file, the column and the value.
     """
     sizes = [schema.split(split).shards[number] for number in numbers]
-    for number, size in zip(numbers, sizes, strict=True):  # before memory is taken for what schema.json says
+    for number, size in zip(numbers, sizes, strict=True):  # before allocating memory for the sizes in schema.json
         path = shard_path(data_dir, split, number)
         with _opened(path, schema) as file:
-            _check_rows(path, file.metadata.num_rows, size)
+            _check_size(path, file.metadata.num_rows, size)
     stops = np.cumsum(sizes, dtype=np.int64).tolist()
 
-    def pieces() -> Iterator[tuple[int, SampleBlock]]:
+    def parts() -> Iterator[tuple[int, SampleBlock]]:
         for number, size, stop in zip(numbers, sizes, stops, strict=True):
             yield stop - size, _load_shard(shard_path(data_dir, split, number), schema, size)
 
-    return SampleBlock.assemble(schema, sum(sizes), pieces(), torch.device("cpu"))
+    return SampleBlock.assemble(schema, sum(sizes), parts(), torch.device("cpu"))
 
 
 def _load_shard(path: Path, schema: Schema, size: int) -> SampleBlock:
-    return rows_of_table(_read(path, schema, size), schema, path)
+    return block_from_table(_read(path, schema, size), schema, path)
 
 
-def rows_of_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
-    """`SampleBlock` from the columns of `arrow_schema`; `path` is for messages.
+def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
+    """Converts a table with the columns of `arrow_schema` to a `SampleBlock`; `path` is for messages.
 
     Raises:
-        ValueError: nulls, or a list of weights that is not as long as its list of ids.
+        ValueError: a value is null, or a list of weights differs in length from its list of ids.
     """
     single = [field.name for field in schema.sparse if field.kind == "categorical"]
     return SampleBlock(
@@ -74,12 +74,12 @@ def rows_of_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBl
     )
 
 
-def _read(path: Path, schema: Schema, rows: int) -> pa.Table:
+def _read(path: Path, schema: Schema, size: int) -> pa.Table:
     expected = arrow_schema(schema)
     with _opened(path, schema) as file:
         _check_columns(path, file.schema_arrow, expected)
         table = file.read(columns=expected.names)
-    _check_rows(path, table.num_rows, rows)
+    _check_size(path, table.num_rows, size)
     for field in schema.sparse:
         _check_ids(path, field, table[field.name])
     return table
@@ -96,9 +96,9 @@ def _opened(path: Path, schema: Schema) -> Iterator[pq.ParquetFile]:
         raise ValueError(f"{path} is damaged ({error}); prepare the data set again") from error
 
 
-def _check_rows(path: Path, found: int, rows: int) -> None:
-    if found != rows:
-        raise ValueError(f"{path} has {found} rows, schema.json says {rows}; prepare the data set again")
+def _check_size(path: Path, found: int, size: int) -> None:
+    if found != size:
+        raise ValueError(f"{path} has {found} rows, schema.json says {size}; prepare the data set again")
 
 
 def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
@@ -107,7 +107,7 @@ def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
         if position < 0:
             raise ValueError(f"{path} has no column {field.name!r}, but schema.json does; prepare the data set again")
         kind = found.field(position).type
-        # Parquet does not keep the name of a list's inner field, so lists are compared by what they hold.
+        # Parquet does not keep the name of a list's inner field, so lists are compared by their value type.
         if pa.types.is_list(kind):
             kind = pa.list_(kind.value_type)
         if kind != field.type:
@@ -115,7 +115,7 @@ def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
 
 
 def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
-    """An id outside its table would read or write foreign memory in FBGEMM, so none may pass; raw ids have no table."""
+    """Rejects ids outside their table, which would access foreign memory in FBGEMM; raw ids have no table."""
     if field.encoding == "raw":
         return
     for chunk in column.chunks:
@@ -124,12 +124,12 @@ def _check_ids(path: Path, field: SparseField, column: pa.ChunkedArray) -> None:
             if value is not None and not 0 <= value < field.num_embeddings:
                 raise ValueError(
                     f"{path}, column {field.name!r}: id {value} is outside [0, {field.num_embeddings}); the file and "
-                    "schema.json do not belong together, prepare the data set again"
+                    "schema.json do not match; prepare the data set again"
                 )
 
 
 def _stacked(table: pa.Table, names: Sequence[str], dtype: type, path: Path | str) -> torch.Tensor:
-    """Flat columns side by side: a transposed view, [rows, len(names)], of one copy of Arrow's buffers."""
+    """Stacks flat columns: a transposed view, [samples, len(names)], of one copy of Arrow's buffers."""
     columns = np.empty((len(names), table.num_rows), dtype)
     for name, target in zip(names, columns, strict=True):
         column = table[name]

@@ -1,4 +1,4 @@
-"""Writing a data set so that it appears whole or not at all."""
+"""Atomic writing of data sets and their Parquet shards."""
 
 import errno
 import glob
@@ -22,10 +22,10 @@ from .schema import LABEL, SCHEMA_FILE, WEIGHT_SUFFIX, Schema, Split
 from .shards import arrow_schema, shard_path
 
 SHARD_ROWS = 1 << 18
-"""Rows of a Parquet file by default: some 20 MB for Criteo's 39 fields."""
+"""Samples of a Parquet file by default: about 20 MB for Criteo's 39 fields."""
 
 PARTIAL, REPLACED = ".partial-", ".replaced-"
-"""Between a folder's name and a process id: one that is not done yet, one that is being replaced."""
+"""Separators between a folder's name and a process id: an incomplete folder, and one that is being replaced."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +34,15 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes `output` when the block ends well and vanishes when it does not.
+    """Creates a folder that becomes `output` at the end of the block, or is removed on an exception.
 
-    It lies beside `output`, on the same disk, as `<output>.partial-<process id>`. A killed process leaves one behind,
-    which the next one that makes `output` removes, with a warning: work begins anew.
+    It is `<output>.partial-<process id>`, on the same disk. A killed process leaves one behind; the next call for the
+    same `output` removes it with a warning.
 
     Raises:
-        ValueError: `output` exists and is not empty; with `overwrite`, only where it holds no data set. Or another
-            process is making it.
-        OSError: the disk is full: which one, and how much was free.
+        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set), or another process is
+            writing it.
+        OSError: the disk is full; the message names the disk and its free space.
     """
     final = Path(output).absolute()
     _clear_leftovers(final)
@@ -55,19 +55,19 @@ def new_folder(output: str | os.PathLike[str], *, overwrite: bool = False) -> It
             with locked(partial):
                 yield partial
         _check_target(final, overwrite)
-        _put_in_place(partial, final)
+        _rename(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _clear_leftovers(final: Path) -> None:
-    """Removes what killed processes left beside `final`, and puts back what one had moved away but not replaced."""
+    """Removes the folders of killed processes, and restores a data set that one had moved but not replaced."""
     for left in sorted(final.parent.glob(f"{glob.escape(final.name)}{PARTIAL}*")):
         process = left.name.rpartition("-")[2]
-        busy = f"{final} is being made by process {process}, in {left}; wait until it is done, or end it"
+        busy = f"{final} is being written by process {process}, in {left}; wait until it is done, or end it"
         with locked(left, busy):
             shutil.rmtree(left)
-        logger.warning("process %s ended before %s was done; its %s is removed, starting anew", process, final, left)
+        logger.warning("process %s ended before %s was complete; removing %s and starting again", process, final, left)
     for old in sorted(final.parent.glob(f"{glob.escape(final.name)}{REPLACED}*")):
         if final.exists():
             shutil.rmtree(old)
@@ -86,7 +86,8 @@ def _check_target(final: Path, overwrite: bool) -> None:
         raise ValueError(f"{final} is not a prepared data set, so it is not overwritten; choose another output folder")
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
+def _rename(partial: Path, final: Path) -> None:
+    """Renames a complete folder, replacing an existing data set."""
     if not final.exists():
         partial.rename(final)
         return
@@ -101,25 +102,25 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 @contextmanager
-def disk_errors(place: Path) -> Iterator[None]:
-    """Turns "no space left" into a message that says on which disk, how much was free and how much had been needed."""
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Adds the disk, its free space and the bytes written to errors about a full disk."""
     try:
         yield
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        free = shutil.disk_usage(place.parent).free
-        written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+        free = shutil.disk_usage(folder.parent).free
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         raise OSError(
             error.errno,
-            f"no room left for {place} on the disk of {place.parent}: {free:,} bytes are free after {written:,} were "
+            f"no room left for {folder} on the disk of {folder.parent}: {free:,} bytes are free after {written:,} were "
             "written. They are removed again; free more space than that, or choose an output folder on another disk",
         ) from error
 
 
 @dataclass(frozen=True)
 class ShardSize:
-    """What `Split` sums up of a shard: rows, those with label 1 (None where labels are NaN), ids of each list field."""
+    """Size of a shard: samples, samples with label 1 (None if labels are NaN), and ids of each list field."""
 
     rows: int
     positives: int | None
@@ -127,11 +128,11 @@ class ShardSize:
 
 
 def write_shard(path: Path, table: pa.Table, labelled: bool) -> ShardSize:
-    """Writes a Parquet file of the columns of `arrow_schema`, whole or not at all; equal rows make equal bytes."""
-    # One chunk per column: how rows came together would show in the file's pages.
+    """Writes a Parquet file with the columns of `arrow_schema` atomically; equal samples give equal bytes."""
+    # One chunk per column: chunk boundaries would otherwise change the pages of the file.
     table = table.combine_chunks()
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
-    # LZ4, because the reader decodes it up to three times as fast as zstd, for a third more bytes.
+    # LZ4 decodes up to three times as fast as zstd, at a third more bytes.
     pq.write_table(table, partial, row_group_size=table.num_rows, compression="lz4", use_dictionary=True)
     partial.replace(path)
     lists = [field.name for field in table.schema if pa.types.is_list(field.type)]
@@ -144,7 +145,7 @@ def write_shard(path: Path, table: pa.Table, labelled: bool) -> ShardSize:
 
 
 def size_of_split(shards: Sequence[ShardSize], schema: Schema, *, labelled: bool) -> Split:
-    """The split that shards make up, in their order; of the schema the fields count."""
+    """Sums the sizes of shards, in order, to the size of a split; uses only the fields of the schema."""
     lists = [field.name for field in schema.sparse if field.kind != "categorical"]
     return Split(
         sum(each.rows for each in shards),
@@ -155,14 +156,14 @@ def size_of_split(shards: Sequence[ShardSize], schema: Schema, *, labelled: bool
 
 
 class ShardWriter:
-    """Collects rows of one split and writes them as Parquet files of `shard_rows` rows.
+    """Collects the samples of one split and writes them as Parquet files of `shard_rows` samples.
 
     Args:
         folder: the data set's folder.
-        split: name of the split, and of its sub-folder.
-        schema: dense and sparse fields (its splits are not looked at).
-        shard_rows: rows of each file; the last one may have fewer.
-        labelled: False where labels are NaN.
+        split: name of the split and of its sub-folder.
+        schema: dense and sparse fields; its splits are not used.
+        shard_rows: samples of each file; the last one may have fewer.
+        labelled: False if labels are NaN.
     """
 
     def __init__(self, folder: Path, split: str, schema: Schema, shard_rows: int, *, labelled: bool = True) -> None:
@@ -174,20 +175,20 @@ class ShardWriter:
         (folder / split).mkdir()
 
     def write(self, table: pa.Table) -> None:
-        """Adds rows; the table has the columns of `arrow_schema`, in any order."""
+        """Adds samples; the table has the columns of `arrow_schema`, in any order."""
         table = table.select(self._columns.names).cast(self._columns)
         self._waiting.append(table)
         self._waiting_rows += table.num_rows
         if self._waiting_rows >= self._shard_rows:
             table = pa.concat_tables(self._waiting)
-            whole = table.num_rows // self._shard_rows * self._shard_rows
-            for start in range(0, whole, self._shard_rows):
+            full = table.num_rows // self._shard_rows * self._shard_rows
+            for start in range(0, full, self._shard_rows):
                 self._write_shard(table.slice(start, self._shard_rows))
-            self._waiting = [table.slice(whole)]
-            self._waiting_rows = table.num_rows - whole
+            self._waiting = [table.slice(full)]
+            self._waiting_rows = table.num_rows - full
 
     def close(self) -> Split:
-        """Writes what is left. Returns the split's size."""
+        """Writes the remaining samples. Returns the size of the split."""
         if self._waiting_rows:
             self._write_shard(pa.concat_tables(self._waiting))
         self._waiting, self._waiting_rows = [], 0

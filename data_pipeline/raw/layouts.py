@@ -1,4 +1,4 @@
-"""Layouts of raw files: which columns there are, in which order, and what each one means."""
+"""Layouts of raw files: their columns in order, and the field that each one holds."""
 
 import csv
 import dataclasses
@@ -22,15 +22,15 @@ FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class RawField:
-    """One feature as it stands in the raw file.
+    """One feature of a raw file.
 
     Attributes:
-        name: of the feature.
+        name: name of the feature.
         kind: "numeric" (one number), "categorical" (one id), "multi" (ids joined by `separator`) or "weighted" (the
             same, each id followed by `weight_separator` and its weight).
-        column: the raw column; by default the name.
-        separator, weight_separator: of the list kinds.
-        pooling: "sum" or "mean", for list kinds; multi is averaged by default, weighted is always summed.
+        column: raw column; the name by default.
+        separator, weight_separator: for list kinds only.
+        pooling: "sum" or "mean", for list kinds only; "mean" by default for multi, always "sum" for weighted.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Layout:
     Attributes:
         name: "criteo", "avazu" or "csv".
         delimiter: one character.
-        quote: one character, or empty where quotes have no meaning.
-        header: the first line names the columns.
-        columns: all raw columns in order; empty where the header is to tell.
-        label: the label's column.
-        fields: what is kept; other columns are left out.
-        time: the column of the sample's time, which may be a field as well; empty where there is none.
-        time_format: "timestamp" (Unix seconds, whole or not, or ISO 8601) or "hour" (YYMMDDHH, UTC).
+        quote: one character, or empty if quotes have no meaning.
+        header: True if the first line names the columns.
+        columns: all raw columns in order; empty if they are read from the header.
+        label: column of the label.
+        fields: the features; other columns are ignored.
+        time: column of the sample's time, which may be a field as well; empty if there is none.
+        time_format: "timestamp" (Unix seconds, with or without decimals, or ISO 8601) or "hour" (YYMMDDHH, UTC).
     """
 
     name: str
@@ -104,19 +104,19 @@ class Layout:
         if len(set(names)) < len(names):
             raise ValueError(f"field names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
         if self.time and TIME in names:
-            raise ValueError(f"field {TIME!r}: samples have a time, whose name this is; choose another for the field")
+            raise ValueError(f"field {TIME!r}: this name is reserved for the time of samples; rename the field")
         if self.time and self.time == self.label:
             raise ValueError(f"column {self.label!r} is the label, so it cannot be the time as well")
         if self.columns:
             self._check_columns(self.columns, labelled=False)
 
     def resolve(self, first_line: bytes, path: str, *, need_label: bool) -> "Layout":
-        """The layout with `columns` as they are in a file that starts with `first_line`.
+        """Returns the layout with the `columns` of a file that starts with `first_line`.
 
-        Without `need_label`, the label's column may be absent (the test files of Criteo and Avazu).
+        Without `need_label`, the label's column may be absent, as in the test files of Criteo and Avazu.
 
         Raises:
-            ValueError: naming the columns that are missing, twice there or not as expected.
+            ValueError: a column is missing or repeated, or the line is not UTF-8 or no CSV; the message names it.
         """
         try:
             found = next(csv.reader([first_line.decode()], delimiter=self.delimiter, quotechar=self.quote or None,
@@ -145,7 +145,7 @@ class Layout:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Layout":
-        """The inverse of `dataclasses.asdict`."""
+        """Builds a layout from the result of `dataclasses.asdict`."""
         fields = tuple(RawField(**field) for field in content["fields"])
         return Layout(**{**content, "columns": tuple(content["columns"]), "fields": fields})
 
@@ -181,14 +181,14 @@ AVAZU = Layout(
     time="hour",
     time_format="hour",
 )
-"""Avazu's Kaggle `train` (and `test`, without `click`). `id` is different in every row, so it is no feature."""
+"""Avazu's Kaggle `train` (and `test`, without `click`). `id` is unique to each sample, so it is no feature."""
 
 
 def load_csv_schema(path: str | os.PathLike[str]) -> Layout:
-    """Reads the TOML file that describes somebody's own data.
+    """Reads a schema file: TOML that describes the columns of a CSV file.
 
         delimiter = ","                  # default
-        quote = '"'                      # default; "" where quotes have no meaning
+        quote = '"'                      # default; "" if quotes have no meaning
         header = true                    # default
         columns = ["label", "age"]       # instead of a header
         label = "label"                  # default
@@ -201,11 +201,11 @@ def load_csv_schema(path: str | os.PathLike[str]) -> Layout:
         weight_separator = ":"           # weighted
         pooling = "mean"                 # multi: mean (default) or sum
 
-    An empty value is a missing one. A time is Unix seconds (also with decimals, which are cut off) or ISO 8601 text
-    ("2014-10-21T07:00:00Z", a date alone, UTC where it names no zone); a sample without one is a bad row.
+    An empty value is a missing one. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or
+    a date alone; UTC unless it names a zone); a sample without a time is a bad row.
 
     Raises:
-        ValueError: with the file, the key and the remedy.
+        ValueError: a problem in the file; the message names the file, the key and the remedy.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -224,12 +224,12 @@ def _layout_of(content: dict[str, Any]) -> Layout:
     _check_types("", content, types)
     header, columns = content.get("header", True), content.get("columns", [])
     if header == bool(columns):
-        raise ValueError("give `columns` exactly where header = false")
+        raise ValueError("give `columns` if, and only if, header = false")
     fields = []
-    for position, field in enumerate(content.get("fields", []), start=1):
+    for number, field in enumerate(content.get("fields", []), start=1):
         if not isinstance(field, dict) or not {"name", "kind"} <= field.keys():
-            raise ValueError(f"fields entry {position} needs a name and a kind")
-        _check_types(f"fields entry {position}: ", field, {each.name: str for each in dataclasses.fields(RawField)})
+            raise ValueError(f"fields entry {number} needs a name and a kind")
+        _check_types(f"fields entry {number}: ", field, {each.name: str for each in dataclasses.fields(RawField)})
         fields.append(RawField(**field))
     layout = Layout(
         "csv", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns),

@@ -1,1 +1,1 @@
-"""Reading a prepared data set: shuffling, prefetching, and keeping it in memory."""
+"""Reading of a prepared data set: shuffling, prefetching and resident data."""

@@ -1,4 +1,4 @@
-"""How many bytes a split takes when all of it is kept on a device, and whether it fits there."""
+"""Memory of a resident split: bytes needed and bytes available."""
 
 import torch
 
@@ -6,9 +6,9 @@ from cowrec.data_pipeline.dataset.schema import Schema
 
 
 def resident_bytes(schema: Schema, split: str = "train") -> int:
-    """Bytes that `Reader(resident=True)` keeps for a split.
+    """Returns the bytes that `Reader(resident=True)` stores for a split.
 
-    4 for each label, dense value and id (8 where ids are raw), 4 for each weight, 8 for each time and list's offset.
+    4 for each label, dense value and id (8 if ids are raw), 4 for each weight, 8 for each time and list offset.
     """
     size = schema.split(split)
     id_bytes = 8 if schema.has_raw_ids else 4
@@ -23,7 +23,7 @@ def resident_bytes(schema: Schema, split: str = "train") -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free bytes on a device: of the GPU's memory, or of the machine's; None where the system does not tell."""
+    """Returns the free bytes of the GPU's or the machine's memory; None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -35,7 +35,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(schema: Schema, split: str, device: torch.device) -> None:
-    """Raises ValueError with the bytes needed and available where a split does not fit on `device`."""
+    """Raises ValueError with the bytes needed and available if a split does not fit on `device`."""
     needed, available = resident_bytes(schema, split), available_bytes(device)
     if available is not None and needed > available:
         raise ValueError(

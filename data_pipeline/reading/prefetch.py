@@ -1,4 +1,4 @@
-"""A bounded look-ahead: a thread prepares the next items of an iterator while the consumer works on this one."""
+"""Bounded prefetching: a thread prepares the next items of an iterator while the consumer processes the current one."""
 
 import threading
 from collections import deque
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 class _Channel(Generic[Item]):
-    """Hands items from one producer to one consumer, at most `capacity` waiting; either side may end it."""
+    """Queue from one producer to one consumer with at most `capacity` items, which either side may close."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -21,7 +21,7 @@ class _Channel(Generic[Item]):
         self._error: BaseException | None = None
 
     def put(self, item: Item) -> bool:
-        """Waits for room. False once the consumer is gone: the producer should stop."""
+        """Adds an item once there is room. Returns False if the consumer has stopped, and so should the producer."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._items) < self._capacity or self._abandoned)
             if self._abandoned:
@@ -31,11 +31,13 @@ class _Channel(Generic[Item]):
             return True
 
     def finish(self, error: BaseException | None = None) -> None:
+        """Ends the items; `error` is raised in the consumer after the last one."""
         with self._changed:
             self._finished, self._error = True, error
             self._changed.notify_all()
 
     def abandon(self) -> None:
+        """Closes the queue from the consumer's side and drops its items."""
         with self._changed:
             self._abandoned = True
             self._items.clear()
@@ -55,10 +57,10 @@ class _Channel(Generic[Item]):
 
 
 def prefetched(make: Callable[[], Generator[Item, None, None]], capacity: int = 2) -> Generator[Item, None, None]:
-    """Yields what `make()` yields, prepared up to `capacity` items ahead by a thread.
+    """Yields the items of `make()`, which a thread prepares up to `capacity` items ahead.
 
-    An exception in the thread is raised here, after the items before it. The thread is gone, and the generator it ran
-    is closed, once this one has ended, been closed or been dropped.
+    An exception in the thread is raised here after the preceding items. When this generator ends, is closed or is
+    deleted, the thread has ended and the generator of `make()` is closed.
     """
     channel: _Channel[Item] = _Channel(capacity)
 
@@ -68,7 +70,7 @@ def prefetched(make: Callable[[], Generator[Item, None, None]], capacity: int = 
                 for item in items:
                     if not channel.put(item):
                         break
-        except BaseException as error:  # whatever it is, it belongs to the consumer
+        except BaseException as error:  # raised in the consumer, of whatever type it is
             channel.finish(error)
         else:
             channel.finish()

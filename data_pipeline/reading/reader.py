@@ -1,7 +1,7 @@
-"""The reader: a prepared data set, one split of it, as an endless choice of epochs of batches.
+"""The reader of a prepared data set: yields the batches of an epoch of one split.
 
-The global batch k of an epoch has the same rows in the same order whatever the number of ranks and whether the rows are
-streamed or resident. Sizes: G rows of a global batch, W ranks.
+Global batch k of an epoch has the same samples in the same order for any number of ranks, streamed or resident.
+Sizes: G samples of a global batch, W ranks.
 """
 
 import os
@@ -23,7 +23,7 @@ from .prefetch import prefetched
 from .shuffle import Window, epoch_windows, rank_slice
 
 WINDOW_ROWS = 1 << 20
-"""Rows shuffled together by default: about 170 MB for Criteo's 39 fields."""
+"""Samples shuffled together by default: about 170 MB for Criteo's 39 fields."""
 
 Batches: TypeAlias = Generator[Batch, None, None]
 Windows: TypeAlias = Generator[tuple[Window, SampleBlock, torch.Tensor], None, None]
@@ -33,19 +33,19 @@ class Reader:
     """Batches of one split, for one rank.
 
     Args:
-        data_dir: a folder made by `prepare` or `synthesize`.
+        data_dir: a folder written by `prepare` or `synthesize`.
         split: "train" or "test".
-        batch_size: G, the global batch; each rank gets its contiguous part of it.
-        rank, world_size: rank r takes rows [r * G // W, (r + 1) * G // W) of each global batch.
-        shuffle: a new order every epoch, across shards and within windows; otherwise the stored order.
-        seed: of the shuffle.
-        drop_last: leave out the last global batch where it is short. At evaluation, keep it.
-        device: where batches are yielded.
-        resident: keep the whole split on `device` and gather batches there.
-        window_rows: rows in memory, and shuffled together, while streaming; up to three windows exist at a time.
+        batch_size: G, the global batch size; each rank gets a contiguous slice.
+        rank, world_size: rank r takes samples [r * G // W, (r + 1) * G // W) of each global batch.
+        shuffle: use a new order every epoch, across shards and within windows; otherwise the stored order.
+        seed: seed of the shuffle.
+        drop_last: drop the last global batch if it is short. For evaluation, keep it.
+        device: device of the batches.
+        resident: store the entire split on `device` and gather batches there.
+        window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
 
     Raises:
-        ValueError: on a bad argument, a folder that is no data set, or `resident` where it does not fit.
+        ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.
     """
 
     def __init__(
@@ -80,49 +80,49 @@ class Reader:
         self._rank, self._world_size = rank, world_size
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._window_rows = window_rows
-        self._everything = self._load_everything() if resident else None
+        self._resident_block = self._load_split() if resident else None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the split over all ranks; with `drop_last`, an epoch serves fewer."""
+        """Samples of the split over all ranks; with `drop_last`, an epoch may yield fewer."""
         return self._size.rows
 
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        whole, rest = divmod(self.num_rows, self.batch_size)
-        return whole + bool(rest and not self._drop_last)
+        full, remainder = divmod(self.num_rows, self.batch_size)
+        return full + bool(remainder and not self._drop_last)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on, without reading what lies before.
+        """Yields the batches of an epoch from `start_step` on, without reading earlier windows.
 
-        A thread stays ahead of the consumer; it ends with the iterator, also where that is closed or dropped early.
-        Where the rows are resident on a GPU the thread prepares only their order: the gather itself must be launched
-        on the consumer's stream.
+        A thread prepares batches ahead of the consumer and ends with the iterator, even if that is closed or deleted
+        early. If the split is resident on a GPU, the thread prepares only the order of samples, because the gather must
+        be launched on the consumer's stream.
 
         Raises:
-            ValueError: here for a bad argument; while iterating for a missing or damaged shard.
+            ValueError: an invalid argument; or, while iterating, a missing or damaged shard.
         """
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start_step <= len(self):
             raise ValueError(f"start_step must be in [0, {len(self)}], got {start_step}")
         on_gpu = self.device.type == "cuda"
-        if self._everything is not None:
+        if self._resident_block is not None:
             if on_gpu:
                 return self._batches(prefetched(lambda: self._resident(epoch, start_step)), start_step)
             return prefetched(lambda: self._batches(self._resident(epoch, start_step), start_step))
         batches = prefetched(lambda: self._batches(self._streamed(epoch, start_step), start_step, pin=on_gpu))
-        return self._moved(batches) if on_gpu else batches
+        return self._copied_to_gpu(batches) if on_gpu else batches
 
-    def _moved(self, batches: Batches) -> Batches:
-        """Copies page-locked batches to the GPU on a stream of their own, each while the one before is computed."""
+    def _copied_to_gpu(self, batches: Batches) -> Batches:
+        """Copies page-locked batches to the GPU on a separate stream, each during the step of the batch before."""
         stream = torch.cuda.Stream(self.device)
 
         def copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
             with torch.cuda.stream(stream):
                 return batch.to(self.device, non_blocking=True), stream.record_event()
 
-        def given(batch: Batch, copied: torch.cuda.Event) -> Batch:
+        def hand_over(batch: Batch, copied: torch.cuda.Event) -> Batch:
             consumer = torch.cuda.current_stream(self.device)
             consumer.wait_event(copied)
             batch.record_stream(consumer)
@@ -133,22 +133,22 @@ class Reader:
             for batch in batches:
                 following = copy(batch)
                 if ahead:
-                    yield given(*ahead)
+                    yield hand_over(*ahead)
                 ahead = following
             if ahead:
-                yield given(*ahead)
+                yield hand_over(*ahead)
 
     def _batches(self, windows: Windows, step: int, pin: bool = False) -> Batches:
-        """Cuts windows into this rank's slices; a slice that crosses a border is put together from its parts."""
+        """Splits windows into this rank's slices; concatenates the parts of a slice that spans several windows."""
         parts: list[SampleBlock] = []
         with closing(windows):
-            for window, rows, order in windows:
-                order = order.to(rows.label.device, non_blocking=True)
+            for window, block, order in windows:
+                order = order.to(block.label.device, non_blocking=True)
                 while step < len(self):
                     start, stop, size = self._slice(step)
                     index = order[max(start - window.start, 0) : max(stop - window.start, 0)]
                     if len(index) or not parts:
-                        parts.append(rows.take(index))
+                        parts.append(block.take(index))
                     if stop > window.stop:
                         break
                     batch = SampleBlock.concat(parts).batch(self.schema, size)
@@ -169,27 +169,27 @@ class Reader:
     def _streamed(self, epoch: int, start_step: int) -> Windows:
         def load() -> Windows:
             for window in self._windows(epoch, start_step):
-                rows = load_shards(self._data_dir, self.schema, self.split, window.shards)
-                yield window, rows, torch.from_numpy(window.order())
+                block = load_shards(self._data_dir, self.schema, self.split, window.shards)
+                yield window, block, torch.from_numpy(window.order())
 
         return prefetched(load, capacity=1)
 
     def _resident(self, epoch: int, start_step: int) -> Windows:
-        assert self._everything is not None
+        assert self._resident_block is not None
         sizes = np.asarray(self._size.shards)
         starts = np.cumsum(sizes) - sizes
         for window in self._windows(epoch, start_step):
-            laid_out = np.concatenate([np.arange(starts[each], starts[each] + sizes[each]) for each in window.shards])
-            order = torch.from_numpy(laid_out[window.order()])
-            # Copied by the consumer, on whose stream it is used and may be freed.
-            yield window, self._everything, order.pin_memory() if self.device.type == "cuda" else order
+            samples = np.concatenate([np.arange(starts[each], starts[each] + sizes[each]) for each in window.shards])
+            order = torch.from_numpy(samples[window.order()])
+            # The consumer copies the order to the GPU, because it is used and freed on the consumer's stream.
+            yield window, self._resident_block, order.pin_memory() if self.device.type == "cuda" else order
 
-    def _load_everything(self) -> SampleBlock:
-        """The whole split on the device, copied there window by window."""
+    def _load_split(self) -> SampleBlock:
+        """Loads the entire split and copies it to the device, window by window."""
         check_fits(self.schema, self.split, self.device)
         windows = epoch_windows(self._size.shards, self._window_rows, shuffle=False, seed=0, epoch=0)
-        pieces = ((each.start, load_shards(self._data_dir, self.schema, self.split, each.shards)) for each in windows)
-        everything = SampleBlock.assemble(self.schema, self.num_rows, pieces, self.device)
+        parts = ((each.start, load_shards(self._data_dir, self.schema, self.split, each.shards)) for each in windows)
+        block = SampleBlock.assemble(self.schema, self.num_rows, parts, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return everything
+        return block

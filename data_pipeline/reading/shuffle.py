@@ -1,8 +1,8 @@
-"""The order of an epoch: which shards are in memory together, and in which order their rows are served.
+"""The order of samples in an epoch: windows of shards that are in memory together.
 
-An epoch is a sequence of windows. The shards are permuted, consecutive ones are gathered into a window of about
-`window_rows` rows, and the rows of a window are permuted across all its shards. Everything follows from (seed, epoch),
-so every rank, and every resumed run, has the same order.
+The shards are permuted, consecutive ones are grouped into windows of about `window_rows` samples, and the samples of a
+window are permuted across all its shards. The order is a function of (seed, epoch), so it is the same on every rank and
+in every resumed run.
 """
 
 from collections.abc import Sequence
@@ -13,52 +13,54 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Window:
-    """Some shards that are served together.
+    """Shards whose samples are shuffled together.
 
     Attributes:
-        start: position of its first row in the epoch.
-        shards: shard numbers, in the order in which their rows are laid out.
-        rows: samples in it.
-        key: (seed, epoch, number of the window), which seeds the permutation; None where rows keep their order.
+        start: position of its first sample in the epoch.
+        shards: shard numbers, in the order in which their samples are concatenated.
+        samples: number of samples.
+        key: (seed, epoch, number of the window), the seed of the permutation; None if samples keep their order.
     """
 
     start: int
     shards: tuple[int, ...]
-    rows: int
+    samples: int
     key: tuple[int, int, int] | None
 
     @property
     def stop(self) -> int:
-        return self.start + self.rows
+        """Position after its last sample."""
+        return self.start + self.samples
 
     def order(self) -> np.ndarray:
-        """int64 [rows]: which row of the laid-out window is served at each position."""
+        """Returns the index among the concatenated samples for each position of the window, int64 [samples]."""
         if self.key is None:
-            return np.arange(self.rows)
-        return _generator(*self.key).permutation(self.rows)
+            return np.arange(self.samples)
+        return _generator(*self.key).permutation(self.samples)
 
 
 def epoch_windows(shards: Sequence[int], window_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[Window]:
-    """Windows of an epoch over shards of the given sizes; a window closes once it has `window_rows` rows."""
+    """Returns the windows of an epoch over shards of the given sizes; each but the last has at least `window_rows`."""
     numbers = np.arange(len(shards))
     if shuffle:
         numbers = _generator(seed, epoch, 0).permutation(numbers)
     windows: list[Window] = []
-    start, rows, gathered = 0, 0, []
+    start, samples, gathered = 0, 0, []
     for position, number in enumerate(numbers.tolist()):
         gathered.append(number)
-        rows += shards[number]
-        if rows >= window_rows or position == len(numbers) - 1:
+        samples += shards[number]
+        if samples >= window_rows or position == len(numbers) - 1:
             key = (seed, epoch, len(windows) + 1) if shuffle else None
-            windows.append(Window(start, tuple(gathered), rows, key))
-            start, rows, gathered = start + rows, 0, []
+            windows.append(Window(start, tuple(gathered), samples, key))
+            start, samples, gathered = start + samples, 0, []
     return windows
 
 
 def rank_slice(step: int, batch_size: int, total: int, rank: int, world_size: int) -> tuple[int, int, int]:
-    """Positions [start, stop) in the epoch that `rank` takes of global batch `step`, and that batch's size.
+    """Returns (start, stop, size): the positions of `rank`'s slice of global batch `step`, and that batch's size.
 
-    The slices of the ranks are contiguous, cover the batch and differ by at most one row; the last batch may be short.
+    The slices of the ranks are contiguous, cover the batch and differ by at most one sample in size. The last batch may
+    be short.
     """
     first = step * batch_size
     size = min(batch_size, total - first)

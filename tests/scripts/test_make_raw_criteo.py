@@ -101,4 +101,4 @@ def test_a_terminal_shows_bytes_and_time_left(raw: Path, tmp_path: Path) -> None
     assert process.wait() == 0
     said, total = shown.decode(), f"{3 * raw.stat().st_size / 1e6:.1f}M"
     assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", said), said
-    assert f"process 1 ended before {tmp_path}/out was done; its {tmp_path}/out.partial-1 is removed" in said
+    assert f"process 1 ended before {tmp_path}/out was complete; removing {tmp_path}/out.partial-1" in said

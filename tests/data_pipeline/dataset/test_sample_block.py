@@ -1,4 +1,4 @@
-"""Gathering rows into batches, against plain loops over Python lists."""
+"""Selection of samples into batches, against plain loops over Python lists."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ def make_schema(kinds, poolings):
     return Schema("test", (DenseField("a"), DenseField("b")), sparse, {})
 
 
-def make_rows(kinds, samples):
+def make_block(kinds, samples):
     bags = {}
     for n, kind in enumerate(kinds):
         if kind != "categorical":
@@ -62,7 +62,7 @@ def make_rows(kinds, samples):
 
 
 def expected(kinds, poolings, samples):
-    """Values, lengths and weights in the order of a KeyedJaggedTensor: field by field, sample by sample."""
+    """Computes values, lengths and weights in the order of a KeyedJaggedTensor: field by field, sample by sample."""
     values, lengths, weights = [], [], []
     for n, kind in enumerate(kinds):
         for sample in samples:
@@ -80,8 +80,8 @@ def check(batch, kinds, poolings, samples):
     assert batch.sparse.values().dtype == batch.sparse.lengths().dtype == torch.int32
     assert batch.sparse.lengths().tolist() == lengths
     assert batch.sparse.offsets().tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
-    of_fields = [lengths[n * len(samples) : (n + 1) * len(samples)] for n in range(len(kinds))]
-    assert batch.sparse.length_per_key_or_none() == [sum(each) for each in of_fields]
+    by_field = [lengths[n * len(samples) : (n + 1) * len(samples)] for n in range(len(kinds))]
+    assert batch.sparse.length_per_key_or_none() == [sum(each) for each in by_field]
     assert batch.sparse.stride() == len(samples) == batch.label.numel()
     if "weighted" in kinds:
         torch.testing.assert_close(batch.sparse.weights(), torch.tensor(weights, dtype=torch.float32))
@@ -95,37 +95,37 @@ def check(batch, kinds, poolings, samples):
 @given(tables())
 def test_a_gather_equals_a_plain_loop(table):
     kinds, poolings, samples, index = table
-    rows = make_rows(kinds, samples).take(torch.tensor(index, dtype=torch.int64))
-    batch = rows.batch(make_schema(kinds, poolings), 99)
-    check(batch, kinds, poolings, [samples[position] for position in index])
+    block = make_block(kinds, samples).take(torch.tensor(index, dtype=torch.int64))
+    batch = block.batch(make_schema(kinds, poolings), 99)
+    check(batch, kinds, poolings, [samples[each] for each in index])
     assert batch.global_batch_size == 99
 
 
 @settings(max_examples=40, deadline=None)
 @given(tables(), st.integers(0, 9))
-def test_rows_put_together_from_parts_are_the_same_rows(table, cut):
+def test_concat_restores_a_split_block(table, first):
     kinds, poolings, samples, _ = table
-    rows, everything = make_rows(kinds, samples), torch.arange(len(samples))
-    parts = [rows.take(everything[:cut]), rows.take(everything[cut:])]
+    block, everything = make_block(kinds, samples), torch.arange(len(samples))
+    parts = [block.take(everything[:first]), block.take(everything[first:])]
     check(SampleBlock.concat(parts).batch(make_schema(kinds, poolings), -1), kinds, poolings, samples)
 
 
-def test_moving_a_batch_keeps_everything():
-    rows = make_rows(("categorical", "weighted"), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)], [(4, 0.5), (4, 2.0)]])])
-    batch = rows.batch(make_schema(("categorical", "weighted"), ("sum", "sum")), 7)
+def test_moving_a_batch_keeps_its_content():
+    block = make_block(("categorical", "weighted"), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)], [(4, 0.5), (4, 2.0)]])])
+    batch = block.batch(make_schema(("categorical", "weighted"), ("sum", "sum")), 7)
     moved = batch.to(torch.device("cpu"), non_blocking=True)
     assert moved.global_batch_size == 7
     assert moved.sparse.values().tolist() == [3, 4, 4]
     assert moved.sparse.weights().tolist() == [1.0, 0.5, 2.0]
 
 
-def test_the_size_of_the_global_batch_is_by_default_the_batch():
-    rows = make_rows(("categorical",), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)]])] * 3)
-    assert rows.batch(make_schema(("categorical",), ("sum",)), -1).global_batch_size == 3
+def test_the_global_batch_size_defaults_to_the_batch_size():
+    block = make_block(("categorical",), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)]])] * 3)
+    assert block.batch(make_schema(("categorical",), ("sum",)), -1).global_batch_size == 3
 
 
 @pytest.mark.parametrize("kinds", [("categorical",), ("categorical", "multi")])
-def test_no_rows_make_an_empty_batch(kinds):
+def test_an_empty_selection_is_an_empty_batch(kinds):
     sample = Sample([0.0, 1.0], 1.0, [[(3, 1.0)]] * len(kinds))
-    rows = make_rows(kinds, [sample]).take(torch.empty(0, dtype=torch.int64))
-    check(rows.batch(make_schema(kinds, ("sum",) * len(kinds)), 5), kinds, ("sum",) * len(kinds), [])
+    block = make_block(kinds, [sample]).take(torch.empty(0, dtype=torch.int64))
+    check(block.batch(make_schema(kinds, ("sum",) * len(kinds)), 5), kinds, ("sum",) * len(kinds), [])

@@ -1,4 +1,4 @@
-"""A data set appears whole or not at all: full disks, killed processes, folders that are in use."""
+"""Data sets are written atomically: full disks, killed processes, folders in use."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ SMALL = SynthesizeConfig(rows=3000, test_rows=500, vocabulary_scale=1e-4)
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A real file system of 256 KiB."""
+    """Mounts a real file system of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -27,14 +27,14 @@ def tiny_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(tiny_disk):
+def test_a_full_disk_is_reported_and_nothing_remains(tiny_disk):
     with pytest.raises(OSError, match=r"no room left for .*out\.partial.* bytes are free after .* were written"):
         synthesize(tiny_disk / "out", SynthesizeConfig(rows=20_000, vocabulary_scale=1e-4, shard_rows=1000))
     assert list(tiny_disk.iterdir()) == []
 
 
-def test_a_file_over_the_limit_is_told_and_nothing_is_left(tmp_path):
-    """The same without the right to mount: a limit on file sizes, in a process of its own."""
+def test_a_file_above_the_size_limit_is_reported_and_nothing_remains(tmp_path):
+    """Needs no right to mount: limits file sizes in a subprocess."""
     script = f"""
         import resource
         from cowrec.data_pipeline import SynthesizeConfig, synthesize
@@ -47,7 +47,7 @@ def test_a_file_over_the_limit_is_told_and_nothing_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_run_leaves_nothing_that_loads(tmp_path):
+def test_a_killed_run_leaves_no_data_set(tmp_path):
     script = f"""
         import os, signal
         from cowrec.data_pipeline import SynthesizeConfig, synthesize

@@ -1,4 +1,4 @@
-"""A `prepare` that is killed: nothing half-made is taken for whole, and the next one begins anew, saying so."""
+"""A killed `prepare` leaves no data set; the next one starts again with a warning."""
 
 import logging
 import os
@@ -36,15 +36,15 @@ def raw(tmp_path):
 
 
 def preparing(raw: Path, out: Path, share: float, then: str) -> subprocess.Popen:
-    """A process that prepares, and does something once a share of the work is done."""
+    """Starts a process that prepares, and executes `then` after a share of the work."""
     script = PREPARE.format(at=share * work_bytes([raw]), then=then, raw=str(raw), out=str(out))
     command = [sys.executable, "-c", textwrap.dedent(script)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_killed_prepare_starts_anew_and_says_so(raw, tmp_path, caplog, share):
-    """Killed by signal 9 in the first pass, and when all is written but not yet in its place."""
+def test_a_killed_prepare_starts_again_with_a_warning(raw, tmp_path, caplog, share):
+    """Covers a kill by signal 9 in the first pass, and one after all is written but before the rename."""
     out = tmp_path / "out"
     killed = preparing(raw, out, share, "os.kill(os.getpid(), signal.SIGKILL)")
     assert killed.wait(60) == -signal.SIGKILL
@@ -55,29 +55,29 @@ def test_a_killed_prepare_starts_anew_and_says_so(raw, tmp_path, caplog, share):
     with caplog.at_level(logging.WARNING):
         prepare("criteo", [raw], out, CONFIG)
     assert caplog.messages == [
-        f"process {killed.pid} ended before {out} was done; its {left} is removed, starting anew"
+        f"process {killed.pid} ended before {out} was complete; removing {left} and starting again"
     ]
     prepare("criteo", [raw], tmp_path / "never killed", CONFIG)
     assert content(out) == content(tmp_path / "never killed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["never killed", "out", "raw"]
 
 
-def test_a_living_prepare_is_left_alone(raw, tmp_path):
-    """The other one waits in the middle of its work until it is told to go on."""
+def test_a_running_prepare_is_not_disturbed(raw, tmp_path):
+    """The other process pauses in the middle of its work until the test lets it continue."""
     out = tmp_path / "out"
     other = preparing(raw, out, 0.5, "sys.stdout.write('*'); sys.stdout.flush(); done = -1e9; sys.stdin.read(1)")
     assert other.stdin is not None
     assert other.stdout is not None
     assert other.stdout.read(1) == "*"
-    with pytest.raises(ValueError, match=rf"out is being made by process {other.pid}, in .*wait until it is done"):
+    with pytest.raises(ValueError, match=rf"out is being written by process {other.pid}, in .*wait until it is done"):
         prepare("criteo", [raw], out, CONFIG)
     other.communicate("*", timeout=60)
     assert other.returncode == 0
     assert Schema.load(out).splits["train"].rows + Schema.load(out).splits["test"].rows == 1000
 
 
-def test_the_number_of_a_dead_process_may_be_anyones(raw, tmp_path, caplog):
-    """In a container a new process often has the number of the one before: only who holds the lock is alive."""
+def test_reused_process_ids_are_no_running_processes(raw, tmp_path, caplog):
+    """In a container a new process often has the id of an earlier one: only the holder of the lock is running."""
     for process in (os.getpid(), 1):
         (tmp_path / f"out.partial-{process}" / "train").mkdir(parents=True)
     (tmp_path / "outer.partial-1").mkdir()
@@ -86,8 +86,8 @@ def test_the_number_of_a_dead_process_may_be_anyones(raw, tmp_path, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "outer.partial-1", "raw"]
 
 
-def test_what_was_moved_away_to_be_replaced_comes_back(raw, tmp_path):
-    """Killed between the two renames of an overwrite, the old data set is the only one there is."""
+def test_a_data_set_moved_for_an_overwrite_is_restored(raw, tmp_path):
+    """After a kill between the two renames of an overwrite, only the old data set exists."""
     prepare("criteo", [raw], tmp_path / "out.replaced-7", CONFIG)
     before = content(tmp_path / "out.replaced-7")
     with pytest.raises(ValueError, match="exists and is not empty"):

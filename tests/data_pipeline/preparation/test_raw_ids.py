@@ -1,4 +1,4 @@
-"""Raw ids and times: what `prepare` writes and what readers serve, against plain-Python hashes and datetime."""
+"""Raw ids and times, written by `prepare` and served by readers, against plain-Python hashes and datetime."""
 
 import datetime
 import math
@@ -20,7 +20,7 @@ EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def signed(text):
-    """The documented raw id of a string, in plain Python."""
+    """Computes the documented raw id of a string in plain Python."""
     value = fnv_splitmix(text)
     value = value if value > 1 else value + 2
     return (value - 2**64 if value >= 2**63 else value) if text else MISSING
@@ -32,7 +32,7 @@ def prepared(folder, **settings):
     return rows, prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "schema.toml")
 
 
-def test_ids_are_the_hashes_and_times_the_seconds(tmp_path):
+def test_ids_are_hashes_and_times_are_seconds(tmp_path):
     rows, schema = prepared(tmp_path, shard_rows=40)
     assert [(each.encoding, each.num_embeddings) for each in schema.sparse] == [("raw", 0)] * 3
     assert schema.timed
@@ -62,12 +62,12 @@ def test_both_readers_serve_int64_ids_and_times(tmp_path, resident):
             assert batch.time.dtype == batch.sparse.values().dtype == torch.int64
             assert batch.sparse.lengths().dtype == torch.int32
             city, tags = (batch.sparse[name].to_dense() for name in ("city", "tags"))
-            for place, time in enumerate(batch.time.tolist()):
-                assert city[place].tolist() == [signed(by_time[time]["city"])]
-                assert tags[place].tolist() == [signed(tag) for tag in by_time[time]["tags"]]
+            for index, time in enumerate(batch.time.tolist()):
+                assert city[index].tolist() == [signed(by_time[time]["city"])]
+                assert tags[index].tolist() == [signed(tag) for tag in by_time[time]["tags"]]
             seen += batch.time.tolist()
     assert sorted(seen) == sorted(row["time"] for row in rows[:150])
-    # Per row 4 (label) + 4 (price) + 8 (time) + 8 (city); per list field 8 (rows + 1) + 8 an id, + 4 a weight.
+    # Per sample 4 (label) + 4 (price) + 8 (time) + 8 (city); per list field 8 (samples + 1), 8 an id and 4 a weight.
     values = schema.splits["train"].values
     lists = 2 * 8 * 151 + 8 * values["tags"] + 12 * values["history"]
     assert resident_bytes(schema) == 150 * 24 + lists
@@ -82,7 +82,7 @@ def test_moving_and_padding_a_batch_keeps_its_time(tmp_path):
     assert padded.sparse.values().dtype == torch.int64
 
 
-def test_criteos_buckets_can_be_raw_too(tmp_path):
+def test_criteo_buckets_can_be_raw_ids(tmp_path):
     raw = write_criteo(tmp_path / "raw", 30)
     config = PrepareConfig(raw_ids=True, dense="buckets", test_fraction=0.0)
     schema = prepare("criteo", [tmp_path / "raw"], tmp_path / "out", config)
@@ -95,17 +95,17 @@ def test_criteos_buckets_can_be_raw_too(tmp_path):
 
 
 def test_a_mixed_schema_serves_all_ids_as_int64(tmp_path):
-    from cowrec.data_pipeline.dataset.shards import rows_of_table
+    from cowrec.data_pipeline.dataset.shards import block_from_table
 
     sparse = (SparseField("a", 0, encoding="raw"), SparseField("b", 9), SparseField("c", 9, "multi"))
     table = pa.table({"label": pa.array([1.0], pa.float32()), "a": pa.array([-5]), "b": pa.array([3], pa.int32()),
                       "c": pa.array([[4, 5]], pa.list_(pa.int32()))})  # fmt: skip
-    batch = rows_of_table(table, Schema("mixed", (), sparse, {}), "").batch(Schema("mixed", (), sparse, {}), 1)
+    batch = block_from_table(table, Schema("mixed", (), sparse, {}), "").batch(Schema("mixed", (), sparse, {}), 1)
     assert batch.sparse.values().tolist() == [-5, 3, 4, 5]
 
 
 @given(st.lists(st.text(max_size=4), max_size=20))
-def test_raw_ids_are_documented_hashes(values):
+def test_raw_ids_equal_the_documented_hashes(values):
     assert raw_ids(pa.array(values, pa.string())).tolist() == [signed(value) for value in values]
 
 
@@ -127,7 +127,7 @@ def test_avazus_hours_are_times(tmp_path):
     st.sampled_from(["", "Z", "+02:00", "-0530", "+14"]),
     st.sampled_from(" T"),
 )
-def test_iso_times_are_those_of_datetime(moment, zone, between):
+def test_iso_times_equal_those_of_datetime(moment, zone, between):
     text = moment.isoformat(sep=between) + zone
     known = datetime.datetime.fromisoformat(text)
     known = known if known.tzinfo else known.replace(tzinfo=datetime.UTC)
@@ -151,7 +151,7 @@ def test_a_bad_time_is_a_bad_row(tmp_path, bad):
     assert (schema.splits["train"].rows, schema.sources[0].bad_rows) == (200, 1)
 
 
-def test_fractions_of_seconds_are_cut_off():
+def test_fractions_of_seconds_are_rounded_down():
     values, wrong = as_times(pa.array(["1.75", "-0.25", "1e3", "2014-10-21T07:00:00.999Z"]), "timestamp")
     assert values.tolist() == [1, -1, 1000, 1413874800]
     assert not np.any(wrong)
@@ -164,7 +164,7 @@ def test_fractions_of_seconds_are_cut_off():
         ({"raw_ids": True, "hash_buckets": 9}, "hash_buckets and raw_ids exclude each other"),
     ],
 )
-def test_what_raw_ids_exclude(settings, message):
+def test_settings_that_conflict_with_raw_ids_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         PrepareConfig(**settings)
 
@@ -174,7 +174,7 @@ def test_what_raw_ids_exclude(settings, message):
     [
         (('time = "seen at"', 'time = "click"'), "is the label, so it cannot be the time as well"),
         (('time = "seen at"', 'time = "when"'), "no column 'when' among"),
-        (('"price"', '"time"\ncolumn = "price"'), "field 'time': samples have a time, whose name this is"),
+        (('"price"', '"time"\ncolumn = "price"'), "field 'time': this name is reserved for the time of samples"),
     ],
 )
 def test_a_layout_that_gives_time_two_meanings_is_refused(tmp_path, change, message):

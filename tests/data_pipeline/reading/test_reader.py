@@ -1,4 +1,4 @@
-"""The reader: what an epoch serves, in which order, to which rank; and what it does with damaged files."""
+"""The reader: content and order of epochs, slices of ranks, and damaged files."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ from cowrec.data_pipeline.reading.shuffle import epoch_windows
 
 
 def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True):
-    """A data set whose row r has label r % 2, dense value r and id r; with lists, r % 3 ids, all of them r."""
+    """Writes samples r with label r % 2, dense value r and id r; with lists, r % 3 ids, all of them r."""
     sparse = [SparseField("id", max(rows, 1) + 2)]
     columns = {
         "label": pa.array(np.arange(rows) % 2 if labelled else np.full(rows, np.nan), pa.float32()),
@@ -51,7 +51,7 @@ def flat(lists):
     return [item for items in lists for item in items]
 
 
-def test_without_shuffle_the_stored_order(numbered):
+def test_the_order_without_shuffle_is_the_stored_one(numbered):
     reader = Reader(numbered, "train", batch_size=10, window_rows=30)
     batches = ids(reader)
     assert flat(batches) == list(range(103))
@@ -60,7 +60,7 @@ def test_without_shuffle_the_stored_order(numbered):
     assert reader.num_rows == 103
 
 
-def test_the_columns_of_a_row_stay_together(numbered):
+def test_the_columns_of_a_sample_stay_together(numbered):
     for batch in Reader(numbered, "train", batch_size=16, shuffle=True, window_rows=50).epoch(3):
         rows = batch.sparse["id"].values()
         assert batch.dense[:, 0].int().tolist() == rows.tolist()
@@ -73,7 +73,7 @@ def test_the_columns_of_a_row_stay_together(numbered):
 def test_every_rank_split_of_an_epoch_is_the_same_permutation(
     numbered, batch_size, window_rows, seed, epoch, shuffle, resident
 ):
-    """World sizes 1, 2 and 3: the same global batches, as contiguous slices whose sizes differ by at most one."""
+    """World sizes 1, 2 and 3 have the same global batches, as contiguous slices that differ by at most one sample."""
     options = {"batch_size": batch_size, "window_rows": window_rows, "seed": seed, "shuffle": shuffle}
     whole = ids(Reader(numbered, "train", **options), epoch)
     assert sorted(flat(whole)) == list(range(103))
@@ -97,11 +97,11 @@ def test_epochs_and_seeds_differ_and_repeat(numbered):
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
-def test_the_shuffle_moves_shards_and_mixes_those_of_a_window(numbered):
+def test_shards_are_shuffled_and_mixed_within_a_window(numbered):
     served = flat(ids(Reader(numbered, "train", batch_size=103, shuffle=True, seed=1, window_rows=40)))
     window = epoch_windows([20] * 5 + [3], 40, shuffle=True, seed=1, epoch=0)[0]
     assert window.shards != tuple(range(len(window.shards)))
-    assert {row // 20 for row in served[: window.rows]} == set(window.shards)
+    assert {row // 20 for row in served[: window.samples]} == set(window.shards)
     assert len({row // 20 for row in served[:15]}) > 1
 
 
@@ -113,7 +113,7 @@ def test_an_epoch_can_be_resumed_anywhere(numbered, start_step, resident):
 
 
 def write_uneven(folder, sizes):
-    """Numbered rows in shards of these sizes, as `prepare` makes them of partitions and a random split."""
+    """Writes numbered samples in shards of these sizes, like `prepare` from partitions and a random split."""
     folder.mkdir()
     schema = Schema("test", (DenseField("number"),), (SparseField("id", sum(sizes) + 2),), {})
     (folder / "train").mkdir()
@@ -139,10 +139,10 @@ def write_uneven(folder, sizes):
     resident=st.booleans(),
     data=st.data(),
 )
-def test_a_position_is_exact_whatever_the_shards(
+def test_resuming_is_exact_for_any_shards_and_ranks(
     tmp_path_factory, sizes, batch_size, window_rows, world_size, resident, data
 ):
-    """Every rank goes on with the very rows that the epoch would have served, and so does another number of ranks."""
+    """A resumed epoch yields exactly the remaining samples, for any number of ranks."""
     folder = write_uneven(tmp_path_factory.mktemp("uneven") / "data", sizes)
     options = {"batch_size": batch_size, "window_rows": window_rows, "shuffle": True, "resident": resident}
     whole = Reader(folder, "train", **options)
@@ -154,7 +154,7 @@ def test_a_position_is_exact_whatever_the_shards(
     assert [flat(each) for each in zip(*parts, strict=True)] == expected
 
 
-def test_a_resumed_epoch_reads_only_what_it_serves(numbered, monkeypatch):
+def test_a_resumed_epoch_reads_only_the_shards_it_needs(numbered, monkeypatch):
     loaded = []
     from cowrec.data_pipeline.reading import reader as module
 
@@ -170,7 +170,7 @@ def test_the_last_short_batch_is_kept_or_dropped(numbered):
     assert len(reader) == 10
 
 
-def test_ranks_without_rows_get_an_empty_batch(tmp_path):
+def test_ranks_without_samples_get_an_empty_batch(tmp_path):
     write_numbered(tmp_path, 9, 4, lists=True)
     batches = [list(Reader(tmp_path, "train", batch_size=8, rank=rank, world_size=4).epoch(0))[-1] for rank in range(4)]
     assert [batch.label.numel() for batch in batches] == [0, 0, 0, 1]
@@ -191,7 +191,7 @@ def test_lists_and_weights_survive_windows_and_shuffling(tmp_path, resident):
         assert batch.sparse["list"].values().tolist() == flat([row] * (row % 3) for row in rows)
         assert batch.sparse["pair"].lengths().tolist() == [row % 3 for row in rows]
         assert batch.sparse["pair"].weights().tolist() == flat([row] * (row % 3) for row in rows)
-        # Beside a weighted field, the mean is in the weights.
+        # If another field is weighted, mean pooling is in the weights.
         assert batch.sparse["list"].weights().tolist() == flat([1 / (row % 3)] * (row % 3) for row in rows if row % 3)
         assert batch.sparse["id"].weights().tolist() == [1.0] * len(rows)
     assert sorted(seen) == list(range(50))
@@ -200,8 +200,8 @@ def test_lists_and_weights_survive_windows_and_shuffling(tmp_path, resident):
 def test_windows_hold_every_shard_once():
     windows = epoch_windows([5, 1, 7, 3, 4], 6, shuffle=True, seed=3, epoch=1)
     assert sorted(flat(window.shards for window in windows)) == [0, 1, 2, 3, 4]
-    assert [window.start for window in windows] == np.cumsum([0] + [window.rows for window in windows])[:-1].tolist()
-    assert all(window.rows >= 6 for window in windows[:-1])
+    assert [window.start for window in windows] == np.cumsum([0] + [window.samples for window in windows])[:-1].tolist()
+    assert all(window.samples >= 6 for window in windows[:-1])
 
 
 def test_an_empty_split_is_an_empty_epoch(numbered):
@@ -211,7 +211,7 @@ def test_an_empty_split_is_an_empty_epoch(numbered):
         assert ids(reader) == []
 
 
-def test_unlabelled_rows_have_nan_labels(tmp_path):
+def test_unlabelled_samples_have_nan_labels(tmp_path):
     write_numbered(tmp_path, 5, 5, labelled=False)
     reader = Reader(tmp_path, "train", batch_size=5)
     assert not reader.schema.split("train").labelled
@@ -234,7 +234,7 @@ def test_an_abandoned_epoch_leaves_no_thread(numbered):
     assert not reader_threads()
 
 
-def test_a_failure_in_the_background_reaches_the_consumer_and_leaves_no_thread(tmp_path):
+def test_an_exception_in_the_thread_reaches_the_consumer(tmp_path):
     write_numbered(tmp_path, 100, 10)
     (tmp_path / "train" / "00007.parquet").unlink()
     batches = Reader(tmp_path, "train", batch_size=10, window_rows=10).epoch(0)
@@ -254,7 +254,7 @@ def test_a_failure_in_the_background_reaches_the_consumer_and_leaves_no_thread(t
         ({"batch_size": 1, "window_rows": 0}, "window_rows must be"),
     ],
 )
-def test_bad_arguments_are_named(numbered, arguments, message):
+def test_invalid_arguments_are_named(numbered, arguments, message):
     with pytest.raises(ValueError, match=message):
         Reader(numbered, "train", **arguments)
     reader = Reader(numbered, "train", batch_size=10)
@@ -286,7 +286,7 @@ def replaced(name, values):
         (lambda table: table.slice(1), "has 5 rows, schema.json says 6"),
     ],
 )
-def test_a_shard_that_is_not_the_schemas_is_refused(tmp_path, change, message):
+def test_a_shard_unlike_the_schema_is_refused(tmp_path, change, message):
     write_numbered(tmp_path, 6, 6, lists=True)
     rewrite(tmp_path / "train" / "00000.parquet", change)
     with pytest.raises(ValueError, match=rf"00000\.parquet.*{message}"):
@@ -322,9 +322,9 @@ def test_a_folder_without_a_valid_schema_is_refused(tmp_path):
 def test_the_bytes_of_a_resident_split_are_counted_exactly(tmp_path):
     write_numbered(tmp_path, 50, 7, lists=True)
     reader = Reader(tmp_path, "train", batch_size=9, resident=True)
-    rows = reader._everything
-    tensors = [rows.dense, rows.label, rows.ids]
-    for bags in rows.bags.values():
+    block = reader._resident_block
+    tensors = [block.dense, block.label, block.ids]
+    for bags in block.bags.values():
         tensors += [bags.values, bags.offsets, *([] if bags.weights is None else [bags.weights])]
     assert resident_bytes(reader.schema) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -338,7 +338,7 @@ def test_a_split_that_does_not_fit_is_refused_with_both_sizes(numbered, monkeypa
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("resident", [False, True])
-def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path, resident):
+def test_batches_on_a_gpu_equal_those_on_the_cpu(tmp_path, resident):
     write_numbered(tmp_path, 50, 7, lists=True)
     options = {"batch_size": 9, "shuffle": True, "window_rows": 15}
     there = Reader(tmp_path, "train", device="cuda", resident=resident, **options)
