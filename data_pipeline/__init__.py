@@ -1,4 +1,4 @@
-"""Raw click logs to Parquet shards of ids, and those to batches. Knows nothing of models."""
+"""The data pipeline: raw click logs to Parquet shards of ids, and shards or streams to batches."""
 
 from .codec.codec import BadSample, Encoded, RawSamples, SampleCodec
 from .dataset.batch import Batch

@@ -1,4 +1,4 @@
-"""Stable 64-bit hashes of integers and of strings; compiled, so that no Python loop sees a row."""
+"""Stable 64-bit hashes of integers and strings, in compiled loops."""
 
 import numba
 import numpy as np
@@ -11,7 +11,7 @@ FNV_PRIME = np.uint64(0x100000001B3)
 
 @numba.njit(inline="always")
 def mix(state: np.uint64) -> np.uint64:
-    """splitmix64's output function (Steele, Lea, Flood 2014): a bijection of the 64-bit integers."""
+    """Applies splitmix64's output function (Steele, Lea, Flood 2014), a bijection of the 64-bit integers."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
@@ -19,21 +19,21 @@ def mix(state: np.uint64) -> np.uint64:
 
 @numba.njit(inline="always")
 def uniform(bits: np.uint64) -> float:
-    """[0, 1) from the top 53 bits."""
+    """Maps the top 53 bits to [0, 1)."""
     return (bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_uniforms(key: np.uint64, rows: np.ndarray) -> np.ndarray:
-    out = np.empty(len(rows))
-    for i in range(len(rows)):
-        out[i] = uniform(mix(mix(key) + np.uint64(rows[i]) * GOLDEN))
+def _uniforms(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
+    out = np.empty(len(numbers))
+    for i in range(len(numbers)):
+        out[i] = uniform(mix(mix(key) + np.uint64(numbers[i]) * GOLDEN))
     return out
 
 
 @numba.njit(nogil=True, cache=True)
 def bytes_hashes(offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """`string_hashes` of strings that lie in `data`, uint8, from each offset to the next, int [R + 1]."""
+    """Computes `string_hashes` of strings stored in `data`, uint8, between consecutive `offsets`, int [R + 1]."""
     out = np.empty(len(offsets) - 1, np.uint64)
     for i in range(len(out)):
         state = FNV_OFFSET
@@ -43,13 +43,13 @@ def bytes_hashes(offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
     return out
 
 
-def row_uniforms(seed: int, rows: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each row number: float64 [R] from int64 [R]. Depends on (seed, row number) alone."""
-    return _row_uniforms(np.uint64(seed), rows)
+def uniforms(seed: int, numbers: np.ndarray) -> np.ndarray:
+    """Draws a number in [0, 1) for each integer, float64 [R] from int64 [R]; a function of (seed, integer) alone."""
+    return _uniforms(np.uint64(seed), numbers)
 
 
 def string_hashes(text: pa.Array) -> np.ndarray:
-    """Hash of each string: uint64 [R] = splitmix64's mix of FNV-1a (64 bits) over the UTF-8 bytes.
+    """Hashes strings: uint64 [R] = splitmix64's mix of FNV-1a (64 bits) over the UTF-8 bytes.
 
     Part of the data format (`hash_buckets`): it must never change.
     """
@@ -57,7 +57,7 @@ def string_hashes(text: pa.Array) -> np.ndarray:
 
 
 def string_buffers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Arrow's own memory of a string array without nulls: offsets [R + 1] (int32 or int64) and bytes, uint8."""
+    """Returns Arrow's buffers of a string array without nulls: offsets [R + 1] (int32 or int64) and bytes, uint8."""
     wide = pa.types.is_large_string(text.type)
     _, offsets, data = text.buffers()
     dtype = np.dtype(np.int64 if wide else np.int32)

@@ -1,4 +1,4 @@
-"""An ordered parallel map with a bounded number of items under way."""
+"""An ordered parallel map with a bounded number of pending items."""
 
 import os
 from collections import deque
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -20,8 +20,8 @@ def ordered_map(
 ) -> Generator[Result, None, None]:
     """Yields `work(item)` in the order of the items, computed by threads; at most workers + 1 results exist at a time.
 
-    Meant for work that leaves the interpreter lock (Arrow, NumPy, compiled loops). `workers` = 0: one per core, at
-    most 8. An exception is raised in its item's turn; what had been started is waited for.
+    For work that releases the interpreter lock (Arrow, NumPy, compiled loops). `workers` = 0: one per core, at most 8.
+    An exception is raised at its item's turn, after waiting for the work already started.
     """
     workers = workers or min(available_cores(), 8)
     with ThreadPoolExecutor(workers, thread_name_prefix="cowrec-data") as pool:

@@ -84,7 +84,7 @@ class Encoder:
                 if len(vocabulary) + RESERVED_ROWS != field.num_embeddings:
                     raise ValueError(
                         f"{_file(folder, field.name)} has {len(vocabulary)} ids, schema.json says "
-                        f"{field.num_embeddings - RESERVED_ROWS}; the files do not belong together"
+                        f"{field.num_embeddings - RESERVED_ROWS}; the files do not match"
                     )
                 vocabularies[field.name] = vocabulary
         return Encoder(schema.dense, schema.sparse, vocabularies)

@@ -75,7 +75,7 @@ class Vocabulary:
         return _with_missing(self.rows_of_hashed(string_hashes(text), *string_buffers(text)), text)
 
     def rows_of_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """Does the same as `rows`, for non-empty strings as `string_buffers` gives them, with known hashes uint64 [R]."""
+        """Does the same as `rows`, for non-empty strings as `string_buffers` gives them, with known hashes [R]."""
         indices = self._table.find_hashed(hashes, offsets, data)
         return np.where(indices < 0, OUT_OF_VOCABULARY, indices + RESERVED_ROWS).astype(np.int32)
 

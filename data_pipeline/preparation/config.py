@@ -1,4 +1,4 @@
-"""Settings of `prepare`: the `[prepare]` section of a run."""
+"""Settings of `prepare`: the `[prepare]` section of a run's configuration."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,24 +13,24 @@ MOST_BUCKETS = 2**31 - 3
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """How raw data become ids and floats.
+    """Settings of the conversion from raw data to ids and floats.
 
     Attributes:
         min_count: ids seen less often in training share the out-of-vocabulary row of their field.
-        hash_buckets: this many rows per field by a stateless hash, instead of a vocabulary; 0 for a vocabulary.
-        raw_ids: ids stay 64-bit numbers (`vocabulary.raw_ids`), which become rows in training only, of tables that ids
-            come to and go from; instead of a vocabulary.
-        dense: "minmax" to [0, 1]; "log", log1p(x - minimum); "buckets", as minmax and each integer also as a
-            categorical field `<name>_bucket`; "none", the number itself. Missing is 0 before the map.
-        fit_on: rows whose minimum and maximum count: "train", or "all" as the published numbers did. Vocabularies
-            are always of the training rows.
-        split: "random" by row number and seed, or "tail": the last rows are for testing.
-        test_fraction: of the random split; by default 0.1, for Avazu 0.2.
-        test_rows: of the tail split.
-        seed: of the random split.
-        on_bad_row: "error" stops at the first bad row, "skip" leaves it out.
-        max_bad_rows: how many may be left out.
-        shard_rows: raw rows that go to one Parquet file of each split; the unit of work, which is held in memory.
+        hash_buckets: embedding rows per field, chosen by a stateless hash instead of a vocabulary; 0 for a vocabulary.
+        raw_ids: store 64-bit hashes (`vocabulary.raw_ids`) instead of embedding rows; training assigns rows to them in
+            dynamic id tables.
+        dense: "minmax" to [0, 1]; "log", log1p(x - minimum); "buckets", like minmax, with each integer also as a
+            categorical field `<name>_bucket`; "none", the number itself. A missing value is 0 before the transform.
+        fit_on: samples that the transforms are fitted on: "train", or "all" to reproduce published numbers.
+            Vocabularies always use the training samples.
+        split: "random" by sample number and seed, or "tail": the last samples are the test split.
+        test_fraction: share of the test split if random; 0.1 by default, 0.2 for Avazu.
+        test_rows: samples of the test split if "tail".
+        seed: seed of the random split.
+        on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out.
+        max_bad_rows: largest number of skipped bad rows.
+        shard_rows: raw lines that become one Parquet file of each split; the unit of work, which is held in memory.
     """
 
     min_count: int = 1

@@ -1,4 +1,4 @@
-"""Partitions worked on by a Dask cluster, all of whose machines see the raw files and the output folder."""
+"""An engine that runs on a Dask cluster, all machines of which can access the raw files and the output folder."""
 
 import pickle
 from collections import deque
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cowrec.data_pipeline.raw.partitions import Block, Partition, RawFile, Report
 
-from .engine import Result, Shared, loaded
+from .engine import Result, Shared, load_blocks
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -20,12 +20,12 @@ PLAN_FILE = "plan.pickle"
 
 @contextmanager
 def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, None]:
-    """An engine on the cluster whose scheduler has this address, such as tcp://host:8786.
+    """Connects to the cluster whose scheduler has this address, such as tcp://host:8786.
 
-    What all tasks need lies in `folder` for that time, which all workers must see.
+    The data shared by all tasks is stored in `folder` meanwhile, which all workers must be able to access.
 
     Raises:
-        ValueError: Dask is not installed, or no worker answers. OSError: no scheduler answers.
+        ValueError: Dask is not installed, or the cluster has no worker. OSError: the scheduler does not answer.
     """
     try:
         from distributed import Client
@@ -38,8 +38,9 @@ def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, N
 
 
 class DaskEngine:
-    """Hands out a file or a partition as a task. Of a compressed file, which cannot be entered in the middle, one task
-    does all partitions that begin in it.
+    """Submits each file or partition as a task.
+
+    All partitions that begin in the same compressed file are one task, because such a file is read from its beginning.
     """
 
     def __init__(self, client: "Client", folder: Path) -> None:
@@ -47,7 +48,7 @@ class DaskEngine:
 
     def survey(self, work: Callable[[str, Report], RawFile], paths: Sequence[str], report: Report) -> Sequence[RawFile]:
         files = []
-        for file in self._ordered(partial(_surveyed, work), None, paths):
+        for file in self._ordered(partial(_survey, work), None, paths):
             files.append(file)
             report(sum(segment.file_bytes for segment in file.segments))
         return files
@@ -55,27 +56,27 @@ class DaskEngine:
     def map(
         self, work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
     ) -> Generator[Result, None, None]:
-        for results in self._ordered(partial(_worked, work), shared, _runs(partitions)):
+        for results in self._ordered(partial(_process, work), shared, _tasks(partitions)):
             yield from results
 
     def _ordered(self, task: Callable, shared: object, items: Iterable) -> Generator:
-        """`task(shared, item)` of each item in order, two a thread under way at a time."""
+        """Yields `task(shared, item)` of each item in order, with at most two pending tasks per thread."""
         path = self._folder / PLAN_FILE
         with path.open("wb") as file:
             pickle.dump(shared, file, protocol=5)
-        # A task, so that workers get it from each other, one that dies loses nothing, and the end of it frees it.
-        loaded_once = self._client.submit(_load, path, pure=False)
+        # As a task its result is shared between workers, survives the loss of one, and is freed at the end.
+        shared_future = self._client.submit(_load, path, pure=False)
         most = 2 * sum(self._client.nthreads().values())
         pending: deque[Future] = deque()
         try:
             for item in items:
-                pending.append(self._client.submit(task, loaded_once, item, pure=False))
+                pending.append(self._client.submit(task, shared_future, item, pure=False))
                 if len(pending) > most:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
-            self._client.cancel([*pending, loaded_once])
+            self._client.cancel([*pending, shared_future])
             path.unlink()
 
 
@@ -84,22 +85,22 @@ def _load(path: Path) -> object:
         return pickle.load(file)
 
 
-def _surveyed(work: Callable[[str, Report], RawFile], _: None, path: str) -> RawFile:
+def _survey(work: Callable[[str, Report], RawFile], _: None, path: str) -> RawFile:
     return work(path, lambda _: None)
 
 
-def _worked(
-    work: Callable[[Shared, int, list[Block]], Result], shared: Shared, run: Sequence[Partition]
+def _process(
+    work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
 ) -> list[Result]:
-    return [work(shared, each.number, blocks) for each, blocks in loaded(run)]
+    return [work(shared, each.number, blocks) for each, blocks in load_blocks(partitions)]
 
 
-def _runs(partitions: Sequence[Partition]) -> list[list[Partition]]:
-    """Partitions that one task is to do: each by itself, those that begin in the same compressed file together."""
-    runs: list[list[Partition]] = []
+def _tasks(partitions: Sequence[Partition]) -> list[list[Partition]]:
+    """Groups partitions by task: those that begin in the same compressed file together, others one by one."""
+    tasks: list[list[Partition]] = []
     for each in partitions:
         first = each.segments[0]
-        if first.plain or not runs or runs[-1][0].segments[0].path != first.path:
-            runs.append([])
-        runs[-1].append(each)
-    return runs
+        if first.plain or not tasks or tasks[-1][0].segments[0].path != first.path:
+            tasks.append([])
+        tasks[-1].append(each)
+    return tasks

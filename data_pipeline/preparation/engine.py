@@ -1,7 +1,7 @@
-"""Where the partitions of raw files are worked on: here by threads, or by a Dask cluster (dask_engine.py).
+"""Engines that process partitions of raw files: threads of this process, or a Dask cluster (dask_engine.py).
 
-Both run the same functions on the same partitions and give the results in the same order, so that what comes out does
-not depend on the engine.
+Both run the same functions on the same partitions and yield results in the same order, so the data set does not depend
+on the engine.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -17,21 +17,21 @@ Result = TypeVar("Result")
 
 
 class Engine(Protocol):
-    """Runs functions of modules on files and partitions."""
+    """Runs module-level functions on files and partitions."""
 
     def survey(self, work: Callable[[str, Report], RawFile], paths: Sequence[str], report: Report) -> Sequence[RawFile]:
-        """`work(path, report)` of each file, in order."""
+        """Returns `work(path, report)` of each file, in order."""
         ...
 
     def map(
         self, work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
     ) -> Generator[Result, None, None]:
-        """Yields `work(shared, number, blocks)` of each partition, in order; few results exist at a time."""
+        """Yields `work(shared, number, blocks)` of each partition, in order, with a bounded number of results."""
         ...
 
 
 class LocalEngine:
-    """This thread reads, one thread per core works."""
+    """Reads in the calling thread and processes partitions with one thread per core."""
 
     def survey(self, work: Callable[[str, Report], RawFile], paths: Sequence[str], report: Report) -> Sequence[RawFile]:
         return [work(path, report) for path in paths]
@@ -39,11 +39,11 @@ class LocalEngine:
     def map(
         self, work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
     ) -> Generator[Result, None, None]:
-        return ordered_map(lambda item: work(shared, item[0].number, item[1]), loaded(partitions))
+        return ordered_map(lambda item: work(shared, item[0].number, item[1]), load_blocks(partitions))
 
 
-def loaded(partitions: Iterable[Partition]) -> Generator[tuple[Partition, list[Block]], None, None]:
-    """Partitions with their text. Raises ValueError where a file is missing or changed since the survey."""
+def load_blocks(partitions: Iterable[Partition]) -> Generator[tuple[Partition, list[Block]], None, None]:
+    """Yields partitions with their text. Raises ValueError if a file is missing or changed since the survey."""
     partitions = list(partitions)
     with closing(blocks(segment for each in partitions for segment in each.segments)) as text:
         for each in partitions:

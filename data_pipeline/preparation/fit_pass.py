@@ -1,4 +1,4 @@
-"""The first pass: counts ids and finds the range of numbers, partition by partition."""
+"""The first pass of `prepare`: counts ids and finds the range of numbers, partition by partition."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,7 +26,7 @@ BUCKET_SUFFIX = "_bucket"
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What every partition is looked at by."""
+    """Settings of the pass, shared by all partitions."""
 
     layout: Layout
     config: PrepareConfig
@@ -34,10 +34,10 @@ class FitPlan:
 
 
 @dataclass
-class Seen:
-    """What a partition adds: ranges of the numeric fields, counted ids of the sparse ones, training rows, bad rows."""
+class PartitionStatistics:
+    """Statistics of a partition: training samples, bad rows, ranges of numeric fields, id counts of sparse fields."""
 
-    train_rows: int = 0
+    train_samples: int = 0
     bad: list[BadRow] = field(default_factory=list)
     ranges: dict[str, DenseRange] = field(default_factory=dict)
     counted: dict[str, pa.Table] = field(default_factory=dict)
@@ -46,28 +46,30 @@ class Seen:
 def fit(
     engine: Engine, partitions: Sequence[Partition], plan: FitPlan, ledger: BadRowLedger, report: Report
 ) -> Encoder:
-    """Fits dense maps and vocabularies on all partitions.
+    """Fits dense transforms and vocabularies on all partitions.
 
     Raises:
-        ValueError: a bad row that may not be skipped, or no training row at all.
+        ValueError: a bad row that may not be skipped, or no training sample.
     """
     layout, config = plan.layout, plan.config
     numeric = [each for each in layout.fields if each.kind == "numeric"]
     sparse = sparse_fields(layout, config)
     ranges = {each.name: DenseRange() for each in numeric}
     counters = {each.name: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
-    train_rows = 0
-    with closing(engine.map(see, plan, partitions)) as results:
-        for partition, seen in zip(partitions, results, strict=True):
-            ledger.add(seen.bad)
-            train_rows += seen.train_rows
-            for name, span in seen.ranges.items():
+    train_samples = 0
+    with closing(engine.map(measure, plan, partitions)) as results:
+        for partition, found in zip(partitions, results, strict=True):
+            ledger.add(found.bad)
+            train_samples += found.train_samples
+            for name, span in found.ranges.items():
                 ranges[name].merge(span)
-            for name, counted in seen.counted.items():
+            for name, counted in found.counted.items():
                 counters[name].add(counted)
             report(partition.file_bytes)
-    if not train_rows:
-        raise ValueError("no training row: all rows are test rows or bad; lower test_fraction or test_rows")
+    if not train_samples:
+        raise ValueError(
+            "no training sample: all samples are test samples or bad rows; lower test_fraction or test_rows"
+        )
     vocabularies = dict(
         zip(counters, ordered_map(lambda counter: counter.finish(config.min_count), counters.values()), strict=True)
     )
@@ -78,27 +80,27 @@ def fit(
     )
 
 
-def see(plan: FitPlan, number: int, blocks: Sequence[Block]) -> Seen:
-    """Looks at one partition."""
-    seen = Seen()
+def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionStatistics:
+    """Computes the statistics of one partition."""
+    found = PartitionStatistics()
     counting = [each for each in sparse_fields(plan.layout, plan.config) if each.encoding == "vocabulary"]
     texts: dict[str, list[pa.Array]] = {each.name: [] for each in counting}
     for block in blocks:
         parsed = parse(block, plan.layout)
-        train = ~plan.split.is_test(parsed.rows)
-        seen.bad += parsed.bad
-        seen.train_rows += int(train.sum())
-        fitted_rows = train if plan.config.fit_on == "train" else np.ones_like(train)
+        train = ~plan.split.is_test(parsed.sample_numbers)
+        found.bad += parsed.bad
+        found.train_samples += int(train.sum())
+        fitted_on = train if plan.config.fit_on == "train" else np.ones_like(train)
         for name, values in parsed.numbers.items():
-            seen.ranges.setdefault(name, DenseRange()).add(values[fitted_rows])
+            found.ranges.setdefault(name, DenseRange()).add(values[fitted_on])
         for each in counting:
             texts[each.name].append(_training_ids(each, parsed, pa.array(train)))
-    seen.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
-    return seen
+    found.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
+    return found
 
 
 def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
-    """The sparse fields of a layout in order, their tables not yet sized; buckets of numbers come first."""
+    """Returns the sparse fields of a layout in order, before their tables are sized; buckets of numbers come first."""
     fields = []
     if config.dense == "buckets":
         fields += [_sparse(each, "categorical", config) for each in layout.fields if each.kind == "numeric"]

@@ -1,4 +1,4 @@
-"""`prepare`: raw click logs to a data set of ids. A survey finds the partitions, two passes go over them."""
+"""`prepare`: converts raw click logs to a data set of ids, in a survey that finds partitions and two passes."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from cowrec.data_pipeline.dataset.writer import new_folder
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.bad_rows import BadRowLedger
 from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_csv_schema
-from cowrec.data_pipeline.raw.partitions import RawFile, check_inputs, first_line, partitions, survey
+from cowrec.data_pipeline.raw.partitions import RawFile, check_inputs, partitions, read_first_line, survey
 
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig
 from .engine import Engine, LocalEngine
@@ -37,49 +37,49 @@ def prepare(
     progress: Progress | None = None,
     scheduler: str | None = None,
 ) -> Schema:
-    """Turns raw files into a data set. Memory grows with the vocabulary, not with the number of rows.
+    """Converts raw files to a data set. Memory grows with the vocabulary, not with the number of samples.
 
     Args:
         layout: "criteo", "avazu" or "csv".
         inputs: raw files, plain or compressed, in order.
-        output: a new or empty folder; it appears when everything is done, or not at all.
-        config: how; with `like`, only its on_bad_row, max_bad_rows and shard_rows count.
+        output: a new or empty folder, created atomically when everything is done.
+        config: settings; with `like`, only on_bad_row, max_bad_rows and shard_rows have an effect.
         csv_schema: TOML file that describes the columns; for "csv", and not with `like`.
-        like: a folder with schema.json and vocabulary/ of an earlier data set: its ids and dense maps are applied,
-            every row goes to the split "test", and the label may be absent. Then `Split.labelled` is False and labels
-            are NaN.
-        overwrite: replace a data set that is there.
-        progress: called with the number of raw bytes just done; `work_bytes` gives their sum.
-        scheduler: address of a Dask cluster that does the work instead of this machine's cores, with the same result,
-            byte by byte. Its machines must see inputs and output under the same absolute paths.
+        like: a folder with schema.json and vocabulary/ of an earlier data set, whose vocabularies and dense transforms
+            are applied. All samples go to the split "test", and the label may be absent: then `Split.labelled` is False
+            and labels are NaN.
+        overwrite: replace an existing data set.
+        progress: called with the number of raw bytes just processed; `work_bytes` returns their sum.
+        scheduler: address of a Dask cluster that does the work instead of this machine's cores; the result has the same
+            bytes. Its machines must be able to access inputs and output under the same absolute paths.
 
     Returns:
         The schema.
 
     Raises:
-        ValueError: anything wrong with the settings or the data, with file, line and column. OSError: the disk is full.
+        ValueError: invalid settings or data; the message names file, line and column. OSError: the disk is full.
     """
     config = config or PrepareConfig()
     report = progress or (lambda _: None)
-    # Workers of a cluster have other working folders.
+    # Workers of a cluster have different working directories.
     paths = [os.fspath(path) if scheduler is None else os.path.abspath(path) for path in inputs]
-    past = Schema.load(like) if like is not None else None
-    described = _layout(layout, csv_schema, past)
+    earlier = Schema.load(like) if like is not None else None
+    described = _layout(layout, csv_schema, earlier)
     check_inputs(paths)
-    described = described.resolve(first_line(paths[0]), paths[0], need_label=past is None)
+    described = described.resolve(read_first_line(paths[0]), paths[0], need_label=earlier is None)
     ledger = BadRowLedger(config.on_bad_row, config.max_bad_rows)
     with new_folder(output, overwrite=overwrite) as folder, _engine(scheduler, folder) as engine:
-        look = partial(survey, header=described.header, segment_rows=config.shard_rows)
-        files = engine.survey(look, paths, report)
+        survey_file = partial(survey, header=described.header, segment_lines=config.shard_rows)
+        files = engine.survey(survey_file, paths, report)
         _check_headers(files, described)
         parts = partitions(files, config.shard_rows)
-        if past is None:
+        if earlier is None:
             split = _split_rule(layout, config, files)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
             skipped = BadRowLedger("skip", ledger.by_path.total())
         else:
             assert like is not None
-            split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like), past), ledger
+            split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like), earlier), ledger
         encoder.save(folder)
         splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split), skipped, report)
         schema = Schema(
@@ -88,7 +88,7 @@ def prepare(
             sparse=encoder.sparse,
             splits=splits,
             timed=bool(described.time),
-            settings=_settings(config, described) if past is None else past.settings,
+            settings=_settings(config, described) if earlier is None else earlier.settings,
             sources=_sources(files, ledger),
             versions=library_versions(),
         )
@@ -97,7 +97,7 @@ def prepare(
 
 
 def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None) -> int:
-    """What the calls of `progress` add up to: bytes on disk of the raw files, once for each time they are read."""
+    """Returns the sum of all `progress` calls: bytes on disk of the raw files, times the number of passes over them."""
     passes = 3 if like is None else 2
     return passes * sum(os.stat(path).st_size for path in inputs)
 
@@ -113,13 +113,15 @@ def _engine(scheduler: str | None, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def _layout(name: LayoutName, csv_schema: PathLike | None, past: Schema | None) -> Layout:
-    if (csv_schema is not None) != (name == "csv" and past is None):
-        raise ValueError("a schema file goes with the layout csv, and only where no earlier data set is applied")
-    if past is not None:
-        if past.name != name:
-            raise ValueError(f"the earlier data set has the layout {past.name!r}; {name!r} cannot be prepared like it")
-        return Layout.from_json(past.settings["layout"])
+def _layout(name: LayoutName, csv_schema: PathLike | None, earlier: Schema | None) -> Layout:
+    if (csv_schema is not None) != (name == "csv" and earlier is None):
+        raise ValueError("a schema file is for the layout csv only, and not with an earlier data set (like)")
+    if earlier is not None:
+        if earlier.name != name:
+            raise ValueError(
+                f"the earlier data set has the layout {earlier.name!r}; {name!r} cannot be prepared like it"
+            )
+        return Layout.from_json(earlier.settings["layout"])
     if csv_schema is not None:
         return load_csv_schema(csv_schema)
     layouts = {"criteo": CRITEO, "avazu": AVAZU}
@@ -139,21 +141,21 @@ def _split_rule(layout: str, config: PrepareConfig, files: Sequence[RawFile]) ->
         fraction = DEFAULT_TEST_FRACTION[layout] if config.test_fraction is None else config.test_fraction
         return SplitRule(config.seed, fraction)
     assert config.test_rows is not None
-    rows = sum(file.rows for file in files)
-    if config.test_rows >= rows:
-        raise ValueError(f"test_rows must be less than the {rows:,} rows there are, got {config.test_rows:,}")
-    return SplitRule(first_test_row=rows - config.test_rows)
+    samples = sum(file.samples for file in files)
+    if config.test_rows >= samples:
+        raise ValueError(f"test_rows must be less than the {samples:,} samples in the files, got {config.test_rows:,}")
+    return SplitRule(first_test_sample=samples - config.test_rows)
 
 
 def _settings(config: PrepareConfig, layout: Layout) -> dict[str, object]:
-    # The header of files to come may order its columns differently, so it is asked again.
+    # Later files may order their columns differently, so columns are read from their header again.
     described = dataclasses.replace(layout, columns=() if layout.header else layout.columns)
     settings = {"prepare": dataclasses.asdict(config), "layout": dataclasses.asdict(described)}
-    return json.loads(json.dumps(settings))  # lists for tuples, as they will be read back
+    return json.loads(json.dumps(settings))  # turns tuples into lists, as `Schema.load` returns them
 
 
 def _sources(files: Sequence[RawFile], ledger: BadRowLedger) -> tuple[SourceFile, ...]:
     return tuple(
-        SourceFile(file.path, file.segments[0].stamp[0], file.sha256, file.rows, ledger.by_path[file.path])
+        SourceFile(file.path, file.segments[0].stamp[0], file.sha256, file.samples, ledger.by_path[file.path])
         for file in files
     )

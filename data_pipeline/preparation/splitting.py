@@ -1,33 +1,33 @@
-"""Which rows are for training: at random by row number, or by position."""
+"""The train/test split: random by sample number, or by position."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from cowrec.data_pipeline.hashing import row_uniforms
+from cowrec.data_pipeline.hashing import uniforms
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Tells test rows by their number over all raw files (headers not counted, bad rows counted).
+    """Assigns samples to the test split by their number over all raw files (bad rows count, headers do not).
 
-    A decision needs the row's number alone, so every pass over the data, and every run, decides alike.
+    A decision depends on the sample's number alone, so every pass over the data, and every run, decides the same.
 
     Attributes:
-        seed: of the random split.
-        test_fraction: chance of a row to be a test row.
-        first_test_row: rows from this number on are test rows, whatever the chance; None where position does not count.
+        seed: seed of the random split.
+        test_fraction: probability of a sample to be in the test split.
+        first_test_sample: if given, samples from this number on are the test split, and the split is not random.
     """
 
     seed: int = 0
     test_fraction: float = 0.0
-    first_test_row: int | None = None
+    first_test_sample: int | None = None
 
-    def is_test(self, rows: np.ndarray) -> np.ndarray:
-        """bool [R] from row numbers, int64 [R]."""
-        if self.first_test_row is not None:
-            return rows >= self.first_test_row
-        return row_uniforms(self.seed, rows) < self.test_fraction
+    def is_test(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns bool [R] from sample numbers, int64 [R]: True for the test split."""
+        if self.first_test_sample is not None:
+            return numbers >= self.first_test_sample
+        return uniforms(self.seed, numbers) < self.test_fraction
 
 
-EVERYTHING_IS_TEST = SplitRule(first_test_row=0)
+EVERYTHING_IS_TEST = SplitRule(first_test_sample=0)

@@ -1,4 +1,4 @@
-"""The second pass: each partition becomes a shard of every split that it has rows of."""
+"""The second pass of `prepare`: writes each partition as a shard of every split that it has samples of."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -25,7 +25,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What every partition is written by; `folder` is one that all workers see."""
+    """Settings of the pass, shared by all partitions; all workers can access `folder`."""
 
     folder: Path
     layout: Layout
@@ -35,7 +35,7 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class Written:
-    """The shard of each split that a partition has rows of, and its bad rows."""
+    """Shards written for a partition, by split, and its bad rows."""
 
     shards: dict[str, ShardSize]
     bad: list[BadRow]
@@ -44,7 +44,7 @@ class Written:
 def write_splits(
     engine: Engine, partitions: Sequence[Partition], plan: WritePlan, ledger: BadRowLedger, report: Report
 ) -> dict[str, Split]:
-    """Encodes all partitions into `plan.folder`.
+    """Encodes all partitions into `plan.folder`. Returns the size of each split.
 
     Raises:
         ValueError: a bad row that may not be skipped. OSError: the disk is full.
@@ -56,7 +56,7 @@ def write_splits(
         for partition, written in zip(partitions, results, strict=True):
             ledger.add(written.bad)
             for name, size in written.shards.items():
-                # Partitions without rows of a split leave no gap: results come in order, so the place is free.
+                # Partitions without samples of a split leave no gap; results come in order, so the name is free.
                 final = shard_path(plan.folder, name, len(shards[name]))
                 shard_path(plan.folder, name, partition.number).rename(final)
                 shards[name].append(size)
@@ -67,7 +67,7 @@ def write_splits(
 
 
 def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Written:
-    """Writes shard `number` of each split that the partition has rows of, whole or not at all."""
+    """Writes shard `number` of each split that the partition has samples of, each file atomically."""
     columns = arrow_schema(_fields(plan))
     parts: dict[str, list[pa.Table]] = {name: [] for name in SPLITS}
     bad: list[BadRow] = []
@@ -75,7 +75,7 @@ def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Wr
         parsed = parse(block, plan.layout)
         bad += parsed.bad
         table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
-        test = plan.split.is_test(parsed.rows)
+        test = plan.split.is_test(parsed.sample_numbers)
         for name, chosen in zip(SPLITS, (~test, test), strict=True):
             if chosen.any():
                 parts[name].append(table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen))))

@@ -1,1 +1,1 @@
-"""Raw click logs: layouts of columns, partitions of files, parsing, and bad lines."""
+"""Raw click logs: column layouts, partitions of files, parsing and bad rows."""

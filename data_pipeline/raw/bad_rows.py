@@ -1,4 +1,4 @@
-"""Rows that cannot be used: where they are, what is wrong with them, and what is done about it."""
+"""Bad rows of raw files: their location, their problem, and the limit on how many are skipped."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ OnBadRow = Literal["error", "skip"]
 
 @dataclass(frozen=True)
 class BadRow:
-    """One row that is left out.
+    """One line of a raw file that cannot be used.
 
     Attributes:
         path: the raw file.
-        line: in the file, from 1, the header counted.
-        column: name of the raw column, empty where the whole line is at fault.
+        line: line number in the file, from 1, counting the header.
+        column: raw column, or empty if the line as a whole is invalid.
         problem: what is wrong, with the value and what was expected.
     """
 
@@ -30,11 +30,11 @@ class BadRow:
 
 
 class BadRowLedger:
-    """Counts bad rows, and stops at the first one or at one too many.
+    """Counts bad rows and raises an error at the first one, or at the first above a limit.
 
     Args:
-        on_bad_row: "error" stops at the first, "skip" goes on.
-        max_bad_rows: how many may be skipped over all files.
+        on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out.
+        max_bad_rows: largest number of skipped rows over all files.
     """
 
     def __init__(self, on_bad_row: OnBadRow, max_bad_rows: int) -> None:
@@ -43,13 +43,13 @@ class BadRowLedger:
         self.by_path: Counter[str] = Counter()
 
     def add(self, bad: Sequence[BadRow]) -> None:
-        """Takes the bad rows of a block. Raises ValueError naming the first in the file, or the one too many."""
+        """Adds the bad rows of a block. Raises ValueError naming the first one, or the first above the limit."""
         if not bad:
             return
         ordered = sorted(bad, key=lambda row: row.line)
         if not self._skip:
-            raise ValueError(f'{ordered[0]}. To leave bad rows out and count them, set on_bad_row = "skip"')
-        left = self._most - self.by_path.total()
+            raise ValueError(f'{ordered[0]}. To skip and count bad rows, set on_bad_row = "skip"')
+        allowed = self._most - self.by_path.total()
         self.by_path.update(row.path for row in ordered)
-        if len(ordered) > left:
-            raise ValueError(f"more than max_bad_rows = {self._most} bad rows; the last: {ordered[max(left, 0)]}")
+        if len(ordered) > allowed:
+            raise ValueError(f"more than max_bad_rows = {self._most} bad rows; the last: {ordered[max(allowed, 0)]}")

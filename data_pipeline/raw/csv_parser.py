@@ -1,6 +1,6 @@
-"""Blocks of raw text to columns: split into fields by Arrow, checked and converted a column at a time.
+"""The parser of raw text: Arrow splits a block into columns, which are checked and converted one at a time.
 
-R rows of a block that are good.
+R valid samples of a block.
 """
 
 from collections.abc import Callable
@@ -14,31 +14,31 @@ import pyarrow.csv
 
 from .bad_rows import BadRow
 from .layouts import Layout, RawField
-from .line_filter import Screened, screened
+from .line_filter import FilteredLines, filter_lines
 from .numbers import as_numbers
 from .partitions import Block
 from .times import TIME_RULES, as_times
 
 LONGEST_QUOTED_VALUE = 60
 PARSE_BYTES = 1 << 19
-"""Arrow splits this much at a time: small enough for the processor's cache, which doubles its speed."""
+"""Bytes that Arrow splits at a time; they fit into the processor's cache, which doubles its speed."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The good rows of a block.
+    """The valid samples of a block.
 
     Attributes:
-        rows: their numbers over all raw files, int64 [R].
-        label: float32 [R]; NaN throughout where the files have no label.
-        time: int64 [R], Unix seconds; None where the layout names no column of it.
-        numbers: float64 [R] of each numeric field, NaN where missing.
-        ids: strings [R] of each categorical field, lists of strings [R] of each list field; empty string where missing.
-        weights: float32 of each value of each weighted field.
-        bad: the other rows.
+        sample_numbers: numbers over all raw files, int64 [R].
+        label: float32 [R]; all NaN if the files have no label.
+        time: int64 [R], Unix seconds; None if the layout has no time column.
+        numbers: by numeric field, float64 [R], NaN where missing.
+        ids: by field, strings [R] (categorical) or lists of strings [R] (list kinds); an empty string is missing.
+        weights: by weighted field, float32 of all its values.
+        bad: the invalid lines.
     """
 
-    rows: np.ndarray
+    sample_numbers: np.ndarray
     label: np.ndarray
     time: np.ndarray | None
     numbers: dict[str, np.ndarray]
@@ -48,14 +48,14 @@ class Parsed:
 
 
 def parse(block: Block, layout: Layout) -> Parsed:
-    """Reads a block whose columns are `layout.columns`. Bad rows are left out and reported, with line and column.
+    """Parses a block whose columns are `layout.columns`; bad rows are left out and reported in the result.
 
     Raises:
-        ValueError: quotes that make lines run into each other, so that rows cannot be told.
+        ValueError: a quoted value contains a newline, so that lines and samples do not correspond.
     """
-    screen = screened(block, layout.quote)
-    table, lines, bad = _split(screen, block.path, layout)
-    checks = _Checks(block.path, lines, [*screen.bad, *bad])
+    filtered = filter_lines(block, layout.quote)
+    table, lines, bad = _split(filtered, block.path, layout)
+    checks = _Checks(block.path, lines, [*filtered.bad, *bad])
     label = _label(table, layout, checks)
     time = checks.times(table, layout) if layout.time else None
     numbers = {field.name: checks.numbers(table, field) for field in layout.fields if field.kind == "numeric"}
@@ -69,7 +69,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
     ids = {field.name: keep(_column(table, field.column)) for field in layout.fields if field.kind == "categorical"}
     ids |= {name: keep(each.ids) for name, each in lists.items()}
     return Parsed(
-        rows=keep(lines) - block.first_line + block.first_row,
+        sample_numbers=keep(lines) - block.first_line + block.first_sample,
         label=keep(label),
         time=None if time is None else keep(time),
         numbers={name: keep(values) for name, values in numbers.items()},
@@ -79,12 +79,12 @@ def parse(block: Block, layout: Layout) -> Parsed:
     )
 
 
-def _split(screen: Screened, path: str, layout: Layout) -> tuple[pa.Table, np.ndarray, list[BadRow]]:
-    """Fields as strings, the line of each row, and the rows with a wrong number of columns."""
-    lines = screen.lines
+def _split(filtered: FilteredLines, path: str, layout: Layout) -> tuple[pa.Table, np.ndarray, list[BadRow]]:
+    """Returns the columns as strings, line numbers, and the lines with a wrong number of columns."""
+    lines = filtered.lines
     wanted = [field.column for field in layout.fields]
     wanted += [name for name in (layout.label, layout.time) if name in layout.columns]
-    # Columns that nobody wants may have any name, also one that occurs twice.
+    # Unused columns may have any name, even a repeated one.
     names = [name if name in wanted else f"unused {number}" for number, name in enumerate(layout.columns)]
     wrong: list[tuple[int, int]] = []
 
@@ -92,12 +92,14 @@ def _split(screen: Screened, path: str, layout: Layout) -> tuple[pa.Table, np.nd
         wrong.append((row.number - 1, row.actual_columns))
         return "skip"
 
-    if not screen.data:
+    if not filtered.data:
         return pa.table({name: pa.array([], pa.string()) for name in wanted}), lines, []
     try:
         table = pa.csv.read_csv(
-            pa.BufferReader(screen.data),
-            pa.csv.ReadOptions(column_names=names, use_threads=False, block_size=max(PARSE_BYTES, 2 * screen.longest)),
+            pa.BufferReader(filtered.data),
+            pa.csv.ReadOptions(
+                column_names=names, use_threads=False, block_size=max(PARSE_BYTES, 2 * filtered.longest)
+            ),
             pa.csv.ParseOptions(
                 delimiter=layout.delimiter,
                 quote_char=layout.quote or False,
@@ -114,7 +116,7 @@ def _split(screen: Screened, path: str, layout: Layout) -> tuple[pa.Table, np.nd
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}, lines {lines[0]} to {lines[-1]}: {error}") from error
     if table.num_rows + len(wrong) != len(lines):
-        raise ValueError(_run_together(table, lines, path))
+        raise ValueError(_multiline_message(table, lines, path))
     bad = [
         BadRow(path, int(lines[row]), "", f"{found} columns, must be {len(names)}" + _delimiter_hint(found, layout))
         for row, found in wrong
@@ -126,13 +128,13 @@ def _delimiter_hint(found: int, layout: Layout) -> str:
     return f" separated by {layout.delimiter!r}" if found == 1 else ""
 
 
-def _run_together(table: pa.Table, lines: np.ndarray, path: str) -> str:
+def _multiline_message(table: pa.Table, lines: np.ndarray, path: str) -> str:
     first = len(lines) - 1
     for column in table.columns:
         broken = np.flatnonzero(pc.match_substring(column, "\n").to_numpy(zero_copy_only=False))
         first = min([first, *broken[:1].tolist()])
     return (
-        f"{path}, line {lines[first]} or soon after: a quoted value runs over the end of its line, which is not "
+        f"{path}, line {lines[first]} or soon after: a quoted value contains a newline, which is not "
         'supported; replace such newlines in the file, or set quote = "" if quotes have no meaning'
     )
 
@@ -152,49 +154,63 @@ def _label(table: pa.Table, layout: Layout, checks: "_Checks") -> np.ndarray:
 
 
 class _Checks:
-    """Collects the bad rows of a block, one problem each: the first that is found."""
+    """Collects the bad rows of a block, each with the first problem found."""
 
     def __init__(self, path: str, lines: np.ndarray, bad: list[BadRow]) -> None:
         self._path, self._lines, self.bad = path, lines, bad
         self.is_bad = np.zeros(len(lines), bool)
 
-    def fail(self, wrong: np.ndarray, column: str, text: pa.Array, rule: str, row_of: np.ndarray | None = None) -> None:
-        """Marks rows where `wrong` [R]; with `row_of`, `wrong` and `text` are per value and this gives their rows."""
-        for position in np.flatnonzero(wrong).tolist():
-            row = position if row_of is None else int(row_of[position])
-            if not self.is_bad[row]:
-                self.is_bad[row] = True
-                value = text[position].as_py()
+    def fail(
+        self, invalid: np.ndarray, column: str, text: pa.Array, rule: str, sample_of: np.ndarray | None = None
+    ) -> None:
+        """Marks samples with an invalid value.
+
+        Args:
+            invalid: bool, for each value of `text`.
+            column: raw column, for the message.
+            text: the values, one per sample unless `sample_of` is given.
+            rule: what a valid value must be, for the message.
+            sample_of: index of each value's sample.
+        """
+        for index in np.flatnonzero(invalid).tolist():
+            sample = index if sample_of is None else int(sample_of[index])
+            if not self.is_bad[sample]:
+                self.is_bad[sample] = True
+                value = text[index].as_py()
                 value = value if len(value) <= LONGEST_QUOTED_VALUE else value[:LONGEST_QUOTED_VALUE] + "..."
-                self.bad.append(BadRow(self._path, int(self._lines[row]), column, f"{rule}, got {value!r}"))
+                self.bad.append(BadRow(self._path, int(self._lines[sample]), column, f"{rule}, got {value!r}"))
 
     def numbers(self, table: pa.Table, field: RawField) -> np.ndarray:
-        """float64 [R], NaN where missing; bad ones are marked."""
+        """Converts a column to float64, NaN where missing; marks invalid values."""
         text = _column(table, field.column)
-        values, wrong = as_numbers(text)
-        self.fail(wrong, field.column, text, "must be a finite number or empty")
+        values, invalid = as_numbers(text)
+        self.fail(invalid, field.column, text, "must be a finite number or empty")
         return values
 
     def times(self, table: pa.Table, layout: Layout) -> np.ndarray:
-        """int64 [R]; bad ones, and missing ones, are marked."""
+        """Converts the time column to int64; marks missing and invalid values."""
         text = _column(table, layout.time)
-        values, wrong = as_times(text, layout.time_format)
-        self.fail(wrong, layout.time, text, TIME_RULES[layout.time_format])
+        values, invalid = as_times(text, layout.time_format)
+        self.fail(invalid, layout.time, text, TIME_RULES[layout.time_format])
         return values
 
 
 def split_pairs(text: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Each `id:weight` in two: ids, weights, float64, and which are wrong. An empty one is the empty id of weight 1."""
+    """Splits `id:weight` pairs; an empty string is the empty id with weight 1.
+
+    Returns:
+        Ids, strings; weights, float64; and bool, True where a pair is invalid.
+    """
     has_weight = pc.or_(pc.match_substring(text, separator), pc.equal(text, ""))
     pairs = pc.if_else(pc.and_(has_weight, pc.not_equal(text, "")), text, separator + "1")
     halves = pc.split_pattern(pairs, separator, max_splits=1, reverse=True).flatten()
     values, weights = (halves.take(pa.array(np.arange(part, len(halves), 2))) for part in (0, 1))
-    numbers, wrong = as_numbers(weights)
-    return values, numbers, ~_mask(has_weight) | wrong | _mask(pc.equal(weights, ""))
+    numbers, invalid = as_numbers(weights)
+    return values, numbers, ~_mask(has_weight) | invalid | _mask(pc.equal(weights, ""))
 
 
 class _Lists:
-    """A list field of a block: `ids`, lists of strings [R], and for weighted ones `weights` of all their values."""
+    """A list field of a block: `ids`, lists of strings, and for a weighted field the `weights` of all its values."""
 
     def __init__(self, table: pa.Table, field: RawField, checks: _Checks) -> None:
         lists = pc.split_pattern(_column(table, field.column), field.separator)
@@ -207,13 +223,14 @@ class _Lists:
             self.ids = pa.ListArray.from_arrays(pa.array(offsets), values)
 
     def _split_weights(self, text: pa.Array, field: RawField, checks: _Checks) -> tuple[pa.Array, np.ndarray]:
-        values, weights, wrong = split_pairs(text, field.weight_separator)
-        row_of = np.repeat(np.arange(len(self._lengths)), self._lengths)
+        values, weights, invalid = split_pairs(text, field.weight_separator)
+        sample_of = np.repeat(np.arange(len(self._lengths)), self._lengths)
         rule = f"must be id{field.weight_separator}weight, joined by {field.separator!r}"
-        checks.fail(wrong, field.column, text, rule, row_of)
+        checks.fail(invalid, field.column, text, rule, sample_of)
         return values, weights.astype(np.float32)
 
     def kept_weights(self, good: np.ndarray) -> np.ndarray:
+        """Returns the weights of the samples marked in `good`, bool."""
         assert self.weights is not None
         return self.weights if good.all() else self.weights[np.repeat(good, self._lengths)]
 

@@ -1,4 +1,4 @@
-"""Lines that must not reach the CSV parser, because it would misread them or lose count of lines."""
+"""A filter for lines that the CSV parser would misread or miscount."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ NEWLINE, RETURN = 10, 13
 
 
 @dataclass(frozen=True)
-class Screened:
-    """A block without its unreadable lines.
+class FilteredLines:
+    """The lines of a block that the CSV parser can read.
 
     Attributes:
-        data: the lines that remain.
+        data: text of the remaining lines.
         lines: their line numbers in the file, int64.
-        longest: bytes of the longest line, or more.
-        bad: the others.
+        longest: upper bound of the bytes of a line.
+        bad: the removed lines.
     """
 
     data: bytes
@@ -27,11 +27,11 @@ class Screened:
     bad: list[BadRow]
 
 
-def screened(block: Block, quote: str) -> Screened:
-    """Takes out empty lines, lines that are not UTF-8, lone carriage returns and, with a `quote`, unbalanced quotes.
+def filter_lines(block: Block, quote: str) -> FilteredLines:
+    """Removes lines that are empty, not UTF-8, contain a lone carriage return or, given a `quote`, unbalanced quotes.
 
-    A line whose quotes do not balance is nearly always half of a record with a newline inside quotes. Such records are
-    not supported: files are cut into blocks at newlines, which keeps line numbers exact.
+    A line with unbalanced quotes is nearly always half of a record with a newline inside quotes. Such records are not
+    supported: files are split into blocks at newlines, which keeps line numbers exact.
     """
     text = np.frombuffer(block.data, np.uint8)
     ends = np.flatnonzero(text == NEWLINE)
@@ -43,7 +43,7 @@ def screened(block: Block, quote: str) -> Screened:
                 'quote = "" in the schema file if quotes have no meaning'
             )
     for line in _lone_returns(text, ends):
-        problems[line] = "a carriage return inside the line; convert the file's line ends to newlines"
+        problems[line] = "a carriage return inside the line; convert the file's line endings to newlines"
     for line in _empty(text, ends):
         problems[line] = "the line is empty"
     for line, byte in _not_utf8(block.data, ends):
@@ -52,34 +52,37 @@ def screened(block: Block, quote: str) -> Screened:
     starts = np.r_[0, ends[:-1] + 1]
     longest = int((ends - starts).max(initial=0)) + 1
     if not problems:
-        return Screened(block.data, lines, longest, [])
+        return FilteredLines(block.data, lines, longest, [])
     bad = np.asarray(sorted(problems))
     kept_from, kept_to = np.r_[0, ends[bad] + 1], np.r_[starts[bad], len(text)]
     data = b"".join(block.data[start:stop] for start, stop in zip(kept_from, kept_to, strict=True))
     rows = [BadRow(block.path, int(lines[line]), "", problems[line]) for line in bad.tolist()]
-    return Screened(data, np.delete(lines, bad), longest, rows)
+    return FilteredLines(data, np.delete(lines, bad), longest, rows)
 
 
 def _unbalanced(text: np.ndarray, ends: np.ndarray, quote: int) -> list[int]:
+    """Returns the indices of lines with an odd number of quotes."""
     per_line = np.bincount(np.searchsorted(ends, np.flatnonzero(text == quote)), minlength=len(ends))
     return np.flatnonzero(per_line % 2).tolist()
 
 
 def _lone_returns(text: np.ndarray, ends: np.ndarray) -> list[int]:
+    """Returns the indices of lines with a carriage return before their end."""
     returns = np.flatnonzero(text == RETURN)
-    # A line ends with a newline, so that there is a byte after each carriage return.
+    # Each line ends with a newline, so a byte follows each carriage return.
     lone = returns[text[returns + 1] != NEWLINE]
     return np.unique(np.searchsorted(ends, lone)).tolist()
 
 
 def _empty(text: np.ndarray, ends: np.ndarray) -> list[int]:
+    """Returns the indices of lines without text."""
     starts = np.r_[0, ends[:-1] + 1]
     lengths = ends - starts
     return np.flatnonzero((lengths == 0) | ((lengths == 1) & (text[starts] == RETURN))).tolist()
 
 
 def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:
-    """(line, first offending byte); goes once round the loop for each bad line, decoding what follows it."""
+    """Returns (line index, first invalid byte) of lines that are not UTF-8; decodes again after each of them."""
     found: list[tuple[int, int]] = []
     start = 0
     if data.isascii():

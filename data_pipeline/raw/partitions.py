@@ -1,4 +1,4 @@
-"""Raw text files, plain or compressed: surveyed once, then read by segments of whole lines."""
+"""Partitions of raw text files: a survey finds segments of complete lines, which are then read in any order."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .text import BLOCK_BYTES, BYTE_ORDER_MARK, RawText, first_of, whole_lines
+from .text import BLOCK_BYTES, BYTE_ORDER_MARK, RawText, leading_line, line_blocks
 
 NEWLINE = 10
 
@@ -16,17 +16,17 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Segment:
-    """Whole lines of one file, at most some 16 MB; headers are in none.
+    """Complete lines of one file, about 16 MB at most; headers belong to no segment.
 
     Attributes:
         path: the file, as given.
-        stamp: its size and time of change when it was surveyed.
-        plain: not compressed, so that a segment can be read without those before it.
-        offset: of the first byte in the text, after decompression.
+        stamp: size and modification time of the file at the survey.
+        plain: True if the file is not compressed, so that a segment can be read without those before it.
+        offset: first byte in the text, after decompression.
         size: bytes of text.
-        lines: how many.
+        lines: number of lines.
         first_line: line number of the first line in the file, from 1.
-        first_row: number of the first row over all files, from 0; headers are not rows, bad rows are.
+        first_sample: number of the first sample over all files, from 0; bad rows count, headers do not.
         file_bytes: bytes on disk; those of a file's segments add up to its size.
     """
 
@@ -37,46 +37,47 @@ class Segment:
     size: int
     lines: int
     first_line: int
-    first_row: int
+    first_sample: int
     file_bytes: int
 
 
 @dataclass(frozen=True)
 class Block:
-    """A segment's text, each line ended by a newline; the rest as in :class:`Segment`."""
+    """The text of a segment, in which each line ends with a newline; other attributes as in `Segment`."""
 
     path: str
     data: bytes
     first_line: int
-    first_row: int
+    first_sample: int
     lines: int
 
 
 @dataclass(frozen=True)
 class RawFile:
-    """What a survey found: the file's checksum, first line without its end, rows and segments."""
+    """The result of a survey: the file's checksum, first line without its line ending, samples and segments."""
 
     path: str
     sha256: str
     first_line: bytes
-    rows: int
+    samples: int
     segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Consecutive segments, of which one task makes a shard of each split."""
+    """Consecutive segments, which one task turns into a shard of each split."""
 
     number: int
     segments: tuple[Segment, ...]
 
     @property
     def file_bytes(self) -> int:
+        """Bytes on disk of all segments."""
         return sum(segment.file_bytes for segment in self.segments)
 
 
 def check_inputs(paths: Sequence[str]) -> None:
-    """Raises ValueError: no file, or one that is missing, empty or not a regular file (a pipe cannot be read twice)."""
+    """Raises ValueError unless all files exist, are regular files (a pipe cannot be read twice) and are not empty."""
     if not paths:
         raise ValueError("no input file given")
     for path in paths:
@@ -88,76 +89,77 @@ def check_inputs(paths: Sequence[str]) -> None:
             raise ValueError(f"input file {path} is empty")
 
 
-def first_line(path: str) -> bytes:
-    """The first line of a file, without its end; nothing where its text is empty."""
+def read_first_line(path: str) -> bytes:
+    """Reads the first line of a file, without its line ending; empty if the text is empty."""
     with RawText(path) as text:
-        lines, _ = next(whole_lines(text, BLOCK_BYTES), (b"", 0))
-    return first_of(lines)
+        lines, _ = next(line_blocks(text, BLOCK_BYTES), (b"", 0))
+    return leading_line(lines)
 
 
-def survey(path: str, report: Report, *, header: bool, segment_rows: int, block_bytes: int = BLOCK_BYTES) -> RawFile:
-    """Reads a file once, for its checksum and to find its segments.
+def survey(path: str, report: Report, *, header: bool, segment_lines: int, block_bytes: int = BLOCK_BYTES) -> RawFile:
+    """Reads a file once to compute its checksum and find its segments.
 
     Args:
-        path: of a plain, gzip (several members too), xz or zstd file; told apart by the first bytes, not by the name.
-        report: called with bytes on disk just read.
-        header: the first line is a header.
-        segment_rows: of a segment at most; every so many rows of the file, a segment ends.
-        block_bytes: of a line, and about of a segment, at most.
+        path: a plain, gzip (one or several members), xz or zstd file, recognized by its first bytes.
+        report: called with the number of bytes on disk just read.
+        header: True if the first line is a header.
+        segment_lines: largest size of a segment; one ends at every multiple of it.
+        block_bytes: largest size of a line, and approximate largest size of a segment.
 
     Raises:
-        ValueError: a truncated or damaged archive, a line longer than a block, a file without rows.
+        ValueError: a truncated or damaged archive, a line longer than a block, or a file without samples.
     """
     segments: list[Segment] = []
-    first, offset, rows, told = b"", 0, 0, 0
+    first, offset, samples, reported = b"", 0, 0, 0
     with RawText(path, checksum=True) as text:
-        for lines, count in whole_lines(text, block_bytes):
+        for lines, count in line_blocks(text, block_bytes):
             if offset == 0:
-                first = first_of(lines)
+                first = leading_line(lines)
                 offset = lines.find(b"\n") + 1 if header else len(lines) - len(lines.removeprefix(BYTE_ORDER_MARK))
                 lines, count = lines[offset:], count - header
-            for size, cut in _cuts(lines, count, rows, segment_rows):
-                place = (offset, size, cut, rows + 1 + header, rows)
-                segments.append(Segment(path, text.stamp, text.plain, *place, file_bytes=0))
-                offset, rows = offset + size, rows + cut
+            for size, split_off in _split_lines(lines, count, samples, segment_lines):
+                location = (offset, size, split_off, samples + 1 + header, samples)
+                segments.append(Segment(path, text.stamp, text.plain, *location, file_bytes=0))
+                offset, samples = offset + size, samples + split_off
             if segments:
-                told += _account(segments, text.disk_bytes - told, report)
+                reported += _add_file_bytes(segments, text.disk_bytes - reported, report)
         if not segments:
-            raise ValueError(f"input file {path} has no rows")
-        _account(segments, text.disk_bytes - told, report)  # what follows an archive's last line
-        return RawFile(path, text.sha256, first, rows, tuple(segments))
+            raise ValueError(f"input file {path} has no samples")
+        _add_file_bytes(segments, text.disk_bytes - reported, report)  # what follows an archive's last line
+        return RawFile(path, text.sha256, first, samples, tuple(segments))
 
 
-def _account(segments: list[Segment], file_bytes: int, report: Report) -> int:
+def _add_file_bytes(segments: list[Segment], file_bytes: int, report: Report) -> int:
+    """Adds bytes on disk to the last segment and reports them."""
     segments[-1] = replace(segments[-1], file_bytes=segments[-1].file_bytes + file_bytes)
     report(file_bytes)
     return file_bytes
 
 
-def partitions(files: Sequence[RawFile], rows: int) -> list[Partition]:
-    """All segments of all files in order, put together to partitions of at most `rows` rows, numbered from 0."""
-    starts = accumulate((file.rows for file in files), initial=0)
+def partitions(files: Sequence[RawFile], partition_lines: int) -> list[Partition]:
+    """Groups the segments of all files in order into partitions of at most `partition_lines` lines."""
+    starts = accumulate((file.samples for file in files), initial=0)
     segments = [
-        replace(segment, first_row=segment.first_row + start)
+        replace(segment, first_sample=segment.first_sample + start)
         for file, start in zip(files, starts, strict=False)
         for segment in file.segments
     ]
     groups: list[list[Segment]] = []
-    held = 0
+    lines = 0
     for segment in segments:
-        if not groups or held + segment.lines > rows:
+        if not groups or lines + segment.lines > partition_lines:
             groups.append([])
-            held = 0
+            lines = 0
         groups[-1].append(segment)
-        held += segment.lines
+        lines += segment.lines
     return [Partition(number, tuple(group)) for number, group in enumerate(groups)]
 
 
 def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
-    """Reads segments; those of a compressed file are best asked for in order, or it is decompressed again.
+    """Reads segments; a compressed file is decompressed again for every segment that is out of order.
 
     Raises:
-        ValueError: a file that is missing, or that changed since the survey.
+        ValueError: a file is missing or has changed since the survey.
     """
     text: RawText | None = None
     try:
@@ -165,40 +167,38 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
             if text is None or text.path != segment.path or segment.offset < text.offset:
                 if text is not None:
                     text.close()
-                text = _opened(segment)
+                text = _open(segment)
             text.skip_to(segment.offset)
             data = text.read(segment.size)
             if len(data) < segment.size:
-                raise ValueError(_changed(segment.path))
+                raise ValueError(_changed_message(segment.path))
             data = data if data.endswith(b"\n") else data + b"\n"
-            yield Block(segment.path, data, segment.first_line, segment.first_row, segment.lines)
+            yield Block(segment.path, data, segment.first_line, segment.first_sample, segment.lines)
     finally:
         if text is not None:
             text.close()
 
 
-def _opened(segment: Segment) -> RawText:
+def _open(segment: Segment) -> RawText:
     try:
         text = RawText(segment.path)
     except FileNotFoundError:
-        raise ValueError(f"input file {segment.path} is gone; put it back and run again") from None
+        raise ValueError(f"input file {segment.path} was deleted after the survey; restore it and run again") from None
     if text.stamp != segment.stamp:
         text.close()
-        raise ValueError(_changed(segment.path))
+        raise ValueError(_changed_message(segment.path))
     return text
 
 
-def _changed(path: str) -> str:
+def _changed_message(path: str) -> str:
     return f"{path} changed while it was being read; run again"
 
 
-def _cuts(lines: bytes, count: int, rows: int, segment_rows: int) -> Iterator[tuple[int, int]]:
-    """Bytes and lines of each part of `count` lines that follow on `rows` rows, cut at multiples of `segment_rows`."""
+def _split_lines(lines: bytes, count: int, before: int, segment_lines: int) -> Iterator[tuple[int, int]]:
+    """Splits `count` lines after `before` lines at multiples of `segment_lines`; yields the bytes and lines of each."""
     if not count:
         return
-    stops = range(segment_rows - rows % segment_rows, count, segment_rows)
+    stops = range(segment_lines - before % segment_lines, count, segment_lines)
     ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == NEWLINE) + 1 if stops else np.empty(0)
-    places = [0, *(int(ends[stop - 1]) for stop in stops), len(lines)]
-    numbers = [0, *stops, count]
-    for k in range(len(stops) + 1):
-        yield places[k + 1] - places[k], numbers[k + 1] - numbers[k]
+    offsets = [0, *(int(ends[stop - 1]) for stop in stops), len(lines)]
+    yield from zip(np.diff(offsets).tolist(), np.diff([0, *stops, count]).tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""The text of a raw file, plain or compressed, read forward and decompressed on the way."""
+"""Sequential reading of a raw file's text, decompressed if needed."""
 
 import hashlib
 import io
@@ -15,51 +15,51 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class RawText:
-    """The text of a file from `offset` on, decompressed; to be closed.
+    """Reader of a file's text, decompressed if needed. A context manager.
 
     Attributes:
-        stamp: the file's size and time of change.
-        plain: the file is not compressed.
-        offset: bytes of text read or skipped.
+        stamp: the file's size and modification time.
+        plain: True if the file is not compressed.
+        offset: bytes of text read or skipped so far.
     """
 
     def __init__(self, path: str, *, checksum: bool = False) -> None:
         self.path, self.offset = path, 0
-        self._raw = _Tally(path, checksum)
+        self._raw = _CountedFile(path, checksum)
         status = os.fstat(self._raw.fileno())
         self.stamp = (status.st_size, status.st_mtime_ns)
         self._buffered = io.BufferedReader(self._raw, 1 << 20)
         self._kind, opener = _format(self._buffered.peek(6)[:6])
         self.plain = self._kind == "plain"
-        with self._damage_told():
+        with self._archive_errors():
             self._stream = opener(self._buffered)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the file that were read so far."""
+        """Bytes of the file read so far."""
         return self._raw.bytes_read
 
     @property
     def sha256(self) -> str:
-        """Of the file; known once all of it is read."""
+        """SHA-256 of the file; valid once all of it is read."""
         assert self._raw.digest is not None
         return self._raw.digest.hexdigest()
 
     def read(self, size: int) -> bytes:
-        """`size` bytes, or what is left of them at the end of the text."""
+        """Reads `size` bytes, or fewer at the end of the text."""
         parts, missing = [], size
-        with self._damage_told():
+        with self._archive_errors():
             while missing and (part := self._stream.read(missing)):
                 parts.append(part)
                 missing -= len(part)
             if missing:
-                while self._buffered.read(1 << 20):  # whatever follows the archive, for the checksum
+                while self._buffered.read(1 << 20):  # the checksum includes what follows the archive
                     pass
         self.offset += size - missing
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def skip_to(self, offset: int) -> None:
-        """Forward to a place in the text."""
+        """Moves forward to an offset in the text."""
         if self.plain and offset != self.offset:
             self._buffered.seek(offset)
             self.offset = offset
@@ -76,7 +76,8 @@ class RawText:
         self.close()
 
     @contextmanager
-    def _damage_told(self) -> Iterator[None]:
+    def _archive_errors(self) -> Iterator[None]:
+        """Turns errors of a decompressor into ValueErrors that name the file."""
         try:
             yield
         except (EOFError, OSError, lzma.LZMAError) as error:
@@ -89,30 +90,34 @@ class RawText:
             ) from error
 
 
-def whole_lines(text: RawText, block_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """All text in pieces that end with a newline, but for the last one maybe; and the number of their lines."""
-    line, rest = 1, b""
+def line_blocks(text: RawText, block_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yields all text in blocks of complete lines, with their number; only the last line may lack its newline.
+
+    Raises:
+        ValueError: a line is longer than `block_bytes`.
+    """
+    line, remainder = 1, b""
     while chunk := text.read(block_bytes):
-        data = rest + chunk
+        data = remainder + chunk
         end = data.rfind(b"\n") + 1
         if not end and len(data) > block_bytes:
             raise ValueError(f"{text.path}, line {line}: longer than {block_bytes:,} bytes; is this a text file?")
-        rest = data[end:]
+        remainder = data[end:]
         if end:
             count = data.count(b"\n")
             yield data[:end], count
             line += count
-    if rest:
-        yield rest, 1
+    if remainder:
+        yield remainder, 1
 
 
-def first_of(lines: bytes) -> bytes:
-    """The first line of a file's beginning, without its end and without a byte order mark."""
+def leading_line(lines: bytes) -> bytes:
+    """Returns the first line of the beginning of a file, without its line ending and byte order mark."""
     return lines.split(b"\n", 1)[0].removesuffix(b"\r").removeprefix(BYTE_ORDER_MARK)
 
 
-class _Tally(io.RawIOBase):
-    """A file that counts what is read from it and, if asked, takes its SHA-256."""
+class _CountedFile(io.RawIOBase):
+    """A file that counts the bytes read from it and optionally computes their SHA-256."""
 
     def __init__(self, path: str, checksum: bool) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
@@ -144,6 +149,7 @@ class _Tally(io.RawIOBase):
 
 
 def _format(magic: bytes) -> tuple[str, Callable[[BinaryIO], BinaryIO]]:
+    """Identifies a file by its first bytes. Returns the format's name and a function that opens its text."""
     if magic.startswith(b"\x1f\x8b"):
         return "gzip", lambda file: _arrow_stream(file, "gzip")
     if magic.startswith(b"\x28\xb5\x2f\xfd"):

@@ -1,4 +1,4 @@
-"""Raw files that the tests of the data pipeline share, and plain readers of what is made of them."""
+"""Raw files for the tests of the data pipeline, and plain readers of prepared data sets."""
 
 import collections
 import hashlib
@@ -34,7 +34,7 @@ TIMED_HEADER = "seen at,past views,click,price,tags,city"
 
 
 def read_split(folder, split):
-    """All rows of a split as a dictionary of lists."""
+    """Reads all samples of a split as a dictionary of lists."""
     columns = collections.defaultdict(list)
     for path in sorted((folder / split).iterdir()):
         for name, values in pq.read_table(path).to_pydict().items():
@@ -43,7 +43,7 @@ def read_split(folder, split):
 
 
 def write_criteo(path, rows, seed=0):
-    """A random file in Criteo's layout; returns its rows as lists of strings."""
+    """Writes a random file in Criteo's layout; returns its lines as lists of strings."""
     draw = random.Random(seed)
     table = []
     for _ in range(rows):
@@ -55,7 +55,7 @@ def write_criteo(path, rows, seed=0):
 
 
 def fnv_splitmix(text, mask=2**64 - 1):
-    """The documented hash, in plain Python."""
+    """Computes the documented string hash in plain Python."""
     state = 0xCBF29CE484222325
     for byte in text.encode():
         state = ((state ^ byte) * 0x100000001B3) & mask
@@ -65,7 +65,7 @@ def fnv_splitmix(text, mask=2**64 - 1):
 
 
 def content(folder: Path) -> dict[str, str]:
-    """A checksum of each file below a folder."""
+    """Returns a checksum of each file below a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -74,7 +74,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def write_timed(folder, rows=200, seed=0):
-    """Random timed rows; returns them as dictionaries."""
+    """Writes random samples with times; returns them as dictionaries."""
     draw = random.Random(seed)
     table = []
     for _ in range(rows):

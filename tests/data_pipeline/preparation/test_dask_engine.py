@@ -1,4 +1,4 @@
-"""`prepare` on a Dask cluster of local processes: every file is, byte by byte, the one that is made without it."""
+"""`prepare` on a Dask cluster of local processes writes the same bytes as without a cluster."""
 
 import gzip
 import os
@@ -15,14 +15,14 @@ distributed = pytest.importorskip("distributed")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A scheduler and two worker processes, which work in another folder than the test."""
+    """Starts a scheduler and two worker processes, whose working directory differs from the test's."""
     options = {"dashboard_address": ":0", "local_directory": str(tmp_path_factory.mktemp("dask")), "silence_logs": 50}
     with distributed.LocalCluster(n_workers=2, threads_per_worker=2, processes=True, **options) as cluster:
         yield cluster
 
 
 def both(cluster, folder, *arguments, **options):
-    """Prepares here and there; returns both schemas' folders' content."""
+    """Prepares locally and on the cluster; returns the content of both data sets."""
     prepare(*arguments[:2], folder / "here", *arguments[2:], **options)
     prepare(*arguments[:2], folder / "there", *arguments[2:], scheduler=cluster.scheduler_address, **options)
     return content(folder / "here"), content(folder / "there")
@@ -38,8 +38,8 @@ def both(cluster, folder, *arguments, **options):
     ],
     ids=["random", "tail", "hash", "raw"],
 )
-def test_a_cluster_makes_the_same_files(cluster, tmp_path, config):
-    """Of a plain and a compressed file, whose partitions are not cut alike."""
+def test_a_cluster_writes_the_same_files(cluster, tmp_path, config):
+    """Covers plain and compressed files, which are grouped into tasks differently."""
     write_criteo(tmp_path / "a", 1000)
     write_criteo(tmp_path / "b", 700, seed=1)
     (tmp_path / "b.gz").write_bytes(gzip.compress((tmp_path / "b").read_bytes()))
@@ -53,7 +53,7 @@ def test_a_cluster_makes_the_same_files(cluster, tmp_path, config):
     assert here == there
 
 
-def test_lists_weights_and_bad_rows_too(cluster, tmp_path):
+def test_lists_weights_and_bad_rows_on_a_cluster(cluster, tmp_path):
     (tmp_path / "schema.toml").write_text(MIXED_SCHEMA)
     lines = [f"a:{n} b:2,x,{n % 2},{n},t{n % 5}|t{n % 3},city {n % 11}" for n in range(400)]
     lines[123] = "too short"
@@ -64,7 +64,7 @@ def test_lists_weights_and_bad_rows_too(cluster, tmp_path):
     assert here == there
 
 
-def test_raw_ids_and_times_too(cluster, tmp_path):
+def test_raw_ids_and_times_on_a_cluster(cluster, tmp_path):
     write_timed(tmp_path)
     config = PrepareConfig(shard_rows=37, raw_ids=True)
     options = {"csv_schema": tmp_path / "schema.toml"}
@@ -72,7 +72,7 @@ def test_raw_ids_and_times_too(cluster, tmp_path):
     assert here == there
 
 
-def test_what_is_wrong_is_told_as_here(cluster, tmp_path):
+def test_errors_of_workers_are_the_local_ones(cluster, tmp_path):
     write_criteo(tmp_path / "raw", 300)
     with (tmp_path / "raw").open("a") as file:
         file.write("7\n")
@@ -97,7 +97,7 @@ def test_progress_adds_up_and_relative_paths_are_found(cluster, tmp_path, monkey
 
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
-    """Its tasks are done by others, also those whose results it held: after the survey, and in the last pass."""
+    """Other workers redo its tasks, including those whose results it held; after the survey, and in the last pass."""
     write_criteo(tmp_path / "raw", 3000)
     pids = [worker.process.pid for worker in cluster.workers.values()]
     done, killed = 0, []
@@ -116,7 +116,7 @@ def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
     assert content(tmp_path / "here") == content(tmp_path / "there")
 
 
-def test_a_scheduler_that_is_not_there_or_has_no_workers_is_named(tmp_path):
+def test_an_absent_or_idle_scheduler_is_named(tmp_path):
     write_criteo(tmp_path / "raw", 30)
     soon = dask.config.set({"distributed.comm.timeouts.connect": "1s"})
     with soon, pytest.raises(OSError, match=r"127\.0\.0\.1:1"):

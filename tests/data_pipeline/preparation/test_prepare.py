@@ -51,7 +51,7 @@ def write_mixed(folder, rows, name="raw.csv"):
 
 
 def elements(field, row):
-    """What the oracle takes for a field's ids in a row, with weights."""
+    """Returns the ids of a field in a sample, with weights."""
     if field == "city":
         return [(row["city"], None)]
     if field == "tags":
@@ -84,7 +84,7 @@ def check_mixed(folder, split, rows, train, min_count):
 
 @settings(max_examples=40, deadline=None)
 @given(mixed_rows(), st.data())
-def test_any_table_is_encoded_as_the_oracle_does(tmp_path_factory, rows, data):
+def test_any_table_is_encoded_like_the_oracle(tmp_path_factory, rows, data):
     folder = tmp_path_factory.mktemp("mixed")
     test_rows = data.draw(st.integers(0, len(rows) - 1))
     config = PrepareConfig(
@@ -93,10 +93,10 @@ def test_any_table_is_encoded_as_the_oracle_does(tmp_path_factory, rows, data):
         min_count=data.draw(st.integers(1, 3)),
         shard_rows=data.draw(st.integers(1, 9)),
     )
-    cut = data.draw(st.integers(1, len(rows)))
-    paths = [write_mixed(folder, rows[:cut], "a.csv")]
-    if cut < len(rows):
-        paths.append(write_mixed(folder, rows[cut:], "b.csv"))
+    first = data.draw(st.integers(1, len(rows)))
+    paths = [write_mixed(folder, rows[:first], "a.csv")]
+    if first < len(rows):
+        paths.append(write_mixed(folder, rows[first:], "b.csv"))
     prepare("csv", paths, folder / "out", config, csv_schema=folder / "schema.toml")
     train, test = rows[: len(rows) - test_rows], rows[len(rows) - test_rows :]
     check_mixed(folder / "out", "train", train, train, config.min_count)
@@ -145,7 +145,7 @@ def fractions(tmp_path, **settings_):
     return [tuple(row) for row in zip(*(read_split(tmp_path / "out", "test")[f"C{n}"] for n in (1, 5, 9)), strict=True)]
 
 
-def test_the_random_split_has_its_fraction_and_follows_its_seed(tmp_path):
+def test_the_random_split_depends_on_its_fraction_and_seed(tmp_path):
     default, again, other = fractions(tmp_path), fractions(tmp_path), fractions(tmp_path, seed=1)
     assert default == again
     assert default != other
@@ -155,7 +155,7 @@ def test_the_random_split_has_its_fraction_and_follows_its_seed(tmp_path):
     assert len(fractions(tmp_path, test_fraction=0.0)) == 0
 
 
-def test_the_split_does_not_depend_on_how_files_are_cut(tmp_path, monkeypatch):
+def test_the_split_does_not_depend_on_file_and_block_boundaries(tmp_path, monkeypatch):
     text = "".join("\t".join(row) + "\n" for row in write_criteo(tmp_path / "raw", 900))
     prepare("criteo", [tmp_path / "raw"], tmp_path / "whole")
     lines = text.splitlines(keepends=True)
@@ -174,7 +174,7 @@ def numeric_file(tmp_path, values):
 
 
 @pytest.mark.parametrize(("fit_on", "high"), [("train", 10), ("all", 40)])
-def test_numbers_are_scaled_by_the_training_rows_or_by_all(tmp_path, fit_on, high):
+def test_numbers_are_scaled_by_the_training_samples_or_all(tmp_path, fit_on, high):
     raw = numeric_file(tmp_path, ["5", "", "10", "40"])
     config = PrepareConfig(split="tail", test_rows=1, fit_on=fit_on)
     prepare("criteo", raw, tmp_path / "out", config)
@@ -191,7 +191,7 @@ def test_the_logarithm_starts_at_the_minimum(tmp_path):
     assert read_split(tmp_path / "out", "test")["I1"] == [0.0], "below the fitted minimum"
 
 
-def test_numbers_can_be_left_alone(tmp_path):
+def test_numbers_can_be_stored_unchanged(tmp_path):
     prepare(
         "criteo",
         numeric_file(tmp_path, ["-3", "", "1e9"]),
@@ -202,20 +202,20 @@ def test_numbers_can_be_left_alone(tmp_path):
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(-5, 10**7)), max_size=20))
-def test_buckets_are_those_of_criteos_winners(values):
-    """libffm's "3 idiots": the value itself, marked, up to 2; above, the square of its logarithm, rounded down."""
+def test_buckets_equal_those_of_the_criteo_winners(values):
+    """libffm's "3 idiots": the value itself, marked, up to 2; above, its squared logarithm, rounded down."""
     expected = ["" if v is None else str(math.floor(math.log(v) ** 2)) if v > 2 else f"={v}" for v in values]
     got = bucket_ids(np.array([np.nan if value is None else value for value in values], dtype=float))
     assert got.to_pylist() == expected
 
 
-def test_buckets_are_fields_beside_the_numbers(tmp_path):
+def test_buckets_are_additional_sparse_fields(tmp_path):
     raw = numeric_file(tmp_path, ["1", "1", "3", "", "4"])
     schema = prepare("criteo", raw, tmp_path / "out", PrepareConfig(split="tail", test_rows=1, dense="buckets"))
     assert [field.name for field in schema.sparse][:2] == ["I1_bucket", "I2_bucket"]
     assert len(schema.sparse) == 39
     assert len(schema.dense) == 13
-    # 1 is kept as it is, 3 and 4 are both in bucket 1, which is another id.
+    # 1 stays as it is; 3 and 4 are both in bucket 1, which is a different id.
     assert read_split(tmp_path / "out", "train")["I1_bucket"] == [2, 2, 3, 1]
     assert read_split(tmp_path / "out", "test")["I1_bucket"] == [3]
     prepare("criteo", raw, tmp_path / "again", like=tmp_path / "out")
@@ -252,7 +252,7 @@ def test_hashed_ids_need_no_vocabulary(tmp_path):
     assert read_split(tmp_path / "again", "test")["C1"] == expected[::-1]
 
 
-def test_new_files_without_a_label_are_prepared_like_old_ones(tmp_path):
+def test_unlabelled_files_are_prepared_like_an_earlier_data_set(tmp_path):
     raw = write_criteo(tmp_path / "train.txt", 100)
     (tmp_path / "test.txt").write_text("".join("\t".join(row[1:]) + "\n" for row in raw[:40]))
     prepare("criteo", [tmp_path / "train.txt"], tmp_path / "out", PrepareConfig(test_fraction=0.0))
@@ -266,7 +266,7 @@ def test_new_files_without_a_label_are_prepared_like_old_ones(tmp_path):
         prepare("criteo", [tmp_path / "test.txt"], tmp_path / "trained on it")
 
 
-def test_what_is_prepared_like_can_itself_be_a_model(tmp_path):
+def test_a_data_set_prepared_like_another_can_be_imitated(tmp_path):
     write_criteo(tmp_path / "raw", 50)
     first = prepare("criteo", [tmp_path / "raw"], tmp_path / "a")
     second = prepare("criteo", [tmp_path / "raw"], tmp_path / "b", like=tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Real click logs, where they are beside the project: prepared, read back and compared with the raw text."""
+"""Real click logs, if present: prepared, read back and compared with the raw text."""
 
 import collections
 import csv
@@ -29,7 +29,7 @@ def raw_rows(path, delimiter):
 def vocabulary(values):
     counts = collections.Counter(value for value in values if value)
     order = sorted((-count, value) for value, count in counts.items())
-    return {value: place + 2 for place, (_, value) in enumerate(order)} | {"": 1}
+    return {value: index + 2 for index, (_, value) in enumerate(order)} | {"": 1}
 
 
 def everything(folder, split):

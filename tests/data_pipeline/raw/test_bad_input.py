@@ -1,4 +1,4 @@
-"""What is wrong with a raw file is told with file, line and column; or counted and left out, if so asked."""
+"""Bad input is reported with file, line and column, or skipped and counted."""
 
 import gzip
 
@@ -59,7 +59,7 @@ def leftovers(folder):
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_a_bad_row_stops_with_its_place(prepared, tmp_path, case):
+def test_a_bad_row_raises_with_its_location(prepared, tmp_path, case):
     line, message = BAD_LINES[case]
     with pytest.raises(ValueError, match=r"raw\.csv, line 4") as error:
         prepared(GOOD.encode() * 3 + line + GOOD.encode() * 3)
@@ -67,8 +67,8 @@ def test_a_bad_row_stops_with_its_place(prepared, tmp_path, case):
     assert leftovers(tmp_path) == []
 
 
-def test_bad_rows_can_be_left_out_and_are_counted(prepared, tmp_path):
-    """All kinds of bad rows at once, between good ones that are numbered to tell that the right ones are left."""
+def test_bad_rows_can_be_skipped_and_are_counted(prepared, tmp_path):
+    """All kinds of bad rows at once, between numbered good ones."""
     content, good = b"", 0
     for line, _ in BAD_LINES.values():
         content += f"0,{good},x,a,k:1\n".encode() + line
@@ -83,8 +83,8 @@ def test_bad_rows_can_be_left_out_and_are_counted(prepared, tmp_path):
     assert columns["history__weight"] == [[1.0]] * good
 
 
-def test_the_right_line_is_named_after_others_were_left_out(prepared):
-    """Rows dropped by the screen and by the parser, before a bad number in the same block."""
+def test_line_numbers_are_right_after_skipped_lines(prepared):
+    """Lines removed by the filter and by the parser precede a bad number in the same block."""
     content = b"\n" + b"1,2\n" + GOOD.encode() + b"\xff\n" + b"1,2,3\n" + GOOD.encode() + b"1,bad,x,a,k:1\n"
     with pytest.raises(ValueError, match=r"more than max_bad_rows = 4 bad rows; the last: .*line 7, column price"):
         prepared(content, on_bad_row="skip", max_bad_rows=4)
@@ -97,7 +97,7 @@ def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
         prepared(GOOD.encode() * 777 + b"7,2.5,x,a,k:1\n" + GOOD.encode() * 100)
 
 
-def test_an_even_number_of_quotes_that_run_over_lines_is_noticed(prepared):
+def test_quoted_newlines_are_noticed_when_quotes_are_even(prepared):
     with pytest.raises(ValueError, match=r"raw\.csv, line"):
         prepared((GOOD + '1,2.5,x"y,"a,k:1\n' + GOOD * 3).encode())
 
@@ -110,13 +110,13 @@ def test_an_even_number_of_quotes_that_run_over_lines_is_noticed(prepared):
         (b"\x00" * 50_000_000, r"raw\.csv, line 1: longer than .* is this a text file\?"),
     ],
 )
-def test_files_that_are_no_text_are_refused(prepared, tmp_path, content, message):
+def test_files_that_are_not_text_are_refused(prepared, tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         prepared(content)
     assert leftovers(tmp_path) == []
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_and_irregular_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         prepare("criteo", [tmp_path / "nowhere"], tmp_path / "out")
     with pytest.raises(ValueError, match="not a regular file"):
@@ -125,9 +125,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         prepare("criteo", [], tmp_path / "out")
 
 
-def test_an_archive_of_nothing_has_no_rows(tmp_path):
+def test_an_empty_archive_has_no_samples(tmp_path):
     (tmp_path / "raw.gz").write_bytes(gzip.compress(b""))
-    with pytest.raises(ValueError, match=r"raw\.gz has no rows"):
+    with pytest.raises(ValueError, match=r"raw\.gz has no samples"):
         prepare("criteo", [tmp_path / "raw.gz"], tmp_path / "out")
     with pytest.raises(ValueError, match=r"raw\.gz, line 1: no column"):
         prepare("avazu", [tmp_path / "raw.gz"], tmp_path / "out")
@@ -143,14 +143,14 @@ def test_headers_are_checked(tmp_path):
     with pytest.raises(ValueError, match=r"b\.csv, line 1: header differs"):
         prepare("csv", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
     (tmp_path / "b.csv").write_text("label,x\n")
-    with pytest.raises(ValueError, match=r"b\.csv has no rows"):
+    with pytest.raises(ValueError, match=r"b\.csv has no samples"):
         prepare("csv", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
     (tmp_path / "b.csv").write_text("label,x,x\n1,2,2\n")
     with pytest.raises(ValueError, match="column 'x' occurs more than once"):
         prepare("csv", [tmp_path / "b.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_header(tmp_path):
     (tmp_path / "schema.toml").write_text('[[fields]]\nname = "x"\nkind = "categorical"')
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbflabel,x\n1,2\n")
     schema = prepare(
@@ -163,12 +163,12 @@ def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
     assert schema.splits["train"].rows == 1
 
 
-def test_only_test_rows_are_nothing_to_train_on(prepared, tmp_path):
+def test_a_data_set_without_training_samples_is_refused(prepared, tmp_path):
     (tmp_path / "raw.csv").write_bytes(GOOD.encode() * 3)
     config = PrepareConfig(split="tail", test_rows=3)
-    with pytest.raises(ValueError, match="test_rows must be less than the 3 rows there are, got 3"):
+    with pytest.raises(ValueError, match="test_rows must be less than the 3 samples in the files, got 3"):
         prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, csv_schema=tmp_path / "schema.toml")
-    with pytest.raises(ValueError, match="no training row"):
+    with pytest.raises(ValueError, match="no training sample"):
         prepared(b"2,2,x,a,k:1\n", on_bad_row="skip")
 
 
@@ -200,7 +200,7 @@ FIELD = '[[fields]]\nname = "x"\nkind = "categorical"\n'
         ("delimiter = ';;'\n" + FIELD, "delimiter must be one ASCII character"),
         ("separator = ';'\n" + FIELD, "unknown key 'separator'; the keys are delimiter"),
         ("header = 'no'\n" + FIELD, "header must be a bool, got 'no'"),
-        ("header = false\n" + FIELD, "give `columns` exactly where header = false"),
+        ("header = false\n" + FIELD, "give `columns` if, and only if, header = false"),
         ("header = false\ncolumns = ['label', 'y']\n" + FIELD, "no column 'x' among label, y"),
         ("", "at least one field"),
         ("[[fields]]\nname = 'x'\n", "fields entry 1 needs a name and a kind"),
@@ -225,7 +225,7 @@ def test_schema_files_are_checked(tmp_path, text, message):
         load_csv_schema(tmp_path / "schema.toml")
 
 
-def test_a_failed_run_keeps_what_was_there(prepared, tmp_path):
+def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
     prepared(GOOD.encode())
     (tmp_path / "raw.csv").write_bytes(b"bad\n")
     with pytest.raises(ValueError, match="exists and is not empty"):

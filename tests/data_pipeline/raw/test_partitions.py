@@ -1,4 +1,4 @@
-"""Raw files as blocks of lines: every compression, cut anywhere, whole or broken."""
+"""Raw files as blocks of lines: all compressions, any boundaries, intact or damaged."""
 
 import gzip
 import hashlib
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline.raw.partitions import blocks, first_line, partitions, survey
+from cowrec.data_pipeline.raw.partitions import blocks, partitions, read_first_line, survey
 
 TEXT = "".join(f"{number},{random.Random(number).random()}\n" for number in range(3000)).encode()
 
@@ -23,35 +23,35 @@ def zstd(data):
 COMPRESSORS = {"plain": bytes, "gz": gzip.compress, "xz": lzma.compress, "zst": zstd}
 
 
-def surveyed(path, *, header=False, segment_rows=1000, report=lambda _: None, **options):
-    return survey(str(path), report, header=header, segment_rows=segment_rows, **options)
+def surveyed(path, *, header=False, segment_lines=1000, report=lambda _: None, **options):
+    return survey(str(path), report, header=header, segment_lines=segment_lines, **options)
 
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
 @pytest.mark.parametrize("members", [1, 3])
-def test_every_compression_is_read_whatever_the_files_name(tmp_path, kind, members):
+def test_every_compression_is_recognized_by_content(tmp_path, kind, members):
     path = tmp_path / "file.txt"
     third = len(TEXT) // members + 1
     path.write_bytes(b"".join(COMPRESSORS[kind](TEXT[start : start + third]) for start in range(0, len(TEXT), third)))
-    told = []
-    file = surveyed(path, block_bytes=5000, report=told.append)
+    reported = []
+    file = surveyed(path, block_bytes=5000, report=reported.append)
     size = path.stat().st_size
     assert b"".join(block.data for block in blocks(file.segments)) == TEXT
-    assert file.rows == sum(segment.lines for segment in file.segments) == 3000
-    assert sum(segment.file_bytes for segment in file.segments) == sum(told) == size
+    assert file.samples == sum(segment.lines for segment in file.segments) == 3000
+    assert sum(segment.file_bytes for segment in file.segments) == sum(reported) == size
     assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert first_line(str(path)) == file.first_line == TEXT.splitlines()[0]
+    assert read_first_line(str(path)) == file.first_line == TEXT.splitlines()[0]
     assert len(file.segments) > 5
 
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
 def test_segments_are_read_in_any_order(tmp_path, kind):
-    """Also twice, leaving some out, and alternating between files."""
+    """Segments may repeat, be left out and alternate between files."""
     contents = {str(tmp_path / name): TEXT[start:] for name, start in (("a", 0), ("b", len(TEXT) // 2))}
     found = []
     for path, content in contents.items():
         Path(path).write_bytes(COMPRESSORS[kind](content))
-        found += surveyed(path, block_bytes=3000, segment_rows=200).segments
+        found += surveyed(path, block_bytes=3000, segment_lines=200).segments
     order = random.Random(3).choices(found, k=2 * len(found))
     for segment, block in zip(order, blocks(order), strict=True):
         text = contents[segment.path]
@@ -63,8 +63,8 @@ def test_segments_are_read_in_any_order(tmp_path, kind):
 @pytest.mark.parametrize("kept", [0.3, 0.99])
 def test_a_truncated_archive_is_refused(tmp_path, kind, kept):
     path = tmp_path / "raw"
-    whole = COMPRESSORS[kind](TEXT)
-    path.write_bytes(whole[: int(len(whole) * kept)])
+    archive = COMPRESSORS[kind](TEXT)
+    path.write_bytes(archive[: int(len(archive) * kept)])
     with pytest.raises(ValueError, match=r"raw: the \w+ archive is truncated.*Copy or download it again"):
         surveyed(path)
 
@@ -72,9 +72,9 @@ def test_a_truncated_archive_is_refused(tmp_path, kind, kept):
 @pytest.mark.parametrize("kind", ["gz", "xz"])
 def test_a_damaged_archive_is_refused(tmp_path, kind):
     path = tmp_path / "raw"
-    whole = bytearray(COMPRESSORS[kind](TEXT))
-    whole[len(whole) // 2] ^= 0xFF
-    path.write_bytes(whole)
+    archive = bytearray(COMPRESSORS[kind](TEXT))
+    archive[len(archive) // 2] ^= 0xFF
+    path.write_bytes(archive)
     with pytest.raises(ValueError, match=r"raw: the \w+ archive is (damaged|truncated)"):
         surveyed(path)
 
@@ -86,38 +86,38 @@ def test_a_damaged_archive_is_refused(tmp_path, kind):
     st.integers(1, 30),
     st.booleans(),
 )
-def test_blocks_know_their_lines_and_rows(tmp_path_factory, files, block_bytes, segment_rows, header):
+def test_blocks_have_exact_line_and_sample_numbers(tmp_path_factory, files, block_bytes, segment_lines, header):
     folder = tmp_path_factory.mktemp("raw")
     paths = []
     for number, lines in enumerate(files):
         paths.append(folder / str(number))
         lines[-1] += "x"  # the last line has no newline, so it must not be empty
         paths[-1].write_bytes("\n".join(["header"] * header + lines).encode())
-    raw = [surveyed(path, header=header, segment_rows=segment_rows, block_bytes=block_bytes) for path in paths]
-    row = 0
+    raw = [surveyed(path, header=header, segment_lines=segment_lines, block_bytes=block_bytes) for path in paths]
+    sample = 0
     found = {str(path): b"" for path in paths}
-    parts = partitions(raw, segment_rows)
+    parts = partitions(raw, segment_lines)
     assert [part.number for part in parts] == list(range(len(parts)))
     for part in parts:
-        assert sum(segment.lines for segment in part.segments) <= segment_rows
+        assert sum(segment.lines for segment in part.segments) <= segment_lines
         for block in blocks(part.segments):
             before = found[block.path].count(b"\n")
             assert block.first_line == before + 1 + header
-            assert block.first_row == row
+            assert block.first_sample == sample
             assert block.lines == block.data.count(b"\n")
             assert block.data[-1:] == b"\n"
             found[block.path] += block.data
-            row += block.lines
+            sample += block.lines
     assert list(found.values()) == [("\n".join(lines) + "\n").encode() for lines in files]
-    assert [file.rows for file in raw] == [len(lines) for lines in files]
+    assert [file.samples for file in raw] == [len(lines) for lines in files]
 
 
-def test_whole_partitions_are_cut_where_they_are_full(tmp_path):
-    """Of one file every partition but the last has all its rows, wherever blocks end; small files share one."""
+def test_partitions_are_filled_to_their_size(tmp_path):
+    """All partitions of a file but the last are full, wherever blocks end; small files share a partition."""
     (tmp_path / "raw").write_bytes(TEXT)
-    parts = partitions([surveyed(tmp_path / "raw", segment_rows=700, block_bytes=3000)], 700)
+    parts = partitions([surveyed(tmp_path / "raw", segment_lines=700, block_bytes=3000)], 700)
     assert [sum(segment.lines for segment in part.segments) for part in parts] == [700, 700, 700, 700, 200]
-    parts = partitions([surveyed(tmp_path / "raw", segment_rows=7000)] * 5, 7000)
+    parts = partitions([surveyed(tmp_path / "raw", segment_lines=7000)] * 5, 7000)
     assert [len(part.segments) for part in parts] == [2, 2, 1]
 
 
@@ -125,7 +125,7 @@ def test_whole_partitions_are_cut_where_they_are_full(tmp_path):
     ("change", "message"),
     [
         (lambda path: path.write_bytes(TEXT + b"more\n"), "changed while it was being read"),
-        (lambda path: path.unlink(), "is gone"),
+        (lambda path: path.unlink(), "was deleted after the survey"),
     ],
 )
 def test_a_file_that_changes_between_passes_is_noticed(tmp_path, change, message):
