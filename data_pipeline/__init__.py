@@ -7,8 +7,9 @@ from .preparation.config import PrepareConfig
 from .preparation.prepare import prepare, work_bytes
 from .reading.memory import available_bytes, resident_bytes
 from .reading.reader import Reader
+from .streams.open import open_source
 from .streams.position import Position
-from .streams.source import Chunk, SampleSource, open_source
+from .streams.source import Chunk, SampleSource
 from .streams.stream import SampleStream, StreamBatch
 from .synthetic.criteo_like import SynthesizeConfig, synthesize
 from .synthetic.drifting_samples import synthesize_drifting

@@ -34,7 +34,7 @@ import pyarrow as pa
 import torch
 
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
-from cowrec.data_pipeline.streams.sinks import open_sink
+from cowrec.data_pipeline.streams.open import open_sink
 from cowrec.data_pipeline.synthetic.drifting import DAY, DriftConfig
 from cowrec.data_pipeline.synthetic.drifting_samples import LABEL, best_by_window, drifting_tables
 from cowrec.data_pipeline.synthetic.metrics import exact_auc

@@ -1,10 +1,10 @@
-"""A growing folder of Parquet and Arrow files as a source of samples, in the order of their names.
+"""Source of samples that reads the Parquet and Arrow files of a growing folder in the order of their names.
 
-A file appears whole, by a rename. Names that begin with a dot or end in .partial or .tmp are left alone, and so is
-all that does not end in .parquet or .arrow (Arrow's IPC file format). An empty file `_END` ends the stream once all
-files are read. A file that appears with a name before one that was already read is late: it is named, counted and not
-read. One that appeared while nobody was looking cannot be told from one that was read. Files that were read may be
-removed, except those that a journal may ask for again.
+A writer renames each file into the folder when it is complete. Ignored are names that start with a dot and all that do
+not end in .parquet or .arrow (Arrow's IPC file format). An empty file `_END` ends the stream once all files are read.
+A file whose name sorts before one already read is late: it is logged, counted and not read. A file that appeared while
+no source was open cannot be distinguished from one that was read. Files may be removed once read, unless a journal may
+still ask for them.
 """
 
 import logging
@@ -16,25 +16,25 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .source import Chunk, Place
+from .source import Chunk, SourcePosition
 
 END = "_END"
 SUFFIXES = (".parquet", ".arrow")
-LOOKS_EVERY = 0.05
-"""Seconds between two looks at a folder in which nothing is new."""
+SCAN_SECONDS = 0.05
+"""Seconds between two scans of a folder without new files."""
 
 logger = logging.getLogger(__name__)
 
 
 class DirectorySource:
-    """Files of a folder; a place is {"file": name, "row": rows of it that were read}.
+    """Files of a folder; a position is {"file": name, "row": rows of the file already read}.
 
     Args:
-        folder: must be there.
-        damaged: at a file that cannot be read, "stop" with an error that names it, or "skip", named and counted.
+        folder: an existing folder.
+        damaged: at a file that cannot be read, "stop" with an error, or "skip" it with a warning and a count.
 
     Raises:
-        OSError: no such folder.
+        OSError: the folder does not exist.
     """
 
     def __init__(self, folder: Path, damaged: Literal["stop", "skip"] = "stop") -> None:
@@ -45,33 +45,33 @@ class DirectorySource:
         self._open: _GroupedFile | None = None
         self.seek({})
 
-    def seek(self, places: Mapping[str, Place]) -> None:
-        place = places.get("", {"file": "", "row": 0})
-        self._file, self._row = place["file"], place["row"]
+    def seek(self, positions: Mapping[str, SourcePosition]) -> None:
+        position = positions.get("", {"file": "", "row": 0})
+        self._file, self._row = position["file"], position["row"]
         self.ended = False
         self._passed = {name for name in self._names() if name < self._file}
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
         deadline = time.monotonic() + timeout
         while not self.ended:
-            # Asked before the look at the files: those that came before the end are then all seen.
+            # Checked before the folder is scanned, so that no file written before the end is missed.
             is_last = (self._folder / END).exists()
             chunk = self._next(max_samples)
             if chunk is not None:
                 return chunk
             self.ended = is_last
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 break
             if not self.ended:
-                time.sleep(min(LOOKS_EVERY, left))
+                time.sleep(min(SCAN_SECONDS, remaining))
         return None
 
-    def read(self, partition: str, start: Place, end: Place) -> Chunk:
+    def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:
         try:
             rows = self._opened(start["file"]).rows(start["row"], end["row"] - start["row"])
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{self._folder / start['file']} is needed again, and cannot be read: {error}") from error
+            raise ValueError(f"{self._folder / start['file']} must be read again, but cannot be: {error}") from error
         return Chunk(partition, start, end, rows)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class DirectorySource:
 
     def _next(self, max_samples: int) -> Chunk | None:
         names = self._names()
-        self._tell_late(names)
+        self._report_late(names)
         for name in sorted(name for name in names if name >= self._file):
             row = self._row if name == self._file else 0
             try:
@@ -100,19 +100,19 @@ class DirectorySource:
         names = (path.name for path in self._folder.iterdir())
         return {name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")}
 
-    def _tell_late(self, names: set[str]) -> None:
+    def _report_late(self, names: set[str]) -> None:
         for name in sorted(name for name in names if name < self._file and name not in self._passed):
-            logger.warning("%s came late: %s was already read; it is left out", self._folder / name, self._file)
+            logger.warning("%s is late: %s was already read; it is skipped", self._folder / name, self._file)
             self.counters["late_files"] += 1
             self._passed.add(name)
 
     def _skip(self, name: str, error: Exception) -> None:
         if self._damaged == "stop":
             raise ValueError(
-                f'{self._folder / name} cannot be read: {error}. Remove it, or set damaged = "skip" to leave it out'
+                f'{self._folder / name} cannot be read: {error}. Remove it, or set damaged = "skip" to skip it'
             ) from error
         if name not in self._passed:
-            logger.warning("%s cannot be read, and is left out: %s", self._folder / name, error)
+            logger.warning("%s cannot be read and is skipped: %s", self._folder / name, error)
             self.counters["damaged_files"] += 1
             self._passed.add(name)
 
@@ -124,7 +124,7 @@ class DirectorySource:
 
 
 class _GroupedFile:
-    """A Parquet file's row groups, or an Arrow file's record batches, of which one is in memory at a time."""
+    """Row groups of a Parquet file or record batches of an Arrow file, one of them in memory at a time."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -140,12 +140,12 @@ class _GroupedFile:
         self._sizes = sizes
         self._group, self._table = -1, pa.table({})
 
-    def rows(self, first: int, most: int) -> pa.Table:
-        """Rows from `first` on, at most `most`, and not beyond the end of a group; none at the end of the file."""
+    def rows(self, first: int, limit: int) -> pa.Table:
+        """Returns up to `limit` rows from `first`, all of one group; none at the end of the file."""
         start = 0
         for group, size in enumerate(self._sizes):
             if first < start + size:
-                return self._read(group).slice(first - start, most)
+                return self._read(group).slice(first - start, limit)
             start += size
         return pa.table({})
 

@@ -1,9 +1,9 @@
-"""A Kafka topic as a source of samples: messages that are JSON objects.
+"""Source of samples that reads a Kafka topic whose messages are JSON objects.
 
-All partitions that the topic has when it is opened are assigned with explicit offsets, which are the stream's own
-position: nothing is committed, and no consumer group takes part. Messages must stay until no journal can ask for them
-again: the topic's retention must cover the time between two snapshots. Messages that Kafka removed before they were
-read are gone; that is said, and counted by their offsets.
+All partitions present at opening are assigned with explicit offsets from the stream's own position: nothing is
+committed and no consumer group is used. Messages must be retained until no journal can ask for them again, so the
+topic's retention must exceed the time between two snapshots. Messages that Kafka deleted before they were read are
+logged and counted by their offsets.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .source import Chunk, Place
+from .source import Chunk, SourcePosition
 
 ANSWER_SECONDS = 10.0
 REPLAY_SECONDS = 60.0
@@ -21,15 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class KafkaSource:
-    """One topic; a place is the offset of the next message of a partition.
+    """One topic; a position is the offset of the next message of a partition.
 
     Args:
         brokers: host:port, several joined by commas.
-        topic: must be there.
-        settings: of librdkafka, over ours.
+        topic: an existing topic.
+        settings: librdkafka settings that override the defaults below.
 
     Raises:
-        ValueError: confluent-kafka is not installed, or there is no such topic. OSError: no broker answers.
+        ValueError: confluent-kafka is not installed, or the topic does not exist.
+        OSError: no broker answers.
     """
 
     def __init__(self, brokers: str, topic: str, settings: Mapping[str, str] | None = None) -> None:
@@ -37,18 +38,18 @@ class KafkaSource:
             import confluent_kafka
         except ImportError:
             raise ValueError(
-                "a Kafka source needs confluent-kafka, which is not installed: pip install 'cowrec[online]'"
+                "a Kafka source requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
             ) from None
         self._kafka, self._topic = confluent_kafka, topic
         self._consumer = confluent_kafka.Consumer(
             {
                 "bootstrap.servers": brokers,
-                "group.id": "cowrec",  # asked for, though no group takes part
+                "group.id": "cowrec",  # required by librdkafka, though no group is used
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "error",
                 "enable.partition.eof": True,
-                # A broker answers nothing else on the connection while a fetch waits.
+                # A pending fetch blocks all other answers on its connection.
                 "fetch.wait.max.ms": 50,
                 **(settings or {}),
             },
@@ -63,31 +64,31 @@ class KafkaSource:
         self._partitions = sorted(found.partitions)
         self.ended = False
         self.counters = {"lost_messages": 0, "errors": 0}
-        self._waiting: deque[Chunk] = deque()
+        self._ready: deque[Chunk] = deque()
         self._lost: dict[int, int] = {}
         self.seek({})
 
-    def seek(self, places: Mapping[str, Place]) -> None:
-        self._waiting.clear()
+    def seek(self, positions: Mapping[str, SourcePosition]) -> None:
+        self._ready.clear()
         self._offsets = {}
         for number in self._partitions:
-            place = places.get(str(number))
-            self._offsets[number] = self._bounds(number)[0] if place is None else int(place)
-        unknown = sorted(places.keys() - {str(number) for number in self._partitions})
+            position = positions.get(str(number))
+            self._offsets[number] = self._bounds(number)[0] if position is None else int(position)
+        unknown = sorted(positions.keys() - {str(number) for number in self._partitions})
         if unknown:
             raise ValueError(f"topic {self._topic!r} has no partition {', '.join(unknown)}; is it another topic?")
         self._assign(self._offsets)
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
         deadline = time.monotonic() + timeout
-        while not self._waiting:
-            left = deadline - time.monotonic()
-            self._gather(self._consumer.consume(max_samples, max(0.0, min(left, 0.1))))
-            if left <= 0:
+        while not self._ready:
+            remaining = deadline - time.monotonic()
+            self._gather(self._consumer.consume(max_samples, max(0.0, min(remaining, 0.1))))
+            if remaining <= 0:
                 break
-        return self._waiting.popleft() if self._waiting else None
+        return self._ready.popleft() if self._ready else None
 
-    def read(self, partition: str, start: Place, end: Place) -> Chunk:
+    def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:
         self._assign({int(partition): int(start)})
         deadline = time.monotonic() + REPLAY_SECONDS
         samples: list[bytes] = []
@@ -95,12 +96,12 @@ class KafkaSource:
             for message in self._consumer.consume(max(1, end - start), 0.1):
                 error = message.error()
                 if error is not None and error.code() in self._no_more:
-                    return Chunk(partition, start, end, samples)  # the stream sees that samples are missing
+                    return Chunk(partition, start, end, samples)  # the stream compares the number of samples
                 if error is None and message.offset() < end:
                     samples.append(message.value() or b"")
                 if error is None and message.offset() >= end - 1:
                     return Chunk(partition, start, end, samples)
-        raise ValueError(f"messages of {self._topic!r} are needed again, but Kafka does not answer")
+        raise ValueError(f"messages of {self._topic!r} must be read again, but Kafka does not answer")
 
     def close(self) -> None:
         self._consumer.close()
@@ -110,7 +111,7 @@ class KafkaSource:
         return self._kafka.KafkaError._PARTITION_EOF, self._kafka.KafkaError._AUTO_OFFSET_RESET
 
     def _gather(self, messages: list[Any]) -> None:
-        """Messages to chunks, one for each partition that has some."""
+        """Groups messages into one chunk per partition."""
         samples: dict[int, list[bytes]] = {}
         ends: dict[int, int] = {}
         out_of_range: set[int] = set()
@@ -127,7 +128,7 @@ class KafkaSource:
         for number, values in samples.items():
             start, self._offsets[number] = self._offsets[number], ends[number]
             lost = self._lost.pop(number, 0)
-            self._waiting.append(Chunk(str(number), start, ends[number], values, lost))
+            self._ready.append(Chunk(str(number), start, ends[number], values, lost))
         for number in out_of_range:
             self._skip_lost(number)
         if out_of_range:
@@ -139,10 +140,10 @@ class KafkaSource:
         if offset > end:
             raise ValueError(
                 f"partition {number} of {self._topic!r} ends at offset {end}, but was read up to {offset}: the topic "
-                "was made anew; start without the earlier position"
+                "was re-created; start without the saved position"
             )
         lost = first - offset
-        logger.warning("%d messages of %r, partition %d, were removed before they were read", lost, self._topic, number)
+        logger.warning("%d messages of %r, partition %d, were deleted before they were read", lost, self._topic, number)
         self.counters["lost_messages"] += lost
         self._lost[number] = self._lost.get(number, 0) + lost
         self._offsets[number] = first
@@ -157,4 +158,4 @@ class KafkaSource:
                 self._kafka.TopicPartition(self._topic, number), timeout=ANSWER_SECONDS
             )
         except self._kafka.KafkaException as error:
-            raise OSError(f"Kafka does not tell the offsets of {self._topic!r}: {error}") from error
+            raise OSError(f"cannot get the offsets of {self._topic!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""Where a stream stands after a batch: all that is needed to go on, as files of plain JSON and Arrow."""
+"""Position of a stream after a batch: the complete state to resume from, stored as JSON and Arrow files."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import pyarrow as pa
 from cowrec.data_pipeline.codec.codec import TIME_COLUMN
 from cowrec.data_pipeline.files import durable_file, write_file
 
-from .reorder import Waiting
+from .reorder import ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
 FORMAT = 1
@@ -23,37 +23,37 @@ COUNTERS = ("samples", "malformed", "duplicates", "late", "lost", "forced", "flu
 
 @dataclass(frozen=True)
 class Position:
-    """The state of a stream between two batches. Nothing in it is changed later, so that one for each batch is cheap.
+    """State of a stream between two batches. Immutable, and cheap enough to keep one for each batch.
 
     Attributes:
-        places: of the source, by partition: where each goes on.
+        partitions: position in each partition of the source.
         entry: number of the next entry of the journal.
-        newest: the newest time seen, Unix seconds; None before the first sample.
-        due: samples, the first ones that wait, that are handed out whatever the watermark is.
-        ended: nothing more will come.
-        waiting: samples that were not handed out yet.
+        newest: newest sample time seen, Unix seconds; None before the first sample.
+        due: number of waiting samples, oldest first, to return regardless of the watermark.
+        ended: no more samples will come.
+        waiting: samples not yet returned in a batch.
         recent: ids of the latest samples; see `RecentIds`.
-        counters: since the stream's beginning. samples: that came; of these malformed, duplicates, late (left out or
-            handed out, as the stream is set up); lost: that the source knew to be gone (one where it could not count
-            them); forced: handed out before their time because too many waited; flushes: waits that were too long;
-            handed_out; batches.
+        counters: totals since the start of the stream. samples: received; of these malformed, duplicates and late
+            (dropped or trained on, by the stream's `late`); lost: deleted before they were read (1 if the source
+            cannot count them); forced: returned before the watermark because too many samples waited; flushes:
+            waits longer than `max_wait_seconds`; handed_out: returned in batches; batches.
     """
 
-    places: Mapping[str, Any] = field(default_factory=dict)
+    partitions: Mapping[str, Any] = field(default_factory=dict)
     entry: int = 0
     newest: int | None = None
     due: int = 0
     ended: bool = False
-    waiting: Waiting = field(default_factory=Waiting)
+    waiting: ReorderBuffer = field(default_factory=ReorderBuffer)
     recent: tuple[np.ndarray, ...] = (np.zeros(0, np.uint64),)
     counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
     def save(self, folder: Path) -> None:
-        """Writes the position's files into a folder that is there, and to disk."""
+        """Writes the position into an existing folder; durable when this returns."""
         waiting = self.waiting.compact()
         content = {
             "format": FORMAT,
-            "places": self.places,
+            "places": self.partitions,
             "entry": self.entry,
             "newest": self.newest,
             "due": self.due,
@@ -70,23 +70,23 @@ class Position:
 
     @staticmethod
     def load(folder: Path) -> "Position":
-        """Reads what `save` wrote. Raises ValueError where a file is missing or damaged."""
+        """Reads a saved position. Raises ValueError if a file is missing or damaged."""
         try:
             content = json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']!r}, this cowrec reads {FORMAT}")
-            waiting = Waiting()
+                raise ValueError(f"format {content['format']!r}, this version of cowrec reads {FORMAT}")
+            waiting = ReorderBuffer()
             if content["waiting"]:
                 table = _read_table(folder / PENDING_FILE)
                 first = content["arrived"] - content["waiting"]
-                waiting = Waiting(arrived=first).add(table, table[TIME_COLUMN].to_numpy())
+                waiting = ReorderBuffer(arrived=first).add(table, table[TIME_COLUMN].to_numpy())
             return Position(
                 content["places"],
                 content["entry"],
                 content["newest"],
                 content["due"],
                 content["ended"],
-                waiting if len(waiting) else Waiting(arrived=content["arrived"]),
+                waiting if len(waiting) else ReorderBuffer(arrived=content["arrived"]),
                 (_read_table(folder / RECENT_FILE)["id"].to_numpy(),),
                 content["counters"],
             )

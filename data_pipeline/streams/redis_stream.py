@@ -1,11 +1,10 @@
-"""A Redis stream as a source of samples: entries whose field `sample` is a JSON object.
+"""Source of samples that reads a Redis stream: entries whose field `sample` is a JSON object.
 
-Entries are read by their ids, without a consumer group: how far they were read is the stream's own position. So they
-must stay until no journal can ask for them again: `XADD ... MAXLEN ~ N` with an N that covers the time between two
-snapshots. Entries that Redis trimmed before they were read are gone; that is said and counted (as one `gaps`, since
-Redis cannot tell how many entries it was; the one case that looks alike, the last entry read being the last one
-trimmed, is counted too). What a Redis that dies loses of the last second was never read, or is known here already; in
-the second case `rewound` counts it.
+Entries are read by their ids from the stream's own position, without a consumer group. They must be retained until no
+journal can ask for them again: use `XADD ... MAXLEN ~ N` with an N that covers the time between two snapshots. Entries
+trimmed before they were read are logged and counted as one `gaps`, since Redis does not report how many there were. If
+the last entry read is also the last one trimmed, a gap is counted though nothing was lost: the two cases look alike.
+A crash of Redis may lose its last second of entries; if some of them were already read, `rewound` counts it.
 """
 
 import logging
@@ -13,23 +12,23 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .source import Chunk, Place
+from .source import Chunk, SourcePosition
 
 BEGINNING = "0-0"
 FIELD = b"sample"
-FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
-"""Seconds between attempts to reach a server that is away; doubled from one to the next."""
+MIN_BACKOFF, MAX_BACKOFF = 0.05, 5.0
+"""Seconds between attempts to reconnect; doubled after each attempt."""
 ANSWER_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 class RedisSource:
-    """One stream; a place is the id of the last entry read.
+    """One stream; a position is the id of the last entry read.
 
     Args:
-        url: of the server, as redis-py takes it.
-        stream: the key.
+        url: URL of the server, as redis-py takes it.
+        stream: key of the stream.
 
     Raises:
         ValueError: redis-py is not installed.
@@ -40,17 +39,17 @@ class RedisSource:
             import redis
         except ImportError:
             raise ValueError(
-                "a Redis source needs redis-py, which is not installed: pip install 'cowrec[online]'"
+                "a Redis source requires redis-py, which is not installed: pip install 'cowrec[online]'"
             ) from None
         self._redis, self._stream = redis, stream
         self._client = redis.Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
         self.ended = False
         self.counters = {"gaps": 0, "rewound": 0, "reconnects": 0}
-        self._wait, self._away = FIRST_WAIT, False
+        self._backoff, self._disconnected = MIN_BACKOFF, False
         self.seek({})
 
-    def seek(self, places: Mapping[str, Place]) -> None:
-        self._last = str(places.get("", BEGINNING))
+    def seek(self, positions: Mapping[str, SourcePosition]) -> None:
+        self._last = str(positions.get("", BEGINNING))
         self._rewound = False
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
@@ -58,37 +57,37 @@ class RedisSource:
         while True:
             try:
                 chunk = self._next(max_samples)
-                if self._away:
-                    logger.warning("Redis is back; going on after %s", self._last)
-                    self._away, self._wait = False, FIRST_WAIT
-                left = deadline - time.monotonic()
-                if chunk is not None or left <= 0:
+                if self._disconnected:
+                    logger.warning("Redis answers again; continuing after %s", self._last)
+                    self._disconnected, self._backoff = False, MIN_BACKOFF
+                remaining = deadline - time.monotonic()
+                if chunk is not None or remaining <= 0:
                     return chunk
-                # Only to be woken: what it returns is read again together with what the stream says of itself.
+                # Only waits for an entry: `_next` reads it again together with the state of the stream.
                 self._client.xread(
-                    {self._stream: self._last}, 1, block=max(1, int(1000 * min(left, ANSWER_SECONDS / 2)))
+                    {self._stream: self._last}, 1, block=max(1, int(1000 * min(remaining, ANSWER_SECONDS / 2)))
                 )
             except (self._redis.ConnectionError, self._redis.TimeoutError) as error:
-                if not self._try_again(error, deadline):
+                if not self._retry(error, deadline):
                     return None
 
-    def read(self, partition: str, start: Place, end: Place) -> Chunk:
+    def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:
         deadline = time.monotonic() + 60
         while True:
             try:
                 entries: Any = self._client.xrange(self._stream, f"({start}", end)
                 return Chunk(partition, start, end, [_sample(fields) for _, fields in entries])
             except (self._redis.ConnectionError, self._redis.TimeoutError) as error:
-                if not self._try_again(error, deadline):
+                if not self._retry(error, deadline):
                     raise ValueError(
-                        f"entries of {self._stream!r} are needed again, but Redis is away: {error}"
+                        f"entries of {self._stream!r} must be read again, but Redis does not answer: {error}"
                     ) from error
 
     def close(self) -> None:
         self._client.close()
 
     def _next(self, max_samples: int) -> Chunk | None:
-        """What there is now. In one transaction, so that nothing is trimmed between the look and the reading."""
+        """Reads available entries, in one transaction with the check for a gap so that none is trimmed between."""
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.xinfo_stream(self._stream)
             pipeline.xread({self._stream: self._last}, max_samples)
@@ -119,23 +118,23 @@ class RedisSource:
             self._rewound = True
             self.counters["rewound"] += 1
             logger.warning(
-                "the stream %r ends at %s, but was read up to %s: Redis lost its end, or was emptied; entries with ids "
+                "the stream %r ends at %s, but was read up to %s: Redis lost its end or was emptied; entries with ids "
                 "up to the latter will not be read", self._stream, newest, self._last,
             )  # fmt: skip
 
-    def _try_again(self, error: Exception, deadline: float) -> bool:
-        """Waits, longer each time; False once the deadline has come."""
-        if not self._away:
-            logger.warning("Redis is away (%s); trying again", error)
-            self._away = True
+    def _retry(self, error: Exception, deadline: float) -> bool:
+        """Waits with exponential backoff; False once the deadline has passed."""
+        if not self._disconnected:
+            logger.warning("Redis does not answer (%s); retrying", error)
+            self._disconnected = True
         self.counters["reconnects"] += 1
-        time.sleep(max(0.0, min(self._wait, deadline - time.monotonic())))
-        self._wait = min(2 * self._wait, LONGEST_WAIT)
+        time.sleep(max(0.0, min(self._backoff, deadline - time.monotonic())))
+        self._backoff = min(2 * self._backoff, MAX_BACKOFF)
         return time.monotonic() < deadline
 
 
 def _sample(fields: Mapping[bytes, bytes]) -> bytes:
-    """The sample of an entry; of one without it, or that was deleted, text that is no JSON."""
+    """Returns the sample of an entry; empty, hence malformed, if it has none or was deleted."""
     return (fields or {}).get(FIELD, b"")
 
 

@@ -1,7 +1,6 @@
-"""Samples that wait until no earlier one can come, in the order of their times; and ids that were seen a short time
-ago.
+"""Reordering of samples by time, and detection of repeated sample ids.
 
-P samples that wait, R samples that arrive.
+P waiting samples, R arriving samples.
 """
 
 from collections.abc import Sequence
@@ -11,25 +10,25 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-SLACK = 4
-"""Arrived samples that are kept for each one that waits, before those that were handed out are let go of."""
-FEWEST_KEPT = 1 << 16
-FEWEST_AT_ONCE, MOST_PARTS = 1 << 12, 64
+MAX_OVERHEAD = 4
+"""Stored samples per waiting sample above which samples already returned are freed."""
+MIN_COMPACTED_ROWS = 1 << 16
+MIN_STEP, MAX_PARTS = 1 << 12, 64
 
 _EMPTY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """Samples by time, those of equal times by their arrival. Nothing is changed in place, so a copy costs nothing.
+class ReorderBuffer:
+    """Immutable buffer of waiting samples ordered by time, then by arrival.
 
     Attributes:
         time: int64 [P], ascending.
-        arrival: int64 [P], numbers by arrival.
-        tables: the samples as they arrived, and maybe some that were handed out already.
-        firsts: number of each table's first sample.
-        held: how many of each table's samples still wait.
-        arrived: number of the next sample.
+        arrival: int64 [P], arrival number of each sample.
+        tables: the samples as they arrived; may include some already returned.
+        firsts: arrival number of each table's first sample.
+        held: number of waiting samples of each table.
+        arrived: arrival number of the next sample.
     """
 
     time: np.ndarray = field(default_factory=lambda: _EMPTY)
@@ -42,15 +41,15 @@ class Waiting:
     def __len__(self) -> int:
         return len(self.time)
 
-    def add(self, table: pa.Table, time: np.ndarray) -> "Waiting":
-        """With samples that arrived after all others; their times are int64 [R]."""
+    def add(self, table: pa.Table, time: np.ndarray) -> "ReorderBuffer":
+        """Returns a buffer with samples that arrived after all others; `time` int64 [R]."""
         if not len(time):
             return self
         order = np.argsort(time, kind="stable")
-        place = np.searchsorted(self.time, time[order], side="right")
-        return Waiting(
-            np.insert(self.time, place, time[order]),
-            np.insert(self.arrival, place, self.arrived + order),
+        index = np.searchsorted(self.time, time[order], side="right")
+        return ReorderBuffer(
+            np.insert(self.time, index, time[order]),
+            np.insert(self.arrival, index, self.arrived + order),
             (*self.tables, table),
             (*self.firsts, self.arrived),
             (*self.held, len(time)),
@@ -58,60 +57,60 @@ class Waiting:
         )
 
     def first(self, count: int) -> pa.Table:
-        """The first `count` samples, at least one, in order."""
+        """Returns the first `count` samples, at least one, in order."""
         wanted = self.arrival[:count]
         which = self._table_of(wanted)
         parts, order = [], []
         for number in np.unique(which).tolist():
-            places = np.flatnonzero(which == number)
-            parts.append(self.tables[number].take(pa.array(wanted[places] - self.firsts[number])))
-            order.append(places)
+            indices = np.flatnonzero(which == number)
+            parts.append(self.tables[number].take(pa.array(wanted[indices] - self.firsts[number])))
+            order.append(indices)
         joined = pa.concat_tables(parts).combine_chunks()
         return joined if len(parts) == 1 else joined.take(pa.array(np.argsort(np.concatenate(order))))
 
-    def without_first(self, count: int) -> "Waiting":
-        """What is left then."""
+    def without_first(self, count: int) -> "ReorderBuffer":
+        """Returns a buffer without the first `count` samples."""
         taken = np.bincount(self._table_of(self.arrival[:count]), minlength=len(self.tables))
         held = (np.asarray(self.held) - taken).tolist()
-        kept = [place for place, number in enumerate(held) if number]
-        left = Waiting(
+        kept = [table for table, number in enumerate(held) if number]
+        result = ReorderBuffer(
             self.time[count:],
             self.arrival[count:],
-            tuple(self.tables[place] for place in kept),
-            tuple(self.firsts[place] for place in kept),
-            tuple(held[place] for place in kept),
+            tuple(self.tables[table] for table in kept),
+            tuple(self.firsts[table] for table in kept),
+            tuple(held[table] for table in kept),
             self.arrived,
         )
-        rows = sum(table.num_rows for table in left.tables)
-        return left.compact() if rows > max(SLACK * len(left), FEWEST_KEPT) else left
+        rows = sum(table.num_rows for table in result.tables)
+        return result.compact() if rows > max(MAX_OVERHEAD * len(result), MIN_COMPACTED_ROWS) else result
 
-    def compact(self) -> "Waiting":
-        """The same samples in one table, with nothing beside them."""
+    def compact(self) -> "ReorderBuffer":
+        """Returns a buffer that stores only the waiting samples, in one table."""
         if not len(self):
-            return Waiting(arrived=self.arrived)
+            return ReorderBuffer(arrived=self.arrived)
         order = np.argsort(self.arrival)
-        # Numbered anew: what counts is who came first.
+        # Renumbered: only the order of arrival matters.
         arrival = np.empty_like(order)
         arrival[order] = np.arange(len(order)) + self.arrived
         table = self.first(len(self)).take(pa.array(order))
-        return Waiting(self.time, arrival, (table,), (self.arrived,), (len(self),), self.arrived + len(self))
+        return ReorderBuffer(self.time, arrival, (table,), (self.arrived,), (len(self),), self.arrived + len(self))
 
     def _table_of(self, arrival: np.ndarray) -> np.ndarray:
         return np.searchsorted(np.asarray(self.firsts, np.int64), arrival, side="right") - 1
 
 
 class RecentIds:
-    """The last `window` distinct ids, in the order in which each came first since it was last forgotten.
+    """Set of the last `window` distinct ids, by the order in which they entered the window.
 
-    An id is 64 bits of a hash: of a stream of distinct ids, one in 2^64 / window is taken for another. 0 is no id.
+    An id is a 64-bit hash, so one in 2^64 / window distinct ids collides with another. 0 is no id.
 
     Args:
-        window: how many are remembered; at least 1.
-        ids: what is remembered, oldest first, uint64.
+        window: number of ids to remember; at least 1.
+        ids: uint64, ids remembered at the start, oldest first.
     """
 
     def __init__(self, window: int, ids: np.ndarray) -> None:
-        self._window, self._step = window, max(window, FEWEST_AT_ONCE)
+        self._window, self._step = window, max(window, MIN_STEP)
         self._count = 0
         self._parts: tuple[np.ndarray, ...] = (ids[-window:],)
         self._size = 1 << (4 * self._step).bit_length()
@@ -119,11 +118,11 @@ class RecentIds:
 
     @property
     def parts(self) -> tuple[np.ndarray, ...]:
-        """Arrays, never changed, whose end together is what is remembered: see `joined`."""
+        """Immutable arrays whose concatenation ends with the remembered ids; see `joined`."""
         return self._parts
 
     def seen(self, ids: np.ndarray) -> np.ndarray:
-        """Which of these ids, uint64 [R], are remembered, or came earlier among them: bool [R]. The others are, now."""
+        """Returns bool [R]: whether each id, uint64 [R], is in the window or earlier in `ids`; remembers the others."""
         return np.concatenate([self._seen(ids[at : at + self._step]) for at in range(0, max(len(ids), 1), self._step)])
 
     def _seen(self, ids: np.ndarray) -> np.ndarray:
@@ -133,23 +132,24 @@ class RecentIds:
         new = ids[~seen & (ids != 0)]
         if len(new):
             self._parts = (*self._parts, new)
-        if len(self._parts) > MOST_PARTS:
+        if len(self._parts) > MAX_PARTS:
             self._parts = (self.joined(self._parts, self._window),)
         return seen
 
     @staticmethod
     def joined(parts: Sequence[np.ndarray], window: int) -> np.ndarray:
-        """What is remembered, oldest first."""
+        """Returns the remembered ids, oldest first."""
         return np.concatenate(parts)[-window:]
 
     def _fill(self, ids: np.ndarray) -> None:
-        # Open addressing; the turn in which an id came tells whether it is still within the window.
+        # Open addressing; the turn in which an id entered decides whether it is still in the window.
         self._ids, self._turns = np.zeros(self._size, np.uint64), np.zeros(self._size, np.int64)
         _, self._count = _look_up(ids, self._ids, self._turns, 0, self._window)
 
 
 @numba.njit(nogil=True, cache=True)
 def _look_up(ids: np.ndarray, slots: np.ndarray, turns: np.ndarray, count: int, window: int) -> tuple[np.ndarray, int]:
+    """Looks up ids, uint64 [R], and inserts the new ones; returns bool [R] and the number of turns so far."""
     mask = np.uint64(len(slots) - 1)
     seen = np.zeros(len(ids), np.bool_)
     for i in range(len(ids)):

@@ -1,11 +1,10 @@
-"""Where samples are sent to: a folder, a Redis stream or a Kafka topic, by the address that `open_source` reads."""
+"""Sinks of samples: a folder, a Redis stream or a Kafka topic, written so that the matching source can read them."""
 
 import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,49 +16,29 @@ from .redis_stream import FIELD
 
 
 class SampleSink(Protocol):
-    """Takes raw samples in the order of time."""
+    """Destination of raw samples in time order."""
 
     def write(self, table: pa.Table) -> None:
-        """Sends samples; when it returns they are there. Raises OSError where they cannot be sent."""
+        """Sends samples and waits until they are stored. Raises OSError if they cannot be sent."""
         ...
 
 
-def open_sink(address: str) -> SampleSink:
-    """The sink that an address means: a folder, redis://host:port/db?stream=NAME, or kafka://broker[,broker]/topic.
-
-    Raises:
-        ValueError: an address of another kind, or one that lacks a part; a package that is not installed.
-    """
-    parts = urlsplit(address)
-    options = dict(parse_qsl(parts.query))
-    if parts.scheme in ("redis", "rediss"):
-        stream = options.pop("stream", "")
-        if not stream:
-            raise ValueError(f"{address}: which stream? Add ?stream=NAME")
-        return RedisSink(urlunsplit(parts._replace(query=urlencode(options))), stream)
-    if parts.scheme == "kafka":
-        topic = parts.path.strip("/")
-        if not parts.netloc or not topic or "/" in topic:
-            raise ValueError(f"{address}: must be kafka://broker[,broker]/topic")
-        return KafkaSink(parts.netloc, topic, options)
-    if parts.scheme not in ("", "file"):
-        raise ValueError(f"{address}: samples go to a folder, redis://, or kafka://; got {parts.scheme}://")
-    return DirectorySink(Path(parts.path if parts.scheme else address))
-
-
 def send(tables: Iterable[pa.Table], sink: SampleSink, rate: float = 0.0) -> int:
-    """Sends tables, `rate` samples a second at most (0: as fast as it goes). Returns how many samples it were."""
+    """Sends tables at up to `rate` samples per second (0: unlimited). Returns the number of samples sent."""
     start, sent = time.monotonic(), 0
     for table in tables:
         sent += table.num_rows
-        if rate:  # a table goes when its last sample is due
+        if rate:  # a table is sent when its last sample is due
             time.sleep(max(0.0, start + sent / rate - time.monotonic()))
         sink.write(table)
     return sent
 
 
 class DirectorySink:
-    """Parquet files, each of which appears whole, with names in the order of the samples; goes on after those there."""
+    """Parquet files named in the order of the samples, each renamed into the folder when complete.
+
+    Numbers continue after those of files already in the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,18 +51,18 @@ class DirectorySink:
         self._next += 1
 
     def end(self) -> None:
-        """Says that no more files will come."""
+        """Marks the end of the stream: no more files will come."""
         (self._folder / END).touch()
 
 
 class RedisSink:
-    """Entries of a Redis stream, a JSON object each."""
+    """Entries of a Redis stream, one JSON object each."""
 
     def __init__(self, url: str, stream: str) -> None:
         try:
             import redis
         except ImportError:
-            raise ValueError("Redis needs redis-py, which is not installed: pip install 'cowrec[online]'") from None
+            raise ValueError("Redis requires redis-py, which is not installed: pip install 'cowrec[online]'") from None
         self._error, self._stream = redis.RedisError, stream
         self._client = redis.Redis.from_url(url)
 
@@ -94,18 +73,18 @@ class RedisSink:
                     pipeline.xadd(self._stream, {FIELD: line})
                 pipeline.execute()
         except self._error as error:
-            raise OSError(f"Redis did not take samples for {self._stream!r}: {error}") from error
+            raise OSError(f"Redis did not accept samples for {self._stream!r}: {error}") from error
 
 
 class KafkaSink:
-    """Messages of a Kafka topic, a JSON object each. `settings` are librdkafka's."""
+    """Messages of a Kafka topic, one JSON object each; `settings` are librdkafka's."""
 
     def __init__(self, brokers: str, topic: str, settings: dict[str, str]) -> None:
         try:
             import confluent_kafka
         except ImportError:
             raise ValueError(
-                "Kafka needs confluent-kafka, which is not installed: pip install 'cowrec[online]'"
+                "Kafka requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
             ) from None
         self._topic = topic
         ours = {"bootstrap.servers": brokers, "enable.idempotence": True, "queue.buffering.max.messages": 10_000_000}
@@ -114,18 +93,18 @@ class KafkaSink:
     def write(self, table: pa.Table) -> None:
         failures: list[str] = []
 
-        def told(error: object, _: object) -> None:
+        def delivered(error: object, _: object) -> None:
             if error is not None:
                 failures.append(str(error))
 
         for line in json_lines(table):
-            self._producer.produce(self._topic, line, on_delivery=told)
+            self._producer.produce(self._topic, line, on_delivery=delivered)
             self._producer.poll(0)
         self._producer.flush()
         if failures:
-            raise OSError(f"Kafka did not take {len(failures)} samples for {self._topic!r}: {failures[0]}")
+            raise OSError(f"Kafka did not accept {len(failures)} samples for {self._topic!r}: {failures[0]}")
 
 
 def json_lines(table: pa.Table) -> list[bytes]:
-    """Each row as a JSON object."""
+    """Encodes each row as a JSON object."""
     return [json.dumps(row).encode() for row in table.to_pylist()]

@@ -1,4 +1,4 @@
-"""Samples for streams, numbered so that each can be told, and what a plain Python loop makes of them."""
+"""Numbered samples for tests of streams, and the expected result from a plain Python loop."""
 
 import json
 import os
@@ -20,8 +20,8 @@ fields = [
 
 
 def make_codec(folder):
-    """Of a tiny data set whose numbers are kept as they are, so that `number` tells the sample."""
-    # Here, so that a process that only writes files starts at once.
+    """Codec of a tiny data set without scaling of numbers, so that `number` identifies the sample."""
+    # Imported here so that a process that only writes files starts fast.
     from cowrec.data_pipeline import PrepareConfig, SampleCodec, prepare
 
     (folder / "schema.toml").write_text(SCHEMA)
@@ -32,19 +32,19 @@ def make_codec(folder):
 
 
 def sample(number, time, sample_id=None, **changes):
-    """A raw sample."""
+    """Makes a raw sample."""
     made = {"label": number % 2, "number": number, "id": f"i{number % 7}", "tags": ["t"] * (number % 3), "time": time}
     return {**made, "sample_id": sample_id, **changes}
 
 
 def as_table(samples):
-    """A column table of good samples."""
+    """Converts good samples to an Arrow table."""
     kinds = {"label": pa.int8(), "number": pa.float64(), "id": pa.string(), "tags": pa.list_(pa.string())}
     return pa.Table.from_pylist(samples, pa.schema({**kinds, "time": pa.int64(), "sample_id": pa.string()}))
 
 
 def write_file(folder, name, samples):
-    """A file appears by a rename."""
+    """Writes a file and renames it into the folder."""
     partial = folder / f".{name}.partial"
     if name.endswith(".parquet"):
         pq.write_table(as_table(samples), partial, row_group_size=3)
@@ -55,7 +55,7 @@ def write_file(folder, name, samples):
 
 
 def numbers(batch):
-    """Which samples a batch has, in order."""
+    """Returns the numbers of a batch's samples, in order."""
     return [int(number) for number in batch.rows.dense[:, 0].tolist()]
 
 
@@ -64,7 +64,7 @@ def lines(samples):
 
 
 def arrivals(samples, lateness, window, newest=None):
-    """What becomes of each sample by itself: the (time, number) of good ones in order of arrival, and counts."""
+    """Filters samples one by one: returns (time, number) of good ones by arrival, counts, and the newest time."""
     recent, good = OrderedDict(), []
     counts = {"duplicates": 0, "late": 0}
     for each in samples:

@@ -28,7 +28,8 @@ def stream(
 
     Example: `cowrec stream data/drifting --to redis://localhost:6379/0?stream=clicks --days 30 --rate 2000`
     """
-    from cowrec.data_pipeline.streams.sinks import DirectorySink, open_sink, send
+    from cowrec.data_pipeline.streams.open import open_sink
+    from cowrec.data_pipeline.streams.sinks import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting_samples import drift_config, drifting_tables
 
     config, sink = drift_config(data), open_sink(to)

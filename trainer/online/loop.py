@@ -233,7 +233,7 @@ class _OnlineRun:
         self.entries[checkpoint_name(self.step)] = position.entry
         oldest = min((self.entries[each.name] for each in list_checkpoints(folder)), default=0)
         if oldest > self.journal_begin:
-            stream.cut(Position(entry=oldest))
+            stream.trim(Position(entry=oldest))
             self.journal_begin = oldest
 
     def tell(self, log: RunLog, window: WindowQuality) -> None:

@@ -1,4 +1,4 @@
-"""What is sent to a folder, a real Redis or librdkafka's Kafka cluster comes out of its source, sample for sample."""
+"""Samples sent to a folder, a real Redis or librdkafka's mock cluster are read back from its source unchanged."""
 
 import json
 import subprocess
@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from cowrec.data_pipeline import open_source
-from cowrec.data_pipeline.streams.sinks import open_sink, send
+from cowrec.data_pipeline.streams.open import open_sink
+from cowrec.data_pipeline.streams.sinks import send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
 from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables, synthesize_drifting
 from redis_server import redis_server
@@ -20,12 +21,12 @@ CONFIG = DriftConfig(rows=2000, days=2.0, core_ids=(5, 50), births_per_day=(0, 2
 
 
 def sent_and_received(address):
-    """Rows that were sent in several tables, and those that the source gives until all have come."""
+    """Sends several tables; returns the rows sent and the rows read back."""
     tables = list(drifting_tables(CONFIG, 0, 250, chunk_rows=100))
     assert send(tables, open_sink(address)) == 250
     source, rows, deadline = open_source(address), [], time.monotonic() + 30
     while len(rows) < 250:
-        assert time.monotonic() < deadline, f"only {len(rows)} came"
+        assert time.monotonic() < deadline, f"only {len(rows)} arrived"
         chunk = source.poll(1000, 0.1)
         samples = [] if chunk is None else chunk.samples
         rows += samples.to_pylist() if isinstance(samples, pa.Table) else map(json.loads, samples)
@@ -47,12 +48,12 @@ def test_redis(tmp_path):
         expected, rows = sent_and_received(f"{server.url}?stream=clicks")
         assert rows == expected
         server.close()
-        with pytest.raises(OSError, match="Redis did not take samples for 'clicks'"):
+        with pytest.raises(OSError, match="Redis did not accept samples for 'clicks'"):
             open_sink(f"{server.url}?stream=clicks").write(next(drifting_tables(CONFIG, 0, 1)))
 
 
 def test_kafka():
-    """The mock cluster lives in its producer. Partitions come in any order, each sample once."""
+    """Reads partitions in any order, each sample once; the mock cluster runs in its producer."""
     cluster = confluent_kafka.Producer({"bootstrap.servers": "none", "test.mock.num.brokers": 1, "log_level": 0})
     (broker,) = cluster.list_topics(timeout=10).brokers.values()
     cluster.list_topics("clicks", timeout=10)  # creates it
@@ -63,9 +64,9 @@ def test_kafka():
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("redis://localhost", "which stream"),
+        ("redis://localhost", "must name a stream"),
         ("kafka://localhost", "must be kafka://broker"),
-        ("s3://bucket/folder", "samples go to a folder"),
+        ("s3://bucket/folder", "must be a folder"),
     ],
 )
 def test_addresses_are_checked(address, message):
@@ -74,13 +75,13 @@ def test_addresses_are_checked(address, message):
 
 
 def test_the_rate_is_kept(tmp_path):
-    """1,000 samples at 2,000 a second take half a second at least; a clock that is not fooled by how fast we are."""
+    """Sends 1,000 samples at 2,000 per second, in at least half a second on any machine."""
     start = time.monotonic()
     send(drifting_tables(CONFIG, 0, 1000, chunk_rows=100), open_sink(str(tmp_path)), rate=2000)
     assert time.monotonic() - start >= 0.5
 
 
-def test_the_command_goes_on_where_the_training_rows_end(tmp_path):
+def test_the_command_continues_after_the_training_rows(tmp_path):
     synthesize_drifting(tmp_path / "data", CONFIG, test_rows=10)
     command = [sys.executable, "-m", "cowrec.trainer", "stream", f"{tmp_path}/data", "--to", f"{tmp_path}/samples"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Sources of samples: a folder that another process fills, a real Redis that is killed, librdkafka's Kafka cluster."""
+"""Sources of samples: a folder filled by another process, a real Redis that is killed, librdkafka's mock cluster."""
 
 import json
 import os
@@ -24,17 +24,17 @@ def codec(tmp_path_factory):
 
 
 def polled(source, count, seconds=20):
-    """Chunks of the source until they have so many samples."""
+    """Polls chunks until they hold `count` samples."""
     chunks, deadline = [], time.monotonic() + seconds
     while sum(len(chunk) for chunk in chunks) < count:
-        assert time.monotonic() < deadline, f"only {sum(map(len, chunks))} of {count} samples came"
+        assert time.monotonic() < deadline, f"only {sum(map(len, chunks))} of {count} samples arrived"
         chunk = source.poll(1000, 0.1)
         chunks += [chunk] if chunk is not None else []
     return chunks
 
 
 def contents(chunks):
-    """The numbers of all samples."""
+    """Returns the numbers of all samples."""
     return [
         int(each["number"])
         for chunk in chunks
@@ -44,8 +44,8 @@ def contents(chunks):
     ]
 
 
-def handed(stream, count, seconds=30):
-    """Batches of the stream until they have so many samples."""
+def batches_of(stream, count, seconds=30):
+    """Reads batches until they hold `count` samples."""
     batches, deadline = [], time.monotonic() + seconds
     while sum(len(batch.rows) for batch in batches) < count:
         assert time.monotonic() < deadline, f"only {[numbers(batch) for batch in batches]}"
@@ -60,18 +60,18 @@ from pathlib import Path
 sys.path.insert(0, {support!r})
 from stream_cases import sample, write_file
 folder = Path({folder!r})
-for place in range(12):
-    name = f"{{place:03d}}." + ("parquet" if place % 2 else "arrow")
-    write_file(folder, name, [sample(place * 5 + n, place * 5 + n) for n in range(5)])
+for index in range(12):
+    name = f"{{index:03d}}." + ("parquet" if index % 2 else "arrow")
+    write_file(folder, name, [sample(index * 5 + n, index * 5 + n) for n in range(5)])
     time.sleep(0.02)
 (folder / "_END").touch()
 """
 
 
-def test_a_folder_that_another_process_fills(tmp_path, codec):
+def test_a_folder_filled_by_another_process(tmp_path, codec):
     (tmp_path / "in").mkdir()
     for name in (".hidden.parquet", "000.parquet.partial", "000.arrow.tmp", "notes.txt"):
-        (tmp_path / "in" / name).write_text("left alone")
+        (tmp_path / "in" / name).write_text("ignored")
     program = WRITER.format(support=os.path.dirname(stream_cases.__file__), folder=str(tmp_path / "in"))
     with subprocess.Popen([sys.executable, "-c", program]) as writer:
         stream = SampleStream(open_source(str(tmp_path / "in")), codec, batch_size=7, journal=tmp_path / "journal")
@@ -84,7 +84,7 @@ def test_a_folder_that_another_process_fills(tmp_path, codec):
     assert [numbers(batch) for batch in stream] == [numbers(batch) for batch in batches[3:]]
 
 
-def test_a_file_that_comes_late_is_counted_and_not_read(tmp_path, caplog):
+def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
     for name in ("b.arrow", "d.parquet"):
         write_file(tmp_path, name, [sample(ord(name[0]), 1)])
     source = open_source(str(tmp_path))
@@ -93,21 +93,21 @@ def test_a_file_that_comes_late_is_counted_and_not_read(tmp_path, caplog):
     write_file(tmp_path, "e.arrow", [sample(5, 1)])
     assert contents(polled(source, 1)) == [5]
     assert source.counters["late_files"] == 1
-    assert "c.arrow came late: d.parquet was already read" in caplog.text
+    assert "c.arrow is late: d.parquet was already read" in caplog.text
     (tmp_path / END).touch()
     assert source.poll(10, 0) is None
     assert source.ended
     assert source.counters["late_files"] == 1
 
 
-def test_a_file_without_rows_is_passed(tmp_path):
+def test_an_empty_file_is_skipped(tmp_path):
     write_file(tmp_path, "a.arrow", [])
     write_file(tmp_path, "b.parquet", [])
     write_file(tmp_path, "c.parquet", [sample(1, 1)])
     assert contents(polled(open_source(str(tmp_path)), 1)) == [1]
 
 
-def test_a_damaged_file_stops_or_is_left_out(tmp_path, caplog):
+def test_a_damaged_file_stops_the_source_or_is_skipped(tmp_path, caplog):
     write_file(tmp_path, "a.parquet", [sample(1, 1)])
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "c.arrow").write_bytes(b"")
@@ -119,23 +119,23 @@ def test_a_damaged_file_stops_or_is_left_out(tmp_path, caplog):
     source = open_source(str(tmp_path), damaged="skip")
     assert contents(polled(source, 2)) == [1, 2]
     assert source.counters["damaged_files"] == 2
-    assert "b.parquet cannot be read, and is left out" in caplog.text
+    assert "b.parquet cannot be read and is skipped" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("redis://127.0.0.1:1/0", "which stream"),
+        ("redis://127.0.0.1:1/0", "must name a stream"),
         ("kafka://broker:1", "must be kafka://broker"),
-        ("http://somewhere/", "got http://"),
+        ("http://somewhere/", "must be a folder, redis:// or kafka://, got http://"),
     ],
 )
-def test_addresses_that_mean_nothing(address, message):
+def test_invalid_addresses(address, message):
     with pytest.raises(ValueError, match=message):
         open_source(address)
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         open_source(str(tmp_path / "in"))
 
@@ -157,9 +157,9 @@ def redis_source(server):
     return open_source(f"{server.url}?stream=clicks")
 
 
-def test_redis_entries_come_in_order_and_again(server, codec, tmp_path):
+def test_redis_entries_are_read_in_order_and_again(server, codec, tmp_path):
     source = redis_source(server)
-    assert source.poll(10, 0.05) is None, "a stream that is not there yet is empty"
+    assert source.poll(10, 0.05) is None, "a missing stream is empty"
     add(server, [sample(n, n) for n in range(30)])
     chunks = [source.poll(8, 5), *polled(source, 22)]
     assert contents(chunks) == list(range(30))
@@ -168,37 +168,37 @@ def test_redis_entries_come_in_order_and_again(server, codec, tmp_path):
     with server.client() as client:
         client.xadd("clicks", {"other": "field"})
     stream = SampleStream(redis_source(server), codec, batch_size=10, journal=tmp_path / "journal")
-    batches = handed(stream, 30)
+    batches = batches_of(stream, 30)
     assert [number for batch in batches for number in numbers(batch)] == list(range(30))
     assert stream.counters["malformed"] == 1
     again = SampleStream(
         redis_source(server), codec, batch_size=10, journal=tmp_path / "journal", position=batches[0].end
     )
-    assert [numbers(batch) for batch in handed(again, 20)] == [numbers(batch) for batch in batches[1:]]
+    assert [numbers(batch) for batch in batches_of(again, 20)] == [numbers(batch) for batch in batches[1:]]
 
 
-def test_redis_killed_and_started_again_loses_nothing_that_its_disk_has(server, codec, tmp_path, caplog):
+def test_a_restarted_redis_loses_nothing_on_its_disk(server, codec, tmp_path, caplog):
     stream = SampleStream(redis_source(server), codec, batch_size=5, journal=tmp_path / "journal")
     add(server, [sample(n, n) for n in range(20)])
-    batches = handed(stream, 20)
+    batches = batches_of(stream, 20)
     server.send(signal.SIGKILL)
-    assert stream.next_batch(0.2) is None, "it waits"
+    assert stream.next_batch(0.2) is None, "the source waits for Redis"
     assert stream.counters["reconnects"] > 0
     server.start()
     add(server, [sample(n, n) for n in range(20, 40)])
-    batches += handed(stream, 20)
+    batches += batches_of(stream, 20)
     assert [number for batch in batches for number in numbers(batch)] == list(range(40))
-    assert "Redis is away" in caplog.text
-    assert "Redis is back" in caplog.text
+    assert "Redis does not answer" in caplog.text
+    assert "Redis answers again" in caplog.text
     (tmp_path / "snapshot").mkdir()
     batches[4].end.save(tmp_path / "snapshot")
     position = Position.load(tmp_path / "snapshot")
     again = SampleStream(redis_source(server), codec, batch_size=5, journal=tmp_path / "journal", position=position)
-    assert [numbers(batch) for batch in handed(again, 15)] == [numbers(batch) for batch in batches[5:]]
+    assert [numbers(batch) for batch in batches_of(again, 15)] == [numbers(batch) for batch in batches[5:]]
 
 
-def test_redis_that_forgot_its_end_is_told(tmp_path, caplog):
-    """Without persistence nothing is left after a kill: what was read stays read, and what comes then is read."""
+def test_a_redis_stream_that_lost_its_end_is_reported(tmp_path, caplog):
+    """Reads only new ids after a kill of a Redis without persistence."""
     with redis_server(tmp_path / "redis") as server:
         source = redis_source(server)
         add(server, [sample(n, n) for n in range(3)])
@@ -207,32 +207,32 @@ def test_redis_that_forgot_its_end_is_told(tmp_path, caplog):
         server.start()
         with server.client() as client:
             client.xadd("clicks", {"sample": lines([sample(8, 8)])[0]}, id="1-1")
-        assert source.poll(10, 0.2) is None, "its id is one that was passed"
+        assert source.poll(10, 0.2) is None, "its id is before the last one read"
         assert source.counters["rewound"] == 1
-        assert "Redis lost its end, or was emptied" in caplog.text
+        assert "Redis lost its end or was emptied" in caplog.text
         add(server, [sample(9, 9)])
         assert contents(polled(source, 1)) == [9]
 
 
-def test_redis_entries_trimmed_before_they_were_read_are_told(server, codec, tmp_path, caplog):
+def test_redis_entries_trimmed_before_they_were_read_are_reported(server, codec, tmp_path, caplog):
     options = {"batch_size": 2, "journal": tmp_path / "journal"}
     stream = SampleStream(redis_source(server), codec, **options)
     add(server, [sample(n, n) for n in range(4)])
-    first = handed(stream, 4)
+    first = batches_of(stream, 4)
     add(server, [sample(n, n) for n in range(4, 20)], maxlen=6, approximate=False)
-    assert [number for batch in handed(stream, 6) for number in numbers(batch)] == [14, 15, 16, 17, 18, 19]
+    assert [number for batch in batches_of(stream, 6) for number in numbers(batch)] == [14, 15, 16, 17, 18, 19]
     assert (stream.counters["gaps"], stream.counters["lost"]) == (1, 1)
     assert "were trimmed before they were read" in caplog.text
-    with pytest.raises(ValueError, match=r"the journal has . samples from 0-0 to .*, the source has 0 of them left"):
+    with pytest.raises(ValueError, match=r"the journal has . samples from 0-0 to .*, the source only 0"):
         SampleStream(redis_source(server), codec, **options).next_batch(0)
     again = SampleStream(redis_source(server), codec, **options, position=first[-1].end)
-    assert [number for batch in handed(again, 6) for number in numbers(batch)] == [14, 15, 16, 17, 18, 19]
+    assert [number for batch in batches_of(again, 6) for number in numbers(batch)] == [14, 15, 16, 17, 18, 19]
     assert again.counters["lost"] == 1
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """The producer whose process runs the mock cluster, and its address, which its metadata reveal."""
+    """Producer whose process runs the mock cluster, and the cluster's address."""
     producer = confluent_kafka.Producer({"bootstrap.servers": "none", "test.mock.num.brokers": 1, "log_level": 0})
     broker = next(iter(producer.list_topics(timeout=10).brokers.values()))
     return producer, f"{broker.host}:{broker.port}"
@@ -244,7 +244,7 @@ def produce(producer, topic, samples, partition):
     assert producer.flush(10) == 0
 
 
-def test_kafka_partitions_come_in_order_and_again(cluster, codec, tmp_path):
+def test_kafka_partitions_are_read_in_order_and_again(cluster, codec, tmp_path):
     producer, address = cluster
     for partition in range(3):
         produce(producer, "clicks", [sample(100 * partition + n, n) for n in range(20)], partition)
@@ -260,17 +260,17 @@ def test_kafka_partitions_come_in_order_and_again(cluster, codec, tmp_path):
     source.close()
     options = {"batch_size": 7, "lateness_seconds": 20, "journal": tmp_path / "journal", "max_wait_seconds": 0.5}
     stream = SampleStream(open_source(f"kafka://{address}/clicks"), codec, **options)
-    batches = handed(stream, 60)
+    batches = batches_of(stream, 60)
     stream.close()
     assert sorted(number for batch in batches for number in numbers(batch)) == sorted(contents(chunks))
     again = SampleStream(open_source(f"kafka://{address}/clicks"), codec, **options, position=batches[3].end)
-    assert [numbers(batch) for batch in handed(again, 32)] == [numbers(batch) for batch in batches[4:]]
+    assert [numbers(batch) for batch in batches_of(again, 32)] == [numbers(batch) for batch in batches[4:]]
     produce(producer, "clicks", [sample(n, 50) for n in range(20, 27)], 0)
-    assert numbers(handed(again, 7)[0]) == list(range(20, 27))
+    assert numbers(batches_of(again, 7)[0]) == list(range(20, 27))
     again.close()
 
 
-def test_kafka_offsets_beyond_the_topic_are_told(cluster):
+def test_kafka_offsets_beyond_the_topic_are_an_error(cluster):
     producer, address = cluster
     produce(producer, "short", [sample(n, n) for n in range(5)], 0)
     source = open_source(f"kafka://{address}/short")
@@ -279,18 +279,17 @@ def test_kafka_offsets_beyond_the_topic_are_told(cluster):
         source.poll(10, 20)
     with pytest.raises(ValueError, match="has no partition 77"):
         source.seek({"77": 0})
-    assert len(source.read("0", 3, 9)) == 2, "what is gone does not come"
+    assert len(source.read("0", 3, 9)) == 2, "deleted messages are missing"
     source.close()
 
 
-def test_kafka_that_is_not_there(monkeypatch):
+def test_no_kafka_broker(monkeypatch):
     monkeypatch.setattr("cowrec.data_pipeline.streams.kafka_topic.ANSWER_SECONDS", 0.5)
     with pytest.raises(OSError, match="no Kafka broker answers"):
         open_source("kafka://127.0.0.1:1/clicks")
 
 
-def test_one_table_is_as_good_as_its_lines(codec):
-    """JSON and Arrow give the same rows."""
+def test_json_and_arrow_samples_are_encoded_alike(codec):
     samples = [sample(n, n, f"s{n}") for n in range(9)]
     json_rows, table_rows = (
         codec.encode(raw).table for raw in (codec.from_json(lines(samples)), codec.from_table(as_table(samples)))

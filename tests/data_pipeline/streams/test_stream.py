@@ -1,4 +1,4 @@
-"""Streams of samples: order, duplicates, late ones and counts against a plain loop; the same again after a crash."""
+"""Order, duplicates, late samples and counters of streams against a plain loop; identical batches after a crash."""
 
 import json
 import random
@@ -22,11 +22,11 @@ def codec(tmp_path_factory):
 
 
 def write_all(folder, samples, sizes):
-    """Files of the given sizes, then the end."""
+    """Writes files of the given sizes, then the end marker."""
     folder.mkdir(exist_ok=True)
     start = 0
-    for place, size in enumerate(sizes):
-        write_file(folder, f"{place:04d}.{'parquet' if place % 2 else 'arrow'}", samples[start : start + size])
+    for index, size in enumerate(sizes):
+        write_file(folder, f"{index:04d}.{'parquet' if index % 2 else 'arrow'}", samples[start : start + size])
         start += size
     (folder / END).touch()
 
@@ -45,7 +45,7 @@ def arriving(draw):
 
 @FAST
 @given(arriving(), st.integers(1, 9), st.integers(0, 20), st.integers(0, 6))
-def test_samples_come_once_by_time_and_in_whole_batches(tmp_path_factory, codec, case, batch_size, lateness, window):
+def test_samples_are_returned_once_by_time_in_full_batches(tmp_path_factory, codec, case, batch_size, lateness, window):
     samples, sizes = case
     folder = tmp_path_factory.mktemp("stream") / "in"
     write_all(folder, samples, sizes)
@@ -57,14 +57,14 @@ def test_samples_come_once_by_time_and_in_whole_batches(tmp_path_factory, codec,
     assert [number for batch in batches for number in numbers(batch)] == expected
     assert [len(batch.rows) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
     for batch in batches:
-        for place, number in enumerate(numbers(batch)):
-            assert batch.rows.time[place] == samples[number]["time"]
-            assert batch.rows.label[place] == number % 2
-            assert batch.batch.sparse["tags"].lengths()[place] == max(1, number % 3)
-    told = stream.counters
-    assert (told["samples"], told["malformed"], told["lost"]) == (len(samples), 0, 0)
-    assert (told["duplicates"], told["late"]) == (counts["duplicates"], counts["late"])
-    assert (told["handed_out"], told["batches"]) == (len(expected), len(batches))
+        for index, number in enumerate(numbers(batch)):
+            assert batch.rows.time[index] == samples[number]["time"]
+            assert batch.rows.label[index] == number % 2
+            assert batch.batch.sparse["tags"].lengths()[index] == max(1, number % 3)
+    counters = stream.counters
+    assert (counters["samples"], counters["malformed"], counters["lost"]) == (len(samples), 0, 0)
+    assert (counters["duplicates"], counters["late"]) == (counts["duplicates"], counts["late"])
+    assert (counters["handed_out"], counters["batches"]) == (len(expected), len(batches))
     assert stream.ended
 
 
@@ -76,30 +76,30 @@ def test_late_samples_can_be_trained_on(tmp_path_factory, codec, case, batch_siz
     write_all(folder, samples, sizes)
     options = {"batch_size": batch_size, "lateness_seconds": lateness, "duplicates_window": 0, "late": "train"}
     stream = SampleStream(DirectorySource(folder), codec, **options)
-    handed = [number for batch in stream for number in numbers(batch)]
-    assert sorted(handed) == list(range(len(samples)))
+    returned = [number for batch in stream for number in numbers(batch)]
+    assert sorted(returned) == list(range(len(samples)))
     on_time, counts, _ = arrivals(samples, lateness, 0)
     assert stream.counters["late"] == counts["late"]
     kept = {number for _, number in on_time}
     expected = [number for _, number in sorted(on_time, key=lambda each: each[0])]
-    assert [number for number in handed if number in kept] == expected, "those on time keep their order"
+    assert [number for number in returned if number in kept] == expected, "samples on time keep their order"
 
 
 def same(one, other):
-    """Two lists of batches: the same samples in the same order, cut alike, every tensor and every counter."""
+    """Asserts that two lists of batches are identical: samples, batching, tensors and counters."""
     assert [numbers(each) for each in one] == [numbers(each) for each in other]
     for first, second in zip(one, other, strict=True):
         for name in ("dense", "label", "ids", "time"):
             assert torch.equal(getattr(first.rows, name), getattr(second.rows, name))
         assert torch.equal(first.rows.bags["tags"].values, second.rows.bags["tags"].values)
         assert first.end.counters == second.end.counters
-        assert first.end.places == second.end.places
+        assert first.end.partitions == second.end.partitions
 
 
 @FAST
 @given(arriving(), st.data())
-def test_after_a_crash_the_same_batches(tmp_path_factory, codec, case, data):
-    """Killed at any batch, with the newest snapshot at any batch before: what was handed out since comes again."""
+def test_batches_are_identical_after_a_crash(tmp_path_factory, codec, case, data):
+    """Crashes at any batch with the newest snapshot at any batch before: later batches are returned again."""
     samples, sizes = case
     folder = tmp_path_factory.mktemp("crash")
     write_all(folder / "in", samples, sizes)
@@ -116,31 +116,31 @@ def test_after_a_crash_the_same_batches(tmp_path_factory, codec, case, data):
             DirectorySource(folder / "in"), codec, journal=folder / "journal", position=position, **options
         )
 
-    undisturbed = list(opened())
+    uninterrupted = list(opened())
     (folder / "journal").unlink()
-    killed = data.draw(st.integers(0, len(undisturbed)))
-    snapshot = data.draw(st.integers(0, killed))
+    crashed = data.draw(st.integers(0, len(uninterrupted)))
+    snapshot = data.draw(st.integers(0, crashed))
     stream = opened()
     first = []
-    for _ in range(killed):
+    for _ in range(crashed):
         first.append(stream.next_batch(0))
         if len(first) == snapshot:
             (folder / "snapshot").mkdir()
             stream.position.save(folder / "snapshot")
-            stream.cut(stream.position)
-    same(first, undisturbed[:killed])
+            stream.trim(stream.position)
+    same(first, uninterrupted[:crashed])
     torn = data.draw(st.sampled_from([b"", b"12", b"00000000 {}"]))
     with (folder / "journal").open("ab") as file:
         file.write(torn)
     stream = opened(Position.load(folder / "snapshot") if snapshot else None)
-    same(list(stream), undisturbed[snapshot:])
-    assert stream.counters == {**undisturbed[-1].end.counters, **stream._source.counters} if undisturbed else True
+    same(list(stream), uninterrupted[snapshot:])
+    assert stream.counters == {**uninterrupted[-1].end.counters, **stream._source.counters} if uninterrupted else True
 
 
-class Capricious:
-    """A source whose polls return as few samples as chance has it, or none; what it reads is a list.
+class RandomSource:
+    """Source over lists whose polls return a random number of samples, or none.
 
-    So the same samples come in other chunks each time they are polled.
+    The same samples therefore arrive in other chunks each time they are polled.
     """
 
     def __init__(self, partitions, chance):
@@ -148,21 +148,21 @@ class Capricious:
         self.ended, self.counters = False, {}
         self.seek({})
 
-    def seek(self, places):
-        self._places = {name: places.get(name, 0) for name in self.partitions}
+    def seek(self, positions):
+        self._positions = {name: positions.get(name, 0) for name in self.partitions}
         self.ended = False
 
     def poll(self, max_samples, timeout):
         from cowrec.data_pipeline.streams.source import Chunk
 
-        left = [name for name, samples in self.partitions.items() if self._places[name] < len(samples)]
-        self.ended = not left
+        remaining = [name for name, samples in self.partitions.items() if self._positions[name] < len(samples)]
+        self.ended = not remaining
         if self.ended or self._chance.random() < 0.3:
             return None
-        name = self._chance.choice(left)
-        start = self._places[name]
+        name = self._chance.choice(remaining)
+        start = self._positions[name]
         end = min(len(self.partitions[name]), start + self._chance.randint(1, 7))
-        self._places[name] = end
+        self._positions[name] = end
         return Chunk(name, start, end, self.partitions[name][start:end])
 
     def read(self, partition, start, end):
@@ -175,8 +175,8 @@ class Capricious:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_chance_decided_is_repeated_and_the_rest_goes_on(tmp_path, codec, seed):
-    """Three partitions polled in any order, and flushes at any moment: nothing but the journal knows."""
+def test_random_events_are_repeated_from_the_journal_before_the_stream_continues(tmp_path, codec, seed):
+    """Three partitions are polled in random order with random flushes, which only the journal records."""
     chance = random.Random(seed)
     partitions = {
         name: [json.dumps(sample(p * 100 + n, n + chance.randint(0, 5))).encode() for n in range(60)]
@@ -184,23 +184,23 @@ def test_what_chance_decided_is_repeated_and_the_rest_goes_on(tmp_path, codec, s
     }
     options = {"batch_size": 7, "lateness_seconds": 3, "max_wait_seconds": 1e-9, "late": "train"}
     options["journal"] = tmp_path / "journal"
-    stream = SampleStream(Capricious(partitions, chance), codec, **options)
-    handed, kept = [], {0: None}
-    while len(handed) < 20:
+    stream = SampleStream(RandomSource(partitions, chance), codec, **options)
+    returned, kept = [], {0: None}
+    while len(returned) < 20:
         batch = stream.next_batch(0)
         if batch is not None:
-            handed.append(batch)
-            kept[len(handed)] = batch.end
-    assert stream.counters["flushes"] > 0, "or nothing is shown"
+            returned.append(batch)
+            kept[len(returned)] = batch.end
+    assert stream.counters["flushes"] > 0, "otherwise the test shows nothing"
     for snapshot in (0, 1, 5, 12, 20):
-        source = Capricious(partitions, random.Random(99))
+        source = RandomSource(partitions, random.Random(99))
         again = SampleStream(source, codec, **{**options, "position": kept[snapshot]})
         repeated = [again.next_batch(0) for _ in range(20 - snapshot)]
-        same(repeated, handed[snapshot:])
+        same(repeated, returned[snapshot:])
         again.close()
-    rest = list(SampleStream(Capricious(partitions, chance), codec, **{**options, "position": kept[20]}))
+    remaining = list(SampleStream(RandomSource(partitions, chance), codec, **{**options, "position": kept[20]}))
     expected = [p * 100 + n for p in range(3) for n in range(60)]
-    assert sorted(number for batch in handed + rest for number in numbers(batch)) == expected
+    assert sorted(number for batch in returned + remaining for number in numbers(batch)) == expected
 
 
 def test_without_a_journal_nothing_is_lost_or_repeated(tmp_path, codec):
@@ -209,12 +209,12 @@ def test_without_a_journal_nothing_is_lost_or_repeated(tmp_path, codec):
     stream = SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=8)
     first = [stream.next_batch(0) for _ in range(3)]
     again = SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=8, position=first[1].end)
-    handed = [number for batch in [*first[:2], *again] for number in numbers(batch)]
-    assert handed == list(range(50))
+    returned = [number for batch in [*first[:2], *again] for number in numbers(batch)]
+    assert returned == list(range(50))
 
 
-def test_a_stream_that_ended_goes_on_where_more_came(tmp_path, codec):
-    """Also where it was opened in between, and from a position before the end."""
+def test_an_ended_stream_continues_with_new_samples(tmp_path, codec):
+    """Holds after an opening in between, and from a position before the end."""
     write_all(tmp_path / "in", [sample(n, n) for n in range(10)], [10])
     options = {"batch_size": 4, "journal": tmp_path / "journal"}
     first = list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options))
@@ -224,29 +224,29 @@ def test_a_stream_that_ended_goes_on_where_more_came(tmp_path, codec):
     for start in (1, 2, 3):
         position = first[start - 1].end
         stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=position)
-        handed = [number for batch in first[:start] + list(stream) for number in numbers(batch)]
-        assert handed == list(range(13))
+        returned = [number for batch in first[:start] + list(stream) for number in numbers(batch)]
+        assert returned == list(range(13))
 
 
-def test_a_source_that_lost_what_the_journal_needs_is_told(tmp_path, codec):
+def test_samples_of_the_journal_missing_from_the_source_are_an_error(tmp_path, codec):
     write_all(tmp_path / "in", [sample(n, n) for n in range(20)], [20])
     options = {"batch_size": 4, "journal": tmp_path / "journal"}
     next(iter(SampleStream(DirectorySource(tmp_path / "in"), codec, **options)))
     (tmp_path / "in" / "0000.arrow").unlink()
-    with pytest.raises(ValueError, match=r"0000\.arrow is needed again, and cannot be read"):
+    with pytest.raises(ValueError, match=r"0000\.arrow must be read again, but cannot be"):
         SampleStream(DirectorySource(tmp_path / "in"), codec, **options).next_batch(0)
     write_all(tmp_path / "in", [sample(n, n) for n in range(2)], [2])
-    with pytest.raises(ValueError, match=r"the journal has 3 samples from .* the source has 2 of them left"):
+    with pytest.raises(ValueError, match=r"the journal has 3 samples from .* the source only 2"):
         SampleStream(DirectorySource(tmp_path / "in"), codec, **options).next_batch(0)
 
 
-def test_journals_and_positions_that_do_not_belong_together(tmp_path, codec):
+def test_a_journal_of_another_run_is_an_error(tmp_path, codec):
     write_all(tmp_path / "in", [sample(n, n) for n in range(20)], [20])
     options = {"batch_size": 4, "journal": tmp_path / "journal"}
     stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options)
     early, late = stream.next_batch(0).end, list(stream)[-1].end
-    stream.cut(late)
-    with pytest.raises(ValueError, match="has the entries 7 to 7, the position asks for 2 on"):
+    stream.trim(late)
+    with pytest.raises(ValueError, match="has the entries 7 to 7, but the position needs 2 on"):
         SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=early)
     (tmp_path / "journal").unlink()
     stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=early)
@@ -257,8 +257,8 @@ def test_journals_and_positions_that_do_not_belong_together(tmp_path, codec):
         SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=early)
 
 
-def test_too_many_that_wait_are_handed_out_early_and_counted(tmp_path, codec):
-    """One batch more than may wait: the oldest go, though samples as old could still come."""
+def test_waiting_samples_above_the_limit_are_returned_early_and_counted(tmp_path, codec):
+    """Returns the oldest ones though older samples could still arrive."""
     samples = [sample(n, 1000 - n) for n in range(100)]
     write_all(tmp_path / "in", samples, [100])
     options = {"batch_size": 10, "lateness_seconds": 10**6, "most_waiting": 30}
@@ -266,34 +266,34 @@ def test_too_many_that_wait_are_handed_out_early_and_counted(tmp_path, codec):
     batches = []
     while (batch := stream.next_batch(0)) is not None:
         batches.append(batch)
-        assert len(batch.end.waiting) <= 30 + 3, "those of one poll, here a record batch of 3, come on top"
+        assert len(batch.end.waiting) <= 30 + 3, "plus those of one poll, here a record batch of 3"
     assert stream.counters["forced"] == 70
     assert stream.counters["handed_out"] == 100
 
 
-def test_malformed_samples_are_counted_and_named(tmp_path, codec, caplog):
+def test_malformed_samples_are_counted_and_logged(tmp_path, codec, caplog):
     good = json.dumps(sample(1, 5)).encode()
     future = json.dumps(sample(2, 4_000_000_000)).encode()
     partitions = {"p": [b"{", good, b'{"label": 7}', future, good]}
-    stream = SampleStream(Capricious(partitions, random.Random(0)), codec, batch_size=9, ahead_seconds=60)
-    handed = [number for batch in stream for number in numbers(batch)]
-    assert handed == [1, 1]
+    stream = SampleStream(RandomSource(partitions, random.Random(0)), codec, batch_size=9, ahead_seconds=60)
+    returned = [number for batch in stream for number in numbers(batch)]
+    assert returned == [1, 1]
     assert (stream.counters["malformed"], stream.counters["samples"]) == (3, 5)
-    assert "is left out: not JSON" in caplog.text
+    assert "is dropped: not JSON" in caplog.text
     assert "in the future" in caplog.text
     assert "of partition p" in caplog.text
 
 
-def test_a_chunk_without_a_column_is_malformed_and_the_stream_goes_on(tmp_path, codec, caplog):
+def test_a_chunk_without_a_column_is_malformed_and_the_stream_continues(tmp_path, codec, caplog):
     without = {key: value for key, value in sample(1, 1).items() if key != "tags"}
     partitions = {"p": [json.dumps(without).encode()], "q": [json.dumps(sample(2, 2)).encode()]}
-    stream = SampleStream(Capricious(partitions, random.Random(0)), codec, batch_size=1)
+    stream = SampleStream(RandomSource(partitions, random.Random(0)), codec, batch_size=1)
     assert [number for batch in stream for number in numbers(batch)] == [2]
     assert stream.counters["malformed"] == 1
     assert "no sample has the column 'tags'" in caplog.text
 
 
-def test_samples_that_waited_since_another_data_set_are_refused(tmp_path, codec):
+def test_waiting_samples_of_another_data_set_are_refused(tmp_path, codec):
     write_all(tmp_path / "in", [sample(n, n) for n in range(9)], [9])
     stream = SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=2, lateness_seconds=9)
     position = stream.next_batch(0).end
@@ -317,7 +317,7 @@ def test_bad_settings(tmp_path, codec, change, message):
         SampleStream(DirectorySource(tmp_path), codec, **{"batch_size": 4, **change})
 
 
-def test_a_damaged_position_is_told(tmp_path, codec):
+def test_a_damaged_position_is_an_error(tmp_path, codec):
     Position().save(tmp_path)
     assert Position.load(tmp_path).counters == Position().counters
     (tmp_path / "recent.arrow").write_bytes(b"")

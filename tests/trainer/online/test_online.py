@@ -112,7 +112,7 @@ def test_a_stream_that_goes_on_after_its_end_is_gone_on_with(case: Path, tmp_pat
 
 
 def test_nothing_is_left_where_it_cannot_start(case: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which stream"):
+    with pytest.raises(ValueError, match="must name a stream"):
         run(case, tmp_path / "run", source=Path("redis://localhost:1/0"))
     with pytest.raises(OSError, match="is not a folder"):
         run(case, tmp_path / "run", source=tmp_path / "nowhere")

@@ -1,0 +1,74 @@
+"""Addresses of streams: opens the source or the sink that an address names."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from .directory import DirectorySource
+from .kafka_topic import KafkaSource
+from .redis_stream import RedisSource
+from .sinks import DirectorySink, KafkaSink, RedisSink, SampleSink
+from .source import SampleSource
+
+
+def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> SampleSource:
+    """Opens the source at an address.
+
+    Args:
+        address: a folder or file:///folder; redis://host:port/db?stream=NAME (rediss:// for TLS);
+            kafka://broker[,broker]/topic, with further librdkafka settings after a "?".
+        damaged: what a folder's source does at a file that cannot be read.
+
+    Raises:
+        ValueError: the address is of another kind or incomplete, or a package is not installed.
+        OSError: the source does not exist or does not answer.
+    """
+    parsed = _parse(address)
+    if parsed.kind == "redis":
+        return RedisSource(parsed.server, parsed.name)
+    if parsed.kind == "kafka":
+        return KafkaSource(parsed.server, parsed.name, parsed.settings)
+    return DirectorySource(Path(parsed.name), damaged)
+
+
+def open_sink(address: str) -> SampleSink:
+    """Opens the sink at an address, given as to `open_source`; a folder is created if missing.
+
+    Raises:
+        ValueError: the address is of another kind or incomplete, or a package is not installed.
+    """
+    parsed = _parse(address)
+    if parsed.kind == "redis":
+        return RedisSink(parsed.server, parsed.name)
+    if parsed.kind == "kafka":
+        return KafkaSink(parsed.server, parsed.name, parsed.settings)
+    return DirectorySink(Path(parsed.name))
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Parts of an address: the Redis URL or Kafka brokers, and the name of the folder, Redis key or Kafka topic."""
+
+    kind: Literal["folder", "redis", "kafka"]
+    server: str
+    name: str
+    settings: dict[str, str]
+
+
+def _parse(address: str) -> _Address:
+    parts = urlsplit(address)
+    options = dict(parse_qsl(parts.query))
+    if parts.scheme in ("redis", "rediss"):
+        stream = options.pop("stream", "")
+        if not stream:
+            raise ValueError(f"{address}: must name a stream; add ?stream=NAME")
+        return _Address("redis", urlunsplit(parts._replace(query=urlencode(options))), stream, {})
+    if parts.scheme == "kafka":
+        topic = parts.path.strip("/")
+        if not parts.netloc or not topic or "/" in topic:
+            raise ValueError(f"{address}: must be kafka://broker[,broker]/topic")
+        return _Address("kafka", parts.netloc, topic, options)
+    if parts.scheme not in ("", "file"):
+        raise ValueError(f"{address}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
+    return _Address("folder", "", parts.path if parts.scheme else address, {})
