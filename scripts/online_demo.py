@@ -132,9 +132,9 @@ class Demo:
         of_day = self.seen[day]
         of_day["label"].append(table[LABEL].to_numpy())
         of_day["online"].append(self.ask(table))
-        rows = self.codec.encode(self.codec.from_table(table)).rows
+        samples = self.codec.encode(self.codec.from_table(table)).block
         for name, model in self.behind.items():
-            of_day[name].append(model.served.predict(rows))
+            of_day[name].append(model.served.predict(samples))
 
     def ask(self, table: pa.Table) -> np.ndarray:
         """The server's predictions."""

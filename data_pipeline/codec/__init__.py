@@ -1,1 +1,1 @@
-"""Raw samples, as JSON or Arrow, to the features of a prepared data set."""
+"""Encoding of raw samples, given as JSON or Arrow, to the features of a prepared data set."""

@@ -1,15 +1,15 @@
-"""Raw samples from anywhere, as JSON or Arrow tables, to rows by the maps and ids of a prepared data set.
+"""Codec of raw samples: encodes JSON or Arrow samples with the maps and vocabularies of a prepared data set.
 
-A sample has the raw columns of the data set's layout, by their names:
+A sample has the raw columns of the data set's layout, by name:
 
 * numeric: a number, its text, or null; categorical: a string, an integer or null; multi: a list of those, or its text
   joined by the layout's separator; weighted: a list of {"id": ..., "weight": ...}, or its joined text. Null is missing.
-* the label, 0 or 1, and the time under the layout's name for it ("time" where it has none), Unix seconds or ISO 8601
-  text: for training only.
-* `sample_id`, a string or an integer, by which a sample that comes twice is known; may be absent.
+* the label, 0 or 1, and the time under the layout's name for it (default "time"), Unix seconds or ISO 8601 text: for
+  training only.
+* `sample_id`, a string or an integer that identifies repeated samples; optional.
 
-Other columns are left out. An integer is the id that its decimal text is. Synthetic data have their fields for columns
-and row numbers for ids. R samples.
+Other columns are ignored. An integer id equals its decimal text. Samples of synthetic data sets have one column per
+field and row numbers as ids. R samples.
 """
 
 import dataclasses
@@ -32,21 +32,21 @@ from cowrec.data_pipeline.raw.csv_parser import Parsed
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
 
 from .columns import SampleColumns, require_columns
-from .json_lines import Use, UseKind, alike_table, canonical_values, column_of, parsed_lines
-from .request_codec import FewSamples
+from .json_lines import ColumnType, ValueKind, canonical_values, parse_lines, to_array, uniform_table
+from .request_codec import RequestEncoder
 
 SAMPLE_ID = "sample_id"
-FEW = 64
-"""Samples up to which going through them one by one is the faster way."""
+MAX_REQUEST_SAMPLES = 64
+"""Number of samples up to which `RequestEncoder` is faster than Arrow columns."""
 TIME_COLUMN, ID_COLUMN = "#time", "#sample_id"
-"""Beside the columns of a data set, which have no such names."""
+"""Columns of encoded samples in addition to those of the data set; the names do not clash."""
 
-_KINDS: Mapping[str, UseKind] = {"numeric": "number", "categorical": "id", "multi": "ids", "weighted": "weighted"}
+_KINDS: Mapping[str, ValueKind] = {"numeric": "number", "categorical": "id", "multi": "ids", "weighted": "weighted"}
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be used: its place among those given, from 0, and what is wrong with it."""
+    """Malformed sample: its index among the given samples and the reason."""
 
     index: int
     reason: str
@@ -58,8 +58,8 @@ class RawSamples:
 
     Attributes:
         table: the raw columns that at least one sample has.
-        index: the place of each row among the samples given, int64 [R].
-        bad: samples that are no row.
+        index: index of each table row among the given samples, int64 [R].
+        bad: samples left out of the table.
     """
 
     table: pa.Table
@@ -69,14 +69,14 @@ class RawSamples:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Samples as rows, in their order.
+    """Encoded samples, in their order.
 
     Attributes:
-        schema: of the rows.
+        schema: schema of the encoded samples.
         table: the columns of a data set's files, `TIME_COLUMN` and `ID_COLUMN`.
-        timed: the samples' times are known.
-        index: the place of each row among the samples given, int64 [R].
-        bad: the samples that could not be used, in order.
+        timed: whether the samples' times are known.
+        index: index of each table row among the given samples, int64 [R].
+        bad: malformed samples, in order.
     """
 
     schema: Schema
@@ -87,72 +87,72 @@ class Encoded:
 
     @property
     def time(self) -> np.ndarray:
-        """int64 [R], Unix seconds; zeros where times are not known."""
+        """int64 [R], Unix seconds; zeros if times are unknown."""
         return self.table[TIME_COLUMN].to_numpy()
 
     @property
     def sample_ids(self) -> pa.ChunkedArray:
-        """Strings [R], empty where a sample has none."""
+        """Strings [R], empty for a sample without an id."""
         return self.table[ID_COLUMN]
 
     @property
-    def rows(self) -> SampleBlock:
-        """What batches are made of; with times where they are known."""
-        return encoded_rows(self.table, self.schema, timed=self.timed)
+    def block(self) -> SampleBlock:
+        """The samples as tensors, with times if they are known."""
+        return sample_block(self.table, self.schema, timed=self.timed)
 
     @property
     def batch(self) -> Batch:
-        """All rows as one batch."""
-        return self.rows.batch(self.schema, self.table.num_rows)
+        """All samples as one batch."""
+        return self.block.batch(self.schema, self.table.num_rows)
 
     def without(self, wrong: np.ndarray, reason: str) -> "Encoded":
-        """The same but for some of the rows, bool [R], which are bad for this reason."""
+        """Returns these samples except those marked `wrong`, bool [R], which become bad for the reason."""
         if not wrong.any():
             return self
-        bad = [*self.bad, *(BadSample(place, reason) for place in self.index[wrong].tolist())]
+        bad = [*self.bad, *(BadSample(index, reason) for index in self.index[wrong].tolist())]
         kept = tuple(sorted(bad, key=lambda each: each.index))
         return Encoded(self.schema, self.table.filter(pa.array(~wrong)), self.timed, self.index[~wrong], kept)
 
 
-def encoded_rows(table: pa.Table, schema: Schema, *, timed: bool = True) -> SampleBlock:
-    """Rows from the columns of `Encoded.table`."""
-    rows = block_from_table(table, dataclasses.replace(schema, timed=False), "samples")
-    return dataclasses.replace(rows, time=torch.from_numpy(table[TIME_COLUMN].to_numpy().copy())) if timed else rows
+def sample_block(table: pa.Table, schema: Schema, *, timed: bool = True) -> SampleBlock:
+    """Converts the columns of `Encoded.table` to tensors."""
+    block = block_from_table(table, dataclasses.replace(schema, timed=False), "samples")
+    return dataclasses.replace(block, time=torch.from_numpy(table[TIME_COLUMN].to_numpy().copy())) if timed else block
 
 
 class SampleCodec:
-    """Encodes raw samples as `prepare` encoded the data set: by the same code, maps and vocabularies.
+    """Encodes raw samples exactly as `prepare` encoded the data set, with the same maps and vocabularies.
 
     Args:
-        schema: of the data set.
-        layout: of its raw files.
-        encoder: that made it.
+        schema: schema of the data set.
+        layout: layout of its raw files.
+        encoder: encoder of the data set.
 
     Attributes:
-        schema: of the rows.
-        columns: names of the raw columns that every sample must have (null where a value is missing).
+        schema: schema of encoded samples.
+        columns: names of the required raw columns; a missing value is null.
     """
 
     def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
         self.schema, self._layout, self._encoder = schema, layout, encoder
         self._time = layout.time or TIME
-        uses: dict[str, Use] = {}
+        types: dict[str, ColumnType] = {}
         for field in layout.fields:
-            uses[field.column] = Use(_KINDS[field.kind], field.separator, field.weight_separator)
-        self.columns, self._features = tuple(uses), dict(uses)
+            types[field.column] = ColumnType(_KINDS[field.kind], field.separator, field.weight_separator)
+        self.columns, self._features = tuple(types), dict(types)
         synthetic = any(field.encoding == "synthetic" for field in schema.sparse)
-        self._few = None if synthetic else FewSamples(schema, layout, encoder)
-        uses.setdefault(SAMPLE_ID, Use("id"))
-        uses.setdefault(self._time, Use("time" if layout.time_format == "timestamp" else "id"))
-        uses.setdefault(layout.label, Use("number"))
-        self._uses = uses
+        self._request_encoder = None if synthetic else RequestEncoder(schema, layout, encoder)
+        types.setdefault(SAMPLE_ID, ColumnType("id"))
+        types.setdefault(self._time, ColumnType("time" if layout.time_format == "timestamp" else "id"))
+        types.setdefault(layout.label, ColumnType("number"))
+        self._types = types
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> "SampleCodec":
-        """From the folder of a data set, a run or an export: any that has schema.json and vocabulary/.
+        """Loads the codec from the folder of a data set, a run or an export, with schema.json and vocabulary/.
 
         Raises:
-            ValueError: a folder that has none, or a vocabulary that is missing or damaged.
+            ValueError: the folder has no schema, or a vocabulary is missing or damaged.
         """
         schema = Schema.load(folder)
         if schema.name == "synthetic":
@@ -163,53 +163,51 @@ class SampleCodec:
             layout = Layout("synthetic", ",", "", True, (), LABEL, tuple(fields))
             return SampleCodec(schema, layout, Encoder(dense, sparse, {}))
         if "layout" not in schema.settings:
-            raise ValueError(
-                f"{folder}: schema.json does not say what the raw columns were; prepare the data set again"
-            )
+            raise ValueError(f"{folder}: schema.json does not list the raw columns; prepare the data set again")
         return SampleCodec(schema, Layout.from_json(schema.settings["layout"]), Encoder.load(Path(folder), schema))
 
     def from_json(self, lines: Sequence[bytes], *, training: bool = True) -> RawSamples:
-        """Columns of JSON objects, one a line or message, UTF-8. A malformed one is named, and loses no other."""
-        table = alike_table(lines, self._uses_for(training)) if lines else None
+        """Parses UTF-8 JSON objects, one per line or message; a malformed one does not affect the others."""
+        table = uniform_table(lines, self._types_for(training)) if lines else None
         if table is not None:
             return RawSamples(table, np.arange(len(lines)))
-        return self.from_objects(parsed_lines(lines), training=training)
+        return self.from_objects(parse_lines(lines), training=training)
 
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
-        """Columns of samples that are dictionaries already, of the values that JSON has."""
-        uses = self._uses_for(training)
+        """Converts samples given as dictionaries of JSON values."""
+        types = self._types_for(training)
         good, index, bad = [], [], []
         present: set[str] = set()
-        for place, sample in enumerate(samples):
+        for number, sample in enumerate(samples):
             try:
-                good.append(canonical_values(sample, uses))
+                good.append(canonical_values(sample, types))
             except ValueError as error:
-                bad.append(BadSample(place, str(error)))
+                bad.append(BadSample(number, str(error)))
                 continue
-            index.append(place)
+            index.append(number)
             present |= sample.keys()
-        # Where no sample can be read none has a column: that is no other mistake.
+        # If no sample is valid, missing columns are not reported as another error.
         columns = {
-            name: column_of([each[name] for each in good], use)
-            for name, use in uses.items()
+            name: to_array([each[name] for each in good], kind)
+            for name, kind in types.items()
             if name in present or not good
         }
         return RawSamples(pa.table(columns), np.asarray(index, np.int64), tuple(bad))
 
     def from_table(self, table: pa.Table) -> RawSamples:
-        """Columns of an Arrow table: of a Parquet or Arrow file, say."""
-        known = [name for name in self._uses if name in table.column_names]
+        """Selects the known columns of an Arrow table, such as one of a Parquet file."""
+        known = [name for name in self._types if name in table.column_names]
         return RawSamples(table.select(known), np.arange(table.num_rows))
 
     def encode(self, samples: RawSamples, *, training: bool = True) -> Encoded:
-        """Rows of all samples that are good.
+        """Encodes all good samples.
 
         Args:
-            samples: as columns.
-            training: labels and times are needed; otherwise neither is looked at, and labels are NaN.
+            samples: samples as columns.
+            training: requires labels and times; otherwise both are ignored and labels are NaN.
 
         Raises:
-            ValueError: a column that no sample has, or that holds another type; with its name.
+            ValueError: no sample has some column, or a column has the wrong type.
         """
         require_columns(self.columns, samples.table.column_names)
         columns, count = SampleColumns(samples.table), samples.table.num_rows
@@ -231,37 +229,37 @@ class SampleCodec:
         bad = sorted([*samples.bad, *bad], key=lambda each: each.index)
         return Encoded(self.schema, table, training, samples.index[good], tuple(bad))
 
-    def prediction_rows(self, samples: Sequence[Mapping[str, Any]]) -> tuple[SampleBlock, tuple[BadSample, ...]]:
-        """Rows of the good ones of samples that are dictionaries, and the others: a server's way, fast for a few, too.
+    def encode_request(self, samples: Sequence[Mapping[str, Any]]) -> tuple[SampleBlock, tuple[BadSample, ...]]:
+        """Encodes samples for prediction; returns the good ones and the bad ones. Fast for a few samples.
 
-        The same as `encode(from_objects(samples, training=False), training=False)`.
+        Equals `encode(from_objects(samples, training=False), training=False)`.
 
         Raises:
-            ValueError: as `encode`.
+            ValueError: see `encode`.
         """
-        if self._few is None or len(samples) > FEW:
+        if self._request_encoder is None or len(samples) > MAX_REQUEST_SAMPLES:
             encoded = self.encode(self.from_objects(samples, training=False), training=False)
-            return encoded.rows, encoded.bad
+            return encoded.block, encoded.bad
         good, bad = [], []
         present: set[str] | None = None
-        for place, sample in enumerate(samples):
+        for number, sample in enumerate(samples):
             try:
                 values = canonical_values(sample, self._features)
             except ValueError as error:
-                bad.append(BadSample(place, str(error)))
+                bad.append(BadSample(number, str(error)))
                 continue
             present = {*sample, *(present or ())}
-            problem = self._few.problem(values)
+            problem = self._request_encoder.problem(values)
             if problem:
-                bad.append(BadSample(place, problem))
+                bad.append(BadSample(number, problem))
             else:
                 good.append(values)
         if present is not None:
             require_columns(self.columns, present)
-        return self._few.rows(good), tuple(bad)
+        return self._request_encoder.encode(good), tuple(bad)
 
-    def _uses_for(self, training: bool) -> Mapping[str, Use]:
-        return self._uses if training else self._features
+    def _types_for(self, training: bool) -> Mapping[str, ColumnType]:
+        return self._types if training else self._features
 
     def _parsed(self, columns: SampleColumns, index: np.ndarray, label: np.ndarray) -> Parsed:
         numbers: dict[str, np.ndarray] = {}
@@ -276,7 +274,7 @@ class SampleCodec:
             elif field.kind == "categorical":
                 ids[field.name] = columns.texts(field.column)
             else:
-                ids[field.name], pair_weights = columns.lists(field.column, self._uses[field.column])
+                ids[field.name], pair_weights = columns.lists(field.column, self._types[field.column])
                 if pair_weights is not None:
                     weights[field.name] = pair_weights
         return Parsed(index, label, None, numbers, ids, weights, [])

@@ -1,4 +1,4 @@
-"""Raw columns of samples, of whatever Arrow type can hold them, to what an `Encoder` takes; wrong values are named.
+"""Raw columns of samples, of any Arrow type that can hold their values, converted to the input of an `Encoder`.
 
 R samples.
 """
@@ -13,16 +13,16 @@ from cowrec.data_pipeline.raw.csv_parser import split_pairs
 from cowrec.data_pipeline.raw.numbers import as_numbers
 from cowrec.data_pipeline.raw.times import TIME_RULES, as_times, bounded_seconds
 
-from .json_lines import Use
+from .json_lines import ColumnType
 
-LONGEST_SHOWN = 60
+MAX_SHOWN = 60
 
 
 class SampleColumns:
-    """Reads the columns of a table, and remembers the first thing wrong with each sample.
+    """Reads the columns of a table and records the first error of each sample.
 
     Attributes:
-        reasons: what is wrong, by row.
+        reasons: error messages by row.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -32,13 +32,13 @@ class SampleColumns:
 
     @property
     def good(self) -> np.ndarray:
-        """bool [R]."""
+        """Samples without an error: bool [R]."""
         good = np.ones(self._rows, bool)
         good[list(self.reasons)] = False
         return good
 
     def numbers(self, name: str) -> np.ndarray:
-        """float64 [R], NaN where missing or wrong."""
+        """Returns float64 [R], NaN where missing or wrong."""
         column = self._columns[name]
         if _is_text(column.type):
             values, wrong = as_numbers(column.fill_null(""))
@@ -51,13 +51,13 @@ class SampleColumns:
         return np.where(wrong, np.nan, values) if wrong.any() else values
 
     def labels(self, name: str) -> np.ndarray:
-        """float32 [R]; a sample without one is wrong."""
+        """Returns float32 [R]; a missing label is an error."""
         values = self.numbers(name)
         self._fail((values != 0) & (values != 1), name, self._columns[name], "a label must be 0 or 1")
         return values.astype(np.float32)
 
     def times(self, name: str, time_format: str) -> np.ndarray:
-        """int64 [R], Unix seconds; a sample without one is wrong."""
+        """Returns int64 [R], Unix seconds; a missing time is an error."""
         column = self._columns[name]
         if time_format == "timestamp" and pa.types.is_timestamp(column.type):
             column = pc.floor_temporal(column, unit="second").cast(pa.timestamp("s", column.type.tz)).cast(pa.int64())
@@ -72,58 +72,58 @@ class SampleColumns:
         return values
 
     def texts(self, name: str) -> pa.Array:
-        """Strings [R], empty where missing."""
+        """Returns strings [R], empty where missing."""
         return _texts(self._columns[name], name).fill_null("")
 
     def row_numbers(self, name: str, missing: int, end: int) -> np.ndarray:
-        """Rows of an embedding table, int32 [R], from integers or their text; `missing` where null."""
+        """Returns rows of an embedding table, int32 [R], from integers or their text; `missing` where null."""
         values = self.numbers(name)
         rows = np.where(np.isnan(values), missing, values)
         self._fail((rows < 0) | (rows >= end) | (rows % 1 != 0), name, self._columns[name], f"must be in [0, {end})")
         return rows.astype(np.int32)
 
-    def lists(self, name: str, use: Use) -> tuple[pa.Array, np.ndarray | None]:
-        """Lists of strings [R], and of weighted ones the weights of all strings, float32.
+    def lists(self, name: str, kind: ColumnType) -> tuple[pa.Array, np.ndarray | None]:
+        """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
 
-        A missing or empty list is one missing value, of weight 1, as empty text is in a raw file.
+        A missing or empty list is one missing value of weight 1, like empty text in a raw file.
         """
         column = self._columns[name]
         if pa.types.is_null(column.type):
             column = column.cast(pa.string())
         if _is_text(column.type):
-            column = pc.split_pattern(column.cast(pa.string()).fill_null(""), use.separator)
+            column = pc.split_pattern(column.cast(pa.string()).fill_null(""), kind.separator)
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
             raise _wrong_type(name, column.type, "lists or their joined text")
         lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
         offsets, items = np.r_[0, np.cumsum(lengths, dtype=np.int64)], column.flatten()
-        if use.kind == "ids":
+        if kind.kind == "ids":
             ids, weights, wrong = _texts(items, name), None, _mask(items.is_null())
         else:
-            ids, weights, wrong = _pairs(items, name, use)
+            ids, weights, wrong = _pairs(items, name, kind)
         if wrong.any():
             rows = np.bincount(np.searchsorted(offsets, np.flatnonzero(wrong), side="right") - 1, minlength=self._rows)
-            self._fail(rows > 0, name, self._columns[name], use.rule)
+            self._fail(rows > 0, name, self._columns[name], kind.rule)
         return _with_missing(offsets, ids.fill_null(""), weights)
 
     def _fail(self, wrong: np.ndarray, name: str, column: pa.Array, rule: str) -> None:
         for row in np.flatnonzero(wrong).tolist():
             value = repr(column[row].as_py())
-            value = value if len(value) <= LONGEST_SHOWN else value[:LONGEST_SHOWN] + "..."
+            value = value if len(value) <= MAX_SHOWN else value[:MAX_SHOWN] + "..."
             self.reasons.setdefault(row, f"column {name}: {rule}, got {value}")
 
 
 def require_columns(wanted: Iterable[str], present: Iterable[str]) -> None:
-    """Raises ValueError naming the columns that are not there."""
+    """Raises ValueError if columns are missing."""
     missing = sorted(set(wanted) - set(present))
     if missing:
         names = ", ".join(map(repr, missing))
-        raise ValueError(f"no sample has the column {names}; a missing value is null in a column that is there")
+        raise ValueError(f"no sample has the column {names}; give null for a missing value")
 
 
-def _pairs(items: pa.Array, name: str, use: Use) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """Ids, weights, float32, and what is wrong, of items that are text or {id, weight}."""
+def _pairs(items: pa.Array, name: str, kind: ColumnType) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """Returns ids, float32 weights and which are wrong, from items that are text or {id, weight}."""
     if _is_text(items.type):
-        ids, weights, wrong = split_pairs(items.fill_null(use.weight_separator), use.weight_separator)
+        ids, weights, wrong = split_pairs(items.fill_null(kind.weight_separator), kind.weight_separator)
         return ids, weights.astype(np.float32), wrong
     fields = {each.name: each.type for each in items.type} if pa.types.is_struct(items.type) else {}
     if not _is_number(fields.get("weight", pa.null())) or "id" not in fields:
@@ -137,22 +137,22 @@ def _pairs(items: pa.Array, name: str, use: Use) -> tuple[pa.Array, np.ndarray, 
 def _with_missing(
     offsets: np.ndarray, ids: pa.Array, weights: np.ndarray | None
 ) -> tuple[pa.ListArray, np.ndarray | None]:
-    """The lists, empty ones as one empty string of weight 1."""
+    """Returns the lists with each empty list replaced by one empty string of weight 1."""
     lengths = np.diff(offsets)
     if not lengths.all():
         filled = np.maximum(lengths, 1)
         starts = np.r_[0, np.cumsum(filled)]
-        # Place of each value among the ids, the empty string being the last of them.
-        places = np.full(starts[-1], len(ids))
-        places[np.repeat(starts[:-1] - offsets[:-1], lengths) + np.arange(len(ids))] = np.arange(len(ids))
-        ids = pa.concat_arrays([ids, pa.array([""], ids.type)]).take(pa.array(places))
-        weights = None if weights is None else np.r_[weights, np.float32(1)][places]
+        # Index of each value among the ids, to which the empty string is appended.
+        indices = np.full(starts[-1], len(ids))
+        indices[np.repeat(starts[:-1] - offsets[:-1], lengths) + np.arange(len(ids))] = np.arange(len(ids))
+        ids = pa.concat_arrays([ids, pa.array([""], ids.type)]).take(pa.array(indices))
+        weights = None if weights is None else np.r_[weights, np.float32(1)][indices]
         offsets = starts
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), ids), weights
 
 
 def _texts(values: pa.Array, name: str) -> pa.Array:
-    """Strings, null where null."""
+    """Casts strings or integers to strings; null stays null."""
     kind = values.type
     if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
         raise _wrong_type(name, kind, "strings or integers")
@@ -162,8 +162,8 @@ def _texts(values: pa.Array, name: str) -> pa.Array:
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    whole = column.combine_chunks()
-    return pa.concat_arrays(whole.chunks) if isinstance(whole, pa.ChunkedArray) else whole
+    combined = column.combine_chunks()
+    return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -1,7 +1,7 @@
-"""Samples as JSON objects, one each, to Arrow columns: all at once where they are alike, else one after the other.
+"""Parsing of JSON samples to Arrow columns: all at once if their types are uniform, else one by one.
 
-The two ways give the same: the first is used only where every line is one object whose values have the types that the
-first lines have. A key that occurs twice in an object counts with its last value.
+Both ways give the same result: the first is used only if every line is one object whose values have the types of the
+first lines. If a key occurs twice in an object, its last value counts.
 """
 
 import json
@@ -16,7 +16,7 @@ import pyarrow.json
 
 from cowrec.data_pipeline.raw.numbers import NUMBER
 
-UseKind = Literal["number", "time", "id", "ids", "weighted"]
+ValueKind = Literal["number", "time", "id", "ids", "weighted"]
 
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 CANONICAL = {
@@ -34,18 +34,18 @@ RULES = {
     "weighted": 'must be a list of {{"id": string or integer, "weight": number}}, its text (id{1}weight, by {0!r})'
     " or null",
 }
-LOOKED_AT = 16
-"""Lines whose values' types decide how all are read at once."""
+PROBED_LINES = 16
+"""Number of lines whose values determine the column types."""
 
 _NUMBER = re.compile(NUMBER)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a raw column holds: a number, a time, an id, a list of ids or one of {id, weight}; and its separators."""
+class ColumnType:
+    """Type of a raw column: kind of its values, and the separators of lists and weights given as text."""
 
-    kind: UseKind
+    kind: ValueKind
     separator: str = ""
     weight_separator: str = ""
 
@@ -54,14 +54,14 @@ class Use:
         return RULES[self.kind].format(self.separator, self.weight_separator)
 
 
-def alike_table(lines: Sequence[bytes], uses: Mapping[str, Use]) -> pa.Table | None:
-    """Columns of lines that are alike, one row a line; None where they are not, or where one is malformed.
+def uniform_table(lines: Sequence[bytes], columns: Mapping[str, ColumnType]) -> pa.Table | None:
+    """Parses lines of uniform types, one table row per line; None if types differ or a line is malformed.
 
-    A column that no line has is left out.
+    Columns that no line has are left out.
     """
-    types, seen = _types_of(lines[:LOOKED_AT], uses)
-    # Lines that begin with { and end with } hold whole objects if the text can be read at all: inside of an object,
-    # what follows a line's end would have to begin with a comma. So as many rows as lines means one object on each.
+    types, seen = _types_of(lines[:PROBED_LINES], columns)
+    # If the text parses, lines that start with { and end with } hold complete objects: within an object, the line after
+    # a } would have to start with a comma. So as many rows as lines means one object per line.
     objects = pa.array(lines, pa.binary())
     if not (pc.all(pc.starts_with(objects, b"{")).as_py() and pc.all(pc.ends_with(objects, b"}")).as_py()):
         return None
@@ -78,15 +78,15 @@ def alike_table(lines: Sequence[bytes], uses: Mapping[str, Use]) -> pa.Table | N
         return None
     if table.num_rows != len(lines):
         return None
-    absent = {name for name in uses if name not in seen and table[name].null_count == len(lines)}
+    absent = {name for name in columns if name not in seen and table[name].null_count == len(lines)}
     if absent:
-        for line in lines[LOOKED_AT:]:
+        for line in lines[PROBED_LINES:]:
             absent -= json.loads(line).keys()
-    return table.select([name for name in uses if name not in absent])
+    return table.select([name for name in columns if name not in absent])
 
 
-def parsed_lines(lines: Iterable[bytes]) -> Iterator[Any]:
-    """Of each line its value, or a `Malformed`."""
+def parse_lines(lines: Iterable[bytes]) -> Iterator[Any]:
+    """Yields the value of each line, or a `Malformed`."""
     for line in lines:
         try:
             yield json.loads(line)
@@ -94,43 +94,43 @@ def parsed_lines(lines: Iterable[bytes]) -> Iterator[Any]:
             yield Malformed(f"not JSON: {error}")
 
 
-def canonical_values(sample: Any, uses: Mapping[str, Use]) -> dict[str, Any]:
-    """A sample's values: floats (of times their text, too), strings, lists of strings, lists of {id, weight}; or None.
+def canonical_values(sample: Any, columns: Mapping[str, ColumnType]) -> dict[str, Any]:
+    """Converts a sample's values to floats (or text for times), strings, lists of strings or of {id, weight}, or None.
 
     Raises:
-        ValueError: one that a column of its use cannot hold, or the sample is no object.
+        ValueError: the sample is not an object, or a value has the wrong type for its column.
     """
     if isinstance(sample, Malformed):
         raise sample
     if not isinstance(sample, Mapping):
-        raise ValueError(f"must be a JSON object, got {_shown(sample)}")
+        raise ValueError(f"must be a JSON object, got {_abbreviated(sample)}")
     values = {}
-    for name, use in uses.items():
+    for name, column in columns.items():
         value = sample.get(name)
         try:
-            values[name] = None if value is None else _CANONICAL_VALUE[use.kind](value, use)
+            values[name] = None if value is None else _CANONICAL_VALUE[column.kind](value, column)
         except _WrongValue:
-            raise ValueError(f"column {name}: {use.rule}, got {_shown(value)}") from None
+            raise ValueError(f"column {name}: {column.rule}, got {_abbreviated(value)}") from None
     return values
 
 
-def column_of(values: Sequence[Any], use: Use) -> pa.Array:
-    """An Arrow array of canonical values."""
-    if use.kind == "time" and any(isinstance(value, str) for value in values):
+def to_array(values: Sequence[Any], column: ColumnType) -> pa.Array:
+    """Converts canonical values to an Arrow array."""
+    if column.kind == "time" and any(isinstance(value, str) for value in values):
         texts = [repr(value) if isinstance(value, float) else value for value in values]
         return pa.array(texts, pa.string())
-    return pa.array(values, CANONICAL[use.kind])
+    return pa.array(values, CANONICAL[column.kind])
 
 
 class Malformed(ValueError):
-    """A line that is not JSON."""
+    """Value of a line that is not JSON."""
 
 
 class _WrongValue(Exception):
     pass
 
 
-def _number(value: Any, _: Use) -> float | None:
+def _number(value: Any, _: ColumnType) -> float | None:
     if isinstance(value, str) and (not value or _NUMBER.fullmatch(value)):
         return float(value) if value else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -141,11 +141,11 @@ def _number(value: Any, _: Use) -> float | None:
         return float("inf")
 
 
-def _time(value: Any, use: Use) -> float | str | None:
-    return _text(value, use) if isinstance(value, str) else _number(value, use)
+def _time(value: Any, column: ColumnType) -> float | str | None:
+    return _text(value, column) if isinstance(value, str) else _number(value, column)
 
 
-def _text(value: Any, _: Use) -> str:
+def _text(value: Any, _: ColumnType) -> str:
     if isinstance(value, str) and not _SURROGATE.search(value):
         return value
     if not isinstance(value, int) or isinstance(value, bool):
@@ -153,26 +153,26 @@ def _text(value: Any, _: Use) -> str:
     return str(value)
 
 
-def _texts(value: Any, use: Use) -> list[str]:
+def _texts(value: Any, column: ColumnType) -> list[str]:
     if isinstance(value, str):
-        return _text(value, use).split(use.separator)
+        return _text(value, column).split(column.separator)
     if not isinstance(value, list):
         raise _WrongValue
-    return [_text(each, use) for each in value]
+    return [_text(each, column) for each in value]
 
 
-def _pairs(value: Any, use: Use) -> list[dict[str, Any]]:
+def _pairs(value: Any, column: ColumnType) -> list[dict[str, Any]]:
     if isinstance(value, str):
-        return [_pair_of_text(each, use) for each in _text(value, use).split(use.separator)]
+        return [_pair_of_text(each, column) for each in _text(value, column).split(column.separator)]
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise _WrongValue
     if any(isinstance(each.get("weight"), str) for each in value):
         raise _WrongValue
-    return [{"id": _text(each.get("id"), use), "weight": _number(each.get("weight"), use)} for each in value]
+    return [{"id": _text(each.get("id"), column), "weight": _number(each.get("weight"), column)} for each in value]
 
 
-def _pair_of_text(text: str, use: Use) -> dict[str, Any]:
-    name, separator, weight = text.rpartition(use.weight_separator)
+def _pair_of_text(text: str, column: ColumnType) -> dict[str, Any]:
+    name, separator, weight = text.rpartition(column.weight_separator)
     if not text:
         return {"id": "", "weight": 1.0}
     if not separator or not _NUMBER.fullmatch(weight):
@@ -183,37 +183,37 @@ def _pair_of_text(text: str, use: Use) -> dict[str, Any]:
 _CANONICAL_VALUE = {"number": _number, "time": _time, "id": _text, "ids": _texts, "weighted": _pairs}
 
 
-def _types_of(lines: Sequence[bytes], uses: Mapping[str, Use]) -> tuple[dict[str, pa.DataType], set[str]]:
-    """Arrow types by the first value that each column has in these lines, and which columns these lines have."""
+def _types_of(lines: Sequence[bytes], columns: Mapping[str, ColumnType]) -> tuple[dict[str, pa.DataType], set[str]]:
+    """Returns Arrow types from the first value of each column in these lines, and the columns these lines have."""
     types: dict[str, pa.DataType] = {}
     seen: set[str] = set()
-    for sample in parsed_lines(lines):
+    for sample in parse_lines(lines):
         if not isinstance(sample, dict):
             continue
-        seen |= sample.keys() & uses.keys()
-        for name in uses.keys() - types.keys():
-            kind = _type_of(sample.get(name), uses[name])
+        seen |= sample.keys() & columns.keys()
+        for name in columns.keys() - types.keys():
+            kind = _type_of(sample.get(name), columns[name])
             if kind is not None:
                 types[name] = kind
-        if len(types) == len(uses):
+        if len(types) == len(columns):
             break
-    return {name: types.get(name, CANONICAL[use.kind]) for name, use in uses.items()}, seen
+    return {name: types.get(name, CANONICAL[column.kind]) for name, column in columns.items()}, seen
 
 
-def _type_of(value: Any, use: Use) -> pa.DataType | None:
+def _type_of(value: Any, column: ColumnType) -> pa.DataType | None:
     if value is None or value == []:
         return None
     if isinstance(value, str):
         return pa.string()
-    if use.kind == "id" and isinstance(value, int):
+    if column.kind == "id" and isinstance(value, int):
         return pa.int64()
     if not isinstance(value, list):
-        return CANONICAL[use.kind]
+        return CANONICAL[column.kind]
     first = value[0].get("id") if isinstance(value[0], dict) else value[0]
-    of = pa.int64() if isinstance(first, int) else pa.string()
-    return pa.list_(of if use.kind == "ids" else pa.struct([("id", of), ("weight", pa.float64())]))
+    item = pa.int64() if isinstance(first, int) else pa.string()
+    return pa.list_(item if column.kind == "ids" else pa.struct([("id", item), ("weight", pa.float64())]))
 
 
-def _shown(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:60] + "..."

@@ -1,7 +1,7 @@
-"""A few samples at a time to rows, for a server: as `SampleCodec.encode` does, without its cost for each column.
+"""Encoding of a few samples for a server: equals `SampleCodec.encode` without its cost per column.
 
-All fields' numbers are one array and all their ids are one array of strings, hashed together. The arithmetic is the
-same, element by element, and so are the functions that look ids up. R samples, N dense fields, F sparse fields.
+All numeric fields form one array and all ids one array of strings, which are hashed together. The arithmetic and the
+lookups of ids are the same as in `Encoder`. R samples, N dense fields, F sparse fields.
 """
 
 import math
@@ -21,23 +21,23 @@ from cowrec.data_pipeline.hashing import string_buffers, string_hashes
 from cowrec.data_pipeline.raw.layouts import Layout
 
 Values = Mapping[str, Any]
-"""A sample's canonical values, by raw column."""
+"""Canonical values of a sample, by raw column."""
 
 
-class FewSamples:
-    """Encodes canonical values (`sample_json.canonical_values`) for prediction.
+class RequestEncoder:
+    """Encodes canonical values (see `canonical_values`) for prediction.
 
     Args:
-        schema: of the data set.
-        layout: of its raw columns.
-        encoder: that made it.
+        schema: schema of the data set.
+        layout: layout of its raw columns.
+        encoder: encoder of the data set.
     """
 
     def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
         self._schema, self._encoder = schema, encoder
         self._column = {field.name: field.column for field in layout.fields}
         numeric = [field.name for field in layout.fields if field.kind == "numeric"]
-        self._numeric = {name: place for place, name in enumerate(numeric)}
+        self._numeric = {name: index for index, name in enumerate(numeric)}
         self._dense = np.array([self._numeric[field.source] for field in encoder.dense], np.int64)
         low = np.array([[field.minimum] for field in encoder.dense]).reshape(-1, 1)
         width = np.array([[field.maximum - field.minimum] for field in encoder.dense]).reshape(-1, 1)
@@ -47,7 +47,7 @@ class FewSamples:
         self._singles = sum(field.kind == "categorical" for field in encoder.sparse)
 
     def problem(self, sample: Values) -> str:
-        """What the columns' types alone do not tell to be wrong; empty where nothing is."""
+        """Returns an error that canonical types do not rule out; empty if there is none."""
         for name in self._numeric:
             value = sample[self._column[name]]
             if value is not None and not math.isfinite(value):
@@ -58,8 +58,8 @@ class FewSamples:
                 return f"column {self._column[field.source]}: weights must be finite numbers"
         return ""
 
-    def rows(self, samples: Sequence[Values]) -> SampleBlock:
-        """Rows of samples without a problem: labels NaN, no times."""
+    def encode(self, samples: Sequence[Values]) -> SampleBlock:
+        """Encodes samples without a problem; labels are NaN, times are unknown."""
         columns = [self._column[name] for name in self._numeric]
         numbers = np.array([[sample[name] for sample in samples] for name in columns], np.float64)
         numbers = numbers.reshape(len(columns), len(samples))  # None became NaN
@@ -72,11 +72,11 @@ class FewSamples:
                 singles.append(ids[start:stop])
             else:
                 offsets = torch.tensor([0, *counts]).cumsum(0)
-                of_values = weights.get(field.name)
+                values = weights.get(field.name)
                 bags[field.name] = Bags(
                     torch.from_numpy(ids[start:stop]),
                     offsets,
-                    None if of_values is None else torch.from_numpy(np.array(of_values).astype(np.float32)),
+                    None if values is None else torch.from_numpy(np.array(values).astype(np.float32)),
                 )
             start = stop
         table = np.array(singles, ids.dtype).reshape(self._singles, len(samples))
@@ -88,7 +88,7 @@ class FewSamples:
         )
 
     def _transformed(self, numbers: np.ndarray) -> np.ndarray:
-        """`dense.transformed` of all fields at once: float32 [N, R]."""
+        """Applies `dense.transformed` to all fields at once: float32 [N, R]."""
         present = np.nan_to_num(numbers[self._dense], nan=0.0)
         above = present - self._low
         logs = np.log1p(np.maximum(above, 0.0)) if self._log.any() else above
@@ -98,7 +98,7 @@ class FewSamples:
     def _texts(
         self, samples: Sequence[Values], numbers: np.ndarray
     ) -> tuple[list[str], list[list[int]], dict[str, list[float]]]:
-        """All ids, field by field; how many each sample has of each field; and the weighted fields' weights."""
+        """Returns all ids by field, their number by field and sample, and the weights of weighted fields."""
         texts: list[str] = []
         lengths: list[list[int]] = []
         weights: dict[str, list[float]] = {}
@@ -123,7 +123,7 @@ class FewSamples:
         return texts, lengths, weights
 
     def _ids(self, texts: list[str], counts: list[int]) -> np.ndarray:
-        """Ids of all texts, `counts` [F] of each field: int32, or int64 where some are raw."""
+        """Returns the rows or raw ids of texts, `counts` [F] of each field: int32, or int64 if some are raw."""
         array = pa.array(texts, pa.string())
         offsets, data = string_buffers(array)
         hashes = string_hashes(array)

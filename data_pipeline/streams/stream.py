@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.codec.codec import SampleCodec, encoded_rows
+from cowrec.data_pipeline.codec.codec import SampleCodec, sample_block
 from cowrec.data_pipeline.dataset.batch import Batch
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
@@ -53,19 +53,19 @@ class StreamBatch:
     """Samples to train on.
 
     Attributes:
-        rows: the samples, with their times.
+        block: the samples, with their times.
         schema: schema of the samples.
         end: position after the batch; `end.counters["batches"]` is the batch's number, from 1.
     """
 
-    rows: SampleBlock
+    block: SampleBlock
     schema: Schema
     end: Position
 
     @property
     def batch(self) -> Batch:
-        """The samples as the batch of one process; each of several processes takes a slice of `rows` instead."""
-        return self.rows.batch(self.schema, len(self.rows))
+        """The samples as the batch of one process; each of several processes takes a slice of `block` instead."""
+        return self.block.batch(self.schema, len(self.block))
 
 
 class SampleStream:
@@ -196,7 +196,7 @@ class SampleStream:
             counters=_added(state, handed_out=count, batches=1, forced=forced),
         )
         schema = self._encoder.schema
-        return StreamBatch(encoded_rows(table, schema), schema, self.position)
+        return StreamBatch(sample_block(table, schema), schema, self.position)
 
     def _advance(self, deadline: float) -> bool:
         """Applies the next entry of the journal or, after its end, the next event; False if none comes in time."""

@@ -56,7 +56,7 @@ def write_file(folder, name, samples):
 
 def numbers(batch):
     """Returns the numbers of a batch's samples, in order."""
-    return [int(number) for number in batch.rows.dense[:, 0].tolist()]
+    return [int(number) for number in batch.block.dense[:, 0].tolist()]
 
 
 def lines(samples):

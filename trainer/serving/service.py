@@ -143,7 +143,7 @@ class Service:
         wanted = self._codec.columns
         results: list[Result] = [_missing(sample, wanted) for sample in samples]
         asked = [place for place, wrong in enumerate(results) if not wrong]
-        rows, bad = self._codec.prediction_rows([samples[place] for place in asked])
+        rows, bad = self._codec.encode_request([samples[place] for place in asked])
         for each in bad:
             results[asked[each.index]] = f"{each.reason}; correct the value, or give null where it is missing"
         good = [place for place in asked if not results[place]]

@@ -1,4 +1,4 @@
-"""Raw samples to rows: as `prepare` makes them of the same values in a text file; and what is wrong with a sample."""
+"""Encoding of raw samples: equal to `prepare` on the same values in a text file; errors in samples."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ tags = st.one_of(st.text("abé", min_size=1, max_size=3), st.integers(0, 99).map
 
 @st.composite
 def raw_rows(draw):
-    """Rows as (what a text file has, what a sample has)."""
+    """Draws pairs of a text file's row and the equal sample."""
     rows = []
     for _ in range(draw(st.integers(1, 30))):
         time, label = draw(st.integers(0, 2**33)), draw(st.integers(0, 1))
@@ -58,7 +58,7 @@ def raw_rows(draw):
 
 
 def number_or_text(draw, text):
-    """An integer is the id of its decimal text."""
+    """Returns the text or, if it is a decimal integer, maybe the integer."""
     is_integer = text.lstrip("-").isdecimal() and str(int(text)) == text
     return int(text) if is_integer and draw(st.booleans()) else text
 
@@ -73,7 +73,7 @@ def prepared(folder, texts, config, schema=TIMED):
 
 
 def check_equal(one, other, *, labelled=True):
-    """Every tensor of two `SampleBlock`, bit by bit."""
+    """Asserts that all tensors of two `SampleBlock` are bit-identical."""
     assert torch.equal(one.dense, other.dense)
     assert torch.equal(one.ids, other.ids)
     assert one.ids.dtype == other.ids.dtype
@@ -102,8 +102,8 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=["vocabulary", "raw", "hash", "buckets"])
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(rows=raw_rows())
-def test_samples_become_what_a_text_file_becomes(tmp_path_factory, config, rows):
-    """As JSON, as dictionaries and, a few at a time, for prediction."""
+def test_samples_are_encoded_like_a_text_file(tmp_path_factory, config, rows):
+    """Encodes samples as JSON, as dictionaries and, a few at a time, for prediction."""
     folder = tmp_path_factory.mktemp("samples")
     schema = prepared(folder, [text for text, _ in rows], config)
     expected = load_shards(folder / "out", schema, "train", range(len(schema.splits["train"].shards)))
@@ -111,13 +111,13 @@ def test_samples_become_what_a_text_file_becomes(tmp_path_factory, config, rows)
     codec = SampleCodec.load(folder / "out")
     encoded = codec.encode(codec.from_json([json.dumps(sample).encode() for sample in samples]))
     assert encoded.bad == ()
-    check_equal(encoded.rows, expected)
+    check_equal(encoded.block, expected)
     assert encoded.time.tolist() == expected.time.tolist()
     one_by_one = codec.encode(codec.from_objects(samples))
-    check_equal(one_by_one.rows, expected)
+    check_equal(one_by_one.block, expected)
     for start in range(0, len(samples), 7):
         part = samples[start : start + 7]
-        few, bad = codec.prediction_rows(part)
+        few, bad = codec.encode_request(part)
         assert bad == ()
         check_equal(few, expected.take(torch.arange(start, start + len(part))), labelled=False)
     assert codec.columns == ("price", "city", "tags", "past views")
@@ -160,7 +160,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_value_is_named_and_loses_no_other_sample(codec, case):
+def test_a_wrong_value_is_reported_without_affecting_other_samples(codec, case):
     change, message = WRONG[case]
     samples = [good_sample(), good_sample(**change), good_sample(city="d")]
     for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_objects(samples)):
@@ -168,10 +168,10 @@ def test_a_wrong_value_is_named_and_loses_no_other_sample(codec, case):
         assert [each.index for each in encoded.bad] == [1]
         assert encoded.bad[0].reason.startswith(message) or message in encoded.bad[0].reason
         assert encoded.index.tolist() == [0, 2]
-        assert encoded.rows.ids[:, 0].tolist() == [2, 3]
+        assert encoded.block.ids[:, 0].tolist() == [2, 3]
     alone = codec.encode(codec.from_json([json.dumps(samples[1]).encode()]))
     assert (alone.table.num_rows, len(alone.bad)) == (0, 1)
-    rows, bad = codec.prediction_rows(samples)
+    rows, bad = codec.encode_request(samples)
     only_for_training = not change.keys().isdisjoint({"click", "seen at"})
     assert [each.index for each in bad] == ([] if only_for_training else [1])
     assert len(rows) == 3 - len(bad)
@@ -184,15 +184,15 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("line", MALFORMED)
-def test_a_malformed_line_loses_no_other(codec, line):
+def test_a_malformed_line_does_not_affect_others(codec, line):
     good = json.dumps(good_sample()).encode()
     encoded = codec.encode(codec.from_json([good, line, good]))
     assert [each.index for each in encoded.bad] == [1]
     assert encoded.index.tolist() == [0, 2]
 
 
-def test_two_halves_do_not_make_a_sample_nor_two_in_a_line_one(codec):
-    """As many objects as lines, but not one on each."""
+def test_objects_split_over_lines_or_sharing_a_line_are_malformed(codec):
+    """Lines hold as many objects as there are lines, but not one each."""
     good = json.dumps(good_sample()).encode()
     encoded = codec.encode(codec.from_json([good + good, b" ", good, good[:-1], b"}"]))
     assert encoded.index.tolist() == [2]
@@ -209,24 +209,24 @@ def test_a_column_that_no_sample_has_is_an_error(codec):
             codec.encode(raw)
     for part in (samples, samples * 2, [{}]):
         with pytest.raises(ValueError, match="no sample has the column"):
-            codec.prediction_rows(part)
+            codec.encode_request(part)
     lines[-1] = json.dumps(good_sample(tags=None)).encode()
     encoded = codec.encode(codec.from_json(lines))
-    assert encoded.rows.bags["tags"].values.tolist() == [MISSING] * 40
+    assert encoded.block.bags["tags"].values.tolist() == [MISSING] * 40
     with pytest.raises(ValueError, match="no sample has the column 'click', 'seen at'"):
         codec.encode(codec.from_objects([dict.fromkeys(codec.columns)]))
 
 
-def test_integers_are_ids_by_their_text_in_any_company(codec):
-    """Alone, after strings and before them: which way a chunk is read does not show."""
+def test_integer_ids_equal_their_text(codec):
+    """Holds for either way to parse: with integers alone, before and after strings."""
     for cities in ([17, 17], ["17", 17], [17, "17"], [2**70, str(2**70)], [-0, "0"]):
         encoded = codec.encode(codec.from_json([json.dumps(good_sample(city=city)).encode() for city in cities]))
         table = codec.from_objects([good_sample(city=city) for city in cities]).table
         assert table["city"].to_pylist() == [str(city) for city in cities]
-        assert encoded.rows.ids.unique().numel() == 1
+        assert encoded.block.ids.unique().numel() == 1
 
 
-def test_tables_of_any_type_that_holds_the_values(codec):
+def test_tables_of_any_suitable_type(codec):
     count = 3
     table = pa.table(
         {
@@ -244,9 +244,9 @@ def test_tables_of_any_type_that_holds_the_values(codec):
     assert encoded.bad == ()
     assert encoded.sample_ids.to_pylist() == ["1", "", "3"]
     assert encoded.time.tolist() == [0, 0, 0]
-    assert encoded.rows.ids[:, 0].tolist() == [2, MISSING, 3]
-    assert encoded.rows.bags["tags"].offsets.tolist() == [0, 1, 2, 3]
-    assert encoded.rows.bags["history"].values.tolist() == [0, MISSING, MISSING]
+    assert encoded.block.ids[:, 0].tolist() == [2, MISSING, 3]
+    assert encoded.block.bags["tags"].offsets.tolist() == [0, 1, 2, 3]
+    assert encoded.block.bags["history"].values.tolist() == [0, MISSING, MISSING]
     assert encoded.batch.time.tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="column 'price' has the type bool"):
         codec.encode(codec.from_table(table.set_column(2, "price", pa.array([True] * count))))
@@ -261,7 +261,7 @@ def test_synthetic_samples_have_row_numbers(tmp_path):
         sample = {"label": int(stored.label[row]), "time": row}
         sample |= {f"I{n + 1}": float(stored.dense[row, n]) for n in range(13)}
         samples.append(sample | {f"C{f + 1}": int(stored.ids[row, f]) for f in range(26)})
-    rows = codec.encode(codec.from_json([json.dumps(sample).encode() for sample in samples])).rows
+    rows = codec.encode(codec.from_json([json.dumps(sample).encode() for sample in samples])).block
     for name in ("dense", "label", "ids"):
         assert torch.equal(getattr(rows, name), getattr(stored, name))
     assert rows.time.tolist() == list(range(50))
@@ -269,13 +269,13 @@ def test_synthetic_samples_have_row_numbers(tmp_path):
     samples[2]["C1"] = None
     encoded = codec.encode(codec.from_objects(samples))
     assert [each.index for each in encoded.bad] == [1]
-    assert encoded.rows.ids[1, 0] == MISSING
-    few, bad = codec.prediction_rows(samples[2:4])
-    assert np.array_equal(few.ids, encoded.rows.ids[1:3])
+    assert encoded.block.ids[1, 0] == MISSING
+    few, bad = codec.encode_request(samples[2:4])
+    assert np.array_equal(few.ids, encoded.block.ids[1:3])
     assert not bad
 
 
 def test_no_samples(codec):
     assert codec.encode(codec.from_json([])).table.num_rows == 0
-    rows, bad = codec.prediction_rows([])
+    rows, bad = codec.encode_request([])
     assert (len(rows), bad) == (0, ())

@@ -47,7 +47,7 @@ def contents(chunks):
 def batches_of(stream, count, seconds=30):
     """Reads batches until they hold `count` samples."""
     batches, deadline = [], time.monotonic() + seconds
-    while sum(len(batch.rows) for batch in batches) < count:
+    while sum(len(batch.block) for batch in batches) < count:
         assert time.monotonic() < deadline, f"only {[numbers(batch) for batch in batches]}"
         batch = stream.next_batch(0.1)
         batches += [batch] if batch is not None else []

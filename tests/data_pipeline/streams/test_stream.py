@@ -55,11 +55,11 @@ def test_samples_are_returned_once_by_time_in_full_batches(tmp_path_factory, cod
     good, counts, _ = arrivals(samples, lateness, window)
     expected = [number for _, number in sorted(good, key=lambda each: each[0])]  # stable: equal times as they arrived
     assert [number for batch in batches for number in numbers(batch)] == expected
-    assert [len(batch.rows) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+    assert [len(batch.block) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
     for batch in batches:
         for index, number in enumerate(numbers(batch)):
-            assert batch.rows.time[index] == samples[number]["time"]
-            assert batch.rows.label[index] == number % 2
+            assert batch.block.time[index] == samples[number]["time"]
+            assert batch.block.label[index] == number % 2
             assert batch.batch.sparse["tags"].lengths()[index] == max(1, number % 3)
     counters = stream.counters
     assert (counters["samples"], counters["malformed"], counters["lost"]) == (len(samples), 0, 0)
@@ -90,8 +90,8 @@ def same(one, other):
     assert [numbers(each) for each in one] == [numbers(each) for each in other]
     for first, second in zip(one, other, strict=True):
         for name in ("dense", "label", "ids", "time"):
-            assert torch.equal(getattr(first.rows, name), getattr(second.rows, name))
-        assert torch.equal(first.rows.bags["tags"].values, second.rows.bags["tags"].values)
+            assert torch.equal(getattr(first.block, name), getattr(second.block, name))
+        assert torch.equal(first.block.bags["tags"].values, second.block.bags["tags"].values)
         assert first.end.counters == second.end.counters
         assert first.end.partitions == second.end.partitions
 
@@ -218,7 +218,7 @@ def test_an_ended_stream_continues_with_new_samples(tmp_path, codec):
     write_all(tmp_path / "in", [sample(n, n) for n in range(10)], [10])
     options = {"batch_size": 4, "journal": tmp_path / "journal"}
     first = list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options))
-    assert [len(batch.rows) for batch in first] == [4, 4, 2]
+    assert [len(batch.block) for batch in first] == [4, 4, 2]
     assert list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=first[2].end)) == []
     write_file(tmp_path / "in", "more.arrow", [sample(n, n) for n in range(10, 13)])
     for start in (1, 2, 3):

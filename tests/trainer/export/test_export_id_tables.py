@@ -42,6 +42,6 @@ def test_raw_samples_are_predicted_as_by_the_run(case: Path, tmp_path: Path, set
     export_run(tmp_path / "run", tmp_path / "export")
     codec = SampleCodec.load(tmp_path / "export")
     samples = codec.encode(codec.from_table(next(drifting_tables(DRIFT, DRIFT.rows, 500))))
-    served = ServedModel.load(tmp_path / "export").predict(samples.rows)
+    served = ServedModel.load(tmp_path / "export").predict(samples.block)
     np.testing.assert_allclose(served, expected, atol=1e-6)
     assert np.ptp(served) > 0.05

@@ -44,7 +44,7 @@ def predictions(case: Path, model: ServedModel) -> np.ndarray:
     """Of the stream's samples, in their order."""
     codec = SampleCodec.load(case / "data")
     tables = [pq.read_table(file) for file in sorted((case / "incoming").glob("*.parquet"))]
-    return np.concatenate([model.predict(codec.encode(codec.from_table(table)).rows) for table in tables])
+    return np.concatenate([model.predict(codec.encode(codec.from_table(table)).block) for table in tables])
 
 
 def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def followed(run_dir: Path, url: str) -> ServedModel:
 def predicted(case: Path, model: ServedModel) -> np.ndarray:
     codec = SampleCodec.load(case / "data")
     table = pq.read_table(sorted((case / "incoming").glob("*.parquet"))[-1])
-    return model.predict(codec.encode(codec.from_table(table)).rows)
+    return model.predict(codec.encode(codec.from_table(table)).block)
 
 
 def test_ctrl_c_saves_and_the_rest_is_the_same(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
