@@ -47,8 +47,8 @@ YEAR = DriftConfig(
     days=2 * HALF / DAY,
     start=108 * HALF,
     core_ids=(50, 1000, 1000, 5000, 0, 0),
-    births_per_day=(0, 0, 20, 100, 300, 1000),
-    born_share=0.7,
+    new_ids_per_day=(0, 0, 20, 100, 300, 1000),
+    new_id_share=0.7,
     lifetime_days=10.0,
     drift_days=60.0,
     num_dense=2,
@@ -90,8 +90,8 @@ def main() -> None:
 
 def year(seed: int, rows: int = YEAR.rows, births: float = 1.0) -> DriftConfig:
     """A year of its own for each seed, of so many samples and that share of the usual births."""
-    born = tuple(round(births * each) for each in YEAR.births_per_day)
-    return dataclasses.replace(YEAR, seed=seed, rows=rows, births_per_day=born)
+    born = tuple(round(births * each) for each in YEAR.new_ids_per_day)
+    return dataclasses.replace(YEAR, seed=seed, rows=rows, new_ids_per_day=born)
 
 
 def runs_of(runs: list[tuple[str, str]], config_file: Path, drift: DriftConfig) -> Iterator[dict[str, Any]]:
@@ -174,7 +174,7 @@ def id_tables(base: IdConfig, panel: str, name: str, drift: DriftConfig, seen: d
         policy, share = CAPACITIES[name]
         when_full, expire_after = POLICIES[policy]
         base = dataclasses.replace(base, when_full=when_full, expire_after=expire_after)
-        for (field, count), births in zip(seen.items(), drift.births_per_day, strict=True):
+        for (field, count), births in zip(seen.items(), drift.new_ids_per_day, strict=True):
             if births:
                 capacities[field] = max(1, round(share * count))
     tables = {field: TableIds(capacity=capacity) for field, capacity in capacities.items()}

@@ -51,8 +51,8 @@ YEAR = DriftConfig(
     days=2 * HALF / DAY,
     start=108 * HALF,
     core_ids=(50, 1000, 1000, 2500, 0),
-    births_per_day=(0, 0, 10, 50, 150),
-    born_share=0.7,
+    new_ids_per_day=(0, 0, 10, 50, 150),
+    new_id_share=0.7,
     lifetime_days=10.0,
     drift_days=60.0,
     num_dense=2,
@@ -209,7 +209,7 @@ def shard_rows(adam: EmbeddingAdam, shard: int) -> list[Tensor]:
 def most_ids(drift: DriftConfig) -> int:
     """More than a field can have in the year, those of ids that were born before it included."""
     born_before = LIFETIMES * drift.lifetime_days
-    births = max(drift.births_per_day) * (drift.days + born_before + 1)
+    births = max(drift.new_ids_per_day) * (drift.days + born_before + 1)
     return max(drift.core_ids) + round(births)
 
 

@@ -1,1 +1,1 @@
-"""Synthetic click data whose true probabilities are known."""
+"""Synthetic click data with known true probabilities."""

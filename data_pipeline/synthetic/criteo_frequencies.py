@@ -1,7 +1,8 @@
-"""How often the ids of Criteo's 26 fields are looked up, fitted to real rows by scripts/fit_criteo_ids.py.
+"""Frequencies of the ids in Criteo's 26 fields, fitted to real rows by scripts/fit_criteo_ids.py.
 
-A field is a list of classes (ids, share of the field's lookups) by falling frequency; the ids of a class are equally
-frequent. 80,000 draws repeat ids as 80,000 real rows do; 45.8 million draws see as many as Criteo's vocabularies hold.
+A field is a list of classes (number of ids, share of the field's lookups) by decreasing frequency; the ids of a class
+are equally frequent. 80,000 draws repeat ids as often as 80,000 real rows do; 45.8 million draws see as many distinct
+ids as Criteo's vocabularies hold.
 """
 
 CRITEO_FREQUENCIES: tuple[tuple[tuple[int, float], ...], ...] = (

@@ -1,8 +1,8 @@
-"""An endless stream of Criteo's ids by their fitted frequencies, for measurements: no data set, no time to read one.
+"""Endless stream of ids with Criteo's fitted frequencies, for measurements without a data set.
 
-Row number = frequency rank, as `prepare` assigns it. Fields are independent, and so are samples: which ids meet in one
-sample, and how they come and go over the days, is not modelled. Every id is a hash of (seed, field, sample), so that
-any part of the stream can be drawn by itself.
+Row numbers are frequency ranks, as `prepare` assigns them. Fields and samples are independent: co-occurrence of ids
+within a sample and change over time are not modelled. Every id is a hash of (seed, field, sample), so any part of the
+stream can be drawn separately.
 
 F fields, S samples, C classes of equally frequent ids.
 """
@@ -25,18 +25,18 @@ _CHUNK = 1 << 22
 
 
 class CriteoIds:
-    """The rows that Criteo-like samples look up.
+    """Rows that Criteo-like samples look up.
 
     Args:
-        seed: of the stream.
-        max_rows: rows of a table at most; ids beyond fold by modulo. None: Criteo's own vocabulary sizes. (The fitted
-            fields have more ids than that, because nearly every sample brings one that was never seen before.)
+        seed: seed of the stream.
+        max_rows: maximum rows per table; larger ids are folded by modulo. None: Criteo's vocabulary sizes. (The fitted
+            fields have more ids than that, because nearly every sample has a new one.)
 
     Attributes:
         table_rows: rows of each field's table, int64 [F].
 
     Raises:
-        ValueError: `max_rows` below 2.
+        ValueError: `max_rows` is below 2.
     """
 
     def __init__(self, seed: int = 0, max_rows: int | None = None) -> None:
@@ -47,28 +47,28 @@ class CriteoIds:
         self._classes = [_alias_table(np.array(classes)) for classes in CRITEO_FREQUENCIES]
 
     def rows(self, first: int, samples: int) -> np.ndarray:
-        """Rows that samples [first, first + samples) look up: int32 [F, S]."""
+        """Returns the rows that samples [first, first + samples) look up: int32 [F, S]."""
         rows = np.empty((len(self._keys), samples), np.int32)
         for field, into in enumerate(rows):
             _draw(*self._field(field), first, into)
         return rows
 
     def values(self, first: int, samples: int) -> np.ndarray:
-        """The ids of samples [first, first + samples) before they are folded into tables: int32 [F, S]."""
+        """Returns the ids of samples [first, first + samples) before folding into tables: int32 [F, S]."""
         values = np.empty((len(self._keys), samples), np.int32)
         for field, into in enumerate(values):
             _draw(self._keys[field], _UNFOLDED, *self._classes[field], first, into)
         return values
 
     def last_samples(self, samples: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
-        """The last of the first `samples` samples that looks each row up, from 1; 0 for rows that none does.
+        """Returns the number, from 1, of the last of the first `samples` samples to look up each row; 0 for none.
 
         Args:
-            samples: length of the stream, below 2^31.
+            samples: number of samples, below 2^31.
             progress: called with the number of ids just drawn.
 
         Returns:
-            int32 [sum of table_rows], the fields' rows one after the other.
+            int32 [sum of table_rows], concatenated by field.
         """
         last = np.zeros(self.table_rows.sum(), np.int32)
         tables = np.split(last, np.cumsum(self.table_rows)[:-1])
@@ -80,7 +80,7 @@ class CriteoIds:
                 if progress is not None:
                     progress(count)
 
-        # The largest tables first: drawing from them takes longest.
+        # Largest tables first: drawing from them takes longest.
         with ThreadPoolExecutor(available_cores()) as pool:
             list(pool.map(run_field, np.argsort(-self.table_rows).tolist()))
         return last
@@ -90,38 +90,38 @@ class CriteoIds:
 
 
 def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Alias table (Walker 1977) over classes [C, 2] of (ids, share), filled up to 2^_CLASS_BITS with empty ones.
+    """Builds an alias table (Walker 1977) over classes [C, 2] of (ids, share), padded to 2^_CLASS_BITS.
 
     Returns:
-        For each column: keep, uint64, below which a number of _KEEP_BITS draws the column's own class; the class that
-        is drawn else, int64. For each class: its first id and its ids, int64.
+        For each column: keep, uint64, the number of _KEEP_BITS below which the column's own class is drawn; the class
+        drawn otherwise, int64. For each class: its first id and its number of ids, int64.
     """
     columns = 1 << _CLASS_BITS
     assert len(classes) <= columns
     ids, shares = np.zeros(columns, np.int64), np.zeros(columns)
     ids[: len(classes)], shares[: len(classes)] = classes.T
-    left = shares / shares.sum() * columns
+    weight = shares / shares.sum() * columns
     keep, other = np.ones(columns), np.arange(columns)
-    small = [column for column in range(columns) if left[column] < 1]
-    large = [column for column in range(columns) if left[column] >= 1]
+    small = [column for column in range(columns) if weight[column] < 1]
+    large = [column for column in range(columns) if weight[column] >= 1]
     while small and large:
-        column, giver = small.pop(), large[-1]
-        keep[column], other[column] = left[column], giver
-        left[giver] -= 1 - left[column]
-        if left[giver] < 1:
+        column, donor = small.pop(), large[-1]
+        keep[column], other[column] = weight[column], donor
+        weight[donor] -= 1 - weight[column]
+        if weight[donor] < 1:
             small.append(large.pop())
     return np.round(keep * (1 << _KEEP_BITS)).astype(np.uint64), other, np.cumsum(ids) - ids, ids
 
 
 @numba.njit(inline="always")
 def _row(key, table_rows, keep, other, firsts, sizes, sample):  # type: ignore[no-untyped-def]
-    """Of the hash 6 bits choose a column of the alias table, 26 the column or its alias, 32 the id within the class."""
+    """Draws a row: 6 hash bits choose a column of the alias table, 26 its class or alias, 32 the id in the class."""
     bits = mix(key + np.uint64(sample) * GOLDEN)
-    place = np.int64(bits >> np.uint64(64 - _CLASS_BITS))
-    if (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= keep[place]:
-        place = other[place]
-    within = ((bits & np.uint64(0xFFFFFFFF)) * np.uint64(sizes[place])) >> np.uint64(32)
-    row = firsts[place] + np.int64(within)
+    column = np.int64(bits >> np.uint64(64 - _CLASS_BITS))
+    if (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= keep[column]:
+        column = other[column]
+    within = ((bits & np.uint64(0xFFFFFFFF)) * np.uint64(sizes[column])) >> np.uint64(32)
+    row = firsts[column] + np.int64(within)
     return row if row < table_rows else row % table_rows
 
 
@@ -136,6 +136,7 @@ def _draw(
     first: int,
     rows: np.ndarray,
 ) -> None:
+    """Fills rows, int32 [S], of samples from `first`."""
     for i in range(len(rows)):
         rows[i] = _row(key, table_rows, keep, other, firsts, sizes, first + i)
 
@@ -152,5 +153,6 @@ def _mark(
     count: int,
     last: np.ndarray,
 ) -> None:
+    """Records each sample of [first, first + count) as the last one of its row in `last`, int32."""
     for sample in range(first, first + count):
         last[_row(key, table_rows, keep, other, firsts, sizes, sample)] = sample + 1

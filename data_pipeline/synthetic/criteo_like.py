@@ -1,4 +1,4 @@
-"""`synthesize`: Criteo-shaped data from a planted model, so that the best reachable AUC is known and written down."""
+"""Criteo-shaped synthetic data from a planted model, whose best possible AUC is known and saved."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from cowrec.data_pipeline.dataset.writer import SHARD_ROWS, ShardWriter, new_fol
 from cowrec.data_pipeline.parallel import ordered_map
 
 from .metrics import exact_auc, exact_logloss
-from .planted import Draw, PlantedModel
+from .planted import PILOT_ROWS, Draw, PlantedModel, intercept_for
 
 # Distinct values of C1..C26 in the 45,840,617 rows of Criteo's Kaggle training set.
 CRITEO_SIZES = (
@@ -23,7 +23,7 @@ CRITEO_SIZES = (
 )  # fmt: skip
 NUM_DENSE = 13
 UNSCALED_SIZE = 100
-"""Fields up to this size keep it: a scaled-down log still has all its weekdays and devices."""
+"""Fields up to this size are not scaled: a smaller log still has all weekdays and devices."""
 
 CHUNK_ROWS = 1 << 16
 TRAIN, TEST, PILOT = 0, 1, 2
@@ -31,21 +31,21 @@ TRAIN, TEST, PILOT = 0, 1, 2
 
 @dataclass(frozen=True)
 class SynthesizeConfig:
-    """What to synthesize. The defaults are a set of a million rows on which one epoch of training gets somewhere.
+    """Settings of a synthetic data set. The default million rows suffice to learn from in one epoch.
 
     Attributes:
         rows: training rows.
-        test_rows: test rows; the same ones whatever `rows` is. 20 bytes of memory each, for the exact AUC.
-        seed: of everything.
-        vocabulary_scale: share of Criteo's vocabulary sizes; 1 is Criteo's own 33.8 million ids. Fields are not scaled
+        test_rows: test rows, independent of `rows`. The exact AUC takes 20 bytes of memory each.
+        seed: seed of all effects and draws.
+        vocabulary_scale: share of Criteo's vocabulary sizes; 1 gives Criteo's 33.8 million ids. Fields are not scaled
             below 100 ids.
         skew: exponent of the ids' power law, P(rank) ~ rank^-skew.
         ctr: mean click probability.
         id_effect: standard deviation of an id's own effect on the logit.
-        interaction_effect: of one interaction of two ids on the logit.
-        interaction_rank: components of the vectors whose products the interactions are.
-        dense_effect: of a dense feature's slope.
-        shard_rows: rows of a Parquet file.
+        interaction_effect: standard deviation of the effect of one pair of ids.
+        interaction_rank: components of the vectors whose products are the interactions.
+        dense_effect: standard deviation of a dense feature's slope.
+        shard_rows: rows per Parquet file.
     """
 
     rows: int = 1_000_000
@@ -72,7 +72,7 @@ class SynthesizeConfig:
             raise ValueError(f"ctr must be between 0 and 1, got {self.ctr}")
         for name in ("skew", "id_effect", "interaction_effect", "dense_effect"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
 
 
 def synthesize(
@@ -82,19 +82,20 @@ def synthesize(
     overwrite: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Schema:
-    """Writes a synthetic data set; memory grows with `test_rows` only.
+    """Writes a synthetic data set; memory grows only with `test_rows`.
 
     Args:
         output: a new or empty folder.
-        config: what to make.
-        overwrite: replace a data set that is there.
+        config: settings of the data set.
+        overwrite: replaces an existing data set.
         progress: called with the number of rows just written.
 
     Returns:
-        The schema; `best` holds the AUC and logloss of the true probabilities on the test split.
+        The schema; `best` has the AUC and logloss of the true probabilities on the test split.
 
     Raises:
-        ValueError: `output` is not empty. OSError: the disk is full.
+        ValueError: `output` is not empty.
+        OSError: the disk is full.
     """
     config = config or SynthesizeConfig()
     model = _planted(config)
@@ -129,7 +130,7 @@ def _planted(config: SynthesizeConfig) -> PlantedModel:
         rank=config.interaction_rank,
         dense_scale=config.dense_effect,
     )
-    return dataclasses.replace(model, intercept=model.intercept_for(config.ctr, PILOT))
+    return dataclasses.replace(model, intercept=intercept_for(model.draw(PILOT, 0, PILOT_ROWS).logits, config.ctr))
 
 
 def _schema(config: SynthesizeConfig, model: PlantedModel) -> Schema:

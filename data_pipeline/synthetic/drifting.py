@@ -1,15 +1,16 @@
-"""Click samples over time whose ids come and go and whose tastes drift; every probability is known at every moment.
+"""Planted click model that drifts: ids appear and disappear, and their effects change; probabilities stay known.
 
     logit(t) = b + sum_f a_f[id_f](t) + sum_{f<g} <v_f[id_f](t), v_g[id_g](t)> + sum_n c_n (x_n - E x_n)
 
-A share of a field's ids are drawn from a lasting core, by a power law of rank. The others were born: numbered births
-happen at a steady rate, and a sample shows one of an age that is exponential with the mean `lifetime_days`, cut at
-`LIFETIMES` of them: popularity decays with age and ends. Each component of an effect turns between two Gaussian-like
-numbers, a cos(s t) + b sin(s t), at its id's own speed s ~ N(0, 1 / drift_days): its variance stays, and its
-correlation with itself after d days is exp(-d^2 / (2 drift_days^2)).
+A share of a field's samples show one of a fixed set of core ids, by a power law of rank. The others show short-lived
+ids, which appear at a constant rate and are numbered in that order: the age of the id shown is exponential with mean
+`lifetime_days`, truncated at `LIFETIMES` of them, so an id's popularity decays with age and ends. Each component of an
+effect rotates between two approximately Gaussian numbers, a cos(s t) + b sin(s t), at the id's own speed
+s ~ N(0, 1 / drift_days): its variance is constant, and its autocorrelation after d days is
+exp(-d^2 / (2 drift_days^2)).
 
-As in the planted model, everything is a hash of (seed, row or id, purpose): no table exists, and row i is the same
-whatever the chunk it is made in. F sparse fields, N dense fields, R rows, K interaction rank.
+As in the planted model, everything is a hash of (seed, row or id, purpose): there are no tables, and a row does not
+depend on the chunk in which it is generated. F sparse fields, N dense fields, R rows, K interaction rank.
 """
 
 import math
@@ -20,36 +21,36 @@ import numpy as np
 
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 
-from .planted import PILOT_ROWS, gaussian, keys
+from .planted import PILOT_ROWS, gaussian, intercept_for, keys, power_law_rank, probability
 
 DAY = 86400
 LIFETIMES = 5.0
-"""An id is never seen again after so many mean lifetimes."""
+"""Maximum age of an id, in mean lifetimes."""
 
 SAMPLES, PILOT = 0, 1
 
 
 @dataclass(frozen=True)
 class DriftConfig:
-    """What drifts and how. By the defaults 13 million ids are born in a year.
+    """Settings of the drifting model. With the defaults, 13 million ids appear in a year.
 
     Attributes:
-        rows: samples over the first `days`; later ones come at the same pace.
-        days: that `rows` are spread over.
-        start: Unix seconds of the first sample; by default the first of January 2024.
-        seed: of everything.
-        core_ids: lasting ids of each sparse field, [F].
-        births_per_day: ids that are born in each sparse field in a day, [F].
-        born_share: share of a field's samples that show a born id, where it has both kinds.
-        lifetime_days: mean age of a born id when it is seen.
-        drift_days: correlation time of the effects: after so many days it is exp(-1/2).
+        rows: samples over the first `days`; later ones follow at the same rate.
+        days: time over which `rows` are spread.
+        start: Unix seconds of the first sample; default 1 January 2024.
+        seed: seed of all effects and draws.
+        core_ids: number of core ids of each sparse field, [F].
+        new_ids_per_day: short-lived ids that appear in each sparse field per day, [F].
+        new_id_share: share of samples that show a short-lived id, for fields with both kinds.
+        lifetime_days: mean age of a short-lived id when shown.
+        drift_days: correlation time of the effects, after which their autocorrelation is exp(-1/2).
         num_dense: N.
         skew: exponent of the power law in the core.
         ctr: mean click probability over the first `days`.
         id_effect: standard deviation of an id's own effect on the logit.
-        interaction_effect: of one interaction of two ids on the logit.
+        interaction_effect: standard deviation of the effect of one pair of ids.
         interaction_rank: K.
-        dense_effect: of a dense feature's slope, which does not drift.
+        dense_effect: standard deviation of a dense feature's slope, which does not drift.
     """
 
     rows: int = 1_000_000
@@ -57,8 +58,8 @@ class DriftConfig:
     start: int = 1_704_067_200
     seed: int = 0
     core_ids: tuple[int, ...] = (20, 100, 500, 2_000, 5_000, 10_000)
-    births_per_day: tuple[int, ...] = (0, 10, 100, 1_000, 5_000, 30_000)
-    born_share: float = 0.5
+    new_ids_per_day: tuple[int, ...] = (0, 10, 100, 1_000, 5_000, 30_000)
+    new_id_share: float = 0.5
     lifetime_days: float = 2.0
     drift_days: float = 10.0
     num_dense: int = 4
@@ -78,23 +79,23 @@ class DriftConfig:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("days", "lifetime_days", "drift_days"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
         for name in ("skew", "id_effect", "interaction_effect", "dense_effect"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
         if not 0 < self.ctr < 1:
             raise ValueError(f"ctr must be between 0 and 1, got {self.ctr}")
-        if not 0 <= self.born_share <= 1:
-            raise ValueError(f"born_share must be in [0, 1], got {self.born_share}")
-        counts = list(zip(self.core_ids, self.births_per_day, strict=False))
-        if len(self.core_ids) != len(self.births_per_day) or not counts:
+        if not 0 <= self.new_id_share <= 1:
+            raise ValueError(f"new_id_share must be in [0, 1], got {self.new_id_share}")
+        counts = list(zip(self.core_ids, self.new_ids_per_day, strict=False))
+        if len(self.core_ids) != len(self.new_ids_per_day) or not counts:
             raise ValueError(
-                "core_ids and births_per_day must name one number for each field, at least one field; got "
-                f"{len(self.core_ids)} and {len(self.births_per_day)}"
+                "core_ids and new_ids_per_day must have one number per field and at least one field, got "
+                f"{len(self.core_ids)} and {len(self.new_ids_per_day)}"
             )
-        for field, (core, births) in enumerate(counts, start=1):
-            if min(core, births) < 0 or core + births < 1:
-                raise ValueError(f"field {field} must have core ids or births, got {core} and {births} a day")
+        for field, (core, new_ids) in enumerate(counts, start=1):
+            if min(core, new_ids) < 0 or core + new_ids < 1:
+                raise ValueError(f"field {field} must have core ids or new ids, got {core} and {new_ids} per day")
 
     @property
     def fields(self) -> int:
@@ -107,10 +108,10 @@ class DriftDraw:
     """Rows of the drifting model.
 
     Attributes:
-        ids: int64 [F, R]; from 0 a core id by decreasing frequency, below 0 the born id of number -1 - id.
+        ids: int64 [F, R]; core ids from 0 by decreasing frequency, short-lived ids -1 - number.
         dense: float32 [N, R], in [0, 1).
-        logits: float64 [R], of the true click probability at that moment.
-        labels: float32 [R], drawn with it.
+        logits: float64 [R], logits of the true click probabilities at these times.
+        labels: float32 [R], drawn with these probabilities.
         times: int64 [R], Unix seconds, not decreasing.
     """
 
@@ -123,39 +124,31 @@ class DriftDraw:
 
 @dataclass(frozen=True)
 class DriftingModel:
-    """The drifting click model: a configuration and the intercept b that gives its click rate."""
+    """Drifting click model: a configuration and the intercept b that gives its click rate."""
 
     config: DriftConfig
     intercept: float = 0.0
 
     @staticmethod
     def of(config: DriftConfig) -> "DriftingModel":
-        """The model whose mean click probability over the first `days` is `ctr`, by bisection over a pilot draw."""
+        """Fits the intercept to a mean click probability of `ctr` over the first `days`, on a pilot draw."""
         model = DriftingModel(config)
         moments = np.linspace(0.0, config.days, PILOT_ROWS, endpoint=False)
-        logits = model._drawn(PILOT, 0, moments)[2]
-        low, high = -50.0, 50.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            if np.mean(_chance(logits + middle)) < config.ctr:
-                low = middle
-            else:
-                high = middle
-        return replace(model, intercept=(low + high) / 2)
+        return replace(model, intercept=intercept_for(model._drawn(PILOT, 0, moments)[2], config.ctr))
 
     def draw(self, first_row: int, rows: int) -> DriftDraw:
-        """Rows [first_row, first_row + rows) of the endless stream."""
+        """Draws rows [first_row, first_row + rows) of the endless stream."""
         config = self.config
         numbers = np.arange(first_row, first_row + rows)
         moments = numbers * config.days / config.rows
         times = config.start + np.floor(numbers * (config.days * DAY) / config.rows).astype(np.int64)
         ids, dense, logits, uniforms = self._drawn(SAMPLES, first_row, moments)
         logits += self.intercept
-        labels = (uniforms < _chance(logits)).astype(np.float32)
+        labels = (uniforms < probability(logits)).astype(np.float32)
         return DriftDraw(ids, dense, logits, labels, times)
 
     def _drawn(self, stream: int, first_row: int, moments: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Ids, dense, logits without intercept and uniforms at `moments`, float64 [R], days since the start."""
+        """Draws ids, dense, logits (no intercept) and uniforms at `moments`, float64 [R], in days since the start."""
         config, rows = self.config, len(moments)
         ids = np.empty((config.fields, rows), np.int64)
         dense = np.empty((config.num_dense, rows), np.float32)
@@ -163,28 +156,13 @@ class DriftingModel:
         (row_key,) = keys((config.seed, 1, stream), 1)
         _draw(
             first_row, row_key, keys((config.seed, 0), config.fields + config.num_dense),
-            np.asarray(config.core_ids), np.asarray(config.births_per_day, np.float64), moments, config.start / DAY,
-            config.born_share, config.lifetime_days, config.drift_days, config.skew, config.id_effect,
+            np.asarray(config.core_ids), np.asarray(config.new_ids_per_day, np.float64), moments, config.start / DAY,
+            config.new_id_share, config.lifetime_days, config.drift_days, config.skew, config.id_effect,
             # A product of K pairs of components of deviation s has deviation sqrt(K) * s^2.
             (config.interaction_effect / config.interaction_rank**0.5) ** 0.5, config.interaction_rank,
             config.dense_effect, ids, dense, logits, uniforms,
         )  # fmt: skip
         return ids, dense, logits, uniforms
-
-
-def _chance(logits: np.ndarray) -> np.ndarray:
-    return 1.0 / (1.0 + np.exp(-logits))
-
-
-@numba.njit(inline="always")
-def _rank(u: float, size: int, skew: float) -> int:
-    """Inverse of the distribution function of the density x^-skew on [1, size + 1), from 0."""
-    power = 1.0 - skew
-    if power == 0.0:
-        x = math.exp(u * math.log(size + 1.0))
-    else:
-        x = (1.0 + u * ((size + 1.0) ** power - 1.0)) ** (1.0 / power)
-    return min(int(x), size) - 1
 
 
 @numba.njit(nogil=True, cache=True)
@@ -193,10 +171,10 @@ def _draw(
     stream: np.uint64,
     effects: np.ndarray,
     core: np.ndarray,
-    births: np.ndarray,
+    new_ids: np.ndarray,
     moments: np.ndarray,
     start: float,
-    born_share: float,
+    new_id_share: float,
     lifetime: float,
     drift: float,
     skew: float,
@@ -212,21 +190,21 @@ def _draw(
     """Fills ids [F, R], dense [N, R], logits [R] (no intercept) and uniforms [R], which decide the labels."""
     fields, rows = ids.shape
     sums = np.empty(rank)
-    cut = 1.0 - math.exp(-LIFETIMES)
+    mass = 1.0 - math.exp(-LIFETIMES)
     for i in range(rows):
         row = mix(stream + np.uint64(first + i) * GOLDEN)
         logit, squares = 0.0, 0.0
         sums[:] = 0.0
         for f in range(fields):
             bits = mix(row + np.uint64(f + 1) * GOLDEN)
-            share = born_share
-            if core[f] == 0 or births[f] == 0:
-                share = 0.0 if births[f] == 0 else 1.0
+            share = new_id_share
+            if core[f] == 0 or new_ids[f] == 0:
+                share = 0.0 if new_ids[f] == 0 else 1.0
             if uniform(bits) < share:
-                age = -lifetime * math.log(1.0 - cut * uniform(mix(bits + GOLDEN)))
-                ident = -1 - math.floor((start + moments[i] - age) * births[f])
+                age = -lifetime * math.log(1.0 - mass * uniform(mix(bits + GOLDEN)))
+                ident = -1 - math.floor((start + moments[i] - age) * new_ids[f])
             else:
-                ident = _rank(uniform(mix(bits + GOLDEN)), core[f], skew)
+                ident = power_law_rank(uniform(mix(bits + GOLDEN)), core[f], skew)
             ids[f, i] = ident
             speed_bits = mix(effects[f] + np.uint64(ident) * GOLDEN)
             angle = gaussian(speed_bits) * moments[i] / drift

@@ -1,4 +1,4 @@
-"""Drifting samples as tables: raw ones with text ids, as a log or a stream has them, and a data set of raw ids."""
+"""Drifting samples as raw tables with text ids, as logs and streams have them, and as a data set of raw ids."""
 
 import dataclasses
 import json
@@ -24,6 +24,9 @@ SAMPLE_ID = "sample_id"
 WINDOWS_FILE = "windows.jsonl"
 CHUNK_ROWS = 1 << 16
 
+# Settings in data sets written before they were renamed.
+_FORMER_NAMES = {"births_per_day": "new_ids_per_day", "born_share": "new_id_share"}
+
 
 def synthesize_drifting(
     output: str | os.PathLike[str],
@@ -33,22 +36,23 @@ def synthesize_drifting(
     overwrite: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Schema:
-    """Writes drifting samples as a data set of raw ids and times: `config.rows` to train on, the next ones to test.
+    """Writes a data set of drifting samples with raw ids and times: `config.rows` for training, the next for testing.
 
-    `windows.jsonl` beside the schema holds the lines of `best_by_window` over both splits.
+    `windows.jsonl` in the same folder holds the result of `best_by_window` over both splits.
 
     Args:
         output: a new or empty folder.
-        config: what drifts and how.
-        test_rows: that follow the training rows; at least 1.
-        overwrite: replace a data set that is there.
+        config: settings of the drifting model.
+        test_rows: number of test samples after the training samples; at least 1.
+        overwrite: replaces an existing data set.
         progress: called with the number of rows just written.
 
     Returns:
-        The schema; `best` holds the AUC and logloss of the true probabilities on the test split.
+        The schema; `best` has the AUC and logloss of the true probabilities on the test split.
 
     Raises:
-        ValueError: `output` is not empty. OSError: the disk is full.
+        ValueError: `output` is not empty.
+        OSError: the disk is full.
     """
     config = config or DriftConfig()
     if test_rows < 1:
@@ -74,26 +78,26 @@ def synthesize_drifting(
 
 
 def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
-    """The configuration that a data set of `synthesize_drifting` was made with.
+    """Reads the configuration from a data set of `synthesize_drifting`.
 
     Raises:
-        ValueError: the data set came from elsewhere.
+        ValueError: the data set has another origin.
     """
     schema = Schema.load(data_dir)
     if schema.name != NAME:
         raise ValueError(
-            f"{data_dir} is no set of drifting samples but {schema.name!r}; make one: cowrec synthesize --days"
+            f"{data_dir} must be a drifting data set, got {schema.name!r}; create one with cowrec synthesize --days"
         )
-    settings = schema.settings["drift"]
+    settings = {_FORMER_NAMES.get(name, name): value for name, value in schema.settings["drift"].items()}
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     return DriftConfig(**{**settings, **lists})
 
 
 def drifting_tables(config: DriftConfig, first_row: int, rows: int, chunk_rows: int = CHUNK_ROWS) -> Iterator[pa.Table]:
-    """Rows [first_row, first_row + rows) as raw samples, in the order of time, `chunk_rows` to a table.
+    """Yields rows [first_row, first_row + rows) as raw samples in time order, `chunk_rows` per table.
 
-    Columns: sample_id (the row's number), time (Unix seconds), label, I1..IN (float32), C1..CF (text such as "core_17"
-    or "born_1234").
+    Columns: sample_id (row number), time (Unix seconds), label, I1..IN (float32), C1..CF (text: "core_17", or
+    "born_1234" for a short-lived id).
     """
     model = DriftingModel.of(config)
     stop = first_row + rows
@@ -105,7 +109,7 @@ def drifting_tables(config: DriftConfig, first_row: int, rows: int, chunk_rows: 
 
 
 def raw_table(draw: DriftDraw, first_row: int) -> pa.Table:
-    """The rows of a draw as raw samples; see `drifting_tables`."""
+    """Converts a draw to raw samples; see `drifting_tables`."""
     columns: dict[str, Any] = {
         SAMPLE_ID: np.arange(first_row, first_row + len(draw.labels)),
         TIME: draw.times,
@@ -117,18 +121,18 @@ def raw_table(draw: DriftDraw, first_row: int) -> pa.Table:
 
 
 def id_text(ids: np.ndarray) -> pa.Array:
-    """The raw ids of one field as text, from `DriftDraw.ids`, int64 [R]."""
+    """Converts one field's ids of `DriftDraw.ids`, int64 [R], to text."""
     number = pa.array(np.where(ids < 0, -1 - ids, ids)).cast(pa.string())
     kind = pc.if_else(pa.array(ids < 0), "born", "core")
     return pc.binary_join_element_wise(kind, number, "_")
 
 
 def best_by_window(config: DriftConfig, first_row: int, rows: int, window_seconds: int = DAY) -> list[dict[str, float]]:
-    """How good predictions can be at all in each window of sample time; 17 bytes of memory a row.
+    """Computes the best possible quality in each window of sample time; 17 bytes of memory per row.
 
     Returns:
-        For each window of [start + k * window_seconds, ...) with samples: its first second (`time`), `samples`, `ctr`,
-        and the `auc` and `logloss` of the true probabilities. The AUC of a window of one class is NaN.
+        For each window with samples: its first second (`time`, start + k * window_seconds), `samples`, `ctr`, and the
+        `auc` and `logloss` of the true probabilities. The AUC of a window with a single class is NaN.
     """
     model = DriftingModel.of(config)
     logits, labels, times = np.empty(rows), np.empty(rows, bool), np.empty(rows, np.int64)
@@ -172,7 +176,7 @@ def _schema(config: DriftConfig) -> Schema:
 
 def _with_raw_ids(table: pa.Table, schema: Schema) -> pa.Table:
     for field in schema.sparse:
-        place = table.schema.get_field_index(field.name)
+        index = table.schema.get_field_index(field.name)
         text = table[field.name].combine_chunks()
-        table = table.set_column(place, field.name, pa.array(raw_ids(text)))
+        table = table.set_column(index, field.name, pa.array(raw_ids(text)))
     return table

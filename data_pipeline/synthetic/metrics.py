@@ -1,17 +1,17 @@
-"""Exact AUC and logloss of a set of predictions held in memory."""
+"""Exact AUC and logloss of predictions in memory."""
 
 import numpy as np
 
 
 def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Area under the ROC curve: the chance that a positive scores above a negative, ties counting one half.
+    """Area under the ROC curve: probability that a positive scores above a negative, ties counting one half.
 
     Args:
         scores: float [R], any increasing function of the probability.
         labels: [R], 0 or 1.
 
     Returns:
-        In [0, 1]; NaN where one of the classes is absent. From the rank sum (Mann-Whitney), so no thresholds.
+        Value in [0, 1] from the rank sum (Mann-Whitney), without thresholds; NaN if one of the classes is absent.
     """
     order = np.argsort(scores, kind="stable")
     ordered = scores[order]

@@ -1,10 +1,10 @@
-"""The planted click model behind synthetic data: every probability is known, so the best reachable AUC is too.
+"""Planted click model of synthetic data: all probabilities are known, and so is the best possible AUC.
 
     logit = b + sum_f a_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]> + sum_n c_n (x_n - E x_n)
 
-Ids follow a power law by rank, P(rank) ~ rank^-skew. The effects a, v and c are Gaussian-like numbers *computed* from
-(seed, field, id) by a hash, so no table exists and vocabularies cost nothing. Every draw is a hash of (seed, row,
-purpose): row i is the same whatever the chunk it is made in.
+Ids follow a power law by rank, P(rank) ~ rank^-skew. The effects a, v and c are approximately Gaussian numbers hashed
+from (seed, field, id), so vocabularies of any size need no memory. Every draw is a hash of (seed, row, purpose), so a
+row does not depend on the chunk in which it is generated.
 
 F sparse fields, N dense fields, R rows, K interaction rank.
 """
@@ -24,10 +24,38 @@ PILOT_ROWS = 1 << 16
 
 @numba.njit(inline="always")
 def gaussian(bits: np.uint64) -> float:
-    """Mean 0, variance 1: the sum of a hash's four 16-bit words. Integers until the end, so the same everywhere."""
+    """Number of mean 0 and variance 1 from the sum of a hash's four 16-bit words; identical on all machines."""
     low = np.uint64(0xFFFF)
     words = (bits & low) + ((bits >> np.uint64(16)) & low) + ((bits >> np.uint64(32)) & low) + (bits >> np.uint64(48))
     return (float(words) - WORD_SUM_MEAN) / WORD_SUM_STD
+
+
+@numba.njit(inline="always")
+def power_law_rank(u: float, size: int, skew: float) -> int:
+    """Inverse of the distribution function of the density x^-skew on [1, size + 1): rank from 0, of u in [0, 1)."""
+    power = 1.0 - skew
+    if power == 0.0:
+        x = math.exp(u * math.log(size + 1.0))
+    else:
+        x = (1.0 + u * ((size + 1.0) ** power - 1.0)) ** (1.0 / power)
+    return min(int(x), size) - 1
+
+
+def probability(logits: np.ndarray) -> np.ndarray:
+    """Click probabilities of logits."""
+    return 1.0 / (1.0 + np.exp(-logits))
+
+
+def intercept_for(logits: np.ndarray, ctr: float) -> float:
+    """Returns the intercept at which the mean click probability is `ctr`, by bisection."""
+    low, high = -50.0, 50.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if np.mean(probability(logits + middle)) < ctr:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 @numba.njit(nogil=True, cache=True)
@@ -50,7 +78,6 @@ def _draw(
     fields, rows = ids.shape
     features = dense.shape[0]
     sums = np.empty(rank)
-    power = 1.0 - skew
     for i in range(rows):
         row = mix(stream + np.uint64(first + i) * GOLDEN)
         logit = 0.0
@@ -58,15 +85,9 @@ def _draw(
         sums[:] = 0.0
         for f in range(fields):
             u = uniform(mix(row + np.uint64(f + 1) * GOLDEN))
-            size = sizes[f]
-            # Inverse of the distribution function of the density x^-skew on [1, size + 1).
-            if power == 0.0:
-                x = math.exp(u * math.log(size + 1.0))
-            else:
-                x = (1.0 + u * ((size + 1.0) ** power - 1.0)) ** (1.0 / power)
-            place = min(int(x), size) - 1
-            ids[f, i] = place
-            effect = mix(effects[f] + np.uint64(place) * GOLDEN)
+            rank_of_id = power_law_rank(u, sizes[f], skew)
+            ids[f, i] = rank_of_id
+            effect = mix(effects[f] + np.uint64(rank_of_id) * GOLDEN)
             logit += id_scale * gaussian(effect)
             for k in range(rank):
                 effect = mix(effect + GOLDEN)
@@ -79,7 +100,7 @@ def _draw(
         logit += 0.5 * (total - squares)
         for n in range(features):
             u = uniform(mix(row + np.uint64(fields + n + 1) * GOLDEN))
-            # Counts scaled by their maximum are mostly small: the cube of a uniform has mean 1/4 and a long tail.
+            # Like scaled counts, the cube of a uniform is mostly small: mean 1/4 and a long tail.
             x = u * u * u
             dense[n, i] = x
             logit += dense_scale * gaussian(effects[fields + n]) * (x - 0.25)
@@ -92,10 +113,10 @@ class Draw:
     """Rows of the planted model.
 
     Attributes:
-        ids: int32 [F, R], places by decreasing frequency, from 0.
+        ids: int32 [F, R], ranks by decreasing frequency, from 0.
         dense: float32 [N, R], in [0, 1).
-        logits: float64 [R], of the true click probability.
-        labels: float32 [R], drawn with it.
+        logits: float64 [R], logits of the true click probabilities.
+        labels: float32 [R], drawn with these probabilities.
     """
 
     ids: np.ndarray
@@ -106,17 +127,17 @@ class Draw:
 
 @dataclass(frozen=True)
 class PlantedModel:
-    """The model's parameters.
+    """Parameters of the planted model.
 
     Attributes:
-        seed: of everything.
+        seed: seed of all effects and draws.
         sizes: vocabulary size of each sparse field, int64 [F].
         num_dense: N.
         skew: exponent of the power law.
         id_scale: standard deviation of a_f; logit units.
-        pair_scale: of each component of v_f.
+        pair_scale: standard deviation of each component of v_f.
         rank: K.
-        dense_scale: of c_n.
+        dense_scale: standard deviation of c_n.
         intercept: b.
     """
 
@@ -131,7 +152,7 @@ class PlantedModel:
     intercept: float = 0.0
 
     def draw(self, stream: int, first_row: int, rows: int) -> Draw:
-        """Rows [first_row, first_row + rows) of a stream; streams are independent draws of the same model."""
+        """Draws rows [first_row, first_row + rows) of a stream; streams are independent draws from the same model."""
         ids = np.empty((len(self.sizes), rows), np.int32)
         dense = np.empty((self.num_dense, rows), np.float32)
         logits, uniforms = np.empty(rows), np.empty(rows)
@@ -142,22 +163,10 @@ class PlantedModel:
             self.id_scale, self.pair_scale, self.rank, self.dense_scale, ids, dense, logits, uniforms,
         )  # fmt: skip
         logits += self.intercept
-        labels = (uniforms < 1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+        labels = (uniforms < probability(logits)).astype(np.float32)
         return Draw(ids, dense, logits, labels)
-
-    def intercept_for(self, ctr: float, stream: int) -> float:
-        """The intercept at which the mean click probability of a pilot draw is `ctr`, by bisection."""
-        logits = self.draw(stream, 0, PILOT_ROWS).logits - self.intercept
-        low, high = -50.0, 50.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            if np.mean(1.0 / (1.0 + np.exp(-(logits + middle)))) < ctr:
-                low = middle
-            else:
-                high = middle
-        return (low + high) / 2
 
 
 def keys(seed: tuple[int, ...], count: int) -> np.ndarray:
-    """Independent 64-bit keys: uint64 [count]."""
+    """Returns independent 64-bit keys: uint64 [count]."""
     return np.random.SeedSequence(seed).generate_state(count, np.uint64)

@@ -17,7 +17,7 @@ from redis_server import redis_server
 from trainer_cases import ENVIRONMENT
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
-CONFIG = DriftConfig(rows=2000, days=2.0, core_ids=(5, 50), births_per_day=(0, 20), num_dense=2)
+CONFIG = DriftConfig(rows=2000, days=2.0, core_ids=(5, 50), new_ids_per_day=(0, 20), num_dense=2)
 
 
 def sent_and_received(address):

@@ -1,4 +1,4 @@
-"""Synthetic data: deterministic, as wide as Criteo's, and with the best reachable AUC written down."""
+"""Synthetic data: deterministic, of Criteo's shape, with the best possible AUC."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -34,7 +34,7 @@ def model(seed=0, **changes):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -3.5, 7.0]), min_size=2, max_size=30), st.data())
-def test_auc_and_logloss_are_scikit_learns(scores, data):
+def test_auc_and_logloss_equal_scikit_learn(scores, data):
     labels = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(scores), max_size=len(scores))))
     scores = np.array(scores)
     if len(set(labels.tolist())) == 2:
@@ -54,7 +54,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
     assert Schema.load(tmp_path / "a") == Schema.load(tmp_path / "b")
 
 
-def test_rows_do_not_depend_on_how_many_there_are_or_how_they_are_cut(tmp_path, monkeypatch):
+def test_rows_do_not_depend_on_their_number_or_on_chunks(tmp_path, monkeypatch):
     synthesize(tmp_path / "more", SynthesizeConfig(**SMALL))
     monkeypatch.setattr("cowrec.data_pipeline.synthetic.criteo_like.CHUNK_ROWS", 700)
     synthesize(tmp_path / "fewer", SynthesizeConfig(**{**SMALL, "rows": 3000}, shard_rows=1000))
@@ -62,7 +62,7 @@ def test_rows_do_not_depend_on_how_many_there_are_or_how_they_are_cut(tmp_path, 
     assert table(tmp_path / "more", "test").equals(table(tmp_path / "fewer", "test"))
 
 
-def test_the_shape_is_criteos(tmp_path):
+def test_the_shape_equals_criteo(tmp_path):
     schema = synthesize(tmp_path / "data", SynthesizeConfig(rows=1000, test_rows=1000, vocabulary_scale=1.0))
     assert [field.num_embeddings - 2 for field in schema.sparse] == list(CRITEO_SIZES)
     assert sum(CRITEO_SIZES) == 33_762_577
@@ -75,8 +75,8 @@ def test_the_shape_is_criteos(tmp_path):
     assert set(batch.label.tolist()) == {0.0, 1.0}
 
 
-def test_the_click_rate_and_the_best_auc_are_as_planned(tmp_path):
-    """Bayes AUC between 0.78 and 0.80 by default settings; the standard error on 20,000 rows is 0.004."""
+def test_click_rate_and_best_auc_are_as_configured(tmp_path):
+    """Default settings give a Bayes AUC of 0.78 to 0.80; the standard error on 20,000 rows is 0.004."""
     schema = synthesize(tmp_path / "data", SynthesizeConfig(rows=20_000, test_rows=20_000))
     split = schema.splits["train"]
     assert split.positives / split.rows == pytest.approx(0.25, abs=0.015)
@@ -84,26 +84,26 @@ def test_the_click_rate_and_the_best_auc_are_as_planned(tmp_path):
     assert Schema.load(tmp_path / "data").best == schema.best
 
 
-def test_the_labels_are_drawn_with_the_planted_probabilities():
-    """Calibrated in every tenth: 200,000 rows, so 20,000 a tenth with a standard error below 0.0036."""
+def test_labels_are_drawn_with_the_planted_probabilities():
+    """Checks calibration in each tenth: 20,000 of 200,000 rows, with a standard error below 0.0036."""
     draw = model(intercept=-0.5).draw(0, 0, 200_000)
-    chance = 1 / (1 + np.exp(-draw.logits))
-    for tenth in np.array_split(np.argsort(chance), 10):
-        assert draw.labels[tenth].mean() == pytest.approx(chance[tenth].mean(), abs=0.015)
+    probability = 1 / (1 + np.exp(-draw.logits))
+    for tenth in np.array_split(np.argsort(probability), 10):
+        assert draw.labels[tenth].mean() == pytest.approx(probability[tenth].mean(), abs=0.015)
 
 
 def test_ids_follow_the_power_law():
     ids = model(skew=1.0).draw(0, 0, 400_000).ids
     for field, size in enumerate((5, 100)):
         share = np.bincount(ids[field], minlength=size)[:size] / 400_000
-        place = np.arange(1, size + 1)
-        np.testing.assert_allclose(share, np.log1p(1 / place) / np.log(size + 1), atol=0.004)
+        rank = np.arange(1, size + 1)
+        np.testing.assert_allclose(share, np.log1p(1 / rank) / np.log(size + 1), atol=0.004)
     assert ids.min() == 0
     assert ids[2].max() < 10**7
 
 
-def test_the_effect_of_an_id_is_the_same_wherever_it_occurs():
-    """Without interactions and numbers, the logit is a sum of one effect an id: solved for by least squares."""
+def test_the_effect_of_an_id_is_the_same_in_all_rows():
+    """Without interactions and numbers, the logit is a sum of one effect per id, solved for by least squares."""
     draw = model(pair_scale=0.0, dense_scale=0.0, sizes=np.array([5, 40])).draw(0, 0, 1000)
     design = (draw.ids[:, :, None] == np.arange(40)).transpose(1, 0, 2).reshape(1000, 80).astype(float)
     effects, *_ = np.linalg.lstsq(design, draw.logits)
@@ -117,7 +117,7 @@ def test_the_effect_of_an_id_is_the_same_wherever_it_occurs():
         ({"rows": 0}, "rows must be at least 1, got 0"),
         ({"ctr": 1.0}, "ctr must be between 0 and 1"),
         ({"vocabulary_scale": 0.0}, "vocabulary_scale must be in"),
-        ({"skew": -1.0}, "skew must be a number of at least 0"),
+        ({"skew": -1.0}, "skew must be finite and at least 0"),
         ({"seed": -1}, "seed must be at least 0"),
     ],
 )

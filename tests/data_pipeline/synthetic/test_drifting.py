@@ -1,4 +1,4 @@
-"""Drifting samples: reproducible in any chunks, ids that are born and die, tastes that turn, known best quality."""
+"""Drifting samples: reproducible in any chunks; lifetimes of ids, drift of effects and best possible quality."""
 
 import json
 import math
@@ -18,25 +18,25 @@ from cowrec.data_pipeline.synthetic.drifting_samples import (
     synthesize_drifting,
 )
 
-SMALL = {"rows": 20_000, "days": 40.0, "core_ids": (3, 50, 0), "births_per_day": (0, 20, 40)}
+SMALL = {"rows": 20_000, "days": 40.0, "core_ids": (3, 50, 0), "new_ids_per_day": (0, 20, 40)}
 
 
-def chance(logits):
+def probability(logits):
     return 1 / (1 + np.exp(-logits))
 
 
-def test_rows_do_not_depend_on_the_chunks_they_are_made_in():
+def test_rows_do_not_depend_on_chunks():
     model = DriftingModel.of(DriftConfig(**SMALL))
-    whole = model.draw(0, 3000)
+    complete = model.draw(0, 3000)
     parts = [model.draw(first, min(700, 3000 - first)) for first in range(0, 3000, 700)]
     for name in ("ids", "dense", "logits", "labels", "times"):
         pieces = np.concatenate([getattr(part, name) for part in parts], axis=-1)
-        np.testing.assert_array_equal(getattr(whole, name), pieces)
+        np.testing.assert_array_equal(getattr(complete, name), pieces)
     other = DriftingModel.of(DriftConfig(**SMALL, seed=1)).draw(0, 3000)
-    assert (other.ids != whole.ids).any()
+    assert (other.ids != complete.ids).any()
 
 
-def test_time_runs_evenly_from_the_start_and_on_after_the_planned_days():
+def test_times_are_evenly_spaced_during_and_after_the_configured_days():
     config = DriftConfig(**SMALL, start=1_000_000)
     times = DriftingModel.of(config).draw(0, 40_000).times
     assert times[0] == 1_000_000
@@ -44,44 +44,44 @@ def test_time_runs_evenly_from_the_start_and_on_after_the_planned_days():
     np.testing.assert_array_equal(times, [1_000_000 + row * 40 * DAY // 20_000 for row in range(40_000)])
 
 
-def test_born_ids_live_for_a_while_and_never_come_back():
-    """An id of number k is born at k / births a day since 1970; a second of slack, for times are whole seconds."""
+def test_short_lived_ids_disappear_for_good():
+    """Id number k appears k / new_ids days after 1970; one second of slack, since times are rounded to seconds."""
     config = DriftConfig(**{**SMALL, "rows": 100_000})
     draw = DriftingModel.of(config).draw(0, 100_000)
-    for field, births in enumerate(config.births_per_day):
+    for field, new_ids in enumerate(config.new_ids_per_day):
         ids = draw.ids[field]
-        assert ((ids >= 0) & (ids < config.core_ids[field]) | (births > 0) & (ids < 0)).all()
-        if births:
-            born = (-1 - ids[ids < 0]) / births
-            age = draw.times[ids < 0] / DAY - born
-            # The id was born somewhere within 1 / births days of its number.
+        assert ((ids >= 0) & (ids < config.core_ids[field]) | (new_ids > 0) & (ids < 0)).all()
+        if new_ids:
+            appeared = (-1 - ids[ids < 0]) / new_ids
+            age = draw.times[ids < 0] / DAY - appeared
+            # The id appeared somewhere within 1 / new_ids days of its number.
             assert age.min() > -1 / DAY
-            assert age.max() <= LIFETIMES * config.lifetime_days + 1 / births
-            # The mean of an exponential that is cut at L lifetimes; standard error 2 / sqrt(25,000) days and less.
+            assert age.max() <= LIFETIMES * config.lifetime_days + 1 / new_ids
+            # Mean of an exponential truncated at L lifetimes; standard error at most 2 / sqrt(25,000) days.
             mean = config.lifetime_days * (1 - LIFETIMES / math.expm1(LIFETIMES))
-            assert age.mean() == pytest.approx(mean - 0.5 / births, abs=0.06)
+            assert age.mean() == pytest.approx(mean - 0.5 / new_ids, abs=0.06)
     first, last = draw.ids[2][:10_000], draw.ids[2][-10_000:]
     assert not set(first.tolist()) & set(last.tolist())
     assert set(draw.ids[0][:10_000].tolist()) == set(draw.ids[0][-10_000:].tolist())
 
 
-def test_the_labels_are_drawn_with_the_stated_probabilities():
-    """In every tenth: 20,000 rows with a standard error below 0.0036. The mean over the planned days is the ctr."""
+def test_labels_are_drawn_with_the_known_probabilities():
+    """Checks each tenth: 20,000 rows with a standard error below 0.0036. The mean over the days is the ctr."""
     config = DriftConfig(**{**SMALL, "rows": 200_000}, ctr=0.1)
     draw = DriftingModel.of(config).draw(0, 200_000)
-    expected = chance(draw.logits)
+    expected = probability(draw.logits)
     for tenth in np.array_split(np.argsort(expected), 10):
         assert draw.labels[tenth].mean() == pytest.approx(expected[tenth].mean(), abs=0.015)
     assert expected.mean() == pytest.approx(0.1, abs=0.002)
 
 
-def test_tastes_turn_at_the_stated_pace():
-    """Effects of 2,000 ids after d days correlate by exp(-d^2 / (2 drift_days^2)); standard error 0.025 and less.
+def test_effects_drift_at_the_configured_rate():
+    """Effects of 2,000 ids after d days correlate by exp(-d^2 / (2 drift_days^2)); standard error at most 0.025.
 
-    One field without interactions and numbers: the logit is the id's effect at that moment.
+    With one field and neither interactions nor numbers, the logit is the id's effect at that time.
     """
     config = DriftConfig(
-        rows=400_000, days=30.0, core_ids=(2000,), births_per_day=(0,), num_dense=0, skew=0.0, drift_days=10.0,
+        rows=400_000, days=30.0, core_ids=(2000,), new_ids_per_day=(0,), num_dense=0, skew=0.0, drift_days=10.0,
         interaction_effect=0.0, id_effect=1.0,
     )  # fmt: skip
     draw = DriftingModel.of(config).draw(0, 400_000)
@@ -102,7 +102,7 @@ def test_tastes_turn_at_the_stated_pace():
         assert later[both].std() == pytest.approx(1.0, abs=0.1)
 
 
-def test_the_best_quality_of_each_window_is_scikit_learns():
+def test_best_quality_by_window_equals_scikit_learn():
     config = DriftConfig(**SMALL)
     draw = DriftingModel.of(config).draw(1000, 5000)
     windows = best_by_window(config, 1000, 5000, DAY)
@@ -112,21 +112,21 @@ def test_the_best_quality_of_each_window_is_scikit_learns():
         rows = day == (window["time"] - config.start) // DAY
         assert window["samples"] == rows.sum()
         assert window["auc"] == pytest.approx(roc_auc_score(draw.labels[rows], draw.logits[rows]), abs=1e-12)
-        assert window["logloss"] == pytest.approx(log_loss(draw.labels[rows], chance(draw.logits[rows])), abs=1e-9)
+        assert window["logloss"] == pytest.approx(log_loss(draw.labels[rows], probability(draw.logits[rows])), abs=1e-9)
         assert window["ctr"] == pytest.approx(draw.labels[rows].mean())
 
 
-def test_raw_samples_are_the_draw_with_ids_as_text():
+def test_raw_samples_equal_the_draw_with_ids_as_text():
     config = DriftConfig(**SMALL)
     draw = DriftingModel.of(config).draw(100, 250)
     tables = list(drifting_tables(config, 100, 250, chunk_rows=100))
     assert [table.num_rows for table in tables] == [100, 100, 50]
     rows = [row for table in tables for row in table.to_pylist()]
-    for place, row in enumerate(rows):
-        expected = {"sample_id": 100 + place, "time": draw.times[place], "label": draw.labels[place]}
-        expected |= {f"I{n + 1}": draw.dense[n, place] for n in range(4)}
+    for index, row in enumerate(rows):
+        expected = {"sample_id": 100 + index, "time": draw.times[index], "label": draw.labels[index]}
+        expected |= {f"I{n + 1}": draw.dense[n, index] for n in range(4)}
         for field, ids in enumerate(draw.ids):
-            ident = int(ids[place])
+            ident = int(ids[index])
             expected[f"C{field + 1}"] = f"core_{ident}" if ident >= 0 else f"born_{-1 - ident}"
         assert row == expected
 
@@ -139,12 +139,12 @@ def test_text_of_no_ids():
     ("settings", "message"),
     [
         ({"rows": 0}, "rows must be at least 1, got 0"),
-        ({"days": 0.0}, "days must be a number above 0"),
-        ({"lifetime_days": float("inf")}, "lifetime_days must be a number above 0"),
+        ({"days": 0.0}, "days must be finite and above 0"),
+        ({"lifetime_days": float("inf")}, "lifetime_days must be finite and above 0"),
         ({"ctr": 1.0}, "ctr must be between 0 and 1"),
-        ({"born_share": 1.5}, "born_share must be in"),
-        ({"core_ids": (1,), "births_per_day": (1, 2)}, "one number for each field"),
-        ({"core_ids": (0,), "births_per_day": (0,)}, "field 1 must have core ids or births"),
+        ({"new_id_share": 1.5}, "new_id_share must be in"),
+        ({"core_ids": (1,), "new_ids_per_day": (1, 2)}, "one number per field"),
+        ({"core_ids": (0,), "new_ids_per_day": (0,)}, "field 1 must have core ids or new ids"),
     ],
 )
 def test_settings_are_checked(settings, message):
@@ -173,5 +173,5 @@ def test_a_data_set_holds_the_samples_with_raw_ids_and_times(tmp_path):
 
 def test_settings_of_another_data_set_are_refused(tmp_path):
     synthesize(tmp_path / "data", SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4))
-    with pytest.raises(ValueError, match="no set of drifting samples but 'synthetic'"):
+    with pytest.raises(ValueError, match="must be a drifting data set, got 'synthetic'"):
         drift_config(tmp_path / "data")

@@ -129,7 +129,7 @@ def test_a_year_of_drifting_ids_in_a_bounded_table(tmp_path: Path, when_full: st
 
     Within 0.1 %, over the second half of the year: the first fills the table.
     """
-    drift = replace(DRIFT, rows=60_000, days=365.0, births_per_day=(0, 5, 30), lifetime_days=2.0, id_effect=0.6)
+    drift = replace(DRIFT, rows=60_000, days=365.0, new_ids_per_day=(0, 5, 30), lifetime_days=2.0, id_effect=0.6)
     case = make_case(tmp_path / "case")
     write_stream(tmp_path / "year", list(drifting_tables(drift, 0, drift.rows, chunk_rows=10_000)))
     settings = ["train.batch_size=256", "optimizer.base_batch_size=256", "online.window='365d'"]
