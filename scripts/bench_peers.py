@@ -1,11 +1,11 @@
-"""Training speed of cowrec beside that of others, on the same ids, model, machine and number of threads.
+"""Benchmark of training speed against other libraries on the same ids, model, machine and number of threads.
 
     python scripts/bench_peers.py --output peers.jsonl
     python scripts/bench_peers.py --output peers.jsonl --only cowrec-fp32,torch-sparse-adam --batch-sizes 8K
 
-All train DeepFM (embeddings of 10, MLP 400-400-400) on the samples that `cowrec bench` measures with. They take turns,
-each in a new process, several times over, so that the machine's swings meet all alike. A peer that is neither plain
-PyTorch nor TorchRec is installed into a virtual environment of its own, which is kept.
+All train DeepFM (embeddings of 10, MLP 400-400-400) on the samples of `cowrec bench`. They run in turns over several
+rounds, each turn in a new process, so that variations of the machine affect all alike. Peers other than plain PyTorch
+and TorchRec are installed into their own virtual environments, which are reused.
 """
 
 import argparse
@@ -35,22 +35,22 @@ from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 
 ROOT = Path(__file__).resolve().parents[1]
-YARDSTICK = "torch-sparse-adam"
+BASELINE = "torch-sparse-adam"
 _SPEED = "samples_per_second"
 _FASTEST = 200_000
-"""Samples per second; batches for more than that are not made, nor waited for."""
+"""Samples per second above which no more batches are prepared."""
 PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
-"""Of the whole algorithm: L2 in the gradient of every row at every step, the clip, rows moving without their id."""
+"""Parts of the full algorithm: L2 in the gradient of every row at every step, the clip, updates of absent rows."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One of the others.
+    """Library to compare with.
 
     Attributes:
         worker: module of scripts/peers that measures it.
-        does: which of PARTS.
-        requirements: of its own virtual environment; none: it runs in cowrec's.
+        does: implemented PARTS.
+        requirements: packages of its own virtual environment; none: it runs in cowrec's.
     """
 
     worker: str
@@ -59,14 +59,14 @@ class Peer:
 
 
 COWREC: dict[str, Literal["float32", "bfloat16"]] = {"cowrec-fp32": "float32", "cowrec-bf16": "bfloat16"}
-"""Values of train.precision."""
+"""Value of train.precision for each name."""
 _UNCLIPPED = ("l2_on_every_row", "absent_rows_move")
 _TORCH = ("torch==2.13.0", "numpy==2.4.6")
 PEERS = {
     "torch-sparse-adam": Peer("torch_sparse_adam"),
     "torch-dense-adam-cowclip": Peer("torch_dense_adam_cowclip", PARTS),
     "torchrec-fused-adagrad": Peer("torchrec_fused_adagrad"),
-    # requests it imports, but does not ask for.
+    # deepctr-torch imports requests without declaring it.
     "deepctr-torch": Peer("deepctr_torch_adam", _UNCLIPPED, ("deepctr-torch==0.3.0", "requests==2.34.2", *_TORCH)),
     "fuxictr": Peer("fuxictr_adam", _UNCLIPPED, ("fuxictr==2.3.10", *_TORCH)),
     "deepctr": Peer("deepctr_keras", _UNCLIPPED, ("deepctr==0.9.4", "tensorflow-cpu==2.21.0", "tf-keras==2.21.0")),
@@ -76,7 +76,7 @@ DOES = {**dict.fromkeys(COWREC, PARTS), **{name: peer.does for name, peer in PEE
 
 @dataclass
 class Turns:
-    """What an implementation took at a batch size: seconds of each step, versions by package; or why it could not."""
+    """Result of an implementation at a batch size: seconds of each step and package versions, or an error."""
 
     step_seconds: list[float]
     versions: dict[str, str]
@@ -85,14 +85,20 @@ class Turns:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; the plot goes beside them")
-    parser.add_argument("--only", default=",".join(DOES), help="some of the implementations [%(default)s]")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON lines to write; the plot is written to the same folder"
+    )
+    parser.add_argument("--only", default=",".join(DOES), help="implementations to measure [%(default)s]")
     parser.add_argument("--batch-sizes", default="1K,8K,64K", help="K is 1024 [%(default)s]")
-    parser.add_argument("--rows", default="100K", help="of a table at most, K is 1000, or full [%(default)s]")
-    parser.add_argument("--epoch-share", type=float, default=0.9, help="of ids before the clock starts [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="in which all take their turn [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn, at least 5 steps [%(default)s]")
-    parser.add_argument("--venvs", type=Path, default=ROOT / "build" / "peers", help="the peers' [%(default)s]")
+    parser.add_argument("--rows", default="100K", help="maximum rows per table, K is 1000, or full [%(default)s]")
+    parser.add_argument(
+        "--epoch-share", type=float, default=0.9, help="share of an epoch's ids before timing starts [%(default)s]"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each implementation [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of a turn, at least 5 steps [%(default)s]")
+    parser.add_argument(
+        "--venvs", type=Path, default=ROOT / "build" / "peers", help="folder of virtual environments [%(default)s]"
+    )
     arguments = parser.parse_args()
     try:
         names = chosen("only", arguments.only, DOES)
@@ -112,11 +118,11 @@ def main() -> None:
 
 
 def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, output: Path) -> list[dict[str, Any]]:
-    """Measures, and writes a JSON object a line: one per implementation and batch size, as soon as its rounds are over.
+    """Measures and writes one JSON line per implementation and batch size, as soon as its rounds are complete.
 
     Returns:
-        The lines. samples_per_second and step_ms are medians over the steps of all rounds. Where an implementation
-        failed they are None, and error is the reason.
+        The lines. samples_per_second and step_ms are medians over the steps of all rounds, or None if an
+        implementation failed; error is then the reason.
     """
     pythons, unusable = _pythons(names, venvs)
     ids = CriteoIds(max_rows=settings.max_rows)
@@ -128,31 +134,31 @@ def bench_peers(names: list[str], settings: Bench, rounds: int, venvs: Path, out
             most = max(LEAST_STEPS, int(_FASTEST * case.seconds / case.batch_size))
             case = dataclasses.replace(case, max_steps=min(case.max_steps, most))
             _save_samples(case, Path(folder))
-            turns = {name: Turns([], {}, unusable.get(name)) for name in names}
+            results = {name: Turns([], {}, unusable.get(name)) for name in names}
             for _ in range(rounds):
-                for name, taken in turns.items():
-                    if taken.error is None:
-                        _take_turn(name, taken, case, Path(folder), pythons)
-            for name, taken in turns.items():
-                lines.append(_line(name, taken, case, settings))
+                for name, turns in results.items():
+                    if turns.error is None:
+                        _take_turn(name, turns, case, Path(folder), pythons)
+            for name, turns in results.items():
+                lines.append(_line(name, turns, case, settings))
                 file.write(to_json(lines[-1]) + "\n")
                 print(_short(lines[-1]), file=sys.stderr, flush=True)
     return lines
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Samples/s by batch size, their ratios to plain PyTorch, and what each implementation does of the algorithm."""
+    """Formats samples/s by batch size, ratios to plain PyTorch, and the parts of the algorithm each one implements."""
     names = list(dict.fromkeys(line["implementation"] for line in lines))
     sizes = list(dict.fromkeys(line["batch_size"] for line in lines))
     speeds = {(line["implementation"], line["batch_size"]): line[_SPEED] for line in lines}
-    speed_rows, ratio_rows = [["samples/s", *map(size_name, sizes)]], [[f"/ {YARDSTICK}", *map(size_name, sizes)]]
+    speed_rows, ratio_rows = [["samples/s", *map(size_name, sizes)]], [[f"/ {BASELINE}", *map(size_name, sizes)]]
     for name in names:
-        of_name = [speeds[name, size] for size in sizes]
-        speed_rows.append([name, *(f"{speed:,.0f}" if speed else "failed" for speed in of_name)])
-        of_yardstick = [speeds.get((YARDSTICK, size)) for size in sizes]
-        pairs = zip(of_name, of_yardstick, strict=True)
+        own = [speeds[name, size] for size in sizes]
+        speed_rows.append([name, *(f"{speed:,.0f}" if speed else "failed" for speed in own)])
+        baseline = [speeds.get((BASELINE, size)) for size in sizes]
+        pairs = zip(own, baseline, strict=True)
         ratio_rows.append([name, *(f"{one / other:.2f}" if one and other else "-" for one, other in pairs)])
-    does_rows = [["what a step does", *(part.replace("_", " ") for part in PARTS), "the whole"]]
+    does_rows = [["implements", *(part.replace("_", " ") for part in PARTS), "full algorithm"]]
     for name in names:
         parts = [part in DOES[name] for part in PARTS]
         does_rows.append([name, *("yes" if each else "-" for each in (*parts, all(parts)))])
@@ -160,19 +166,19 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
-    """Draws samples/s with quartiles against the batch size; those that do the whole algorithm as full lines."""
+    """Plots samples/s with quartiles by batch size; solid lines: full algorithm, dashed: partial."""
     figure, axis = plt.subplots(figsize=(8, 5.5), layout="constrained")
     for number, name in enumerate(dict.fromkeys(line["implementation"] for line in lines)):
-        of_name = [line for line in lines if line["implementation"] == name]
-        whole = DOES[name] == PARTS
+        own = [line for line in lines if line["implementation"] == name]
+        full = DOES[name] == PARTS
         axis.errorbar(
-            [line["batch_size"] for line in of_name],
-            [line[_SPEED] for line in of_name],
-            [[abs(line[_SPEED] - line[f"{_SPEED}_quartiles"][end]) for line in of_name] for end in (0, 1)],
+            [line["batch_size"] for line in own],
+            [line[_SPEED] for line in own],
+            [[abs(line[_SPEED] - line[f"{_SPEED}_quartiles"][end]) for line in own] for end in (0, 1)],
             color=f"C{number}",
-            marker="o" if whole else "s",
-            mfc=None if whole else "white",
-            ls="-" if whole else "--",
+            marker="o" if full else "s",
+            mfc=None if full else "white",
+            ls="-" if full else "--",
             capsize=3,
             label=name,
         )
@@ -181,7 +187,9 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     axis.set_ylim(bottom=0)
     axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
     axis.set(xlabel="batch size", ylabel="training samples per second, median and quartiles")
-    axis.set_title(f"DeepFM, {lines[0]['device']}, {lines[0]['threads']} threads; full lines: the whole algorithm")
+    axis.set_title(
+        f"DeepFM, {lines[0]['device']}, {lines[0]['threads']} threads\nSolid: full algorithm. Dashed: partial"
+    )
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
@@ -190,7 +198,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _pythons(names: list[str], venvs: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The interpreter of each peer, and why others have none. Environments that are complete are used again."""
+    """Returns the interpreter of each peer, and errors of those without. Reuses complete environments."""
     pythons, unusable = {}, {}
     for name in names:
         requirements = PEERS[name].requirements if name in PEERS else ()
@@ -214,7 +222,7 @@ def _pythons(names: list[str], venvs: Path) -> tuple[dict[str, str], dict[str, s
 
 
 def _save_samples(case: Case, folder: Path) -> None:
-    """The samples that cowrec's own measurement steps through; dense features and labels are noise, as there."""
+    """Saves the samples of cowrec's own measurement; dense features and labels are noise, as there."""
     count = (WARMUP_STEPS + case.max_steps) * case.batch_size
     random = np.random.default_rng(0)
     np.save(folder / "ids.npy", case.ids.rows(case.steps_before * case.batch_size, count))
@@ -222,20 +230,20 @@ def _save_samples(case: Case, folder: Path) -> None:
     np.save(folder / "label.npy", (random.random(count) < 0.25).astype(np.float32))
 
 
-def _take_turn(name: str, taken: Turns, case: Case, folder: Path, pythons: dict[str, str]) -> None:
-    """Adds the steps of one process of the implementation, or why it has none."""
+def _take_turn(name: str, turns: Turns, case: Case, folder: Path, pythons: dict[str, str]) -> None:
+    """Adds the steps of one process of the implementation, or its error."""
     try:
         if name in COWREC:
             train = dataclasses.replace(case.config.train, precision=COWREC[name])
             config = dataclasses.replace(case.config, train=train)
-            taken.step_seconds += run_in_subprocess(measure, dataclasses.replace(case, config=config)).step_seconds
-            taken.versions = environment(torch.device("cpu"))["versions"]
+            turns.step_seconds += run_in_subprocess(measure, dataclasses.replace(case, config=config)).step_seconds
+            turns.versions = environment(torch.device("cpu"))["versions"]
         else:
             found = _measure_peer(PEERS[name], case, folder, pythons[name])
-            taken.step_seconds += found["step_seconds"]
-            taken.versions = found["versions"]
+            turns.step_seconds += found["step_seconds"]
+            turns.versions = found["versions"]
     except ProcessFailed as error:
-        taken.error = str(error)
+        turns.error = str(error)
 
 
 def _measure_peer(peer: Peer, case: Case, folder: Path, python: str) -> dict[str, Any]:
@@ -254,17 +262,18 @@ def _measure_peer(peer: Peer, case: Case, folder: Path, python: str) -> dict[str
 
 
 def _run(command: list[str]) -> None:
-    """Runs a command with as many threads as cowrec's, and none of the variables that cowrec sets for itself.
+    """Runs a command with as many threads as cowrec, without the environment variables that cowrec sets for itself.
 
-    Raises ProcessFailed with the last line of its errors.
+    Raises:
+        ProcessFailed: the command failed; the message is its last line of stderr.
     """
     variables = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     threads = dict.fromkeys(variables, str(torch.get_num_threads()))
     inherited = {name: value for name, value in os.environ.items() if name not in PROCESS_SETTINGS}
     ended = subprocess.run(command, cwd=ROOT, env=inherited | threads, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        said = ended.stderr.strip().splitlines() or [f"it ended with exit code {ended.returncode}"]
-        raise ProcessFailed(said[-1])
+        errors = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        raise ProcessFailed(errors[-1])
 
 
 def _short(line: dict[str, Any]) -> str:
@@ -272,23 +281,23 @@ def _short(line: dict[str, Any]) -> str:
     return f"{line['implementation']}, batch {size_name(line['batch_size'])}: {result}"
 
 
-def _line(name: str, taken: Turns, case: Case, settings: Bench) -> dict[str, Any]:
+def _line(name: str, turns: Turns, case: Case, settings: Bench) -> dict[str, Any]:
     line: dict[str, Any] = {
         "implementation": name,
         "batch_size": case.batch_size,
         _SPEED: None,
         f"{_SPEED}_quartiles": None,
         "step_ms": None,
-        "steps": len(taken.step_seconds),
-        "error": taken.error,
+        "steps": len(turns.step_seconds),
+        "error": turns.error,
         "model": settings.model,
         "max_rows": settings.max_rows,
         **{part: part in DOES[name] for part in PARTS},
         **environment(torch.device("cpu")),
-        "versions": taken.versions,
+        "versions": turns.versions,
     }
-    if taken.error is None:
-        low, median, high = np.quantile(taken.step_seconds, (0.25, 0.5, 0.75)).tolist()
+    if turns.error is None:
+        low, median, high = np.quantile(turns.step_seconds, (0.25, 0.5, 0.75)).tolist()
         line[_SPEED] = case.batch_size / median
         line[f"{_SPEED}_quartiles"] = [case.batch_size / high, case.batch_size / low]
         line["step_ms"] = 1e3 * median

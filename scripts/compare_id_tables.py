@@ -1,10 +1,10 @@
-"""What collisions cost: AUC and logloss of hashing into parts of a vocabulary, of all of it, and of a row for each id.
+"""Cost of collisions: AUC and logloss with hashing into part of a vocabulary, a full vocabulary, or a row per id.
 
     cowrec synthesize --output data/synthetic --rows 500000
     python scripts/compare_id_tables.py --data data/synthetic --output id_tables.jsonl
 
-Trains scripts/configs/sweep_synthetic.toml with each kind of table and seed, a process each, and writes a JSON line for
-each, and a plot beside them.
+Trains scripts/configs/sweep_synthetic.toml with each kind of table and each seed, in its own process. Writes one JSON
+line per run, and a plot in the same folder.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(name: str, data: Path, config_file: Path, overrides: list[str]) -> dict[str, Any]:
-    """The line of one run."""
+    """Trains once and returns the line of the run."""
     config, schema = load_config(config_file, overrides), Schema.load(data)
     config = dataclasses.replace(config, id_table=id_tables(name, schema))
     with tempfile.TemporaryDirectory() as folder:
@@ -83,11 +83,11 @@ def measure(name: str, data: Path, config_file: Path, overrides: list[str]) -> d
 
 
 def id_tables(name: str, schema: Schema) -> IdConfig:
-    """Hashing into a share of each field's vocabulary, its own rows, or a collisionless table that has room for all."""
+    """Returns the id tables of a run: hash tables of a share of the vocabulary, the vocabulary, or collisionless."""
     if name == "vocabulary":
         return IdConfig()
     percent = name.partition(" ")[2]
-    share = float(percent.rstrip("%")) / 100 if percent else 1.1  # ids do not spread quite evenly over its pieces
+    share = float(percent.rstrip("%")) / 100 if percent else 1.1  # ids are not spread evenly over the segments
     sizes = {field.name: field.num_embeddings - RESERVED_ROWS for field in schema.sparse}
     tables = {field: TableIds(capacity=max(1, round(share * size))) for field, size in sizes.items()}
     return IdConfig(kind="hash" if percent else "collisionless", tables=tables)
@@ -111,11 +111,11 @@ def table(lines: list[dict[str, Any]]) -> str:
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for axis, metric, title in zip(axes, ("auc", "logloss"), ("test AUC", "test logloss"), strict=True):
-        for place, name in enumerate(RUNS):
+        for x, name in enumerate(RUNS):
             values = [line[metric] for line in lines if line["tables"] == name]
             color = "C0" if name.startswith("hash") else "C1"
-            axis.plot([place - 0.25, place + 0.25], [mean(values)] * 2, color=color, lw=3)
-            axis.plot([place] * len(values), values, ".", color="black", ms=5)
+            axis.plot([x - 0.25, x + 0.25], [mean(values)] * 2, color=color, lw=3)
+            axis.plot([x] * len(values), values, ".", color="black", ms=5)
         axis.set_xticks(range(len(RUNS)), LABELS.values())
         axis.set_ylabel(title)
         axis.grid(axis="y", alpha=0.3)

@@ -1,4 +1,4 @@
-"""Shows CowClip at work: one synthetic data set, a small batch, and a 64 times larger one scaled in two ways."""
+"""Demo of CowClip on synthetic data: a small batch, and a 64 times larger one with two scaling rules."""
 
 import argparse
 import shutil
@@ -12,10 +12,11 @@ prepare_process()  # before torch is loaded
 from cowrec.data_pipeline import SynthesizeConfig, synthesize
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.reports.plotting import plt
+from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.training.loop import train
 
 CONFIG = Path(__file__).parent / "configs" / "demo.toml"
-# The small batch is past its best after one epoch; the large ones take a 64th of its steps, and gain from a second.
+# The small batch overfits after one epoch; the large ones take 1/64 of its steps and improve in a second epoch.
 RUNS = {
     "small batch": ("train.epochs=1", "optimizer.scaling=none", "clip.rule=none"),
     "large, linear scaling": ("train.batch_size=32768", "optimizer.scaling=linear", "clip.rule=none"),
@@ -57,8 +58,7 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
                 f"{best:.4f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
 
 
 def plot(reports: dict[str, dict[str, Any]], path: Path) -> Path:

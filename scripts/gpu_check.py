@@ -1,7 +1,7 @@
-"""Runs what needs a GPU, tests and benchmarks, and writes one file that holds it against what is aimed at.
+"""Runs the tests and benchmarks that need a GPU, and writes one file that compares results with targets.
 
-No part stops another, and none takes longer than its timeout; a benchmark that is cut short leaves the combinations
-measured until then. The exit status is 0 where every part passed; a speed below its aim is told, and is no failure.
+Each part runs regardless of the others, up to its timeout; a benchmark that is cut short keeps its completed
+combinations. The exit status is 0 if every part passed; a speed below its target is reported but is not a failure.
 """
 
 import argparse
@@ -25,16 +25,16 @@ import torch
 from cowrec.trainer.runs.run_dir import environment, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_MINUTES = {128 * 1024: 0.5, 1024: 15.0}
-"""Aim for the 10 published epochs with exact replay and CowClip on, by batch size; the paper's V100 took 9 and 768."""
-MOST_CLIP_RATIO = {128 * 1024: 1.05}
-"""Aim for the time of a step with CowClip on over that of one without, with exact replay, by batch size."""
+MAX_MINUTES = {128 * 1024: 0.5, 1024: 15.0}
+"""Target for 10 epochs with exact replay and CowClip, by batch size; the paper's V100 took 9 and 768 minutes."""
+MAX_CLIP_RATIO = {128 * 1024: 1.05}
+"""Target for the ratio of step times with and without CowClip, with exact replay, by batch size."""
 TAIL_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command, and the seconds after which it is ended."""
+    """Command and its timeout in seconds."""
 
     name: str
     command: Sequence[str]
@@ -43,21 +43,21 @@ class Part:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the hardware's folders")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder with one folder per device")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("gpu_check: torch sees no CUDA device, so there is nothing to check here", file=sys.stderr)
+        print("gpu_check: torch sees no CUDA device; run it on a machine with a GPU", file=sys.stderr)
         return 1
     about = environment(torch.device("cuda", 0))
     with tempfile.TemporaryDirectory() as folder:
         report, bench = Path(folder) / "tests.xml", Path(folder) / "bench.jsonl"
         parts = {part.name: run_part(part) for part in parts_to_run(report, bench)}
         tests, lines = test_counts(report), bench_lines(bench)
-    # Here is a GPU: a test that skips has not been run.
+    # With a GPU, a skipped test is a failure.
     parts["tests"]["passed"] &= tests is not None and tests["skipped"] == 0
     result = {
         "passed": all(part["passed"] for part in parts.values()),
-        "aims": aims(lines),
+        "aims": targets(lines),
         "speeds": speeds(lines),
         "tests": tests,
         "parts": parts,
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def parts_to_run(report: Path, bench: Path) -> list[Part]:
-    """The parts, together less than 8 minutes; the benchmark's first batch sizes are those that have aims."""
+    """Returns the parts, less than 8 minutes in total; the benchmark starts with the batch sizes that have targets."""
     tests = ["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", str(ROOT / "tests")]
     cases = ["--batch-sizes", "128K,1K,8K,64K", "--clip", "on,off", "--absent-rows", "replay,lazy"]
     benchmark = [
@@ -96,8 +96,8 @@ def parts_to_run(report: Path, bench: Path) -> list[Part]:
 
 
 def run_part(part: Part) -> dict[str, Any]:
-    """Runs a command, its output shown and its end kept; all of its processes end with it."""
-    print(f"gpu_check: {part.name}, at most {part.timeout:g} s", flush=True)
+    """Runs a command, prints its output and keeps its end; then kills all its processes."""
+    print(f"gpu_check: {part.name}, timeout {part.timeout:g} s", flush=True)
     started = time.perf_counter()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -124,7 +124,7 @@ def run_part(part: Part) -> dict[str, Any]:
 
 
 def test_counts(report: Path) -> dict[str, int] | None:
-    """Tests, failures, errors and skipped of pytest's JUnit file; None where there is none."""
+    """Counts tests, failures, errors and skipped in pytest's JUnit file; None if there is no file."""
     if not report.exists():
         return None
     suites = ElementTree.parse(report).getroot().iter("testsuite")
@@ -133,13 +133,13 @@ def test_counts(report: Path) -> dict[str, int] | None:
 
 
 def bench_lines(path: Path) -> list[dict[str, Any]]:
-    """What the benchmark has measured; its last line may have been cut short with it."""
-    whole = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in whole if line.endswith("\n")]
+    """Reads the benchmark's complete lines; the last one may have been cut short."""
+    text = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in text if line.endswith("\n")]
 
 
 def speeds(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The speed of each line, and the time of its step over that of the same without the clip."""
+    """Returns the speed of each line and its ratio of step times with and without the clip."""
     unclipped = {_combination(line): line["step_ms"] for line in lines if line["clip"] == "off"}
     found = []
     for line in lines:
@@ -158,40 +158,42 @@ def speeds(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def aims(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is aimed at, what was measured (None: was not), and whether that meets it."""
-    of_replay = {each["batch_size"]: each for each in speeds(lines) if (each["mode"], each["clip"]) == ("replay", "on")}
-    wanted = (("minutes_of_10_epochs", MOST_MINUTES), ("step_over_unclipped", MOST_CLIP_RATIO))
+def targets(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compares each target with its measurement (None: not measured)."""
+    replay = {each["batch_size"]: each for each in speeds(lines) if (each["mode"], each["clip"]) == ("replay", "on")}
+    wanted = (("minutes_of_10_epochs", MAX_MINUTES), ("step_over_unclipped", MAX_CLIP_RATIO))
     found = []
     for what, by_batch_size in wanted:
         for batch_size, most in by_batch_size.items():
-            measured = of_replay.get(batch_size, {}).get(what)
+            measured = replay.get(batch_size, {}).get(what)
             met = measured is not None and measured <= most
             found.append({"what": what, "batch_size": batch_size, "most": most, "measured": measured, "met": met})
     return found
 
 
 def slug(device: str) -> str:
-    """A device's name as a folder's: ``NVIDIA H100 80GB HBM3`` is ``nvidia_h100_80gb_hbm3``."""
+    """Converts a device's name to a folder name: ``NVIDIA H100 80GB HBM3`` is ``nvidia_h100_80gb_hbm3``."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
 def summary(result: dict[str, Any]) -> str:
     lines = [f"{name}: {'passed' if part['passed'] else 'FAILED'}" for name, part in result["parts"].items()]
-    for aim in result["aims"]:
-        measured = "not measured" if aim["measured"] is None else f"{aim['measured']:.3g}"
-        outcome = "met" if aim["met"] else "NOT met"
-        lines.append(f"{aim['what']} at batch {aim['batch_size']}: {measured}, aim {aim['most']:g}: {outcome}")
+    for target in result["aims"]:
+        measured = "not measured" if target["measured"] is None else f"{target['measured']:.3g}"
+        outcome = "met" if target["met"] else "NOT met"
+        lines.append(
+            f"{target['what']} at batch {target['batch_size']}: {measured}, target {target['most']:g}: {outcome}"
+        )
     return "\n".join(lines)
 
 
 def _combination(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What is equal in two lines that differ in the clip alone."""
+    """Returns the settings that two lines share if they differ only in the clip."""
     return line["mode"], line["batch_size"], line["precision"]
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """Ends a command with all that it has started; nothing where they have ended."""
+    """Kills a command and all its processes, if they still run."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

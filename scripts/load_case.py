@@ -1,6 +1,6 @@
-"""What a load test serves: an export of a given size, requests for it, and a publisher that keeps changing it.
+"""Model and traffic of a load test: an export of a given size, requests, and a publisher that keeps changing it.
 
-Its ids are those of drifting samples; its weights are random, since they cost the same as trained ones.
+Ids are those of drifting samples; weights are random, since they cost the same as trained ones.
 """
 
 import json
@@ -30,7 +30,7 @@ MODEL = ModelConfig(name="deepfm", embedding_dim=10, hidden=(400, 400, 400))
 
 
 def make_export(config: DriftConfig, folder: Path) -> int:
-    """Exports a model of `folder/data`'s ids to `folder/export`; returns how many ids have a row."""
+    """Exports a model with the ids of `folder/data` to `folder/export`; returns the number of ids with a row."""
     synthesize_drifting(folder / "data", config, test_rows=1)
     schema = Schema.load(folder / "data")
     draw = DriftingModel.of(config).draw(0, config.rows)
@@ -44,7 +44,7 @@ def make_export(config: DriftConfig, folder: Path) -> int:
 
 
 def bodies(config: DriftConfig, count: int, samples: int) -> list[bytes]:
-    """JSON bodies of requests for the samples that follow the export's: one sample, or a list of several."""
+    """Returns JSON bodies of requests for the samples after those of the export: one sample, or a list of several."""
     wanted = range(config.rows, config.rows + count * samples)
     rows: list[dict[str, object]] = []
     for table in drifting_tables(config, wanted.start, len(wanted)):
@@ -56,13 +56,13 @@ def bodies(config: DriftConfig, count: int, samples: int) -> list[bytes]:
 
 @contextmanager
 def publishing(config: DriftConfig, folder: Path, rows: int, seconds: float) -> Iterator[None]:
-    """Meanwhile a process publishes to `folder/published`: the export, and then deltas as training would.
+    """Runs a process that publishes the export and then deltas, as in training, to `folder/published`.
 
     Args:
-        config: of the samples.
-        folder: of `make_export`.
-        rows: of a delta, at most.
-        seconds: from one delta to the next.
+        config: settings of the samples.
+        folder: folder of `make_export`.
+        rows: maximum rows per delta.
+        seconds: interval between deltas.
     """
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
@@ -88,24 +88,24 @@ def _now() -> int:
 def _publish(config: DriftConfig, folder: Path, rows: int, seconds: float, stop: Event) -> None:
     model, rng = DriftingModel.of(config), np.random.default_rng(0)
     each, first = rows // config.fields, config.rows
-    before = [np.empty(0, np.int64)] * config.fields
+    last_ids = [np.empty(0, np.int64)] * config.fields
     never = PublicationConfig(compact_after=1 << 40, compact_bytes=1 << 60)
     with Publisher(open_target(str(folder / "published"), publishing=True), never) as publisher:
-        whole = _exported(folder / "export")
-        publisher.publish(whole, whole)
-        del whole
+        export = _exported(folder / "export")
+        publisher.publish(export, export)
+        del export
         publisher.finish(60)
         due = time.monotonic()
         while not stop.wait(max(0.0, due - time.monotonic())):
             draw, tables = model.draw(first, 4 * each), {}
             first += 4 * each
-            for place, ids in enumerate(draw.ids):
+            for field, ids in enumerate(draw.ids):
                 written = raw_ids(id_text(np.unique(ids)[:each]))
                 weights = rng.standard_normal((len(written), physical_dim(MODEL.embedding_dim)), np.float32)
-                # Those that were written last time and are not seen now make room.
-                gone = np.setdiff1d(before[place], written)
-                tables[f"C{place + 1}"] = TableChange(written, weights * np.float32(0.01), gone)
-                before[place] = written
+                # Ids of the last delta that are absent from this one are deleted.
+                deleted = np.setdiff1d(last_ids[field], written)
+                tables[f"C{field + 1}"] = TableChange(written, weights * np.float32(0.01), deleted)
+                last_ids[field] = written
             publisher.publish(Change(first, _now(), tables))
             due += seconds
 

@@ -1,10 +1,10 @@
-"""Loads `cowrec serve` with more and more requests a second while versions arrive; one JSON object a line, and a plot.
+"""Load test of `cowrec serve`: increasing request rates while new versions are published; JSON lines and a plot.
 
     python -m scripts.load_test --output serve.jsonl
 
-Requests leave at a constant rate whether or not earlier ones were answered, and their latency counts from when they
-were to leave. Client, server and publisher share the machine. The knee is the highest rate that is kept up with and at
-which no more than one request in a hundred takes longer than KNEE_SECONDS.
+Requests are sent at a constant rate regardless of earlier answers; their latency starts at the scheduled time. Client,
+server and publisher share the machine. The knee is the highest rate that the server sustains with at most one request
+in a hundred above KNEE_SECONDS.
 """
 
 import argparse
@@ -38,19 +38,21 @@ PORT = 8123
 KNEE_SECONDS = 0.05
 CONNECTIONS = 128
 CONFIG = DriftConfig(rows=4_000_000, days=60.0)
-"""The ids that were seen in these rows have a row of the model."""
+"""Samples whose ids have a row in the model."""
 
 Line = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; the plot goes beside them")
-    parser.add_argument("--samples", default="1,32", help="samples of a request")
-    parser.add_argument("--rates", default="100,250,500,1000,2000,3000,4000,5000,6000", help="requests a second")
-    parser.add_argument("--seconds", type=float, default=8.0, help="at each rate")
-    parser.add_argument("--delta-rows", type=int, default=30_000, help="of a published delta, at most")
-    parser.add_argument("--delta-seconds", type=float, default=2.0, help="from one to the next")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON lines to write; the plot is written to the same folder"
+    )
+    parser.add_argument("--samples", default="1,32", help="samples per request")
+    parser.add_argument("--rates", default="100,250,500,1000,2000,3000,4000,5000,6000", help="requests per second")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of each rate")
+    parser.add_argument("--delta-rows", type=int, default=30_000, help="maximum rows per published delta")
+    parser.add_argument("--delta-seconds", type=float, default=2.0, help="interval between deltas")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, arguments.output.open("w", encoding="utf-8", buffering=1) as file:
         folder = Path(name)
@@ -73,20 +75,20 @@ def main() -> None:
             with served(folder), publishing(CONFIG, folder, arguments.delta_rows, arguments.delta_seconds):
                 wait_until(lambda health: health["version"] > 1)
                 for line in steps(samples, rates, arguments.seconds):
-                    print(short(line), flush=True)
+                    print(summary(line), flush=True)
                     lines.append(line)
                     file.write(json.dumps({**line, **about}) + "\n")
     print(f"{arguments.output}, plot: {plot(lines, arguments.output.with_suffix('.png'), about)}")
 
 
 def steps(samples: int, rates: list[float], seconds: float) -> Iterator[Line]:
-    """A line for each rate, up to the first that the server does not keep up with."""
+    """Yields a line per rate, up to the first that the server does not sustain."""
     requests = [request_bytes("/predict", body) for body in bodies(CONFIG, 20_000 // samples, samples)]
-    asyncio.run(open_loop("127.0.0.1", PORT, requests, rates[0], 3.0, CONNECTIONS))  # both sides get warm
+    asyncio.run(open_loop("127.0.0.1", PORT, requests, rates[0], 3.0, CONNECTIONS))  # warms up both sides
     for rate in rates:
-        before = counted()
+        before = metrics()
         outcome = asyncio.run(open_loop("127.0.0.1", PORT, requests, rate, seconds, CONNECTIONS))
-        after = counted()
+        after = metrics()
         line = measured(outcome, samples, rate)
         applied = after["cowrec_deltas_applied_total"] - before["cowrec_deltas_applied_total"]
         apply_seconds = after["cowrec_delta_apply_seconds_sum"] - before["cowrec_delta_apply_seconds_sum"]
@@ -102,20 +104,20 @@ def steps(samples: int, rates: list[float], seconds: float) -> Iterator[Line]:
 
 
 def measured(outcome: Outcome, samples: int, rate: float) -> Line:
-    """Rates in requests and predictions a second, latencies in milliseconds."""
+    """Returns rates in requests and predictions per second, latencies in milliseconds."""
     answered = len(outcome.latencies)
     quantiles = np.quantile(outcome.latencies or [np.inf], [0.5, 0.9, 0.99, 0.999, 1.0]) * 1000
     named = {
         f"{name}_ms": float(value) for name, value in zip(("p50", "p90", "p99", "p999", "max"), quantiles, strict=True)
     }
-    kept_up = answered >= 0.999 * outcome.asked and named["p99_ms"] < 1000
+    kept_up = answered >= 0.999 * outcome.scheduled and named["p99_ms"] < 1000
     return {
         "samples": samples,
         "rate": rate,
         "answered_per_second": answered / outcome.seconds,
         "predictions_per_second": samples * answered / outcome.seconds,
         **named,
-        "not_answered": outcome.asked - answered,
+        "not_answered": outcome.scheduled - answered,
         "statuses": outcome.statuses,
         "kept_up": kept_up,
         "within": kept_up and named["p99_ms"] <= 1000 * KNEE_SECONDS,
@@ -124,7 +126,7 @@ def measured(outcome: Outcome, samples: int, rate: float) -> Line:
 
 @contextmanager
 def served(folder: Path) -> Iterator[None]:
-    """`cowrec serve` of the export, following what is published."""
+    """Runs `cowrec serve` on the export, following publications."""
     command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
     process = subprocess.Popen([*command, "--follow", f"{folder}/published"])
     try:
@@ -136,7 +138,7 @@ def served(folder: Path) -> Iterator[None]:
 
 
 def wait_until(condition: Any, seconds: float = 120.0) -> None:
-    """Until the server's health is so."""
+    """Waits until the server's health satisfies the condition."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -146,20 +148,20 @@ def wait_until(condition: Any, seconds: float = 120.0) -> None:
         except OSError:
             pass
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the server did not get ready within {seconds:g} s")
+            raise TimeoutError(f"the server was not ready within {seconds:g} s")
         time.sleep(0.1)
 
 
-def counted() -> dict[str, float]:
-    """The server's metrics without labels."""
+def metrics() -> dict[str, float]:
+    """Returns the server's metrics without labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=30) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {each.name: each.value for family in families for each in family.samples if not each.labels}
 
 
-def short(line: Line) -> str:
+def summary(line: Line) -> str:
     return (
-        f"{line['samples']} samples a request, {line['rate']:,.0f} requests/s: {line['predictions_per_second']:,.0f} "
+        f"{line['samples']} samples per request, {line['rate']:,.0f} requests/s: {line['predictions_per_second']:,.0f} "
         f"predictions/s, p50 {line['p50_ms']:.1f}, p99 {line['p99_ms']:.1f}, max {line['max_ms']:.0f} ms, "
         f"{line['not_answered']} not answered, {line['deltas']:.0f} deltas applied"
     )
@@ -167,20 +169,20 @@ def short(line: Line) -> str:
 
 def plot(lines: list[Line], path: Path, about: Line) -> Path:
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    for place, samples in enumerate(dict.fromkeys(line["samples"] for line in lines)):
+    for number, samples in enumerate(dict.fromkeys(line["samples"] for line in lines)):
         chosen = [line for line in lines if line["samples"] == samples]
         speed = [line["samples"] * line["rate"] for line in chosen]
-        name = "1 sample a request" if samples == 1 else f"{samples} samples a request"
-        axes.plot(speed, [line["p99_ms"] for line in chosen], "o-", color=f"C{place}", label=f"{name}, p99")
-        axes.plot(speed, [line["p50_ms"] for line in chosen], "o:", color=f"C{place}", label=f"{name}, p50")
+        name = "1 sample per request" if samples == 1 else f"{samples} samples per request"
+        axes.plot(speed, [line["p99_ms"] for line in chosen], "o-", color=f"C{number}", label=f"{name}, p99")
+        axes.plot(speed, [line["p50_ms"] for line in chosen], "o:", color=f"C{number}", label=f"{name}, p50")
         within = [line for line in chosen if line["within"]]
         if within:
             knee = within[-1]
             text = f"knee: {knee['predictions_per_second']:,.0f}/s\np99 {knee['p99_ms']:.1f} ms"
-            place_of_text = (knee["samples"] * knee["rate"], knee["p99_ms"])
-            axes.annotate(text, place_of_text, (-10, 25), textcoords="offset points", ha="right", color=f"C{place}")
+            position = (knee["samples"] * knee["rate"], knee["p99_ms"])
+            axes.annotate(text, position, (-10, 25), textcoords="offset points", ha="right", color=f"C{number}")
     axes.axhline(1000 * KNEE_SECONDS, color="gray", linewidth=0.8, linestyle="--")
-    axes.set(xscale="log", yscale="log", xlabel="predictions asked for per second", ylabel="latency, ms")
+    axes.set(xscale="log", yscale="log", xlabel="requested predictions per second", ylabel="latency, ms")
     axes.legend(fontsize="small")
     config = about["config"]
     axes.set_title(

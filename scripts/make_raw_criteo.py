@@ -1,10 +1,10 @@
-"""Makes a raw file in the layout of Criteo's Kaggle train.txt, of any length, to try and to time `prepare` on.
+"""Generator of raw files of any length in the layout of Criteo's Kaggle train.txt, to test and time `prepare`.
 
     python scripts/make_raw_criteo.py --rows 45840617 --output train.txt      # 11 GB, like the real one
 
-Ids come as often as in the real rows (data_pipeline/synthetic/criteo_ids.py), so 45,840,617 rows hold 33.8 million of
-them; the numbers are about as long and as often missing. Labels are random: there is nothing to learn. Row r of a seed
-is the same in a file of any length.
+Ids have the frequencies of the real rows (data_pipeline/synthetic/criteo_ids.py), so 45,840,617 rows contain 33.8
+million ids; numbers have similar lengths and shares of missing values. Labels are random, so there is nothing to learn.
+A row depends on the seed and its number, not on the length of the file.
 """
 
 import argparse
@@ -22,24 +22,28 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 
 CHUNK_ROWS = 1 << 16
 CLICKS = 0.2562
-# Of I1..I13 in the Kaggle file: share of missing values, median, and standard deviation of the logarithm.
+# Share of missing values, median, and standard deviation of the logarithm of I1..I13 in the Kaggle file.
 NUMBERS = (
     (0.45, 1, 1.2), (0.0, 3, 2.2), (0.21, 6, 1.3), (0.22, 4, 1.0), (0.03, 2800, 2.2), (0.22, 32, 1.7), (0.04, 3, 1.7),
     (0.001, 7, 1.1), (0.04, 38, 1.3), (0.45, 1, 0.7), (0.04, 1, 1.0), (0.77, 1, 1.2), (0.22, 4, 1.0),
 )  # fmt: skip
-# Which id, by falling frequency, stands for a missing value in the fields that have some, from C1 = 0.
+# Frequency rank of the missing value, for fields that have one; C1 is 0.
 MISSING_IDS = {2: 0, 3: 2, 5: 3, 11: 0, 15: 0, 18: 0, 19: 0, 20: 0, 21: 0, 23: 4, 24: 0, 25: 0}
 NUMBER_CHOICES = 1 << 16
-LONGEST_NUMBER = 8
-LONGEST_ROW = 1 + len(NUMBERS) * (1 + LONGEST_NUMBER) + 26 * 9 + 1
+MAX_NUMBER = 8
+MAX_ROW = 1 + len(NUMBERS) * (1 + MAX_NUMBER) + 26 * 9 + 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True, help="plain, or compressed where it ends in .gz or .zst")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="plain, or compressed if the name ends in .gz or .zst"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-ids", type=int, help="ids of a field at most, for a vocabulary that rows do not add to")
+    parser.add_argument(
+        "--max-ids", type=int, help="maximum ids per field, for a vocabulary that does not grow with rows"
+    )
     arguments = parser.parse_args()
     if arguments.rows < 1:
         parser.error(f"--rows must be at least 1, got {arguments.rows}")
@@ -52,10 +56,10 @@ def main() -> None:
 
 
 def raw_chunks(seed: int, max_ids: int | None = None) -> Callable[[int, int], np.ndarray]:
-    """A function of (first, rows) that gives the text of rows [first, first + rows), uint8 [bytes].
+    """Returns a function of (first, rows) that generates the text of rows [first, first + rows), uint8 [bytes].
 
     Raises:
-        ValueError: `max_ids` below 2.
+        ValueError: `max_ids` is below 2.
     """
     ids = CriteoIds(seed, max_ids)
     key, *field_keys = np.random.SeedSequence((seed, 1)).generate_state(27, np.uint64)
@@ -74,23 +78,23 @@ def _chunk(
     first: int,
     rows: int,
 ) -> np.ndarray:
-    text = np.empty(rows * LONGEST_ROW, np.uint8)
+    text = np.empty(rows * MAX_ROW, np.uint8)
     values = np.ascontiguousarray(draw(first, rows).T)
     return text[: _write(text, values, key, field_keys, missing, texts, lengths, first)]
 
 
 def _number_texts(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Equally likely texts of each number, uint8 [13, NUMBER_CHOICES, LONGEST_NUMBER], and how long they are."""
+    """Returns equally likely texts of each number, uint8 [13, NUMBER_CHOICES, MAX_NUMBER], and their lengths."""
     random = np.random.default_rng((seed, 2))
-    texts = np.zeros((len(NUMBERS), NUMBER_CHOICES), f"S{LONGEST_NUMBER}")
+    texts = np.zeros((len(NUMBERS), NUMBER_CHOICES), f"S{MAX_NUMBER}")
     for column, (missing, median, spread) in enumerate(NUMBERS):
         drawn = median * np.exp(spread * random.standard_normal(NUMBER_CHOICES))
-        whole = np.floor(np.minimum(drawn, 10**LONGEST_NUMBER - 1)).astype(np.int64)
-        texts[column] = np.where(random.random(NUMBER_CHOICES) < missing, b"", whole.astype(f"S{LONGEST_NUMBER}"))
+        integers = np.floor(np.minimum(drawn, 10**MAX_NUMBER - 1)).astype(np.int64)
+        texts[column] = np.where(random.random(NUMBER_CHOICES) < missing, b"", integers.astype(f"S{MAX_NUMBER}"))
     return texts[..., None].view(np.uint8), np.char.str_len(texts).astype(np.int64)
 
 
-# Not cached: numba loads what it cached by the module's name, and a script has another one where it is imported.
+# Not cached: numba's cache depends on the module's name, which differs between a script and an import.
 @numba.njit(nogil=True)
 def _write(
     text: np.ndarray,
@@ -132,7 +136,7 @@ def _write(
 
 @numba.njit(inline="always")
 def _scrambled(code: np.uint32) -> np.uint32:
-    """A bijection of the 32-bit integers (Mueller's integer hash), so that different ids get different texts."""
+    """A bijection of the 32-bit integers (Mueller's integer hash), which gives different ids different texts."""
     code = (code ^ (code >> np.uint32(16))) * np.uint32(0x45D9F3B)
     code = np.uint32(code)
     code = np.uint32((code ^ (code >> np.uint32(16))) * np.uint32(0x45D9F3B))

@@ -1,13 +1,13 @@
-"""What forgetting ids saves and costs over a year: admission thresholds, times to expiry, and tables that are full.
+"""Measurement of id lifetimes over a year: memory saved and quality lost by admission, expiry and full tables.
 
     python scripts/measure_id_lifetimes.py --output id_lifetimes.jsonl
 
-For each seed a year of drifting samples is made, most of whose ids live for some weeks, and `cowrec online` follows it
-once with each setting, in a process of its own. Progressive AUC and logloss are of the second half of the year, beside
-the best possible. Each run is a JSON line; runs whose lines are there already are left out, so that an interrupted
-measurement goes on. The plot beside them shows AUC against bytes.
+For each seed, `cowrec online` trains on a year of drifting samples, most of whose ids live for some weeks, once per
+setting and in its own process. Progressive AUC and logloss are those of the second half of the year, with the best
+possible for comparison. Each run is a JSON line; runs already in the file are skipped, so an interrupted measurement
+can be continued. The plot in the same folder shows AUC by bytes.
 
-Bytes are those of the rows that were in use at most (weights, both moments, 22 of the id table) and of the counters of
+Bytes are those of the maximum number of rows in use (weights, both moments, 22 for the id table) and of the counters of
 admission.
 """
 
@@ -65,37 +65,38 @@ CAPACITIES = {f"{policy} {share:.0%}": (policy, share) for policy in POLICIES fo
 PANELS = {"admission": list(THRESHOLDS), "expiry": list(EXPIRIES), "capacity": list(CAPACITIES)}
 RUNS = [("", ALL), *((panel, name) for panel, names in PANELS.items() for name in names)]
 ID_BYTES = 22
+LEGEND = {"lot": "probabilistic"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write, or to go on with")
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write or to continue")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rows", type=int, default=YEAR.rows, help="samples of the year [%(default)s]")
-    parser.add_argument("--births", type=float, default=1.0, help="of ids, as a share of the usual [%(default)s]")
+    parser.add_argument("--new-ids", type=float, default=1.0, help="factor on the number of new ids [%(default)s]")
     parser.add_argument("--config", type=Path, default=CONFIG)
     arguments = parser.parse_args()
     arguments.output.touch()
     lines = [json.loads(line) for line in arguments.output.read_text(encoding="utf-8").splitlines()]
-    there = {(line["seed"], line["panel"], line["setting"]) for line in lines}
+    present = {(line["seed"], line["panel"], line["setting"]) for line in lines}
     with arguments.output.open("a", encoding="utf-8", buffering=1) as file:
         for seed in range(arguments.seeds):
-            missing = [run for run in RUNS if (seed, *run) not in there]
-            for line in runs_of(missing, arguments.config, year(seed, arguments.rows, arguments.births)):
+            missing = [run for run in RUNS if (seed, *run) not in present]
+            for line in runs_of(missing, arguments.config, year(seed, arguments.rows, arguments.new_ids)):
                 print(f"{seed}  {line['panel']}  {line['setting']}  AUC {line['auc']:.4f}", flush=True)
                 file.write(json.dumps(line) + "\n")
                 lines.append(line)
     print(f"{table(lines)}\n\nplot: {plot(lines, arguments.output.with_suffix('.png'))}")
 
 
-def year(seed: int, rows: int = YEAR.rows, births: float = 1.0) -> DriftConfig:
-    """A year of its own for each seed, of so many samples and that share of the usual births."""
-    born = tuple(round(births * each) for each in YEAR.new_ids_per_day)
-    return dataclasses.replace(YEAR, seed=seed, rows=rows, new_ids_per_day=born)
+def year(seed: int, rows: int = YEAR.rows, new_ids: float = 1.0) -> DriftConfig:
+    """Returns the year of a seed with `rows` samples and the given factor on its new ids."""
+    per_day = tuple(round(new_ids * each) for each in YEAR.new_ids_per_day)
+    return dataclasses.replace(YEAR, seed=seed, rows=rows, new_ids_per_day=per_day)
 
 
 def runs_of(runs: list[tuple[str, str]], config_file: Path, drift: DriftConfig) -> Iterator[dict[str, Any]]:
-    """The lines of some runs on one year."""
+    """Yields the lines of some runs on one year."""
     if not runs:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +109,7 @@ def runs_of(runs: list[tuple[str, str]], config_file: Path, drift: DriftConfig) 
 
 
 def write_year(drift: DriftConfig, folder: Path) -> None:
-    """``folder/data``, a few of the samples prepared, and ``folder/incoming``, the stream of them all."""
+    """Writes some samples as a data set to ``folder/data`` and the stream of all to ``folder/incoming``."""
     few = drift.rows // 20
     synthesize_drifting(
         folder / "data", dataclasses.replace(drift, rows=few, days=drift.days * few / drift.rows), test_rows=few
@@ -120,7 +121,7 @@ def write_year(drift: DriftConfig, folder: Path) -> None:
 
 
 def ids_seen(drift: DriftConfig) -> dict[str, int]:
-    """Different ids of each field in the year."""
+    """Counts the distinct ids of each field in the year."""
     model = DriftingModel.of(drift)
     seen: list[np.ndarray] = [np.empty(0, np.int64)] * drift.fields
     for first in range(0, drift.rows, CHUNK_ROWS):
@@ -132,7 +133,7 @@ def ids_seen(drift: DriftConfig) -> dict[str, int]:
 def measure(
     panel: str, name: str, config_file: Path, drift: DriftConfig, folder: Path, seen: dict[str, int]
 ) -> dict[str, Any]:
-    """The line of one run."""
+    """Trains once and returns the line of the run."""
     config = load_config(config_file, [f"train.seed={drift.seed}"])
     config = dataclasses.replace(config, id_table=id_tables(config.id_table, panel, name, drift, seen))
     with tempfile.TemporaryDirectory(dir=folder) as run:
@@ -160,9 +161,9 @@ def measure(
 
 
 def id_tables(base: IdConfig, panel: str, name: str, drift: DriftConfig, seen: dict[str, int]) -> IdConfig:
-    """The setting of a run; tables have room for all ids but where their capacity is what is measured.
+    """Returns the id tables of a run; all ids fit, except in runs that measure capacity.
 
-    Fields without births keep their room there.
+    Fields without new ids keep their capacity in those runs.
     """
     capacities = {field: 2 * count + 1000 for field, count in seen.items()}
     if panel == "admission":
@@ -174,8 +175,8 @@ def id_tables(base: IdConfig, panel: str, name: str, drift: DriftConfig, seen: d
         policy, share = CAPACITIES[name]
         when_full, expire_after = POLICIES[policy]
         base = dataclasses.replace(base, when_full=when_full, expire_after=expire_after)
-        for (field, count), births in zip(seen.items(), drift.new_ids_per_day, strict=True):
-            if births:
+        for (field, count), new_ids in zip(seen.items(), drift.new_ids_per_day, strict=True):
+            if new_ids:
                 capacities[field] = max(1, round(share * count))
     tables = {field: TableIds(capacity=capacity) for field, capacity in capacities.items()}
     return dataclasses.replace(base, tables=tables)
@@ -187,7 +188,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = [("what", "setting", "rows at most", "MB", "AUC", "logloss", "AUC of the seeds")]
+    rows = [("what", "setting", "max rows", "MB", "AUC", "logloss", "AUC by seed")]
     for run in RUNS:
         own = lines_of(lines, *run)
         if own:
@@ -206,7 +207,7 @@ def lines_of(lines: list[dict[str, Any]], panel: str, name: str) -> list[dict[st
 
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained", sharex=True, sharey=True)
-    titles = ("admission after so many occurrences", "expiry after so long unseen", "capacity, in ids ever seen")
+    titles = ("admission threshold", "expiry after time unseen", "capacity, share of all ids")
     groups = (("count", "lot"), ("",), tuple(POLICIES))
     seeds = len({line["seed"] for line in lines})
     for axis, title, kinds, (panel, names) in zip(axes, titles, groups, PANELS.items(), strict=True):
@@ -214,7 +215,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
             own = [name for name in names if name.startswith(kind)]
             _curve(axis, lines, panel, own, kind, f"C{number}")
         _curve(axis, lines, "", [ALL], ALL, "black")
-        axis.set(title=title, xscale="log", xlabel="MB of rows in use at most, and of counters")
+        axis.set(title=title, xscale="log", xlabel="MB of rows (maximum) and counters")
         axis.xaxis.set(
             major_locator=LogLocator(subs=(1, 2, 5)),
             major_formatter=StrMethodFormatter("{x:g}"),
@@ -235,14 +236,20 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _curve(axis: Axes, lines: list[dict[str, Any]], panel: str, names: list[str], label: str, color: str) -> None:
-    """One way of forgetting: its mean over seeds for each setting, and what the settings are."""
+    """Plots the mean over seeds of each setting of one kind, annotated with the setting."""
     runs = {name: own for name in names if (own := lines_of(lines, panel, name))}
     points = [(mean(line["bytes"] for line in own) / 1e6, mean(line["auc"] for line in own)) for own in runs.values()]
-    axis.plot([x for x, _ in points], [y for _, y in points], "o-", color=color, label=label.replace("_", " ") or panel)
-    for (name, own), place in zip(runs.items(), points, strict=True):
+    axis.plot(
+        [x for x, _ in points],
+        [y for _, y in points],
+        "o-",
+        color=color,
+        label=LEGEND.get(label, label.replace("_", " ")) or panel,
+    )
+    for (name, own), point in zip(runs.items(), points, strict=True):
         axis.plot([line["bytes"] / 1e6 for line in own], [line["auc"] for line in own], ".", color=color, ms=4)
         text = name.removeprefix(label).strip()
-        axis.annotate(text, place, xytext=(4, 5), textcoords="offset points", fontsize=8, color=color)
+        axis.annotate(text, point, xytext=(4, 5), textcoords="offset points", fontsize=8, color=color)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Times `prepare` on raw files in Criteo's layout and the reader on what comes out; one JSON object a line.
+"""Measurement of `prepare` on raw files in Criteo's layout, and of the reader on the result; JSON lines.
 
     python scripts/make_raw_criteo.py --rows 45840617 --output train.txt
     python scripts/measure_prepare.py train.txt --folder /scratch --output prepare.jsonl
 
-Each measurement has a process of its own, whose peak memory is given. `prepare` writes to a new folder in `--folder`,
-which is removed again. The reader serves shuffled batches as training takes them, for `--seconds` or one epoch; loading
-a resident set is not on the clock.
+Each measurement runs in its own process and includes its peak memory. `prepare` writes to a temporary folder in
+`--folder`. The reader yields shuffled training batches for `--seconds` or one epoch; loading a resident data set is not
+timed.
 """
 
 import argparse
@@ -30,29 +30,29 @@ PASSES = ("survey", "fit", "write")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("raw", type=Path, nargs="+", help="files that are prepared one after the other")
-    parser.add_argument("--folder", type=Path, required=True, help="where they are prepared")
+    parser.add_argument("raw", type=Path, nargs="+", help="raw files to measure")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for temporary data sets")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to write")
-    parser.add_argument("--seconds", type=float, default=20.0, help="that the reader is measured for")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each reader measurement")
     arguments = parser.parse_args()
-    surroundings = {**environment(torch.device("cpu")), "cores": available_cores()}
+    machine = {**environment(torch.device("cpu")), "cores": available_cores()}
     with arguments.output.open("w", encoding="utf-8", buffering=1) as file:
         for raw in arguments.raw:
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
                 for line in measured(raw, Path(folder) / "data", arguments.seconds):
                     print(line, flush=True)
-                    file.write(json.dumps({**line, **surroundings}) + "\n")
+                    file.write(json.dumps({**line, **machine}) + "\n")
 
 
 def measured(raw: Path, data: Path, seconds: float) -> Iterator[dict[str, Any]]:
-    """The lines of one raw file: prepare, then the reader, streaming and resident."""
+    """Yields the lines of one raw file: prepare, then the reader, streaming and resident."""
     yield {"what": "prepare", "raw": raw.name, **run_in_subprocess(time_prepare, raw, data)}
     for resident in (False, True):
         yield {"what": "read", "raw": raw.name, **run_in_subprocess(time_reader, data, resident, seconds)}
 
 
 def time_prepare(raw: Path, data: Path) -> dict[str, Any]:
-    """Rows, ids, seconds of each pass and of all, of the processor too, rows per second, bytes, peak memory."""
+    """Measures rows, ids, seconds in total and per pass, CPU seconds, rows per second, bytes and peak memory."""
     size, start = raw.stat().st_size, time.perf_counter()
     done = 0
     ends: list[float] = []
@@ -80,7 +80,7 @@ def time_prepare(raw: Path, data: Path) -> dict[str, Any]:
 
 
 def time_reader(data: Path, resident: bool, seconds: float) -> dict[str, Any]:
-    """Samples per second of shuffled training batches, and peak memory."""
+    """Measures samples per second of shuffled training batches, and peak memory."""
     reader = Reader(data, "train", batch_size=BATCH_SIZE, shuffle=True, resident=resident)
     samples, start = 0, time.perf_counter()
     for batch in reader.epoch(0):
@@ -97,7 +97,7 @@ def time_reader(data: Path, resident: bool, seconds: float) -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> int:
-    """Of this process, so far."""
+    """Returns the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

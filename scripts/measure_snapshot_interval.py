@@ -1,17 +1,17 @@
-"""What shards that die would cost a model that learns online, by how long ago their last snapshot was taken.
+"""Measurement of the quality lost when shards of an online model fail and are restored from old snapshots.
 
     python scripts/measure_snapshot_interval.py --output snapshot_interval.jsonl
 
-Monolith (arXiv 2209.07663) takes snapshots of its parameter servers rarely: a server that dies goes back to its last
-one while the stream moves on, and what its rows had learned in between is lost. cowrec loses nothing, because its
-checkpoints hold the stream's position and the stream is replayed from there; this measures what not to replay would
-cost, on a year of drifting samples that are predicted in the order of their times, then trained on.
+Monolith (arXiv 2209.07663) takes infrequent snapshots of its parameter servers: a failed server is restored from its
+last snapshot while the stream continues, and later updates of its rows are lost. cowrec loses nothing, because its
+checkpoints include the stream's position and the stream is replayed from there. This script measures the cost of not
+replaying, on a year of drifting samples that are predicted in time order and then trained on.
 
-A shard has every tenth row of all tables. At random moments, the same for all intervals, one of the ten goes back to
-its weights and moments at the latest snapshot, of which there is one each interval of sample time (to whole batches).
-Ids keep their rows, no row is given twice, and one that no id had at the snapshot becomes an untrained one. The network
-is never lost. Progressive AUC and logloss are of the second half of the year, beside the best possible. Each run is a
-JSON line; runs whose lines are there already are left out, so that an interrupted measurement goes on.
+A shard has every tenth row of all tables. At random times, the same for all intervals, one of the ten is restored to
+its weights and moments at the latest snapshot, taken once per interval of sample time (rounded to batches). Ids keep
+their rows, no row is reused, and a row assigned since the snapshot becomes untrained. The network is never lost.
+Progressive AUC and logloss are those of the second half of the year, with the best possible for comparison. Each run is
+a JSON line; runs already in the file are skipped, so an interrupted measurement can be continued.
 """
 
 import argparse
@@ -63,22 +63,22 @@ SHARDS = 10
 NEVER = "never"
 INTERVALS = ("1h", "6h", "1d", "5d", "20d")
 RUNS = [NEVER, *INTERVALS]
-DEATHS_PER_DAY = 1.0
-"""Of sample time, among all shards."""
+FAILURES_PER_DAY = 1.0
+"""Failures per day of sample time, over all shards."""
 
 
 class Event(NamedTuple):
-    """A snapshot of a shard, or its death; a snapshot comes before a death at the same moment."""
+    """Snapshot or failure of a shard; a snapshot precedes a failure at the same time."""
 
     time: float
-    """Unix, in seconds."""
-    dies: bool
+    """Unix seconds."""
+    fails: bool
     shard: int
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write, or to go on with")
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write or to continue")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=YEAR.rows, help="samples of the year [%(default)s]")
     parser.add_argument("--config", type=Path, default=CONFIG)
@@ -86,12 +86,12 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.touch()
     lines = [json.loads(line) for line in arguments.output.read_text(encoding="utf-8").splitlines()]
-    there = {(line["seed"], line["interval"]) for line in lines}
+    present = {(line["seed"], line["interval"]) for line in lines}
     with arguments.output.open("a", encoding="utf-8", buffering=1) as file:
         for seed in range(arguments.seeds):
             config = load_config(arguments.config, [*arguments.overrides, f"train.seed={seed}"])
             drift = dataclasses.replace(YEAR, seed=seed, rows=arguments.rows)
-            missing = [run for run in RUNS if (seed, run) not in there]
+            missing = [run for run in RUNS if (seed, run) not in present]
             for line in runs_of(missing, config, drift):
                 shown = {key: line[key] for key in ("seed", "interval", "failures", "auc")}
                 print(shown, flush=True)
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def runs_of(runs: list[str], config: RunConfig, drift: DriftConfig) -> Iterator[dict[str, Any]]:
-    """The lines of some runs on one year."""
+    """Yields the lines of some runs on one year."""
     if not runs:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -113,28 +113,28 @@ def runs_of(runs: list[str], config: RunConfig, drift: DriftConfig) -> Iterator[
 
 
 def measure(interval: str, config: RunConfig, drift: DriftConfig, data: str) -> dict[str, Any]:
-    """The line of one run.
+    """Trains once and returns the line of the run.
 
     Raises:
-        ValueError: absent rows that do not stay as they are, so that an old row would be brought up to date anew.
+        ValueError: absent rows are replayed, so a restored row would be caught up again.
     """
     if config.optimizer.absent_rows != "lazy":
-        raise ValueError(f'optimizer.absent_rows must be "lazy" here, got {config.optimizer.absent_rows!r}')
+        raise ValueError(f'optimizer.absent_rows must be "lazy", got {config.optimizer.absent_rows!r}')
     events = [] if interval == NEVER else events_of(drift, seconds(interval, "interval"))
-    config = dataclasses.replace(config, id_table=dataclasses.replace(config.id_table, capacity=2 * most_ids(drift)))
+    config = dataclasses.replace(config, id_table=dataclasses.replace(config.id_table, capacity=2 * max_ids(drift)))
     with process_group("cpu") as process:
         reader = Reader(data, "train", batch_size=config.train.batch_size)
         trained = TrainState(config, reader.schema, process, warmup_steps=0)
         assert trained.id_tables is not None
         quality = follow(trained, reader, events)[1]
         tables = trained.id_tables.counters()
-    assert not any(each["evicted"] + each["refused"] for each in tables.values()), "a row was given twice"
+    assert not any(each["evicted"] + each["refused"] for each in tables.values()), "a row was reused"
     sections = ("model", "train", "optimizer", "clip", "id_table")
     return {
         "interval": interval,
-        "failures_per_day": DEATHS_PER_DAY if events else 0.0,
+        "failures_per_day": FAILURES_PER_DAY if events else 0.0,
         "seed": drift.seed,
-        "failures": sum(event.dies for event in events),
+        "failures": sum(event.fails for event in events),
         **{key: quality.plain()[key] for key in ("auc", "logloss", "samples")},
         "shards": SHARDS,
         "drift": dataclasses.asdict(drift),
@@ -144,24 +144,24 @@ def measure(interval: str, config: RunConfig, drift: DriftConfig, data: str) -> 
 
 
 def events_of(drift: DriftConfig, interval: int) -> list[Event]:
-    """Deaths, and of all snapshots those that a shard then goes back to, in order.
+    """Returns failures, and the snapshots they restore, in order.
 
-    When which shard dies does not depend on the interval, in seconds.
+    Failures do not depend on the interval, in seconds.
     """
-    random = np.random.default_rng((drift.seed, round(1000 * DEATHS_PER_DAY)))
-    count = int(random.poisson(DEATHS_PER_DAY * drift.days))
+    random = np.random.default_rng((drift.seed, round(1000 * FAILURES_PER_DAY)))
+    count = int(random.poisson(FAILURES_PER_DAY * drift.days))
     times = random.uniform(0, drift.days * DAY, count).tolist()
     shards = random.integers(0, SHARDS, count).tolist()
-    deaths = {Event(drift.start + time, True, shard) for time, shard in zip(times, shards, strict=True)}
+    failures = {Event(drift.start + time, True, shard) for time, shard in zip(times, shards, strict=True)}
     snapshots = {
         Event(drift.start + time // interval * interval, False, shard)
         for time, shard in zip(times, shards, strict=True)
     }
-    return sorted(deaths | snapshots)
+    return sorted(failures | snapshots)
 
 
 def follow(trained: TrainState, reader: Reader, events: list[Event]) -> list[WindowQuality]:
-    """Predicts each batch and trains on it, with the events between; the quality of each half of the year."""
+    """Predicts and trains on each batch and applies events in between; returns the quality of each half of the year."""
     adam = trained.adam
     assert adam is not None
     quality, halves = ProgressiveQuality(HALF), list[WindowQuality]()
@@ -170,16 +170,16 @@ def follow(trained: TrainState, reader: Reader, events: list[Event]) -> list[Win
     for step, batch in enumerate(reader.epoch(0)):
         assert batch.time is not None
         while due and due[0].time <= batch.time[0]:
-            happen(due.popleft(), adam, snapshots)
+            apply_event(due.popleft(), adam, snapshots)
         logits = train_on(trained, batch, step)
         halves += quality.add(logits, batch.label, batch.time)
     return [*halves, quality.close()]
 
 
-def happen(event: Event, adam: EmbeddingAdam, snapshots: dict[int, list[Tensor]]) -> None:
-    """Takes a shard's snapshot into ``snapshots``, which has the latest of each shard, or brings it back from there."""
+def apply_event(event: Event, adam: EmbeddingAdam, snapshots: dict[int, list[Tensor]]) -> None:
+    """Stores a shard in ``snapshots``, the latest of each shard, or restores it from them."""
     rows = shard_rows(adam, event.shard)
-    if not event.dies:
+    if not event.fails:
         snapshots[event.shard] = [each.clone() for each in rows]
         return
     for now, then in zip(rows, snapshots[event.shard], strict=True):
@@ -187,7 +187,7 @@ def happen(event: Event, adam: EmbeddingAdam, snapshots: dict[int, list[Tensor]]
 
 
 def train_on(trained: TrainState, batch: Batch, step: int) -> Tensor:
-    """Takes a step; the logits before it, float32 [B]."""
+    """Takes a training step; returns the logits before it, float32 [B]."""
     trained.dense_optimizer.prepare(step)
     trained.dense_optimizer.zero_grad()
     loss, (_, logits, _) = trained.model(batch)
@@ -197,7 +197,7 @@ def train_on(trained: TrainState, batch: Batch, step: int) -> Tensor:
 
 
 def shard_rows(adam: EmbeddingAdam, shard: int) -> list[Tensor]:
-    """Weights and moments of a shard's rows, of each table, float32 [n, P]; they share the tables' memory."""
+    """Returns views of the weights and moments of a shard's rows in each table, float32 [n, P]."""
     return [
         tables.rows.lookup.view_of(flat, number)[shard::SHARDS]
         for tables in adam.lookups
@@ -206,15 +206,14 @@ def shard_rows(adam: EmbeddingAdam, shard: int) -> list[Tensor]:
     ]
 
 
-def most_ids(drift: DriftConfig) -> int:
-    """More than a field can have in the year, those of ids that were born before it included."""
-    born_before = LIFETIMES * drift.lifetime_days
-    births = max(drift.new_ids_per_day) * (drift.days + born_before + 1)
-    return max(drift.core_ids) + round(births)
+def max_ids(drift: DriftConfig) -> int:
+    """Returns an upper bound of a field's ids in the year, including those that appeared before it."""
+    days = drift.days + LIFETIMES * drift.lifetime_days + 1
+    return max(drift.core_ids) + round(max(drift.new_ids_per_day) * days)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = [("snapshots every", "AUC", "AUC lost", "logloss", "AUC lost of the seeds")]
+    rows = [("snapshots every", "AUC", "AUC lost", "logloss", "AUC lost by seed")]
     for run in RUNS:
         if own := lines_of(lines, run):
             auc, logloss = (mean(line[key] for line in own) for key in ("auc", "logloss"))
@@ -225,14 +224,14 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def lines_of(lines: list[dict[str, Any]], interval: str) -> list[dict[str, Any]]:
-    """One of each seed."""
+    """Returns the line of each seed."""
     return sorted((line for line in lines if line["interval"] == interval), key=lambda line: line["seed"])
 
 
 def auc_lost(lines: list[dict[str, Any]], interval: str) -> list[float]:
-    """Of each seed, beside the run in which no shard dies."""
-    undisturbed = {line["seed"]: line["auc"] for line in lines_of(lines, NEVER)}
-    return [undisturbed[line["seed"]] - line["auc"] for line in lines_of(lines, interval)]
+    """Returns the AUC lost of each seed against its run without failures."""
+    reference = {line["seed"]: line["auc"] for line in lines_of(lines, NEVER)}
+    return [reference[line["seed"]] - line["auc"] for line in lines_of(lines, interval)]
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> Path:
@@ -246,15 +245,13 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     axis.set_xticks([seconds(each, "interval") / DAY for each in INTERVALS], INTERVALS)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    line, undisturbed = lines[0], lines_of(lines, NEVER)
-    auc, best = (
-        mean(each["auc"] for each in some) for some in (undisturbed, [e["best_possible"] for e in undisturbed])
-    )
-    seeds = f"Mean of {len(undisturbed)} seeds (dots)" if len(undisturbed) > 1 else "One seed"
+    line, reference = lines[0], lines_of(lines, NEVER)
+    auc, best = (mean(each["auc"] for each in some) for some in (reference, [e["best_possible"] for e in reference]))
+    seeds = f"Mean of {len(reference)} seeds (dots)" if len(reference) > 1 else "One seed"
     figure.suptitle(
-        f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples; one of"
-        f" {SHARDS} shards dies,\n{DEATHS_PER_DAY:g} a day, and goes back to its last snapshot. {seeds}.\n"
-        f"AUC {auc:.4f} where none dies, best possible {best:.4f}",
+        f"{line['config']['model']['name']} online over a year of {line['drift']['rows']:,} drifting samples;\n"
+        f"{FAILURES_PER_DAY:g} of {SHARDS} shards per day is restored from its last snapshot. {seeds}.\n"
+        f"AUC without failures {auc:.4f}, best possible {best:.4f}",
         fontsize=10,
     )
     figure.savefig(path, dpi=120)

@@ -1,12 +1,12 @@
-"""A model that learns while it serves, beside one that is brought up to date daily and one that never is.
+"""Demo of online training and serving, compared with a model retrained daily and one never retrained.
 
     python scripts/online_demo.py
 
-An application shows samples whose ids come and go and whose tastes drift: it asks `cowrec serve` what each will do,
-then writes down what was done. `cowrec online` trains on that and publishes, and the server follows. Two copies of the
-same model stay behind: one takes over what was learned when a day of sample time ends, as from a job that trains every
-night, the other did so for the last time after the first days. A page that reloads itself, and at the end a plot, show
-how well each predicts, day by day.
+An application shows samples whose ids appear and disappear and whose effects drift. It requests predictions from
+`cowrec serve`, then logs the labels; `cowrec online` trains on them and publishes, and the server follows. Two copies
+of the same model lag behind: one applies published versions at the end of each day of sample time, like a nightly
+training job, the other stops after the first days. A page that reloads itself, and a final plot, show the quality of
+each by day.
 """
 
 import argparse
@@ -55,9 +55,9 @@ DRIFT = DriftConfig(
     id_effect=0.5,
 )
 FIRST_DAYS = 4
-"""Days after which the model that is never retrained stays what it is."""
+"""Days after which one model is no longer updated."""
 CHUNK = 500
-"""Samples that are shown at once."""
+"""Samples shown at a time."""
 PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>cowrec online</title>
 <img src="online_demo.png" style="max-width: 100%">"""
 NAMES = {"online": "online, as served", "daily": "retrained daily", "never": "never retrained"}
@@ -65,10 +65,10 @@ NAMES = {"online": "online, as served", "daily": "retrained daily", "never": "ne
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("build/online_demo"), help="folder, replaced")
-    parser.add_argument("--days", type=int, default=16, help="of sample time")
-    parser.add_argument("--rate", type=float, default=3000.0, help="samples shown a second")
-    parser.add_argument("--port", type=int, default=8010, help="of the page; the server's is the next one")
+    parser.add_argument("--output", type=Path, default=Path("build/online_demo"), help="folder, replaced if it exists")
+    parser.add_argument("--days", type=int, default=16, help="days of sample time")
+    parser.add_argument("--rate", type=float, default=3000.0, help="samples per second")
+    parser.add_argument("--port", type=int, default=8010, help="port of the page; the server uses the next one")
     arguments = parser.parse_args()
     folder: Path = arguments.output
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,16 +94,16 @@ def main() -> None:
 
 
 class Demo:
-    """The application, and the two models that stay behind."""
+    """Application and the two models that lag behind."""
 
     def __init__(self, folder: Path, server: http.client.HTTPConnection):
         self.folder, self.server = folder, server
         self.codec = SampleCodec.load(folder / "data")
-        self.behind = {name: Behind(folder) for name in ("daily", "never")}
+        self.lagging = {name: LaggingModel(folder) for name in ("daily", "never")}
         self.seen: dict[int, dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
 
     def show(self, days: int, rate: float) -> dict[int, dict[str, float]]:
-        """Shows the samples of so many days; AUC of each model by days, and the best possible."""
+        """Shows the samples of some days; returns the AUC of each model by day, and the best possible."""
         rows = round(days * DRIFT.rows / DRIFT.days)
         best = [line["auc"] for line in best_by_window(DRIFT, 0, rows)]
         found: dict[int, dict[str, float]] = {}
@@ -117,27 +117,27 @@ class Demo:
                     f"day {today}:  " + "  ".join(f"{key} {auc:.4f}" for key, auc in found[today].items()), flush=True
                 )
                 plot(found, self.folder / "online_demo.png")
-                self.behind["daily"].catch_up()
+                self.lagging["daily"].catch_up()
                 if day <= FIRST_DAYS:
-                    self.behind["never"].catch_up()
+                    self.lagging["never"].catch_up()
                 today = day
-            self.take(day, table)
+            self.predict_all(day, table)
             sink.write(table)
             shown += len(table)
             time.sleep(max(0.0, began + shown / rate - time.monotonic()))
         return found
 
-    def take(self, day: int, table: pa.Table) -> None:
-        """Predictions of all three, before what was done is known to any."""
+    def predict_all(self, day: int, table: pa.Table) -> None:
+        """Records the predictions of all three models before any sees the labels."""
         of_day = self.seen[day]
         of_day["label"].append(table[LABEL].to_numpy())
         of_day["online"].append(self.ask(table))
         samples = self.codec.encode(self.codec.from_table(table)).block
-        for name, model in self.behind.items():
+        for name, model in self.lagging.items():
             of_day[name].append(model.served.predict(samples))
 
     def ask(self, table: pa.Table) -> np.ndarray:
-        """The server's predictions."""
+        """Returns the server's predictions."""
         samples = [{key: value for key, value in each.items() if key != LABEL} for each in table.to_pylist()]
         self.server.request("POST", "/predict", json.dumps(samples))
         answer = self.server.getresponse()
@@ -151,8 +151,8 @@ class Demo:
         return {name: exact_auc(columns[name], columns["label"]) for name in NAMES}
 
 
-class Behind:
-    """A copy of the model that takes over what is published when it is told to."""
+class LaggingModel:
+    """Copy of the model that applies published versions on request."""
 
     def __init__(self, folder: Path):
         self.served = ServedModel.load(folder / "live" / "base")
@@ -166,7 +166,7 @@ class Behind:
 
 
 def online_arguments(folder: Path) -> list[str]:
-    """Of the trainer; samples of the past are as good as those of now."""
+    """Returns arguments of `cowrec online`, which accept samples of any age."""
     given = ["--data", "data", "--source", "incoming", "--run-dir", "live", "--publish", "published"]
     for flag in range(1, len(given), 2):
         given[flag] = str(folder / given[flag])
@@ -176,7 +176,7 @@ def online_arguments(folder: Path) -> list[str]:
 
 @contextmanager
 def command(folder: Path, *arguments: str) -> Iterator[None]:
-    """A cowrec command, which says what it says in a file, and is stopped at the end."""
+    """Runs a cowrec command with its output in a file; stops it at the end."""
     with (folder / f"{arguments[0]}.log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-m", "cowrec.trainer", *arguments], stdout=log, stderr=log)
         try:
@@ -219,7 +219,7 @@ def wait_for(happened: Callable[[], object], what: str, seconds: float = 120.0) 
     while not happened():
         if time.monotonic() > end:
             raise SystemExit(
-                f"{what} did not come within {seconds:.0f} seconds; see the .log files in the demo's folder"
+                f"{what} was not ready within {seconds:.0f} seconds; see the .log files in the demo's folder"
             )
         time.sleep(0.1)
 
@@ -233,7 +233,7 @@ def plot(days: dict[int, dict[str, float]], path: Path) -> None:
     axis.set(xlabel="day of sample time", ylabel="AUC of the day's predictions")
     axis.grid(alpha=0.3)
     axis.legend(loc="lower left")
-    figure.suptitle(f"{DRIFT.rows / DRIFT.days:,.0f} samples a day; half of all ids are new and gone within days")
+    figure.suptitle(f"{DRIFT.rows / DRIFT.days:,.0f} samples per day; half of them show ids that live for days")
     partial_file = path.with_suffix(".partial.png")
     figure.savefig(partial_file, dpi=110)
     plt.close(figure)

@@ -1,7 +1,7 @@
-"""Open-loop HTTP load: requests leave at set moments, whether or not earlier ones were answered.
+"""Open-loop HTTP load: requests are sent on schedule, whether or not earlier ones were answered.
 
-A request's latency counts from the moment it was to be sent, so that a server that stalls cannot hide it by holding
-back its clients (coordinated omission).
+Latency starts at the scheduled time of a request, so a stalled server cannot hide its latency by delaying clients
+(coordinated omission).
 """
 
 import asyncio
@@ -11,28 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 DRAIN_SECONDS = 5.0
-"""How long answers are waited for after the last request was to be sent."""
+"""Maximum wait for answers after the scheduled time of the last request."""
 
 
 @dataclass
 class Outcome:
-    """What became of the requests of one rate.
+    """Outcome of the requests at one rate.
 
     Attributes:
-        latencies: seconds of those that were answered with status 200, by the order of the answers.
-        statuses: other statuses and how often they came; -1 where the connection was lost.
-        asked: requests that were to be sent.
-        seconds: from the first request to the last answer.
+        latencies: seconds of requests answered with status 200, in order of the answers.
+        statuses: counts of other statuses; -1 for a lost connection.
+        scheduled: scheduled requests.
+        seconds: time from the first request to the last answer.
     """
 
     latencies: list[float] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
-    asked: int = 0
+    scheduled: int = 0
     seconds: float = 0.0
 
 
 def request_bytes(path: str, body: bytes) -> bytes:
-    """A POST of JSON on a connection that stays open."""
+    """Builds a POST request with a JSON body, for a keep-alive connection."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -40,14 +40,14 @@ def request_bytes(path: str, body: bytes) -> bytes:
 async def open_loop(
     host: str, port: int, requests: Sequence[bytes], rate: float, seconds: float, connections: int
 ) -> Outcome:
-    """Sends requests, one after the other from the start again, at a constant rate.
+    """Sends requests round-robin at a constant rate.
 
     Args:
-        host, port: of the server.
-        requests: whole HTTP requests.
+        host, port: address of the server.
+        requests: complete HTTP requests.
         rate: requests per second.
-        seconds: for so long.
-        connections: most that are open; requests for which none is free wait on the client, and their clock runs.
+        seconds: duration.
+        connections: maximum open connections; a request waits for a free one, which counts as latency.
     """
     pool = _Pool(connections)
     loop = asyncio.get_running_loop()
@@ -65,14 +65,14 @@ async def open_loop(
     deadline = time.perf_counter() + DRAIN_SECONDS
     while pool.unanswered and time.perf_counter() < deadline:
         await asyncio.sleep(0.01)
-    pool.outcome.asked = total
+    pool.outcome.scheduled = total
     pool.outcome.seconds = pool.last_answer - start
     pool.close()
     return pool.outcome
 
 
 class _Pool:
-    """Connections, those that are free, and requests that wait for one."""
+    """Pool of connections and queue of requests that wait for one."""
 
     def __init__(self, connections: int) -> None:
         self.outcome = Outcome()
@@ -94,7 +94,7 @@ class _Pool:
         self._free.append(connection)
 
     def lost(self, connection: "_Connection") -> None:
-        """One that the server closed while it was free."""
+        """Removes an idle connection that the server closed."""
         if connection in self._free:
             self._free.remove(connection)
 
@@ -118,7 +118,7 @@ class _Pool:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """Connection with one request in flight."""
 
     transport: asyncio.Transport
 

@@ -1,10 +1,10 @@
-"""CowClip in a TorchRec job: its DLRM, optimizer, planner and pipeline as they are, and two lines of cowrec.
+"""Example of CowClip in a TorchRec job: unchanged DLRM, optimizer, planner and pipeline, and two lines of cowrec.
 
 python scripts/torchrec_dlrm_example.py
 torchrun --nproc-per-node 2 scripts/torchrec_dlrm_example.py
 
-With --replay the tables are trained by the CowClip paper's own optimizer instead: Adam whose L2 moves every row at
-every step, at the cost of the batch's rows. It takes a third line: the tables are sharded under plain SGD, which the
+With --replay, the tables are trained by the CowClip paper's optimizer instead: Adam whose L2 moves every row at every
+step, at the cost of the batch's rows only. It needs a third line: the tables are sharded under plain SGD, which the
 optimizer replaces.
 """
 
@@ -71,16 +71,16 @@ def main() -> None:
         loss, _, _ = pipeline.progress(batches)
         if step % 50 == 0 or step == 1:
             say(f"step {step:4}  loss {mean_over_ranks(loss):.4f}")
-    of_ranks: list[dict[str, TableStats]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, handle.stats())
-    for table, stats in sorted(item for tables in of_ranks for item in tables.items()):
+    stats_by_rank: list[dict[str, TableStats]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stats_by_rank, handle.stats())
+    for table, stats in sorted(item for tables in stats_by_rank for item in tables.items()):
         ratio = f"median ||g|| / limit {stats.median_ratio:.2g}"
         say(f"{table}  {stats.rows} rows updated, {stats.clipped:.2%} of them clipped, {ratio} in the last step")
     dist.destroy_process_group()
 
 
 def join_processes() -> torch.device:
-    """Joins torchrun's processes, or a group of one; returns this one's device."""
+    """Joins the process group of torchrun, or one of a single process; returns the device of this process."""
     on_gpu, rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     if "RANK" not in os.environ:
         dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -92,7 +92,7 @@ def join_processes() -> torch.device:
 
 
 def sharded(model: nn.Module, device: torch.device) -> DistributedModelParallel:
-    """The model with its tables placed by TorchRec's planner (on CPU it offers table-wise alone)."""
+    """Shards the model with TorchRec's planner (on CPU, table-wise only)."""
     topology = Topology(dist.get_world_size(), device.type, local_world_size=dist.get_world_size())
     sharders = [EmbeddingBagCollectionSharder()]
     plan = EmbeddingShardingPlanner(topology=topology).collective_plan(model, sharders, dist.group.WORLD)
@@ -100,7 +100,7 @@ def sharded(model: nn.Module, device: torch.device) -> DistributedModelParallel:
 
 
 def random_batches(steps: int, batch_size: int) -> Iterator[Batch]:
-    """Clicks that depend on dense values and ids, whose frequencies follow a power law; 1 to 3 ids a field."""
+    """Yields clicks that depend on dense values and power-law ids; 1 to 3 ids per field."""
     effects = torch.randn(len(FIELDS), ROWS, generator=torch.Generator().manual_seed(1))
     draw = torch.Generator().manual_seed(2 + dist.get_rank())
     for _ in range(steps):
@@ -130,6 +130,6 @@ if __name__ == "__main__":
     for library in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(library).setLevel(logging.ERROR)
     main()
-    # Threads of torch's that outlive the process group may abort a process that winds up.
+    # Threads of torch that outlive the process group may abort a process at exit.
     sys.stdout.flush()
     os._exit(0)

@@ -38,7 +38,7 @@ class Entry:
 
 
 class Journal:
-    """A file of entries, numbered from 0 over the size life of a stream.
+    """A file of entries, numbered from 0 over the life of a stream.
 
     Args:
         path: the file; created if missing. An incomplete last line is dropped, since it had no effect yet.

@@ -1,10 +1,10 @@
-"""DeepCTR's DeepFM on TensorFlow under Keras' Adam: L2 on all tables in the loss, no clip."""
+"""DeepCTR's DeepFM on TensorFlow with Keras' Adam: L2 on all tables in the loss, no clip."""
 
 import os
 
 import numpy as np
 
-# DeepCTR is written for Keras 2, which TensorFlow has not brought along since 2.16.
+# DeepCTR requires Keras 2, which TensorFlow no longer includes since 2.16.
 os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ class DeepCTR:
         self.model.compile("adam", "binary_crossentropy")
 
     def batch(self, dense: np.ndarray, ids: np.ndarray, label: np.ndarray) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        columns = {f"C{field + 1}": tf.constant(of_field) for field, of_field in enumerate(ids)}
+        columns = {f"C{field + 1}": tf.constant(field_ids) for field, field_ids in enumerate(ids)}
         columns |= {f"I{n + 1}": tf.constant(values) for n, values in enumerate(dense.T.copy())}
         return columns, tf.constant(label)
 

@@ -1,6 +1,6 @@
-"""DeepCTR-Torch's DeepFM, trained as its `fit` does under "adam": dense gradients, L2 on all tables, no clip.
+"""DeepCTR-Torch's DeepFM, trained as by its `fit` with "adam": dense gradients, L2 on all tables, no clip.
 
-It takes its samples as one float matrix.
+Its samples are one float matrix.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ class DeepCTRTorch:
         return torch.from_numpy(np.concatenate([ids.T.astype(np.float32), dense], axis=1)), torch.from_numpy(label)
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        # What `fit` does with a batch of its loader, metrics aside.
+        # Same steps as `fit` for a batch of its loader, without metrics.
         predicted = self.model(x).squeeze(-1)
         self.model.optim.zero_grad()
         loss = self.model.loss_func(predicted, y, reduction="sum")

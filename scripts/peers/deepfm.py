@@ -1,4 +1,4 @@
-"""DeepFM (arXiv 1703.04247) above its embeddings, in plain PyTorch, for the peers that bring no model of their own.
+"""DeepFM (arXiv 1703.04247) on given embeddings in plain PyTorch, for peers without a model of their own.
 
 B samples, F fields, D embedding width, N dense features.
 """
@@ -27,7 +27,7 @@ class DeepFM(nn.Module):
         self.linear = nn.Linear(num_dense, 1)
 
     def forward(self, dense: Tensor, deep: Tensor, wide: Tensor) -> Tensor:
-        """Logits [B] of dense features [B, N], embeddings [B, F, D] and summed one-wide weights [B]."""
+        """Returns logits [B] of dense features [B, N], embeddings [B, F, D] and summed one-wide weights [B]."""
         products = 0.5 * (deep.sum(1).square() - deep.square().sum(1)).sum(1)
         flat = torch.cat([deep.flatten(1), dense], dim=1)
         return wide + products + self.linear(dense).squeeze(1) + self.mlp(flat).squeeze(1)

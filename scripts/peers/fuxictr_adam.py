@@ -1,7 +1,7 @@
-"""FuxiCTR's training step under its Adam, on a DeepFM of its own layers: L2 on all tables in the loss, dense gradients.
+"""FuxiCTR's training step with its Adam, on a DeepFM of its layers: L2 on all tables in the loss, dense gradients.
 
-Its package holds the layers, not the model. Its gradient clip is one norm over all parameters; its dense features have
-embeddings too, as its layers have it.
+The package has the layers but not the model. Its gradient clip is one norm over all parameters. Dense features have
+embeddings too, as its layers require.
 """
 
 import tempfile
@@ -45,12 +45,12 @@ class FuxiCTR:
             features.features[f"I{number + 1}"] = {"source": "", "type": "numeric"}
         features.num_fields = features.get_num_fields()
         self.model = DeepFM(features, folder)
-        # What `fit` sets before its first step.
+        # Set by `fit` before its first step.
         self.model._max_gradient_norm = 10.0
         self.model.train()
 
     def batch(self, dense: np.ndarray, ids: np.ndarray, label: np.ndarray) -> tuple[dict[str, Tensor]]:
-        columns = {f"C{field + 1}": torch.from_numpy(of_field) for field, of_field in enumerate(ids)}
+        columns = {f"C{field + 1}": torch.from_numpy(field_ids) for field, field_ids in enumerate(ids)}
         columns |= {f"I{n + 1}": torch.from_numpy(values) for n, values in enumerate(dense.T.copy())}
         return (columns | {LABEL: torch.from_numpy(label)},)
 

@@ -1,4 +1,4 @@
-"""A worker's job: its batches, and the clock around its training steps. Needs numpy alone, as every peer has it.
+"""Timing of a peer's training steps: the job of a worker process, its batches and its clock. Requires numpy only.
 
 B samples, N dense features, F fields.
 """
@@ -18,21 +18,21 @@ import numpy as np
 EMBEDDING_DIM = 10
 HIDDEN = (400, 400, 400)
 EMBEDDING_LR, EMBEDDING_STD, L2 = 1e-4, 1e-2, 1e-5
-"""As published for Criteo at batch size 1024; no step's time depends on them."""
+"""Published values for Criteo at batch size 1024; they do not affect step times."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker measures; as JSON it is the one argument of its command line.
+    """Job of a worker, given as JSON in its only command-line argument.
 
     Attributes:
-        folder: of dense.npy float32 [S, N], ids.npy int32 [F, S] and label.npy float32 [S]: the samples of all steps.
+        folder: folder of dense.npy float32 [S, N], ids.npy int32 [F, S] and label.npy float32 [S].
         table_rows: rows of each field's table.
         batch_size: B.
-        warmup_steps: taken before the clock starts.
-        least_steps: on the clock; after them it stops as soon as `seconds` are over.
-        seconds: see there.
-        result: file to write: {"step_seconds": of each step, "versions": by package}.
+        warmup_steps: steps before timing starts.
+        least_steps: minimum timed steps.
+        seconds: duration of timing.
+        result: file to write: {"step_seconds": [...], "versions": {package: version}}.
     """
 
     folder: str
@@ -48,29 +48,29 @@ class Job:
         return int(np.load(Path(self.folder) / "dense.npy", mmap_mode="r").shape[1])
 
     def batches(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Dense features float32 [B, N], ids int64 [F, B] and labels float32 [B] of each step."""
+        """Returns dense features float32 [B, N], ids int64 [F, B] and labels float32 [B] of each step."""
         dense, ids, label = (np.load(Path(self.folder) / f"{name}.npy") for name in ("dense", "ids", "label"))
         parts = [slice(first, first + self.batch_size) for first in range(0, len(label), self.batch_size)]
         return [(dense[part], ids[:, part].astype(np.int64), label[part]) for part in parts]
 
 
 class Peer(Protocol):
-    """A model with its optimizers, built from a job."""
+    """Model with its optimizers, built from a job."""
 
     def batch(self, dense: np.ndarray, ids: np.ndarray, label: np.ndarray) -> tuple[Any, ...]:
-        """A batch of `Job.batches` in the peer's own form; made before the clock starts."""
+        """Converts a batch of `Job.batches` to the peer's own form, before timing starts."""
 
     @property
     def step(self) -> Callable[..., Any]:
-        """Takes a training step on such a batch, and returns when its work is done."""
+        """Function that takes a training step on such a batch and returns when it is complete."""
 
 
 def work(peer: Callable[[Job], Peer], packages: Sequence[str]) -> None:
-    """Measures the job that the command line names, and writes what it found.
+    """Measures the job of the command line and writes its result.
 
     Args:
-        peer: what is measured.
-        packages: whose versions belong to the numbers.
+        peer: builds the model to measure.
+        packages: packages whose versions are recorded.
     """
     job = Job(**json.loads(sys.argv[1]))
     built = peer(job)
@@ -80,7 +80,7 @@ def work(peer: Callable[[Job], Peer], packages: Sequence[str]) -> None:
 
 
 def time_steps(step: Callable[..., Any], batches: Sequence[tuple[Any, ...]], job: Job) -> list[float]:
-    """Seconds of each step on the clock, after the warm-up."""
+    """Returns the seconds of each timed step, after the warm-up."""
     taken: list[float] = []
     stop = 0.0
     for index, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""Plain PyTorch doing the whole algorithm as one would write it down: dense gradients, L2 in the loss, CowClip, Adam.
+"""Plain PyTorch implementation of the full algorithm: dense gradients, L2 in the loss, CowClip, Adam.
 
 Every row of every table has a gradient, is clipped and moves at every step. U rows of a table, D its width.
 """
@@ -12,11 +12,11 @@ from .deepfm import DeepFM
 from .timed_steps import EMBEDDING_DIM, EMBEDDING_LR, EMBEDDING_STD, L2, Job, work
 
 R, BOUND = 1.0, 1e-5
-"""Of the published clip for Criteo."""
+"""Published settings of the clip for Criteo."""
 
 
 class Model(nn.Module):
-    """DeepFM over one table per field, and one of the linear part's weights."""
+    """DeepFM with an embedding table and a linear weight table per field."""
 
     def __init__(self, table_rows: list[int], num_dense: int) -> None:
         super().__init__()
@@ -29,9 +29,9 @@ class Model(nn.Module):
         self.deepfm = DeepFM(len(table_rows), num_dense)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Logits [B] of dense features [B, N] and ids [F, B]."""
-        deep = torch.stack([table(of_field) for table, of_field in zip(self.deep, ids, strict=True)], dim=1)
-        wide = torch.cat([table(of_field) for table, of_field in zip(self.wide, ids, strict=True)], dim=1)
+        """Returns logits [B] of dense features [B, N] and ids [F, B]."""
+        deep = torch.stack([table(field_ids) for table, field_ids in zip(self.deep, ids, strict=True)], dim=1)
+        wide = torch.cat([table(field_ids) for table, field_ids in zip(self.wide, ids, strict=True)], dim=1)
         return self.deepfm(dense, deep, wide.sum(1))
 
     def tables(self) -> list[nn.Parameter]:
@@ -43,8 +43,8 @@ def clip(table: nn.Parameter, ids: Tensor) -> None:
     """Scales the rows of a table's gradient [U, D] to norms of at most R * cnt * max(||w||, R * sqrt(D) * BOUND).
 
     Args:
-        table: the weights [U, D] with their gradient.
-        ids: int64 [B], the batch's; cnt is how often they name a row, or 1 for a row that none names.
+        table: weights [U, D] with their gradient.
+        ids: int64 [B], ids of the batch; cnt is the count of a row in them, or 1 for an absent row.
 
     Source: the published code of CowClip (arXiv 2204.06240).
     """
@@ -52,7 +52,7 @@ def clip(table: nn.Parameter, ids: Tensor) -> None:
     counts = torch.bincount(ids, minlength=len(table)).clamp(min=1)
     limits = R * counts * table.norm(dim=1).clamp(min=R * table.shape[1] ** 0.5 * BOUND)
     norms = table.grad.norm(dim=1)
-    # Without a floor a row without gradient would be 0 / 0.
+    # The floor avoids 0 / 0 for a row without a gradient.
     table.grad *= (limits / norms.clamp(min=1e-30)).clamp(max=1).unsqueeze(1)
 
 
@@ -75,8 +75,8 @@ class TorchDenseAdamCowClip:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
-        for table, of_field in zip(self.model.deep.parameters(), ids, strict=True):
-            clip(table, of_field)
+        for table, field_ids in zip(self.model.deep.parameters(), ids, strict=True):
+            clip(table, field_ids)
         for optimizer in self.optimizers:
             optimizer.step()
 

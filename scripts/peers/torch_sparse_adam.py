@@ -1,6 +1,6 @@
-"""Plain PyTorch: an EmbeddingBag with sparse gradients per field under SparseAdam, the dense part under Adam.
+"""Plain PyTorch: one EmbeddingBag per field with sparse gradients and SparseAdam, the dense part with Adam.
 
-No L2, no clip; rows without an id in the batch stay as they are.
+No L2 and no clip; absent rows do not move.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from .timed_steps import EMBEDDING_DIM, EMBEDDING_LR, EMBEDDING_STD, Job, work
 
 
 class Model(nn.Module):
-    """DeepFM over one table per field, and one of the linear part's weights."""
+    """DeepFM with an embedding table and a linear weight table per field."""
 
     def __init__(self, table_rows: list[int], num_dense: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.deepfm = DeepFM(len(table_rows), num_dense)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Logits [B] of dense features [B, N] and ids [F, B, 1], bags of one id."""
+        """Returns logits [B] of dense features [B, N] and ids [F, B, 1], bags of one id."""
         deep = torch.stack([table(bags) for table, bags in zip(self.deep, ids, strict=True)], dim=1)
         wide = torch.cat([table(bags) for table, bags in zip(self.wide, ids, strict=True)], dim=1)
         return self.deepfm(dense, deep, wide.sum(1))

@@ -1,7 +1,7 @@
-"""TorchRec as it comes: a sharded EmbeddingBagCollection under FBGEMM's fused row-wise Adagrad, the rest under Adam.
+"""Unmodified TorchRec: a sharded EmbeddingBagCollection with FBGEMM's fused row-wise Adagrad, the rest with Adam.
 
-No L2, no clip; rows without an id in the batch stay as they are. FBGEMM wants widths that are multiples of four, so a
-table holds the embedding and the linear part's weight.
+No L2 and no clip; absent rows do not move. FBGEMM requires widths that are multiples of four, so a table row contains
+the embedding and the linear part's weight.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ WIDTH = 12
 
 
 class Model(nn.Module):
-    """DeepFM over one table per field."""
+    """DeepFM with one table per field."""
 
     def __init__(self, table_rows: list[int], num_dense: int) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ class Model(nn.Module):
         self.deepfm = DeepFM(len(table_rows), num_dense)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
-        found = self.tables(sparse).to_dict()
-        rows = torch.stack([found[field] for field in self.fields], dim=1)
+        """Returns logits [B] of dense features [B, N] and the fields' ids."""
+        embedded = self.tables(sparse).to_dict()
+        rows = torch.stack([embedded[field] for field in self.fields], dim=1)
         return self.deepfm(dense, rows[:, :, :EMBEDDING_DIM], rows[:, :, EMBEDDING_DIM].sum(1))
 
 
@@ -56,8 +56,8 @@ class TorchRecFusedAdagrad:
         self.fields = model.fields
         apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.01})
         self.model = DistributedModelParallel(model, device=torch.device("cpu"))
-        rest = [weights for _, weights in in_backward_optimizer_filter(self.model.named_parameters())]
-        self.optimizer = torch.optim.Adam(rest)
+        dense = [weights for _, weights in in_backward_optimizer_filter(self.model.named_parameters())]
+        self.optimizer = torch.optim.Adam(dense)
 
     def batch(self, dense: np.ndarray, ids: np.ndarray, label: np.ndarray) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
         values = torch.from_numpy(ids.reshape(-1))

@@ -1,4 +1,4 @@
-"""`scripts/bench_ids.py`: its lines, and that all it measures do the same work."""
+"""`scripts/bench_ids.py`: its lines, and equal work of all implementations."""
 
 import importlib
 import json
@@ -38,23 +38,23 @@ def test_lines_of_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert "searchsorted" in capsys.readouterr().out
 
 
-def test_an_unknown_name_is_a_message(tmp_path, monkeypatch):
+def test_an_unknown_name_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_ids.py", "--output", str(tmp_path / "x"), "--only", "dicts"])
     with pytest.raises(SystemExit, match="did you mean 'dict'"):
         script(monkeypatch).main()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cowrec-full"])
-def test_all_give_each_id_a_row_of_its_own(monkeypatch, name):
-    """Filled ids have different rows, keep them beside new ones, and the new ones have others."""
+def test_all_give_each_id_its_own_row(monkeypatch, name):
+    """Filled ids have distinct rows, keep them when new ids arrive, and new ids get others."""
     subject = script(monkeypatch).SUBJECTS[name](1000)
     ids = np.random.default_rng(0).integers(2, 2**62, 1000)
     subject.fill(ids)
-    rows = np.array(subject.look_up(ids))
+    rows = np.array(subject.lookup(ids))
     assert len(set(rows.tolist())) == 1000
     mixed = np.concatenate([ids[:50], np.arange(2**62, 2**62 + 50)])
     for _ in range(subject.batches):
-        taken = np.array(subject.take(mixed))
-    assert (taken[:50] == rows[:50]).all()
-    assert len(set(taken.tolist())) == 100
-    assert (np.array(subject.look_up(mixed)) == taken).all()
+        assigned = np.array(subject.assign(mixed))
+    assert (assigned[:50] == rows[:50]).all()
+    assert len(set(assigned.tolist())) == 100
+    assert (np.array(subject.lookup(mixed)) == assigned).all()

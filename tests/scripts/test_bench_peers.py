@@ -1,4 +1,4 @@
-"""`scripts/bench_peers.py`: its lines and its table, peers that fail, and that plain PyTorch's CowClip is CowClip."""
+"""`scripts/bench_peers.py`: its lines and table, failing peers, and CowClip in plain PyTorch against a loop."""
 
 import importlib
 import json
@@ -17,13 +17,13 @@ PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
-    """A module of scripts, which is no part of what is installed."""
+    """Imports a module of scripts, which is not installed."""
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module(f"scripts.{name}")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple[int, list[dict]]:
-    """Exit code of the script, and the lines of its output."""
+    """Runs the script; returns its exit code and output lines."""
     output = folder / "peers.jsonl"
     fixed = ["--output", str(output), "--venvs", str(folder / "venvs")]
     monkeypatch.setattr(sys, "argv", ["bench_peers.py", *fixed, *arguments])
@@ -40,7 +40,7 @@ def test_lines_and_table_of_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert [line["implementation"] for line in lines] == NEED_NO_VENV
     for line in lines:
         assert (line["batch_size"], line["model"], line["max_rows"], line["error"]) == (32, "deepfm", 1000, None)
-        # Where there are no seconds for more, five steps of each of the two processes are timed.
+        # Without time for more, five steps of each of the two processes are timed.
         assert line["steps"] == 10
         assert line["samples_per_second"] == pytest.approx(32_000 / line["step_ms"])
         low, high = line["samples_per_second_quartiles"]
@@ -57,7 +57,7 @@ def test_lines_and_table_of_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "venvs").exists()
 
 
-def test_a_peer_that_cannot_be_installed_is_a_line_with_its_reason(tmp_path, monkeypatch, capsys):
+def test_a_peer_that_cannot_be_installed_has_a_line_with_the_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "venvs").touch()
     code, lines = run(monkeypatch, tmp_path, "--only", "fuxictr", "--batch-sizes", "32", "--epoch-share", "1e-6")
     assert code == 1
@@ -68,7 +68,7 @@ def test_a_peer_that_cannot_be_installed_is_a_line_with_its_reason(tmp_path, mon
     assert re.search(r"^fuxictr +failed$", captured.out, re.MULTILINE)
 
 
-def test_a_peer_that_cannot_run_leaves_the_others_their_turns(tmp_path, monkeypatch):
+def test_a_peer_that_cannot_run_does_not_affect_others(tmp_path, monkeypatch):
     bench_peers = module(monkeypatch, "bench_peers")
     monkeypatch.setitem(bench_peers.PEERS, "deepctr", bench_peers.Peer("no_such_worker"))
     what = ["--only", "deepctr,torch-sparse-adam", "--rows", "1K", "--batch-sizes", "32", "--epoch-share", "1e-6"]
@@ -88,20 +88,20 @@ def test_a_peer_that_cannot_run_leaves_the_others_their_turns(tmp_path, monkeypa
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
     ],
 )
-def test_a_mistake_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, arguments, message):
+def test_invalid_arguments_are_refused_before_measuring(tmp_path, monkeypatch, capsys, arguments, message):
     assert run(monkeypatch, tmp_path, *arguments) == (2, [])
     assert message in capsys.readouterr().err
 
 
-def test_the_clip_of_plain_pytorch_is_cowclip(monkeypatch):
-    """Against a loop in float64; float32 rounds norms and their quotient to a few units in 1e7."""
+def test_the_clip_of_plain_pytorch_equals_cowclip(monkeypatch):
+    """Compares with a loop in float64; float32 rounds norms and their ratio to a few units in 1e7."""
     peer = module(monkeypatch, "peers.torch_dense_adam_cowclip")
     random = np.random.default_rng(0)
     weights, gradients = random.normal(size=(7, 10)), random.normal(size=(7, 10))
-    weights[1] = 0.0  # the floor is its limit
-    gradients[2] = 0.0  # and stays so
+    weights[1] = 0.0  # limited by the floor
+    gradients[2] = 0.0  # stays zero
     gradients[3] *= 1e-3  # not clipped
-    ids = np.array([0, 0, 0, 1, 2, 3])  # the others are absent and count once
+    ids = np.array([0, 0, 0, 1, 2, 3])  # the other rows are absent and count once
     table = torch.nn.Parameter(torch.tensor(weights, dtype=torch.float32))
     table.grad = torch.tensor(gradients, dtype=torch.float32)
     peer.clip(table, torch.from_numpy(ids))

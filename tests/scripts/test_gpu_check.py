@@ -1,4 +1,4 @@
-"""The one command for machines with a GPU: says so without one, goes on after a part that fails, and does its sums."""
+"""`scripts/gpu_check.py`: its message without a GPU, failing parts, and its calculations."""
 
 import fcntl
 import importlib.util
@@ -16,7 +16,7 @@ SPEC = importlib.util.spec_from_file_location("gpu_check", SCRIPTS / "gpu_check.
 assert SPEC
 assert SPEC.loader
 gpu_check: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["gpu_check"] = gpu_check  # where its dataclass looks its annotations up
+sys.modules["gpu_check"] = gpu_check  # its dataclass resolves annotations here
 SPEC.loader.exec_module(gpu_check)
 
 
@@ -33,8 +33,8 @@ def line(batch_size: int, step_ms: float, clip: str, mode: str = "replay") -> di
     }
 
 
-def test_says_so_without_a_gpu(tmp_path: Path) -> None:
-    """Even where there is one, which is hidden here."""
+def test_a_machine_without_a_gpu_is_an_error(tmp_path: Path) -> None:
+    """Hides the GPU if there is one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     script = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--results", str(tmp_path / "results")]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=120)
@@ -43,7 +43,7 @@ def test_says_so_without_a_gpu(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-def test_the_shell_script_is_one() -> None:
+def test_the_shell_script_is_executable_and_parses() -> None:
     script = SCRIPTS / "gpu_check.sh"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
@@ -55,8 +55,8 @@ def test_parts_take_less_than_eight_minutes() -> None:
     assert sum(part.timeout for part in parts) < 8 * 60
 
 
-def test_the_benchmark_is_one_that_cowrec_takes() -> None:
-    """All the way to the device, which is not there when it is hidden."""
+def test_the_benchmark_is_a_valid_command() -> None:
+    """Fails only at the device, which is hidden."""
     benchmark = next(part for part in gpu_check.parts_to_run(Path("t"), Path("b")) if part.name == "bench")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [*benchmark.command, "--epoch-share", "1e-9"]
@@ -65,7 +65,7 @@ def test_the_benchmark_is_one_that_cowrec_takes() -> None:
     assert "torch sees no GPU" in done.stderr
 
 
-def test_a_part_fails_alone() -> None:
+def test_a_failing_part_does_not_affect_others() -> None:
     failed = gpu_check.run_part(gpu_check.Part("bad", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], 60))
     assert (failed["passed"], failed["exit_code"], failed["timed_out"]) == (False, 3, False)
     assert failed["output_end"] == "why\n"
@@ -73,8 +73,8 @@ def test_a_part_fails_alone() -> None:
     assert (passed["passed"], passed["exit_code"]) == (True, 0)
 
 
-def test_a_part_ends_with_all_its_processes(tmp_path: Path) -> None:
-    """The part's child holds a lock as long as it lives, and would at last write that it came to its end."""
+def test_a_timeout_kills_all_processes_of_a_part(tmp_path: Path) -> None:
+    """The part's child holds a lock while it runs, and would write to the file at its end."""
     file = tmp_path / "lock"
     child = (
         f"import fcntl, time; file = open({str(file)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
@@ -100,15 +100,15 @@ def test_counts_of_pytest(tmp_path: Path) -> None:
     assert gpu_check.test_counts(tmp_path / "none.xml") is None
 
 
-def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "bench.jsonl"
     assert gpu_check.bench_lines(file) == []
     file.write_text(json.dumps({"mode": "lazy"}) + '\n{"mode": "rep')
     assert gpu_check.bench_lines(file) == [{"mode": "lazy"}]
 
 
-def test_speeds_and_aims() -> None:
-    """By hand: 131,072 samples in 9.5 ms make 412,565,550 in 29.9 s; 1,024 in 2.5 ms make them in 16.79 minutes."""
+def test_speeds_and_targets() -> None:
+    """By hand: 412,565,550 samples take 29.9 s at 9.5 ms per 131,072 and 16.79 minutes at 2.5 ms per 1,024."""
     lines = [
         line(131072, 9.5, "on"),
         line(131072, 9.0, "off"),
@@ -120,12 +120,12 @@ def test_speeds_and_aims() -> None:
     minutes = [each["minutes_of_10_epochs"] for each in found]
     assert minutes == pytest.approx([0.49838, 0.47215, 0.41969, 16.7874], rel=1e-4)
     assert [each["step_over_unclipped"] for each in found] == [pytest.approx(9.5 / 9), 1.0, None, None]
-    assert [(each["batch_size"], each["met"]) for each in gpu_check.aims(lines)] == [
+    assert [(each["batch_size"], each["met"]) for each in gpu_check.targets(lines)] == [
         (131072, True),
         (1024, False),
         (131072, False),
     ]
-    assert not any(each["met"] or each["measured"] for each in gpu_check.aims([]))
+    assert not any(each["met"] or each["measured"] for each in gpu_check.targets([]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Open-loop load: latency counts from the moment a request was due, and whatever is not answered is counted."""
+"""Open-loop load: latency starts at the scheduled time of a request, and unanswered requests are counted."""
 
 import asyncio
 import importlib
@@ -15,15 +15,15 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 @pytest.fixture
 def open_loop(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of scripts, which is no part of what is installed."""
+    """Module of scripts, which is not installed."""
     monkeypatch.setattr(sys, "path", [str(Path(__file__).resolve().parents[2]), *sys.path])
     return importlib.import_module("scripts.open_loop")
 
 
 def outcome(open_loop: Any, answers: Callable[[int], bytes | None], *, rate: float, connections: int = 30) -> Any:
-    """Of 20 requests to a server that reads the n-th, from 1, and sends what `answers` gives: None: it hangs up.
+    """Sends 20 requests to a server that answers the n-th, from 1, with `answers(n)`; None closes the connection.
 
-    Empty bytes are sent for later: all that was held back goes with the next answer.
+    Empty bytes delay the answer: all delayed answers are sent with the next one.
     """
     seen = 0
     held: list[tuple[asyncio.StreamWriter, bytes]] = []
@@ -52,21 +52,21 @@ def outcome(open_loop: Any, answers: Callable[[int], bytes | None], *, rate: flo
     return asyncio.run(run())
 
 
-def test_requests_that_a_stalled_server_holds_up_are_late_from_when_they_were_due(open_loop: Any) -> None:
-    """All 20 are answered when the last one is there: the n-th has waited for 20 - n intervals of 10 ms, or longer."""
+def test_latency_of_a_stalled_server_starts_at_the_scheduled_time(open_loop: Any) -> None:
+    """All 20 are answered after the last one arrives, so the n-th waits at least 20 - n intervals of 10 ms."""
     for connections in (30, 20):
         found = outcome(open_loop, lambda seen: ANSWER if seen == 20 else b"", rate=100, connections=connections)
-        assert (len(found.latencies), found.asked, found.statuses) == (20, 20, {})
+        assert (len(found.latencies), found.scheduled, found.statuses) == (20, 20, {})
         assert (np.sort(found.latencies)[::-1] >= 0.01 * np.arange(19, -1, -1)).all()
 
 
-def test_a_request_that_finds_no_connection_waits_on_its_own_clock(open_loop: Any) -> None:
-    """One connection, answered at once: the same answers, one after the other."""
+def test_waiting_for_a_connection_counts_as_latency(open_loop: Any) -> None:
+    """Answers at once on a single connection, one after the other."""
     found = outcome(open_loop, lambda seen: ANSWER, rate=1000, connections=1)
     assert len(found.latencies) == 20
 
 
-def test_refusals_and_lost_connections_are_no_latencies(open_loop: Any) -> None:
+def test_refusals_and_lost_connections_have_no_latency(open_loop: Any) -> None:
     busy = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
     found = outcome(open_loop, lambda seen: {3: busy, 5: None}.get(seen, ANSWER), rate=200)
     assert (len(found.latencies), found.statuses) == (18, {503: 1, -1: 1})

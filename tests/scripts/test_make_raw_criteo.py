@@ -1,4 +1,4 @@
-"""Raw files made in Criteo's layout: what `prepare` finds in them is what they were made of."""
+"""Raw files generated in Criteo's layout: `prepare` finds the ids and numbers they were made of."""
 
 import fcntl
 import gzip
@@ -24,7 +24,7 @@ ROWS = 70_000  # more than a chunk of the writer
 
 
 def make(*arguments: object) -> None:
-    """Runs the script, in this process."""
+    """Runs the script in this process."""
     spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +42,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_rows_are_as_in_kaggles_file(raw: Path) -> None:
+def test_rows_resemble_kaggles_file(raw: Path) -> None:
     rows = [line.split("\t") for line in raw.read_text().splitlines()]
     assert len(rows) == ROWS
     assert {len(row) for row in rows} == {40}
@@ -60,15 +60,15 @@ def test_rows_are_as_in_kaggles_file(raw: Path) -> None:
     assert abs(raw.stat().st_size / ROWS - 243) < 1, "11.1 GB for 45.8 million rows"
 
 
-def test_ids_are_those_of_the_frequencies(raw: Path, tmp_path: Path) -> None:
-    """Distinct ids are distinct texts: as many in each field as the stream has, the missing one aside."""
+def test_ids_have_the_fitted_frequencies(raw: Path, tmp_path: Path) -> None:
+    """Distinct ids have distinct texts: as many in each field as the stream has, except the missing one."""
     schema = prepare("criteo", [raw], tmp_path / "out", PrepareConfig(test_fraction=0.0))
     for field, values in zip(schema.sparse, CriteoIds(3).values(0, ROWS), strict=True):
-        # Two rows are reserved; where ids are missing, the stream counts them as one.
+        # Two rows are reserved; the stream counts missing ids as one id.
         assert field.num_embeddings - 2 - len(np.unique(values)) in (0, -1)
 
 
-def test_a_row_does_not_depend_on_the_length_but_on_the_seed(raw: Path, tmp_path: Path) -> None:
+def test_a_row_depends_on_the_seed_but_not_on_the_length(raw: Path, tmp_path: Path) -> None:
     lines = raw.read_bytes().splitlines(keepends=True)
     unpack = {"gz": gzip.decompress, "zst": lambda data: pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()}
     for suffix, unpacked in unpack.items():
@@ -78,14 +78,14 @@ def test_a_row_does_not_depend_on_the_length_but_on_the_seed(raw: Path, tmp_path
     assert (tmp_path / "b").read_bytes() != b"".join(lines[:500])
 
 
-def test_ids_can_be_fewer(tmp_path: Path) -> None:
+def test_ids_can_be_limited(tmp_path: Path) -> None:
     make("--rows", 3000, "--max-ids", 50, "--output", tmp_path / "raw")
     schema = prepare("criteo", [tmp_path / "raw"], tmp_path / "out")
     assert max(field.num_embeddings for field in schema.sparse) == 52, "two rows of a table are reserved"
 
 
-def test_a_terminal_shows_bytes_and_time_left(raw: Path, tmp_path: Path) -> None:
-    """Bytes of all three times that the file is read; and what became of a dead process' leftover."""
+def test_a_terminal_shows_bytes_and_remaining_time(raw: Path, tmp_path: Path) -> None:
+    """Shows the bytes of all three reads of the file, and the removal of a dead process' folder."""
     (tmp_path / "out.partial-1").mkdir()
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
@@ -99,6 +99,6 @@ def test_a_terminal_shows_bytes_and_time_left(raw: Path, tmp_path: Path) -> None
     except OSError:  # the terminal's other side is closed
         pass
     assert process.wait() == 0
-    said, total = shown.decode(), f"{3 * raw.stat().st_size / 1e6:.1f}M"
-    assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", said), said
-    assert f"process 1 ended before {tmp_path}/out was complete; removing {tmp_path}/out.partial-1" in said
+    output, total = shown.decode(), f"{3 * raw.stat().st_size / 1e6:.1f}M"
+    assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", output), output
+    assert f"process 1 ended before {tmp_path}/out was complete; removing {tmp_path}/out.partial-1" in output

@@ -1,4 +1,4 @@
-"""`scripts/measure_id_lifetimes.py`: its settings forget what they say, and its lines and plot on a tiny year."""
+"""`scripts/measure_id_lifetimes.py`: each setting removes ids as it should; lines and plot of a tiny year."""
 
 import importlib
 import json
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-FORGOTTEN = ("below_threshold", "expired", "evicted", "refused")
-TINY = ["--rows", "6000", "--births", "0.02", "--seeds", "1"]
+REMOVED = ("below_threshold", "expired", "evicted", "refused")
+TINY = ["--rows", "6000", "--new-ids", "0.02", "--seeds", "1"]
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_lines_of_a_tiny_year(script, tmp_path, monkeypatch, capsys):
-    """Beside the run that forgets nothing: fewer rows by each way of forgetting; bytes are those of rows at most."""
+    """Each setting has fewer rows than the run that keeps all ids; bytes are those of the maximum rows."""
     runs = [("", script.ALL), ("admission", "count 4"), ("expiry", "20d"), ("capacity", "refuse 10%")]
     monkeypatch.setattr(script, "RUNS", runs)
     output = tmp_path / "lives.jsonl"
@@ -43,11 +43,11 @@ def test_lines_of_a_tiny_year(script, tmp_path, monkeypatch, capsys):
         assert 0 < line["auc"] < 1 > line["best_possible"]["auc"] > 0.5
         assert line["versions"]["torch"] == torch.__version__
         assert {"device", "threads", "git_commit", "config", "drift", "counters"} <= line.keys()
-    told = {
-        line["setting"]: {key for key in FORGOTTEN if any(counts[key] for counts in line["counters"].values())}
+    removed = {
+        line["setting"]: {key for key in REMOVED if any(counts[key] for counts in line["counters"].values())}
         for line in lines
     }
-    assert told == {
+    assert removed == {
         script.ALL: set(),
         "count 4": {"below_threshold"},
         "20d": {"expired"},
@@ -56,7 +56,7 @@ def test_lines_of_a_tiny_year(script, tmp_path, monkeypatch, capsys):
     before = output.read_text()
     assert "plot: " in capsys.readouterr().out
     script.main()
-    assert output.read_text() == before, "a run that is there was measured again"
+    assert output.read_text() == before, "an existing run was measured again"
     assert output.with_suffix(".png").stat().st_size > 10_000
 
 

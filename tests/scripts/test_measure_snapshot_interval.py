@@ -1,4 +1,4 @@
-"""`scripts/measure_snapshot_interval.py`: what dies goes back to its snapshot, what lives does not; its lines."""
+"""`scripts/measure_snapshot_interval.py`: a failed shard is restored from its snapshot, others are not; its lines."""
 
 import dataclasses
 import importlib
@@ -40,27 +40,29 @@ def test_lines_of_a_tiny_year(script, tmp_path, monkeypatch, capsys):
     assert "AUC lost" in capsys.readouterr().out
     before = output.read_text()
     script.main()
-    assert output.read_text() == before, "a run that is there was measured again"
+    assert output.read_text() == before, "an existing run was measured again"
     assert output.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_events_are_in_order_and_a_snapshot_is_the_latest_before_its_death(script):
+def test_events_are_in_order_and_failures_follow_their_latest_snapshot(script):
     drift, interval = script.YEAR, 5 * 86400
     events = script.events_of(drift, interval)
     assert events == sorted(events)
-    deaths = [event for event in events if event.dies]
-    assert [(event.time, event.shard) for event in deaths] == [
-        (event.time, event.shard) for event in script.events_of(drift, 3600) if event.dies
+    failures = [event for event in events if event.fails]
+    assert [(event.time, event.shard) for event in failures] == [
+        (event.time, event.shard) for event in script.events_of(drift, 3600) if event.fails
     ]
-    assert 364 - 6 * 364**0.5 < len(deaths) < 364 + 6 * 364**0.5  # six deviations of Poisson's law
-    for death in deaths:
-        before = [each for each in events if not each.dies and each.shard == death.shard and each.time <= death.time]
-        assert 0 <= death.time - before[-1].time < interval
+    assert 364 - 6 * 364**0.5 < len(failures) < 364 + 6 * 364**0.5  # six Poisson deviations
+    for failure in failures:
+        before = [
+            each for each in events if not each.fails and each.shard == failure.shard and each.time <= failure.time
+        ]
+        assert 0 <= failure.time - before[-1].time < interval
         assert (before[-1].time - drift.start) % interval == 0
 
 
-def test_a_shard_goes_back_and_the_others_do_not(script, tmp_path):
-    """The oracle copies the whole tables and moments by name, as a checkpoint has them."""
+def test_only_the_failed_shard_is_restored(script, tmp_path):
+    """Compares with copies of all tables and moments by name, as in a checkpoint."""
     synthesize_drifting(tmp_path, dataclasses.replace(script.YEAR, rows=640, days=10.0), test_rows=1)
     config = load_config(script.CONFIG, ["train.batch_size=64", "id_table.capacity=20000"])
     with process_group("cpu") as process:
@@ -71,21 +73,21 @@ def test_a_shard_goes_back_and_the_others_do_not(script, tmp_path):
         for step, batch in enumerate(reader.epoch(0)):
             if step in (4, 8):
                 copies.append(state(trained))
-                script.happen(script.Event(0, step == 8, 3), trained.adam, snapshots)
+                script.apply_event(script.Event(0, step == 8, 3), trained.adam, snapshots)
                 if step == 8:
                     break
             script.train_on(trained, batch, step)
         then, now = copies
         for name, rows in state(trained).items():
-            dead = torch.arange(len(rows)) % script.SHARDS == 3
-            expected = torch.where(dead[:, None], then[name], now[name])
+            failed = torch.arange(len(rows)) % script.SHARDS == 3
+            expected = torch.where(failed[:, None], then[name], now[name])
             torch.testing.assert_close(rows, expected, rtol=0, atol=0)
-            assert not torch.equal(then[name][dead], now[name][dead])
+            assert not torch.equal(then[name][failed], now[name][failed])
 
 
 def state(trained: TrainState) -> dict[str, torch.Tensor]:
-    """A copy of the tables' weights and moments."""
+    """Copies the tables' weights and moments."""
     assert trained.adam is not None
     moments = {name: value for name, value in trained.adam.state_dict().items() if "." in name}
-    whole = tables_of(trained.model) | moments
-    return {name: value.local_shards()[0].tensor.clone() for name, value in whole.items()}
+    values = tables_of(trained.model) | moments
+    return {name: value.local_shards()[0].tensor.clone() for name, value in values.items()}

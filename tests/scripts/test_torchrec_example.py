@@ -1,4 +1,4 @@
-"""The example of CowClip in a TorchRec job runs as it stands, in one process and in two, and learns."""
+"""Example of CowClip in a TorchRec job: runs in one process and in two, and learns."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "torchrec_dlrm_example.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# Processes of one machine meet on its loopback, whatever its name resolves to; two cores are enough for two of them.
+# Use the loopback interface regardless of the host name; one thread per process suffices.
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
@@ -18,14 +18,14 @@ ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ("launcher", "options", "processes"), [([], [], 1), ([], ["--replay"], 1), (TORCHRUN, ["--replay"], 2)]
 )
 def test_learns_and_reports_the_clip(launcher: list[str], options: list[str], processes: int) -> None:
-    """Both optimizers; 512 samples a step in all, each with 1 to 3 ids of every field."""
+    """Runs both optimizers; 512 samples per step in total, each with 1 to 3 ids per field."""
     steps = ["--steps", "100", "--batch-size", str(512 // processes)]
     command = [sys.executable, *launcher, SCRIPT, *steps, *options]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
             output, errors = run.communicate(timeout=180)
         except subprocess.TimeoutExpired:
-            run.terminate()  # torchrun then ends its ranks; killed, it would leave them
+            run.terminate()  # torchrun then ends its ranks; if killed it would not
             raise
     assert run.returncode == 0, errors
     losses = {

@@ -54,6 +54,51 @@ def write_file(folder, name, samples):
     os.replace(partial, folder / name)
 
 
+def write_all(folder, samples, sizes):
+    """Writes files of the given sizes, then the end marker."""
+    folder.mkdir(exist_ok=True)
+    start = 0
+    for index, size in enumerate(sizes):
+        write_file(folder, f"{index:04d}.{'parquet' if index % 2 else 'arrow'}", samples[start : start + size])
+        start += size
+    (folder / "_END").touch()
+
+
+class RandomSource:
+    """Source over lists whose polls return a random number of samples, or none.
+
+    The same samples therefore arrive in other chunks each time they are polled.
+    """
+
+    def __init__(self, partitions, chance):
+        self.partitions, self._chance = partitions, chance
+        self.ended, self.counters = False, {}
+        self.seek({})
+
+    def seek(self, positions):
+        self._positions = {name: positions.get(name, 0) for name in self.partitions}
+        self.ended = False
+
+    def poll(self, max_samples, timeout):
+        remaining = [name for name, samples in self.partitions.items() if self._positions[name] < len(samples)]
+        self.ended = not remaining
+        if self.ended or self._chance.random() < 0.3:
+            return None
+        name = self._chance.choice(remaining)
+        start = self._positions[name]
+        end = min(len(self.partitions[name]), start + self._chance.randint(1, 7))
+        self._positions[name] = end
+        return self.read(name, start, end)
+
+    def read(self, partition, start, end):
+        from cowrec.data_pipeline.streams.source import Chunk
+
+        return Chunk(partition, start, end, self.partitions[partition][start:end])
+
+    def close(self):
+        pass
+
+
 def numbers(batch):
     """Returns the numbers of a batch's samples, in order."""
     return [int(number) for number in batch.block.dense[:, 0].tolist()]
