@@ -45,12 +45,9 @@ PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
 
 @dataclass(frozen=True)
 class Peer:
-    """Library to compare with.
+    """Library to compare with: its module in scripts/peers, the PARTS it implements, and its packages.
 
-    Attributes:
-        worker: module of scripts/peers that measures it.
-        does: implemented PARTS.
-        requirements: packages of its own virtual environment; none: it runs in cowrec's.
+    Without `requirements` it runs in cowrec's environment, otherwise in its own.
     """
 
     worker: str
@@ -85,19 +82,15 @@ class Turns:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, required=True, help="JSON lines to write; the plot is written to the same folder"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; a plot is added")
     parser.add_argument("--only", default=",".join(DOES), help="implementations to measure [%(default)s]")
     parser.add_argument("--batch-sizes", default="1K,8K,64K", help="K is 1024 [%(default)s]")
     parser.add_argument("--rows", default="100K", help="maximum rows per table, K is 1000, or full [%(default)s]")
-    parser.add_argument(
-        "--epoch-share", type=float, default=0.9, help="share of an epoch's ids before timing starts [%(default)s]"
-    )
+    parser.add_argument("--epoch-share", type=float, default=0.9, help="share of an epoch before timing [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each implementation [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of a turn, at least 5 steps [%(default)s]")
     parser.add_argument(
-        "--venvs", type=Path, default=ROOT / "build" / "peers", help="folder of virtual environments [%(default)s]"
+        "--venvs", type=Path, default=ROOT / "build" / "peers", help="virtual environments [%(default)s]"
     )
     arguments = parser.parse_args()
     try:
@@ -187,9 +180,8 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     axis.set_ylim(bottom=0)
     axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
     axis.set(xlabel="batch size", ylabel="training samples per second, median and quartiles")
-    axis.set_title(
-        f"DeepFM, {lines[0]['device']}, {lines[0]['threads']} threads\nSolid: full algorithm. Dashed: partial"
-    )
+    machine = f"{lines[0]['device']}, {lines[0]['threads']} threads"
+    axis.set_title(f"DeepFM, {machine}\nSolid: full algorithm. Dashed: partial")
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
@@ -257,8 +249,7 @@ def _measure_peer(peer: Peer, case: Case, folder: Path, python: str) -> dict[str
         "result": str(folder / "result.json"),
     }
     _run([python, "-m", f"scripts.peers.{peer.worker}", json.dumps(job)])
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return found
+    return dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
 
 def _run(command: list[str]) -> None:

@@ -128,7 +128,7 @@ class SampleStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the source ended and all its samples were returned."""
+        """True once the source ended and all its samples were returned."""
         return self.position.ended and not len(self.position.waiting)
 
     @property

@@ -9,6 +9,7 @@ F fields, S samples, C classes of equally frequent ids.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -50,14 +51,14 @@ class CriteoIds:
         """Returns the rows that samples [first, first + samples) look up: int32 [F, S]."""
         rows = np.empty((len(self._keys), samples), np.int32)
         for field, into in enumerate(rows):
-            _draw(*self._field(field), first, into)
+            _draw(self._field(field), first, into)
         return rows
 
     def values(self, first: int, samples: int) -> np.ndarray:
         """Returns the ids of samples [first, first + samples) before folding into tables: int32 [F, S]."""
         values = np.empty((len(self._keys), samples), np.int32)
         for field, into in enumerate(values):
-            _draw(self._keys[field], _UNFOLDED, *self._classes[field], first, into)
+            _draw(self._field(field)._replace(table_rows=_UNFOLDED), first, into)
         return values
 
     def last_samples(self, samples: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
@@ -76,7 +77,7 @@ class CriteoIds:
         def run_field(field: int) -> None:
             for first in range(0, samples, _CHUNK):
                 count = min(_CHUNK, samples - first)
-                _mark(*self._field(field), first, count, tables[field])
+                _mark(self._field(field), first, count, tables[field])
                 if progress is not None:
                     progress(count)
 
@@ -85,8 +86,19 @@ class CriteoIds:
             list(pool.map(run_field, np.argsort(-self.table_rows).tolist()))
         return last
 
-    def _field(self, field: int) -> tuple[np.uint64, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        return self._keys[field], int(self.table_rows[field]), *self._classes[field]
+    def _field(self, field: int) -> "_Field":
+        return _Field(self._keys[field], int(self.table_rows[field]), *self._classes[field])
+
+
+class _Field(NamedTuple):
+    """Key, table size and alias table of a field; see `_alias_table`."""
+
+    key: np.uint64
+    table_rows: int
+    keep: np.ndarray
+    other: np.ndarray
+    firsts: np.ndarray
+    sizes: np.ndarray
 
 
 def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -114,45 +126,26 @@ def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 @numba.njit(inline="always")
-def _row(key, table_rows, keep, other, firsts, sizes, sample):  # type: ignore[no-untyped-def]
+def _row(field: _Field, sample: int) -> int:
     """Draws a row: 6 hash bits choose a column of the alias table, 26 its class or alias, 32 the id in the class."""
-    bits = mix(key + np.uint64(sample) * GOLDEN)
+    bits = mix(field.key + np.uint64(sample) * GOLDEN)
     column = np.int64(bits >> np.uint64(64 - _CLASS_BITS))
-    if (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= keep[column]:
-        column = other[column]
-    within = ((bits & np.uint64(0xFFFFFFFF)) * np.uint64(sizes[column])) >> np.uint64(32)
-    row = firsts[column] + np.int64(within)
-    return row if row < table_rows else row % table_rows
+    if (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= field.keep[column]:
+        column = field.other[column]
+    within = ((bits & np.uint64(0xFFFFFFFF)) * np.uint64(field.sizes[column])) >> np.uint64(32)
+    row = field.firsts[column] + np.int64(within)
+    return row if row < field.table_rows else row % field.table_rows
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw(
-    key: np.uint64,
-    table_rows: int,
-    keep: np.ndarray,
-    other: np.ndarray,
-    firsts: np.ndarray,
-    sizes: np.ndarray,
-    first: int,
-    rows: np.ndarray,
-) -> None:
+def _draw(field: _Field, first: int, rows: np.ndarray) -> None:
     """Fills rows, int32 [S], of samples from `first`."""
     for i in range(len(rows)):
-        rows[i] = _row(key, table_rows, keep, other, firsts, sizes, first + i)
+        rows[i] = _row(field, first + i)
 
 
 @numba.njit(nogil=True, cache=True)
-def _mark(
-    key: np.uint64,
-    table_rows: int,
-    keep: np.ndarray,
-    other: np.ndarray,
-    firsts: np.ndarray,
-    sizes: np.ndarray,
-    first: int,
-    count: int,
-    last: np.ndarray,
-) -> None:
+def _mark(field: _Field, first: int, count: int, last: np.ndarray) -> None:
     """Records each sample of [first, first + count) as the last one of its row in `last`, int32."""
     for sample in range(first, first + count):
-        last[_row(key, table_rows, keep, other, firsts, sizes, sample)] = sample + 1
+        last[_row(field, sample)] = sample + 1

@@ -15,13 +15,25 @@ depend on the chunk in which it is generated. F sparse fields, N dense fields, R
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 
-from .planted import PILOT_ROWS, gaussian, intercept_for, keys, power_law_rank, probability
+from .planted import (
+    PILOT_ROWS,
+    DrawArrays,
+    Scales,
+    empty_arrays,
+    fill_dense,
+    gaussian,
+    intercept_for,
+    keys,
+    power_law_rank,
+    probability,
+)
 
 DAY = 86400
 LIFETIMES = 5.0
@@ -134,7 +146,7 @@ class DriftingModel:
         """Fits the intercept to a mean click probability of `ctr` over the first `days`, on a pilot draw."""
         model = DriftingModel(config)
         moments = np.linspace(0.0, config.days, PILOT_ROWS, endpoint=False)
-        return replace(model, intercept=intercept_for(model._drawn(PILOT, 0, moments)[2], config.ctr))
+        return replace(model, intercept=intercept_for(model._drawn(PILOT, 0, moments).logits, config.ctr))
 
     def draw(self, first_row: int, rows: int) -> DriftDraw:
         """Draws rows [first_row, first_row + rows) of the endless stream."""
@@ -142,27 +154,33 @@ class DriftingModel:
         numbers = np.arange(first_row, first_row + rows)
         moments = numbers * config.days / config.rows
         times = config.start + np.floor(numbers * (config.days * DAY) / config.rows).astype(np.int64)
-        ids, dense, logits, uniforms = self._drawn(SAMPLES, first_row, moments)
-        logits += self.intercept
-        labels = (uniforms < probability(logits)).astype(np.float32)
-        return DriftDraw(ids, dense, logits, labels, times)
+        out = self._drawn(SAMPLES, first_row, moments)
+        logits = out.logits + self.intercept
+        labels = (out.uniforms < probability(logits)).astype(np.float32)
+        return DriftDraw(out.ids, out.dense, logits, labels, times)
 
-    def _drawn(self, stream: int, first_row: int, moments: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Draws ids, dense, logits (no intercept) and uniforms at `moments`, float64 [R], in days since the start."""
-        config, rows = self.config, len(moments)
-        ids = np.empty((config.fields, rows), np.int64)
-        dense = np.empty((config.num_dense, rows), np.float32)
-        logits, uniforms = np.empty(rows), np.empty(rows)
+    def _drawn(self, stream: int, first_row: int, moments: np.ndarray) -> DrawArrays:
+        """Draws rows at `moments`, float64 [R], in days since the start; ids int64."""
+        config = self.config
+        out = empty_arrays(config.fields, config.num_dense, len(moments), np.int64)
         (row_key,) = keys((config.seed, 1, stream), 1)
-        _draw(
-            first_row, row_key, keys((config.seed, 0), config.fields + config.num_dense),
-            np.asarray(config.core_ids), np.asarray(config.new_ids_per_day, np.float64), moments, config.start / DAY,
-            config.new_id_share, config.lifetime_days, config.drift_days, config.skew, config.id_effect,
-            # A product of K pairs of components of deviation s has deviation sqrt(K) * s^2.
-            (config.interaction_effect / config.interaction_rank**0.5) ** 0.5, config.interaction_rank,
-            config.dense_effect, ids, dense, logits, uniforms,
-        )  # fmt: skip
-        return ids, dense, logits, uniforms
+        # A product of K pairs of components of deviation s has deviation sqrt(K) * s^2.
+        pair_scale = (config.interaction_effect / config.interaction_rank**0.5) ** 0.5
+        scales = Scales(config.skew, config.id_effect, pair_scale, config.interaction_rank, config.dense_effect)
+        new_ids = np.asarray(config.new_ids_per_day, np.float64)
+        pace = _Pace(config.start / DAY, config.new_id_share, config.lifetime_days, config.drift_days)
+        effects = keys((config.seed, 0), config.fields + config.num_dense)
+        _draw(first_row, row_key, effects, np.asarray(config.core_ids), new_ids, moments, pace, scales, out)
+        return out
+
+
+class _Pace(NamedTuple):
+    """Start in days since 1970, and the settings of change over time."""
+
+    start: float
+    new_id_share: float
+    lifetime: float
+    drift: float
 
 
 @numba.njit(nogil=True, cache=True)
@@ -173,23 +191,13 @@ def _draw(
     core: np.ndarray,
     new_ids: np.ndarray,
     moments: np.ndarray,
-    start: float,
-    new_id_share: float,
-    lifetime: float,
-    drift: float,
-    skew: float,
-    id_scale: float,
-    pair_scale: float,
-    rank: int,
-    dense_scale: float,
-    ids: np.ndarray,
-    dense: np.ndarray,
-    logits: np.ndarray,
-    uniforms: np.ndarray,
+    pace: _Pace,
+    scales: Scales,
+    out: DrawArrays,
 ) -> None:
-    """Fills ids [F, R], dense [N, R], logits [R] (no intercept) and uniforms [R], which decide the labels."""
-    fields, rows = ids.shape
-    sums = np.empty(rank)
+    """Fills the arrays with rows from `first`."""
+    fields, rows = out.ids.shape
+    sums = np.empty(scales.rank)
     mass = 1.0 - math.exp(-LIFETIMES)
     for i in range(rows):
         row = mix(stream + np.uint64(first + i) * GOLDEN)
@@ -197,35 +205,30 @@ def _draw(
         sums[:] = 0.0
         for f in range(fields):
             bits = mix(row + np.uint64(f + 1) * GOLDEN)
-            share = new_id_share
+            share = pace.new_id_share
             if core[f] == 0 or new_ids[f] == 0:
                 share = 0.0 if new_ids[f] == 0 else 1.0
             if uniform(bits) < share:
-                age = -lifetime * math.log(1.0 - mass * uniform(mix(bits + GOLDEN)))
-                ident = -1 - math.floor((start + moments[i] - age) * new_ids[f])
+                age = -pace.lifetime * math.log(1.0 - mass * uniform(mix(bits + GOLDEN)))
+                ident = -1 - math.floor((pace.start + moments[i] - age) * new_ids[f])
             else:
-                ident = power_law_rank(uniform(mix(bits + GOLDEN)), core[f], skew)
-            ids[f, i] = ident
+                ident = power_law_rank(uniform(mix(bits + GOLDEN)), core[f], scales.skew)
+            out.ids[f, i] = ident
             speed_bits = mix(effects[f] + np.uint64(ident) * GOLDEN)
-            angle = gaussian(speed_bits) * moments[i] / drift
+            angle = gaussian(speed_bits) * moments[i] / pace.drift
             across, along = math.cos(angle), math.sin(angle)
             one = mix(speed_bits + GOLDEN)
             other = mix(one + GOLDEN)
-            logit += id_scale * (across * gaussian(one) + along * gaussian(other))
-            for k in range(rank):
+            logit += scales.id_scale * (across * gaussian(one) + along * gaussian(other))
+            for k in range(scales.rank):
                 one = mix(other + GOLDEN)
                 other = mix(one + GOLDEN)
-                v = pair_scale * (across * gaussian(one) + along * gaussian(other))
+                v = scales.pair_scale * (across * gaussian(one) + along * gaussian(other))
                 sums[k] += v
                 squares += v * v
         total = 0.0
-        for k in range(rank):
+        for k in range(scales.rank):
             total += sums[k] * sums[k]
         logit += 0.5 * (total - squares)
-        for n in range(dense.shape[0]):
-            u = uniform(mix(row + np.uint64(fields + n + 1) * GOLDEN))
-            x = u * u * u
-            dense[n, i] = x
-            logit += dense_scale * gaussian(effects[fields + n]) * (x - 0.25)
-        logits[i] = logit
-        uniforms[i] = uniform(mix(row))
+        out.logits[i] = fill_dense(logit, row, effects, scales.dense_scale, out.dense, i)
+        out.uniforms[i] = uniform(mix(row))

@@ -11,6 +11,7 @@ F sparse fields, N dense fields, R rows, K interaction rank.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -58,26 +59,52 @@ def intercept_for(logits: np.ndarray, ctr: float) -> float:
     return (low + high) / 2
 
 
+class Scales(NamedTuple):
+    """Sizes of the effects on the logit, and the power law of ids; see `PlantedModel`."""
+
+    skew: float
+    id_scale: float
+    pair_scale: float
+    rank: int
+    dense_scale: float
+
+
+class DrawArrays(NamedTuple):
+    """Arrays that a draw fills: ids [F, R], dense [N, R], logits [R] (no intercept), uniforms [R] for the labels."""
+
+    ids: np.ndarray
+    dense: np.ndarray
+    logits: np.ndarray
+    uniforms: np.ndarray
+
+
+def empty_arrays(fields: int, num_dense: int, rows: int, id_type: type[np.integer]) -> DrawArrays:
+    """Allocates the arrays of a draw; ids are of `id_type`, dense float32, the others float64."""
+    return DrawArrays(
+        np.empty((fields, rows), id_type), np.empty((num_dense, rows), np.float32), np.empty(rows), np.empty(rows)
+    )
+
+
+@numba.njit(inline="always")
+def fill_dense(logit: float, row: np.uint64, effects: np.ndarray, scale: float, dense: np.ndarray, i: int) -> float:
+    """Draws the dense features of row `i`; returns the logit with their effects, the last ones of `effects`."""
+    fields = len(effects) - len(dense)
+    for n in range(len(dense)):
+        u = uniform(mix(row + np.uint64(fields + n + 1) * GOLDEN))
+        # Like scaled counts, the cube of a uniform is mostly small: mean 1/4 and a long tail.
+        x = u * u * u
+        dense[n, i] = x
+        logit += scale * gaussian(effects[fields + n]) * (x - 0.25)
+    return logit
+
+
 @numba.njit(nogil=True, cache=True)
 def _draw(
-    first: int,
-    stream: np.uint64,
-    effects: np.ndarray,
-    sizes: np.ndarray,
-    skew: float,
-    id_scale: float,
-    pair_scale: float,
-    rank: int,
-    dense_scale: float,
-    ids: np.ndarray,
-    dense: np.ndarray,
-    logits: np.ndarray,
-    uniforms: np.ndarray,
+    first: int, stream: np.uint64, effects: np.ndarray, sizes: np.ndarray, scales: Scales, out: DrawArrays
 ) -> None:
-    """Fills ids [F, R], dense [N, R], logits [R] (no intercept) and uniforms [R], which decide the labels."""
-    fields, rows = ids.shape
-    features = dense.shape[0]
-    sums = np.empty(rank)
+    """Fills the arrays with rows from `first`."""
+    fields, rows = out.ids.shape
+    sums = np.empty(scales.rank)
     for i in range(rows):
         row = mix(stream + np.uint64(first + i) * GOLDEN)
         logit = 0.0
@@ -85,27 +112,21 @@ def _draw(
         sums[:] = 0.0
         for f in range(fields):
             u = uniform(mix(row + np.uint64(f + 1) * GOLDEN))
-            rank_of_id = power_law_rank(u, sizes[f], skew)
-            ids[f, i] = rank_of_id
+            rank_of_id = power_law_rank(u, sizes[f], scales.skew)
+            out.ids[f, i] = rank_of_id
             effect = mix(effects[f] + np.uint64(rank_of_id) * GOLDEN)
-            logit += id_scale * gaussian(effect)
-            for k in range(rank):
+            logit += scales.id_scale * gaussian(effect)
+            for k in range(scales.rank):
                 effect = mix(effect + GOLDEN)
-                v = pair_scale * gaussian(effect)
+                v = scales.pair_scale * gaussian(effect)
                 sums[k] += v
                 squares += v * v
         total = 0.0
-        for k in range(rank):
+        for k in range(scales.rank):
             total += sums[k] * sums[k]
         logit += 0.5 * (total - squares)
-        for n in range(features):
-            u = uniform(mix(row + np.uint64(fields + n + 1) * GOLDEN))
-            # Like scaled counts, the cube of a uniform is mostly small: mean 1/4 and a long tail.
-            x = u * u * u
-            dense[n, i] = x
-            logit += dense_scale * gaussian(effects[fields + n]) * (x - 0.25)
-        logits[i] = logit
-        uniforms[i] = uniform(mix(row))
+        out.logits[i] = fill_dense(logit, row, effects, scales.dense_scale, out.dense, i)
+        out.uniforms[i] = uniform(mix(row))
 
 
 @dataclass(frozen=True)
@@ -153,18 +174,14 @@ class PlantedModel:
 
     def draw(self, stream: int, first_row: int, rows: int) -> Draw:
         """Draws rows [first_row, first_row + rows) of a stream; streams are independent draws from the same model."""
-        ids = np.empty((len(self.sizes), rows), np.int32)
-        dense = np.empty((self.num_dense, rows), np.float32)
-        logits, uniforms = np.empty(rows), np.empty(rows)
+        out = empty_arrays(len(self.sizes), self.num_dense, rows, np.int32)
         effects = keys((self.seed, 0), len(self.sizes) + self.num_dense)
         (row_key,) = keys((self.seed, 1, stream), 1)
-        _draw(
-            first_row, row_key, effects, self.sizes, self.skew,
-            self.id_scale, self.pair_scale, self.rank, self.dense_scale, ids, dense, logits, uniforms,
-        )  # fmt: skip
-        logits += self.intercept
-        labels = (uniforms < probability(logits)).astype(np.float32)
-        return Draw(ids, dense, logits, labels)
+        scales = Scales(self.skew, self.id_scale, self.pair_scale, self.rank, self.dense_scale)
+        _draw(first_row, row_key, effects, self.sizes, scales, out)
+        logits = out.logits + self.intercept
+        labels = (out.uniforms < probability(logits)).astype(np.float32)
+        return Draw(out.ids, out.dense, logits, labels)
 
 
 def keys(seed: tuple[int, ...], count: int) -> np.ndarray:
