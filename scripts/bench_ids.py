@@ -29,7 +29,7 @@ from cowrec.data_pipeline.parallel import available_cores
 from cowrec.sparse_opt import IdTableConfig, IdTables
 from cowrec.trainer.cli.flag_values import chosen, listed, number
 from cowrec.trainer.reports.text_table import aligned
-from cowrec.trainer.runs.run_dir import environment
+from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 

@@ -29,7 +29,8 @@ from cowrec.trainer.bench.steady_state import LEAST_STEPS, WARMUP_STEPS, Case, m
 from cowrec.trainer.cli.flag_values import chosen, listed, size, table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
-from cowrec.trainer.runs.run_dir import environment, to_json
+from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.environment import PROCESS_SETTINGS
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess

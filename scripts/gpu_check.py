@@ -22,7 +22,8 @@ from xml.etree import ElementTree
 
 import torch
 
-from cowrec.trainer.runs.run_dir import environment, to_json
+from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runs.run_dir import to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_MINUTES = {128 * 1024: 0.5, 1024: 15.0}

@@ -29,7 +29,7 @@ from cowrec.data_pipeline.parallel import available_cores
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
 from cowrec.trainer.cli.flag_values import listed
 from cowrec.trainer.reports.plotting import plt
-from cowrec.trainer.runs.run_dir import environment
+from cowrec.trainer.runs.provenance import environment
 
 from .load_case import MODEL, bodies, make_export, publishing
 from .open_loop import Outcome, open_loop, request_bytes

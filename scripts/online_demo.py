@@ -41,7 +41,7 @@ from cowrec.data_pipeline.synthetic.metrics import exact_auc
 from cowrec.trainer.publishing.follower import Follower
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.reports.plotting import plt
-from cowrec.trainer.runs.run_dir import environment
+from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.serving.served_model import ServedModel
 
 CONFIG = Path(__file__).parent / "configs" / "online.toml"

@@ -76,7 +76,7 @@ def test_only_the_failed_shard_is_restored(script, tmp_path):
                 script.apply_event(script.Event(0, step == 8, 3), trained.adam, snapshots)
                 if step == 8:
                     break
-            script.train_on(trained, batch, step)
+            script.train_on(trained, batch)
         then, now = copies
         for name, rows in state(trained).items():
             failed = torch.arange(len(rows)) % script.SHARDS == 3

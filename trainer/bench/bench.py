@@ -22,7 +22,8 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models import ModelConfig, physical_dim
 from cowrec.sparse_opt import PRESETS, AdamConfig, ReferenceCowClip
 from cowrec.trainer.config.run import ClipConfig, OptimizerConfig, RunConfig, TrainConfig
-from cowrec.trainer.runs.run_dir import environment, to_json
+from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 

@@ -24,9 +24,9 @@ from cowrec.sparse_opt import IdTables
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.build import dense_parameters, row_ids_of
-from cowrec.trainer.sharded_model.tables import TableSpec, table_specs, tables_of, whole_table
-from cowrec.trainer.training.saved_run import run_of, trained_model
+from cowrec.trainer.sharded_model.build import dense_parameters
+from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, table_specs, tables_of
+from cowrec.trainer.training.saved_run import run_of, trained_state
 
 from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
 from .quantised_rows import Precision, dequantise, quantise
@@ -73,17 +73,17 @@ def export_run(run_dir: Path, output: Path, precision: Precision = "float32") ->
         raise ValueError("export runs in one process; start it without torchrun")
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
-        model, progress = trained_model(run_dir, process)
-        ids, weights = row_ids_of(model), tables_of(model)
+        state, progress = trained_state(run_dir, process)
+        weights = tables_of(state.model)
 
         def rows_of(spec: TableSpec, rows: Tensor) -> Tensor:
-            return whole_table(weights[spec.name], process).cpu()[rows]
+            return gathered_table(weights[spec.name], process).cpu()[rows]
 
         tables = (
-            trained_table(spec, ids.tables if ids else None, partial(rows_of, spec))
+            trained_table(spec, state.id_tables, partial(rows_of, spec))
             for spec in table_specs(schema, config.id_table)
         )
-        dense, vocabulary = dense_weights(model), run_dir / VOCABULARY
+        dense, vocabulary = dense_weights(state.model), run_dir / VOCABULARY
         return write_export(output, config.model, schema, vocabulary, dense, tables, precision, step=progress.step)
 
 

@@ -1,4 +1,4 @@
-"""Progressive quality: how well each sample was predicted before it was trained on, by windows of sample time."""
+"""Progressive quality: quality of the predictions made before training on each sample, by windows of sample time."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,9 +22,9 @@ class WindowQuality:
     """Quality of the predictions of one window.
 
     Attributes:
-        start: first second of the window, Unix time; it lasts until the next window's.
-        samples: that were predicted, then trained on.
-        auc: area under the ROC curve, exact; NaN where there is one class only.
+        start: first second of the window, Unix time.
+        samples: number of samples.
+        auc: area under the ROC curve, exact; NaN if there is one class only.
         logloss: mean binary cross-entropy, in nats.
         calibration: mean prediction / mean label; NaN without a click.
         ctr: mean label.
@@ -38,13 +38,14 @@ class WindowQuality:
     ctr: float
 
     def plain(self) -> dict[str, Any]:
+        """Fields by name."""
         return asdict(self)
 
 
 class ProgressiveQuality:
-    """Collects predictions and gives each window's quality once a sample of a later one has come.
+    """Collects predictions and computes a window's quality once a sample of a later window arrives.
 
-    A sample that comes after its window was closed counts in the one that is open.
+    A sample that arrives after its window was closed counts in the open window.
 
     Args:
         window: length in seconds.
@@ -57,7 +58,7 @@ class ProgressiveQuality:
         self._labels: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor, times: Tensor) -> Iterator[WindowQuality]:
-        """Takes a batch's logits, labels and times, each [B]; yields the windows that it closes."""
+        """Adds a batch's logits, labels and times, each [B]; yields the windows that it closes."""
         logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
         windows = torch.div(times.cpu(), self._window, rounding_mode="floor")
         if self._open is not None:
@@ -70,7 +71,7 @@ class ProgressiveQuality:
             self._labels.append(labels[windows == window])
 
     def close(self) -> WindowQuality:
-        """Quality of the open window, which has samples; it is then empty."""
+        """Closes the open window, which has samples, and computes its quality."""
         assert self._open is not None
         logits, labels = torch.cat(self._logits), torch.cat(self._labels)
         self._logits, self._labels = [], []
@@ -87,14 +88,15 @@ class ProgressiveQuality:
 
     @property
     def is_empty(self) -> bool:
+        """True if the open window has no samples."""
         return not self._logits
 
     def freeze(self) -> "FrozenWindow":
-        """The open window as it is now, to be saved later."""
+        """Captures the open window, to be saved later."""
         return FrozenWindow(self._open, list(self._logits), list(self._labels))
 
     def load(self, folder: Path) -> None:
-        """Goes on from what :meth:`FrozenWindow.save` wrote."""
+        """Restores what :meth:`FrozenWindow.save` wrote."""
         table = feather.read_table(folder / _FILE, memory_map=False)
         start = int(table.schema.metadata[b"open"])
         self._open = None if start < 0 else start
@@ -104,13 +106,14 @@ class ProgressiveQuality:
 
 @dataclass(frozen=True)
 class FrozenWindow:
-    """An open window at one moment; its tensors are never written to."""
+    """Snapshot of an open window; its tensors are never written to."""
 
     open: int | None
     logits: list[Tensor]
     labels: list[Tensor]
 
     def save(self, folder: Path) -> None:
+        """Writes the window into a checkpoint's folder."""
         parts = [torch.cat(each).numpy() if each else np.empty(0) for each in (self.logits, self.labels)]
         table = pa.table({"logit": parts[0].astype(np.float64), "label": parts[1].astype(np.float32)})
         start = -1 if self.open is None else self.open

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: what their manifests say, whether they are intact, and which of them are kept.
+"""Checkpoints of a run on disk: their manifests, the check of their files, and which of them are kept.
 
 step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp ...     step_000002000.partial/  (unfinished)
 """
@@ -19,20 +19,20 @@ _MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
 
 
 class Damaged(ValueError):
-    """A checkpoint that cannot be used; the message names it and says why."""
+    """Error for a checkpoint that cannot be used; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run had come.
+    """Progress of a run at a checkpoint.
 
     Attributes:
         step: training steps taken.
-        epoch: epochs finished; evaluated, too.
-        epoch_step: steps taken of the one begun.
-        epochs: what was measured after each epoch.
-        samples, seconds: trained on the clock so far, and how long that took.
-        clip: rows and clipped rows of each table so far, [rows, clipped]; empty without a clip.
+        epoch: epochs finished and evaluated.
+        epoch_step: steps taken in the current epoch.
+        epochs: measurements after each epoch.
+        samples, seconds: samples trained on so far, and the time their steps took.
+        clip: [rows, clipped rows] of each table so far; empty without a clip.
     """
 
     step: int = 0
@@ -45,7 +45,7 @@ class Progress:
 
 
 def unfinished(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before :func:`seal` gives it its name."""
+    """Folder in which the checkpoint of a step is written before :func:`seal` gives it its final name."""
     return folder / f"{checkpoint_name(step)}{_PARTIAL}"
 
 
@@ -55,15 +55,15 @@ def checkpoint_name(step: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The finished checkpoints of a run, oldest first."""
+    """Finished checkpoints of a run, oldest first."""
     return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.suffix != _PARTIAL)
 
 
 def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: CheckpointConfig) -> Path:
-    """Gives written files a manifest with their checksums and their final name; removes what is not to be kept.
+    """Adds a manifest with checksums, gives the folder its final name and removes checkpoints that are not kept.
 
     Raises:
-        OSError: the disk is full or cannot be written; no earlier checkpoint is lost then.
+        OSError: the disk is full or cannot be written; earlier checkpoints are not affected.
     """
     files = {each.name: [each.stat().st_size, checksum(each)] for each in sorted(partial.iterdir())}
     manifest = {"format": FORMAT, "progress": dataclasses.asdict(progress), **about, "files": files}
@@ -77,20 +77,20 @@ def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkpo
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what an earlier process was writing when it ended."""
+    """Removes checkpoints that an earlier process left unfinished."""
     for partial in folder.glob(f"{_PREFIX}*{_PARTIAL}"):
         shutil.rmtree(partial)
 
 
 def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progress] | None:
-    """The newest checkpoint whose files are what was written, None where there is no checkpoint at all.
+    """Newest checkpoint whose files match their checksums; None if there is no checkpoint at all.
 
     Args:
         folder: of a run's checkpoints.
-        say: told of each that is passed over.
+        say: receives a message for each checkpoint that is skipped.
 
     Raises:
-        ValueError: all are damaged, or one is of another format.
+        ValueError: all are damaged, or one has another format.
     """
     found = list_checkpoints(folder)
     damaged = []
@@ -107,7 +107,7 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progr
 
 
 def _verified(path: Path) -> Progress:
-    """The progress of a checkpoint whose files have their sizes and checksums."""
+    """Verifies sizes and checksums of a checkpoint's files and returns its progress; raises Damaged."""
     manifest = _manifest(path)
     for name, (size, sha256) in manifest["files"].items():
         file = path / name
@@ -116,11 +116,12 @@ def _verified(path: Path) -> Progress:
         if file.stat().st_size != size:
             raise Damaged(f"{path} is damaged: {name} has {file.stat().st_size:,} bytes instead of {size:,}")
         if checksum(file) != sha256:
-            raise Damaged(f"{path} is damaged: {name} is not what was written")
+            raise Damaged(f"{path} is damaged: {name} has another checksum than when it was written")
     return Progress(**manifest["progress"])
 
 
 def _manifest(path: Path) -> dict[str, Any]:
+    """Loads a checkpoint's manifest; raises Damaged, or ValueError for another format."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         version = manifest["format"]
@@ -134,7 +135,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _prune(folder: Path, keep: CheckpointConfig) -> None:
-    """Removes all but the last ones and the one with the best result."""
+    """Removes all checkpoints but the newest ones and the one with the best result."""
     found = list_checkpoints(folder)
     kept = set(found[-keep.keep_last :])
     if keep.keep_best != "none":
@@ -145,7 +146,7 @@ def _prune(folder: Path, keep: CheckpointConfig) -> None:
 
 
 def _best(found: list[Path], metric: str) -> list[Path]:
-    """The checkpoint after the epoch with the best result so far, where it is still there."""
+    """Checkpoint after the epoch with the best result so far, if it still exists."""
     sign = 1 if metric == "auc" else -1
     results: dict[Path, float] = {}
     for path in found:

@@ -5,18 +5,11 @@ config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  voca
 
 import json
 import math
-import platform
 import shutil
-import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import locked_folder, replace_file
@@ -33,38 +26,38 @@ _MAY_CHANGE = {
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "sharding": ("plan", "tables"),
 }
-"""What a resumed run may do otherwise: it changes neither the steps taken nor what they mean."""
+"""Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""
 
 
 @contextmanager
-def alone_in(path: Path, process: Process) -> Iterator[None]:
-    """The first process holds the run's folder for all; ValueError on all where another run is at work in it."""
+def hold_run_dir(path: Path, process: Process) -> Iterator[None]:
+    """Locks the run's folder, on the first process for all; ValueError on all if another run uses it."""
     with ExitStack() as held:
         on_first(process, lambda: held.enter_context(locked_folder(path)))
         yield
 
 
 def require_unused(path: Path) -> None:
-    """Raises ValueError where a run's folder holds something already."""
-    if _holds_something(path):
+    """Raises ValueError if a run's folder is not empty."""
+    if _is_used(path):
         raise ValueError(
-            f"run folder {path} is not empty; go on with its run by --resume, choose another with --run-dir or remove"
+            f"run folder {path} is not empty; continue its run with --resume, choose another with --run-dir or remove"
             " it"
         )
 
 
 def require_own(path: Path, config: RunConfig) -> None:
-    """Raises ValueError where a folder holds something else than a run of this configuration."""
-    if not _holds_something(path):
+    """Raises ValueError if a folder holds anything other than a run of this configuration."""
+    if not _is_used(path):
         return
     if not (path / CONFIG).is_file():
         raise ValueError(f"{path} is not a run: it has no {CONFIG}; choose another with --run-dir")
-    there, given = to_plain(load_config(path / CONFIG)), to_plain(config)
+    saved, given = to_plain(load_config(path / CONFIG)), to_plain(config)
     for section, keys in _MAY_CHANGE.items():
         for key in keys:
-            there.get(section, {}).pop(key, None)
+            saved.get(section, {}).pop(key, None)
             given.get(section, {}).pop(key, None)
-    different = first_difference(there, given)
+    different = first_difference(saved, given)
     if different:
         raise ValueError(
             f"{path} is of another configuration: {different}; resume with the run's own {path / CONFIG}, or start"
@@ -72,21 +65,21 @@ def require_own(path: Path, config: RunConfig) -> None:
         )
 
 
-def _holds_something(path: Path) -> bool:
+def _is_used(path: Path) -> bool:
     if path.exists() and not path.is_dir():
         raise ValueError(f"run folder {path} is a file; choose another with --run-dir")
     return path.exists() and any(each.suffix != ".partial" for each in path.iterdir())
 
 
 def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) -> None:
-    """Fills a run's folder: its configuration and all that is needed to use the run without its training data.
+    """Writes a run's configuration and everything that is needed to use the run without its training data.
 
-    What an interrupted start left is replaced; so is the configuration of a resumed run.
+    Files of an interrupted start and the configuration of a resumed run are replaced.
 
     Args:
         path: the folder.
         config: as resolved; ``config.data.dir`` is the data set.
-        derived: what follows from the configuration, written above it as comments.
+        derived: values derived from the configuration, written above it as comments.
     """
     data_dir = Path(config.data.dir)
     save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
@@ -95,63 +88,14 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
         shutil.copytree(data_dir / VOCABULARY, path / VOCABULARY, dirs_exist_ok=True)
 
 
-class RunLog:
-    """Metrics of a run, to ``metrics.jsonl`` and TensorBoard; writes nothing where ``path`` is None (other ranks).
-
-    Of a run that goes on from ``step`` those of later steps, which it will take again, are left out.
-    """
-
-    def __init__(self, path: Path | None, step: int = 0):
-        self._path = path
-        self._board = SummaryWriter(str(path / BOARD), purge_step=step + 1) if path else None
-        if path:
-            _drop_after(path / METRICS, step)
-
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._board:
-            self._board.close()
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line ``{"kind": "train", "clip" or such, "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
-        if self._path and self._board:
-            with (self._path / METRICS).open("a", encoding="utf-8") as file:
-                file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
-            for tag, value in _scalars(kind, values):
-                self._board.add_scalar(tag, value, step)
-
-
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Writes ``report.json``, replacing an earlier one at once."""
+    """Writes ``report.json``, and replaces an earlier one atomically."""
     replace_file(path / REPORT, (to_json(report, indent=2) + "\n").encode())
 
 
 def to_json(value: dict[str, Any], indent: int | None = None) -> str:
-    """JSON with null where a number is not finite, since JSON has no NaN."""
+    """Formats JSON with null for numbers that are not finite, which JSON cannot express."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, hardware and source revision, to go beside every number."""
-    return {
-        "versions": {"python": platform.python_version(), **_versions()},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "git_commit": _git_commit(),
-    }
-
-
-def _drop_after(metrics: Path, step: int) -> None:
-    """Removes the lines of steps after ``step``, and what a process that was killed left of a line."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    replace_file(metrics, "".join(kept).encode())
 
 
 def _finite(value: Any) -> Any:
@@ -160,44 +104,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _scalars(tag: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(tag/key, number) of nested mappings."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(f"{tag}/{key}", value)
-        else:
-            yield f"{tag}/{key}", value
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("cowrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "numba"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _git_commit() -> str | None:
-    """Commit of the source this runs from, with "+" where files differ from it; None outside a checkout."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

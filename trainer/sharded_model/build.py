@@ -1,11 +1,10 @@
-"""From a data schema and a configuration to a sharded model with its optimizers: the one place where rooms meet."""
+"""Construction of a run's sharded model and the optimizer of its tables from a data schema and a configuration."""
 
 import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -13,20 +12,19 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     CowClipDefinition,
     WeightDecayMode,
 )
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingEnv
 
-from cowrec.data_pipeline import Batch, Schema
-from cowrec.models import build_model, l2_kernels
+from cowrec.data_pipeline import Schema
+from cowrec.models import build_model
 from cowrec.sparse_opt import (
     AdamConfig,
     ClipRule,
     EmbeddingAdam,
     Hyperparameters,
     LookupsHandle,
-    RowInitializer,
     attach_cowclip,
     scale_clip,
     scale_hyperparameters,
@@ -34,12 +32,12 @@ from cowrec.sparse_opt import (
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
-from .id_translation import RowIds, row_ids
 from .sharding import sharding_plan
 from .tables import embedding_tables, fill_tables, table_specs
+from .task import TrainTask
 
 FUSED_OPTIMIZERS = {
-    "adam": EmbOptimType.EXACT_SGD,  # never runs: EmbeddingAdam takes over its backward
+    "adam": EmbOptimType.EXACT_SGD,  # never runs: EmbeddingAdam replaces its update
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -48,51 +46,14 @@ FUSED_OPTIMIZERS = {
 }
 
 
-class TrainTask(nn.Module):
-    """A model with its loss, in the form that TorchRec's pipeline drives.
-
-    ``forward(batch)`` returns (loss, (loss, logits [B], label [B])), the latter detached. The loss is this rank's share
-    of the mean over the global batch, times the world size, because TorchRec and DDP average over ranks; slices may be
-    of unequal size. ``half_on`` is the type of device whose matrix products are to be bfloat16, none by default.
-    ``row_ids`` finds the rows of ids that are none.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        world_size: int,
-        linear_l2: float,
-        cross_l2: float,
-        half_on: str = "",
-        row_ids: RowIds | None = None,
-    ):
-        super().__init__()
-        self.model = model
-        self.row_ids = row_ids
-        self._half_on = half_on
-        self._world_size = world_size
-        kernels = l2_kernels(model)
-        self._penalties = [(linear_l2, each) for each in kernels["linear"] if linear_l2 > 0]
-        self._penalties += [(cross_l2, each) for each in kernels["cross"] if cross_l2 > 0]
-
-    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        # Rows after the last label are padding; see even_slices.
-        sparse = self.row_ids(batch, training=self.training) if self.row_ids else batch.sparse
-        with torch.autocast(self._half_on or "cpu", torch.bfloat16, enabled=bool(self._half_on)):
-            logits = self.model(batch.dense, sparse)[: batch.label.numel()]
-        total = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
-        loss = total * self._world_size / batch.global_batch_size
-        for coefficient, kernel in self._penalties:
-            loss = loss + coefficient * kernel.square().sum()
-        return loss, (loss.detach(), logits.detach(), batch.label)
-
-
 def build_sharded(config: RunConfig, schema: Schema, process: Process) -> DistributedModelParallel:
-    """The run's model, sharded over the process group, with seeded initial values that no sharding plan changes.
+    """Builds the run's model and shards it over the process group; initial values depend on the seed, not on the plan.
+
+    Returns:
+        The sharded :class:`TrainTask`.
 
     Raises:
-        ValueError: an optimizer or precision that this device does not have, or a sharding that the run does not go
-            with.
+        ValueError: the device lacks the optimizer or precision, or the sharding does not suit the run.
     """
     set_product_precision(config.train.precision, process.device)
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
@@ -109,9 +70,8 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         fields=[field.name for field in schema.sparse],
         device=torch.device("meta"),
     )
-    half_on = process.device.type if config.train.precision == "bfloat16" else ""
-    ids = row_ids(schema, specs, process, config.train.seed)
-    task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2, half_on, ids)
+    bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
+    task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2, bfloat16_device)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,
@@ -125,10 +85,10 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
-    """Lets float32 matrix products on CUDA round their factors to TF32, or keeps them from it, in this whole process.
+    """Allows or forbids TF32 in float32 matrix products on CUDA, for the whole process.
 
     Raises:
-        ValueError: "tf32" on another device.
+        ValueError: precision "tf32" on another device.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -139,7 +99,7 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 
 
 def fused_params(config: RunConfig) -> dict[str, Any]:
-    """What TorchRec passes on to FBGEMM's tables: the fused optimizer and its settings."""
+    """Settings of FBGEMM's fused optimizer, as TorchRec passes them to the tables."""
     optimizer = config.optimizer
     params: dict[str, Any] = {
         "optimizer": FUSED_OPTIMIZERS[optimizer.embedding],
@@ -161,37 +121,16 @@ def fused_params(config: RunConfig) -> dict[str, Any]:
 
 
 def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
-    """Puts the tables under their clip rule and optimizer; the wide weight behind the embedding is not clipped.
+    """Attaches the clip rule and the optimizer to a sharded model's tables.
 
-    Rows of new ids are from then on made as the optimizer wants them.
+    The clip covers the embedding columns; the wide weight behind them is not clipped.
 
     Returns:
-        The optimizer; where FBGEMM's fused one does the work, the handle of its clip, or None unclipped.
+        The optimizer. Where FBGEMM's fused optimizer updates the tables, the handle of the clip, or None if unclipped.
 
     Raises:
-        ValueError: a clip rule or L2 that the fused optimizer cannot follow on this data.
+        ValueError: the fused optimizer cannot apply the clip rule or L2 to this data.
     """
-    optimizer = _embedding_optimizer(config, schema, model)
-    ids = row_ids_of(model)
-    if ids and ids.tables:
-        ids.births = RowInitializer(
-            model,
-            optimizer if isinstance(optimizer, EmbeddingAdam) else None,
-            ids.table_names,
-            columns=config.model.embedding_dim,
-            std=config.optimizer.embedding_init_std,
-            seed=config.train.seed,
-        )
-    return optimizer
-
-
-def row_ids_of(model: nn.Module) -> RowIds | None:
-    """What finds the rows of a sharded :class:`TrainTask`'s ids, None where they are rows already."""
-    (task,) = (module for module in model.modules() if isinstance(module, TrainTask))
-    return task.row_ids
-
-
-def _embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
     hyperparameters = derived_hyperparameters(config)
     rule, columns = derived_clip(config), config.model.embedding_dim
     if config.optimizer.embedding == "adam":
@@ -217,12 +156,12 @@ def _embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) ->
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that the dense optimizer updates, by name: all but the tables, which are updated in their backward."""
+    """Parameters of the dense optimizer, by name: all but the tables, which their backward updates."""
     return {name: each for name, each in model.named_parameters() if ".embedding_bags." not in name}
 
 
 def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
-    """The run's learning rates and L2: the base values, scaled by the rule to its batch size."""
+    """Learning rates and L2 of the run: the base values, scaled by the scaling rule to the batch size."""
     optimizer = config.optimizer
     base = Hyperparameters(optimizer.embedding_lr, optimizer.dense_lr, optimizer.l2)
     return scale_hyperparameters(
@@ -234,7 +173,7 @@ def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
 
 
 def derived_clip(config: RunConfig) -> ClipRule:
-    """The run's clip rule, its threshold (if it has one) scaled to the batch size."""
+    """Clip rule of the run; its threshold, if it has one, is scaled to the batch size."""
     optimizer = config.optimizer
     return scale_clip(
         config.clip.build(),
@@ -245,7 +184,7 @@ def derived_clip(config: RunConfig) -> ClipRule:
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """What was trained, with which derived values, as saved with a run."""
+    """Model, batch size, clip and derived hyperparameters, as saved with a run."""
     clip: Any = derived_clip(config)
     return {
         "model": config.model.name,

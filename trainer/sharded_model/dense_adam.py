@@ -1,4 +1,4 @@
-"""The dense optimizer: Adam with the run's warm-up and place of epsilon, set anew before every step."""
+"""Dense optimizer: Adam whose learning rate and epsilon are set before every step."""
 
 from collections.abc import Mapping
 from math import sqrt
@@ -13,11 +13,11 @@ _WARMUP_START = 1e-8
 
 
 class DenseAdam(Adam):
-    """torch's Adam whose learning rate rises linearly from 1e-8 over the warm-up, then stays.
+    """torch's Adam with a learning rate that rises linearly from 1e-8 during the warm-up and then stays constant.
 
     Args:
-        parameters: what it updates, by name.
-        config: betas, eps and its place.
+        parameters: parameters to update, by name.
+        config: betas, eps and the form of epsilon, Keras' or torch's.
         lr: learning rate after the warm-up.
         warmup_steps: steps of the warm-up; 0 for none.
     """
@@ -28,7 +28,7 @@ class DenseAdam(Adam):
         self._config, self._lr, self._warmup_steps = config, lr, warmup_steps
 
     def prepare(self, step: int) -> float:
-        """Sets learning rate and eps of step ``step``, from 0; returns the learning rate.
+        """Sets learning rate and eps of step ``step``, counted from 0; returns the learning rate.
 
         Source: the CowClip reference's schedule, ``1e-8 + (lr - 1e-8) * min(k, W) / W``. Keras' epsilon is torch's at
         ``eps / sqrt(1 - b2^t)``: both divide by ``sqrt(v / (1 - b2^t)) + eps'``.
@@ -45,7 +45,7 @@ class DenseAdam(Adam):
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Steps taken, scalar float32, and moments of each parameter by name, sharing the optimizer's memory."""
         for parameter in self._parameters.values():
-            if not self.state[parameter]:  # as torch makes it in the first step
+            if not self.state[parameter]:  # as torch creates it in the first step
                 zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
         return {name: dict(self.state[parameter]) for name, parameter in self._parameters.items()}

@@ -1,102 +1,142 @@
-"""From a batch's ids to rows of the embedding tables, where the data's ids are not rows already.
+"""Id translation: the stage that replaces a batch's ids by rows of the embedding tables before the model runs.
 
 B samples, F fields, V ids of a batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS, Batch, Schema
-from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, RowInitializer, hashed_ids
+from cowrec.sparse_opt import (
+    Admission,
+    EmbeddingAdam,
+    IdTableConfig,
+    IdTables,
+    NewRows,
+    RowInitializer,
+    hashed_ids,
+)
 from cowrec.trainer.config.id_table import seconds
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
-from .tables import TableSpec
+from .tables import TableSpec, table_specs
 
 
-class RowIds:
-    """Rows of the ids of a run's tables; ids of "rows" tables stay as they are.
-
-    Ids are admitted, given rows and expired in training alone. All processes call together.
-
-    Args:
-        schema: of the data.
-        specs: its tables.
-        process: this process.
-        seed: of chance in admission.
+@dataclass(frozen=True)
+class TranslatedBatch:
+    """A training batch ready for the model.
 
     Attributes:
-        tables: the collisionless ones, None where there are none.
-        births: makes the rows of new ids in the model; set before training.
-        latest: what the latest call returned.
-
-    Raises:
-        ValueError: an expiry or window by sample time where the data have none.
+        batch: with rows in place of ids.
+        new_rows: rows that the batch gave to new ids, already initialized; None without id tables.
     """
 
-    def __init__(self, schema: Schema, specs: Sequence[TableSpec], process: Process, seed: int):
-        self.births: RowInitializer | None = None
-        self.latest: KeyedJaggedTensor
+    batch: Batch
+    new_rows: NewRows | None
+
+
+class IdTranslation:
+    """Translates the ids of a run's batches; ids of tables of kind "rows" are rows already.
+
+    Ids get rows and expire in :meth:`training` only, once for each batch and in the order of the steps. With id tables
+    (kind "collisionless") a batch must be translated immediately before its own step, after the update of the step
+    before, and never ahead of it:
+
+    * A checkpoint holds the tables after the step it was taken at. If the next batch had been translated already, a
+      resumed run would count that batch twice.
+    * An expired id that comes back keeps its row. Initializing the row early would change it under the batch before,
+      which may still look it up. The cooldown of freed rows does not cover this case: the row was never freed.
+    * The optimizer's state of a new row begins at the current step. A row initialized early would take part in the
+      dense update or the decay of the step before.
+
+    Runs with id tables therefore use a pipeline that does not read ahead; see :func:`pipeline_of`. Hashed ids and
+    :meth:`lookup` have no state and may be translated ahead.
+
+    All processes make the same calls together.
+
+    Args:
+        config: of the run.
+        schema: of the data.
+        process: this process.
+        model: sharded; its rows are initialized.
+        adam: optimizer of the model's tables, None where FBGEMM's fused optimizer trains them.
+
+    Attributes:
+        tables: the id tables, None without collisionless tables.
+
+    Raises:
+        ValueError: an expiry or window by sample time where the data have no times.
+    """
+
+    def __init__(
+        self, config: RunConfig, schema: Schema, process: Process, model: nn.Module, adam: EmbeddingAdam | None
+    ) -> None:
+        specs = table_specs(schema, config.id_table)
         self._fields = [field.name for field in schema.sparse]
         self._buckets = {
-            field.name: (spec.ids.capacity, place)
+            field.name: (spec.ids.capacity, index)
             for spec in specs
-            for place, field in enumerate(spec.fields)
+            for index, field in enumerate(spec.fields)
             if spec.ids.kind == "hash"
         }
-        self._collisionless = {spec.name: id_table(spec) for spec in specs if spec.ids.kind == "collisionless"}
+        self._row_init: RowInitializer | None = None
         self.tables: IdTables | None = None
-        if self._collisionless:
-            _require_times(schema, self._collisionless)
+        configs = {spec.name: id_table(spec) for spec in specs if spec.ids.kind == "collisionless"}
+        if configs:
+            _require_times(schema, configs)
             group = dist.new_group(backend="gloo", timeout=process.timeout) if process.world_size > 1 else None
-            self.tables = IdTables(self._collisionless, self._fields, seed=seed, group=group)
+            self.tables = IdTables(configs, self._fields, seed=config.train.seed, group=group)
+            self._row_init = RowInitializer(
+                model,
+                adam,
+                list(configs),
+                columns=config.model.embedding_dim,
+                std=config.optimizer.embedding_init_std,
+                seed=config.train.seed,
+            )
 
-    @property
-    def table_names(self) -> list[str]:
-        """Of the collisionless tables, as :attr:`NewRows.table` numbers them."""
-        return list(self._collisionless)
+    def training(self, batch: Batch) -> TranslatedBatch:
+        """Translates a batch that is about to be trained on; new ids get rows, which are initialized in the model."""
+        if not self.tables:
+            return TranslatedBatch(self.lookup(batch), None)
+        ids, splits = self._flat_ids(batch.sparse)
+        rows, new_rows = self.tables.assign(ids, splits, _times(batch, len(self._fields)))
+        assert self._row_init is not None
+        self._row_init.reset(new_rows)
+        return TranslatedBatch(_with_rows(batch, rows), new_rows)
 
-    def __call__(self, batch: Batch, *, training: bool) -> KeyedJaggedTensor:
-        """The batch's ids with rows in their place. Waits for the device where the batch is on one."""
-        sparse = batch.sparse
-        counts = np.array(sparse.length_per_key(), np.int64)
-        splits = np.concatenate([[0], np.cumsum(counts)])
+    def training_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields batches translated by :meth:`training`, each when it is asked for."""
+        for batch in batches:
+            yield self.training(batch).batch
+
+    def lookup(self, batch: Batch) -> Batch:
+        """Translates a batch without changing anything; unknown and expired ids become OUT_OF_VOCABULARY."""
+        if not (self.tables or self._buckets):
+            return batch
+        ids, splits = self._flat_ids(batch.sparse)
+        return _with_rows(batch, self.tables.rows_of(ids, splits) if self.tables else ids)
+
+    def _flat_ids(self, sparse: KeyedJaggedTensor) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 [V], hashed ones as rows, and the first of each field, int64 [F + 1]. Waits for the device."""
+        splits = np.concatenate([[0], np.cumsum(np.array(sparse.length_per_key(), np.int64))])
         ids = sparse.values().cpu().numpy().astype(np.int64)
-        for place, name in enumerate(self._fields):
+        for field, name in enumerate(self._fields):
             if name in self._buckets:
-                part = slice(splits[place], splits[place + 1])
+                part = slice(splits[field], splits[field + 1])
                 ids[part] = bucket_rows(ids[part], *self._buckets[name])
-        if self.tables and training:
-            assert self.births is not None
-            ids, births = self.tables.assign(ids, splits, _times(batch, len(counts)))
-            self.births.reset(births)
-        elif self.tables:
-            ids = self.tables.rows_of(ids, splits)
-        rows = torch.from_numpy(ids).to(torch.int32).to(sparse.values().device)
-        self.latest = KeyedJaggedTensor(
-            sparse.keys(),
-            rows,
-            sparse.weights_or_none(),
-            sparse.lengths(),
-            sparse.offsets(),
-            stride=sparse.stride(),
-            length_per_key=sparse.length_per_key(),
-        )
-        return self.latest
-
-
-def row_ids(schema: Schema, specs: Sequence[TableSpec], process: Process, seed: int) -> RowIds | None:
-    """The run's, None where all its tables take the data's row numbers."""
-    return RowIds(schema, specs, process, seed) if any(spec.ids.kind != "rows" for spec in specs) else None
+        return ids, splits
 
 
 def id_table(spec: TableSpec) -> IdTableConfig:
-    """The id table of a collisionless embedding table."""
+    """Settings of the id table of a collisionless embedding table."""
     key, ids = f"id_table ({spec.name})", spec.ids
     counted = {}
     if ids.admission == "count":
@@ -110,13 +150,28 @@ def id_table(spec: TableSpec) -> IdTableConfig:
     )
 
 
-def bucket_rows(ids: np.ndarray, buckets: int, place: int) -> np.ndarray:
-    """Rows of ids under hashing, int64 [n] of int64 [n]; the reserved ids keep theirs.
+def bucket_rows(ids: np.ndarray, buckets: int, field: int) -> np.ndarray:
+    """Rows of hashed ids, int64 [n] from int64 [n]; reserved ids keep their rows.
 
-    ``place`` is the field's among those of its table, in which equal ids of two fields fall differently.
+    ``field`` is the field's index among those of its table: equal ids of two fields get different hashes.
     """
-    rows = RESERVED_ROWS + (hashed_ids(ids, place) % np.uint64(buckets)).astype(np.int64)
+    rows = RESERVED_ROWS + (hashed_ids(ids, field) % np.uint64(buckets)).astype(np.int64)
     return np.where((ids >= 0) & (ids < RESERVED_ROWS), ids, rows)
+
+
+def _with_rows(batch: Batch, rows: np.ndarray) -> Batch:
+    """The batch with rows, int64 [V], as the values of its sparse fields."""
+    sparse = batch.sparse
+    translated = KeyedJaggedTensor(
+        sparse.keys(),
+        torch.from_numpy(rows).to(torch.int32).to(sparse.values().device),
+        sparse.weights_or_none(),
+        sparse.lengths(),
+        sparse.offsets(),
+        stride=sparse.stride(),
+        length_per_key=sparse.length_per_key(),
+    )
+    return replace(batch, sparse=translated)
 
 
 def _times(batch: Batch, fields: int) -> np.ndarray | None:
@@ -125,7 +180,7 @@ def _times(batch: Batch, fields: int) -> np.ndarray | None:
         return None
     lengths = batch.sparse.lengths().cpu().view(fields, -1)
     time = torch.zeros(lengths.shape[1], dtype=torch.int64)
-    time[: len(batch.time)] = batch.time.cpu()  # rows of padding behind have no ids
+    time[: len(batch.time)] = batch.time.cpu()  # samples of padding come last and have no ids
     times: Tensor = torch.repeat_interleave(time.repeat(fields), lengths.flatten().long())
     return times.numpy()
 

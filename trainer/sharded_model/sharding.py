@@ -1,7 +1,7 @@
-"""The sharding plan of a run: which ranks hold which part of which table.
+"""Sharding plan of a run: which ranks hold which part of which table.
 
-`[sharding]` names a kind for all tables or for single ones; "auto" chooses. On CUDA that is TorchRec's planner, which
-knows the speed of the links; on CPU, where it offers little, tables are balanced by their bytes.
+`[sharding]` sets a kind for all tables or for single ones. "auto" leaves the choice to TorchRec's planner on several
+GPUs, where it knows the speed of the links; on CPU tables are balanced by their bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,16 +31,16 @@ from cowrec.trainer.runtime.processes import Process
 
 _BY_ROWS = ("row_wise", "table_row_wise")
 _FOUR_COLUMNS = 4
-"""FBGEMM wants this many or a multiple."""
+"""Shards of a table's columns have a multiple of this width in FBGEMM."""
 
 
 def sharding_plan(
     model: nn.Module, config: RunConfig, process: Process, sharder: EmbeddingBagCollectionSharder
 ) -> ShardingPlan:
-    """The plan for a run's one EmbeddingBagCollection; the same on all ranks, which call together.
+    """Makes the plan for the model's EmbeddingBagCollection; all ranks call together and get the same plan.
 
     Raises:
-        ValueError: an unknown table, or a kind that the run's tables, optimizer or processes do not go with.
+        ValueError: a table is unknown, or a kind does not suit the run's tables, optimizer or processes.
     """
     ((path, collection),) = [
         (path, module) for path, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)
@@ -49,10 +49,10 @@ def sharding_plan(
     kinds = chosen_kinds(config, tables, process)
     if "auto" in kinds.values():
         return _planned(model, kinds, config, process, sharder)
-    placed = _placed(tables, kinds, config, process)
+    generators = _spread_by_bytes(tables, kinds, config, process)
     plan = construct_module_sharding_plan(
         collection,
-        placed,
+        generators,
         sharder=sharder,
         local_size=process.local_world_size,
         world_size=process.world_size,
@@ -65,7 +65,7 @@ def sharding_plan(
 
 
 def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
-    """The kind of each table; on several GPUs "auto" where the planner is to choose."""
+    """Kind of each table; "auto" on several GPUs for tables that the planner decides on."""
     sharding, names = config.sharding, [table.name for table in tables]
     for name in sharding.tables:
         if name not in names:
@@ -84,16 +84,16 @@ def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: P
 
 
 def _balanced_kinds(tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
-    """Row-wise for a table of more than half of a rank's even share of all bytes, table-wise for the others.
+    """Row-wise for tables above half of a rank's even share of all bytes, table-wise for the others.
 
-    All table-wise where one is pooled by the mean; see :func:`_refuse_mixed_means`.
+    All table-wise if one is pooled by the mean; see :func:`_refuse_mixed_means`.
     """
     share = sum(_bytes(table) for table in tables) / process.world_size
     means = any(table.pooling == PoolingType.MEAN for table in tables)
 
     def kind(table: EmbeddingBagConfig) -> str:
-        whole = means or _bytes(table) <= share / 2 or not _reaches_all(table.num_embeddings, process.world_size)
-        return "table_wise" if whole or process.world_size == 1 else "row_wise"
+        unsplit = means or _bytes(table) <= share / 2 or not _reaches_all(table.num_embeddings, process.world_size)
+        return "table_wise" if unsplit or process.world_size == 1 else "row_wise"
 
     return {table.name: kind(table) for table in tables}
 
@@ -103,8 +103,7 @@ def _refuse(
 ) -> None:
     if config.sharding.memory == "uvm" and process.device.type != "cuda":
         raise ValueError(
-            'sharding.memory = "uvm" exists on CUDA only; on CPU, where tables lie in the machine\'s memory anyway,'
-            " leave it out"
+            'sharding.memory = "uvm" exists on CUDA only; on CPU, where tables are in host memory anyway, leave it out'
         )
     optimizer = config.optimizer.embedding
     for name, kind in kinds.items():
@@ -116,12 +115,12 @@ def _refuse(
         if kind == "column_wise" and optimizer in ("rowwise_adagrad", "fbgemm_cowclip"):
             raise ValueError(
                 f'table {name!r} is to be column-wise, but optimizer.embedding = "{optimizer}" keeps one number for a'
-                " row, and each shard of its columns would keep another; choose another optimizer or kind"
+                " row, which each shard of its columns would keep separately; choose another optimizer or kind"
             )
         columns = tables[name].embedding_dim
         if kind == "column_wise" and process.world_size > 1 and columns < 2 * _FOUR_COLUMNS:
             raise ValueError(
-                f"table {name!r} is to be column-wise, but its {columns} columns cannot be cut into shards of"
+                f"table {name!r} is to be column-wise, but its {columns} columns cannot be split into shards of"
                 f" {_FOUR_COLUMNS} or more; raise model.embedding_dim or choose another kind in [sharding]"
             )
     _refuse_mixed_means(tables, kinds)
@@ -129,20 +128,20 @@ def _refuse(
 
 
 def _refuse_mixed_means(tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str]) -> None:
-    """Seen with torchrec 1.8.0: beside a row-wise mean it divides the other tables' bags by their lengths too."""
+    """Refuses a mix that TorchRec 1.8.0 gets wrong: with a row-wise mean it divides the other tables' bags as well."""
     means = [name for name, kind in kinds.items() if kind in _BY_ROWS and tables[name].pooling == PoolingType.MEAN]
     others = [name for name, kind in kinds.items() if kind not in _BY_ROWS]
     if means and others:
         raise ValueError(
-            f"field {means[0]!r} is pooled by the mean and sharded by rows, beside which TorchRec computes tables that"
-            f" are not, such as {others[0]!r}, wrongly; shard all tables by rows, or {means[0]!r} in another way"
+            f"field {means[0]!r} is pooled by the mean and sharded by rows; TorchRec then computes tables that are not,"
+            f" such as {others[0]!r}, wrongly; shard all tables by rows, or {means[0]!r} in another way"
         )
 
 
 def _refuse_ranks_without_rows(
     tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
 ) -> None:
-    """FBGEMM fails in riddles where a rank's share of the tables that it looks up together has no row."""
+    """Refuses plans in which a rank has no row of a group of tables; FBGEMM would fail with an unrelated error."""
     for pooling in (PoolingType.SUM, PoolingType.MEAN):
         rows = [t.num_embeddings for t in tables.values() if kinds[t.name] == "row_wise" and t.pooling == pooling]
         if rows and not any(_reaches_all(each, process.world_size) for each in rows):
@@ -159,45 +158,45 @@ def _refuse_ranks_without_rows(
 
 
 def _reaches_all(rows: int, ranks: int) -> bool:
-    """Whether rows in blocks of one size leave some to the last rank."""
+    """True if equal blocks of rows leave rows to the last rank."""
     return -(-rows // ranks) * (ranks - 1) < rows
 
 
-def _placed(
+def _spread_by_bytes(
     tables: list[EmbeddingBagConfig], kinds: Mapping[str, str], config: RunConfig, process: Process
 ) -> dict[str, Callable[..., Any]]:
-    """Each table's place: the largest first to the ranks with the fewest bytes."""
+    """Assigns tables to ranks: the largest first, to the ranks with the fewest bytes."""
     kernel = _kernel(config)
     load = [0.0] * process.world_size
     machine = process.local_world_size
-    placed: dict[str, Callable[..., Any]] = {}
+    generators: dict[str, Callable[..., Any]] = {}
     for table in sorted(tables, key=lambda each: -_bytes(each)):
         kind = kinds[table.name]
         if kind == "table_wise":
             ranks = _emptiest(load, 1)
-            placed[table.name] = table_wise(rank=ranks[0], compute_kernel=kernel)
+            generators[table.name] = table_wise(rank=ranks[0], compute_kernel=kernel)
         elif kind == "column_wise":
             ranks = _emptiest(load, _column_shards(table.embedding_dim, process.world_size))
-            placed[table.name] = column_wise(ranks=ranks, compute_kernel=kernel)
+            generators[table.name] = column_wise(ranks=ranks, compute_kernel=kernel)
         elif kind == "table_row_wise":
             ranks = _emptiest(load, machine)
-            placed[table.name] = table_row_wise(host_index=ranks[0] // machine)
+            generators[table.name] = table_row_wise(host_index=ranks[0] // machine)
         else:
             ranks = list(range(process.world_size))
-            placed[table.name] = row_wise(compute_kernel=kernel) if kind == "row_wise" else data_parallel()
+            generators[table.name] = row_wise(compute_kernel=kernel) if kind == "row_wise" else data_parallel()
         for rank in ranks:
             load[rank] += _bytes(table) / (1 if kind == "data_parallel" else len(ranks))
-    return placed
+    return generators
 
 
 def _emptiest(load: list[float], size: int) -> list[int]:
-    """Of the ranks in neighbouring groups of a size, those of the group that holds least."""
+    """Ranks of the neighbouring group of ``size`` ranks that holds the fewest bytes."""
     groups = [list(range(first, first + size)) for first in range(0, len(load) - size + 1, size)]
     return min(groups, key=lambda ranks: sum(load[rank] for rank in ranks))
 
 
 def _column_shards(columns: int, ranks: int) -> int:
-    """The most shards of equal width, a multiple of four, on as many ranks."""
+    """Largest number of shards of equal width, a multiple of four, with one shard a rank at most."""
     blocks = columns // _FOUR_COLUMNS
     return max(count for count in range(1, ranks + 1) if blocks % count == 0)
 
@@ -209,7 +208,7 @@ def _planned(
     process: Process,
     sharder: EmbeddingBagCollectionSharder,
 ) -> ShardingPlan:
-    """TorchRec's choice, among what CowClip can follow, for the tables that have no kind yet."""
+    """Lets TorchRec's planner choose among the kinds that CowClip supports, for tables without a kind."""
     allowed = ["table_wise", "row_wise", "table_row_wise"]
     if any(table.pooling == PoolingType.MEAN for table in _tables_of(model)):
         allowed = ["table_wise"]
@@ -235,18 +234,18 @@ def _planned(
         return planner.collective_plan(model, [sharder], dist.group.WORLD)
     except PlannerError as error:
         raise ValueError(
-            f"TorchRec's planner finds no place for the tables on {process.world_size} processes"
-            f" ({str(error).strip().partition(chr(10))[0]}); train on more, or name the kinds in [sharding]"
+            f"TorchRec's planner cannot fit the tables on {process.world_size} processes"
+            f" ({str(error).strip().partition(chr(10))[0]}); train on more, or set the kinds in [sharding]"
         ) from error
 
 
 def _kernel(config: RunConfig) -> str:
-    """FBGEMM's name for a fused table in the memory that the run wants."""
+    """FBGEMM's name for a fused table in the run's kind of memory."""
     return "fused" if config.sharding.memory == "device" else "fused_uvm"
 
 
 def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
-    """The planner knows what FBGEMM's optimizers keep, but not EmbeddingAdam's two moments for each weight."""
+    """Device memory for weights; the planner does not count EmbeddingAdam's two moments for each weight."""
     if not torch.cuda.is_available():
         return None
     memory = torch.cuda.get_device_properties(process.device).total_memory

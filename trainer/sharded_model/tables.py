@@ -1,4 +1,4 @@
-"""Embedding tables of a run: their fields, their sizes, their initial values, and where they are in a model."""
+"""Embedding tables of a run: their fields, sizes, initial values, and their tensors in a sharded model."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from cowrec.trainer.runtime.processes import Process
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What the data and `[id_table]` say of one embedding table.
+    """Specification of one embedding table, from the data and `[id_table]`.
 
     Attributes:
-        name: of the table; of the field, where no others share it.
-        fields: whose ids it holds.
+        name: of the table; the field's name unless several fields share the table.
+        fields: fields whose ids the table holds.
         ids: its `[id_table]` settings.
-        num_embeddings: its rows, the reserved ones included.
+        num_embeddings: its rows, including the reserved rows.
     """
 
     name: str
@@ -35,11 +35,10 @@ class TableSpec:
 
 
 def table_specs(schema: Schema, config: IdConfig) -> list[TableSpec]:
-    """The tables of a run, in the order of their first fields.
+    """Lists the tables of a run, in the order of their first fields.
 
     Raises:
-        ValueError: fields whose ids are no row numbers and that no id table serves, fields that cannot share a table,
-            or a table that is no field.
+        ValueError: raw ids without an id table, fields that cannot share a table, or an unknown table.
     """
     by_name = {field.name: field for field in schema.sparse}
     specs = []
@@ -53,13 +52,13 @@ def table_specs(schema: Schema, config: IdConfig) -> list[TableSpec]:
                 )
             if field.pooling != fields[0].pooling:
                 raise ValueError(
-                    f"fields {fields[0].name!r} and {field.name!r} are to share table {name!r}, but one is pooled by"
-                    f" {fields[0].pooling}, the other by {field.pooling}; give them tables of their own"
+                    f"fields {fields[0].name!r} and {field.name!r} share table {name!r}, but one is pooled by"
+                    f" {fields[0].pooling}, the other by {field.pooling}; give each its own table"
                 )
         if ids.kind == "rows" and len(fields) > 1:
             raise ValueError(
                 f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
-                ' "collisionless" or "hash", or give each its own'
+                ' "collisionless" or "hash", or give each field its own table'
             )
         specs.append(TableSpec(name, fields, ids, _rows(fields, ids)))
     return specs
@@ -74,7 +73,7 @@ def _rows(fields: Sequence[SparseField], ids: IdConfig) -> int:
 
 
 def embedding_tables(schema: Schema, specs: Sequence[TableSpec], embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """One TorchRec table for each spec, wide enough for the embedding and the wide weight."""
+    """Makes a TorchRec table for each spec, wide enough for the embedding and the wide weight."""
     return [
         EmbeddingBagConfig(
             name=spec.name,
@@ -91,48 +90,52 @@ def embedding_tables(schema: Schema, specs: Sequence[TableSpec], embedding_dim: 
 
 
 def fill_tables(model: nn.Module, embedding_dim: int, std: float, seed: int) -> None:
-    """Initial values N(0, std) in the embedding columns and 0 in the others.
+    """Initializes the embedding columns with N(0, std) and the others with 0.
 
-    A block of rows is drawn from (seed, table, block), so that a row's values do not depend on who holds it.
+    Each block of rows is drawn from (seed, table, block), so that a row's values do not depend on the sharding.
     """
     for key, value in model.state_dict().items():
         if ".embedding_bags." not in key:
             continue
-        shards: list[tuple[Tensor, Sequence[int]]] = [(value.detach(), (0, 0))]  # data-parallel
-        if isinstance(value, ShardedTensor):
-            shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
-        for part, place in shards:
-            _fill_shard(part, place, key.split(".")[-2], embedding_dim, std, seed)
+        for shard, offsets in local_shards(value):
+            _fill_shard(shard, offsets, key.split(".")[-2], embedding_dim, std, seed)
 
 
 def tables_of(model: nn.Module) -> dict[str, ShardedTensor | Tensor]:
-    """The tables by field; rows that are replayed are brought up to date by the model's ``state_dict``."""
+    """Tables by name; the model's ``state_dict`` first brings replayed rows up to date."""
     return {key.split(".")[-2]: value for key, value in model.state_dict().items() if ".embedding_bags." in key}
 
 
-def whole_table(table: ShardedTensor | Tensor, process: Process) -> Tensor:
-    """A table in one piece on every process."""
+def local_shards(table: ShardedTensor | Tensor) -> list[tuple[Tensor, Sequence[int]]]:
+    """Shards of a table on this rank, each with its first row and column; all of a data-parallel table."""
+    if isinstance(table, ShardedTensor):
+        return [(shard.tensor, shard.metadata.shard_offsets) for shard in table.local_shards()]
+    return [(table.detach(), (0, 0))]
+
+
+def gathered_table(table: ShardedTensor | Tensor, process: Process) -> Tensor:
+    """Gathers a complete table on every process."""
     if not isinstance(table, ShardedTensor):  # data-parallel
         return table.detach()
-    whole = torch.empty(table.size(), dtype=table.dtype, device=process.device)
-    table.gather(0, whole if process.is_first else None)
-    dist.broadcast(whole, 0)
-    return whole
+    complete = torch.empty(table.size(), dtype=table.dtype, device=process.device)
+    table.gather(0, complete if process.is_first else None)
+    dist.broadcast(complete, 0)
+    return complete
 
 
 _BLOCK_ROWS = 1 << 12
 
 
-def _fill_shard(rows: Tensor, place: Sequence[int], table: str, embedding_dim: int, std: float, seed: int) -> None:
-    """Fills a table's part whose first row and column are ``place``."""
+def _fill_shard(rows: Tensor, offsets: Sequence[int], table: str, embedding_dim: int, std: float, seed: int) -> None:
+    """Initializes the shard of a table whose first row and column are ``offsets``."""
     rows.zero_()
-    first, first_column = place
+    first, first_column = offsets
     end = first + len(rows)
     generator = torch.Generator()
     for block in range(first // _BLOCK_ROWS, -(-end // _BLOCK_ROWS)):
         digest = hashlib.sha256(f"{seed}/{table}/{block}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        # Always the whole block: torch's first n numbers depend on how many are drawn.
+        # Always a full block: the first numbers that torch draws depend on how many are drawn.
         values = torch.randn(_BLOCK_ROWS, embedding_dim, generator=generator).mul_(std)
         start = block * _BLOCK_ROWS
         low, high = max(start, first), min(start + _BLOCK_ROWS, end)

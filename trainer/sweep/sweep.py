@@ -20,7 +20,8 @@ from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.run import RunConfig, first_difference, save_config
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, environment, to_json
+from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, to_json
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess

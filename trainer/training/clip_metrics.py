@@ -1,4 +1,4 @@
-"""What the clip rule does as training goes on: each table's share of clipped rows and how far its limits are away.
+"""Statistics of the clip rule during training: each table's share of clipped rows and its limits' distance.
 
 P processes, T tables.
 """
@@ -16,70 +16,70 @@ from cowrec.trainer.runtime.processes import Process
 
 
 class ClipWatch:
-    """Reads the clip's statistics of all processes, since the last reading and since the beginning.
+    """Reader of the clip's statistics over all processes, since the last reading and since the beginning.
 
     A reading is ``{"rows", "clipped", "limit_to_norm", "fields": {table: {the same three}}}``:
 
     * rows: rows that had a gradient; a row counts once in each step that has its id.
-    * clipped: share of them whose gradient was over its limit; NaN without rows.
-    * limit_to_norm: limit / ||g|| of the typical row of the latest step, below 1 where most were clipped. A table's
-      is the median over its rows; of several tables, or several processes with rows of one table, the median of
-      theirs, each weighing its rows.
+    * clipped: share of these rows whose gradient exceeded its limit; NaN without rows.
+    * limit_to_norm: limit / ||g|| of the typical row of the latest step; below 1 if most rows were clipped. For one
+      table it is the median over its rows. For several tables, or several processes with rows of one table, it is
+      the median of their medians, weighted by their rows.
 
     Args:
-        stats: gives the statistics of the tables of this process, since training began.
-        tables: names of all tables, on whatever process they are.
+        stats: returns the statistics of this process's tables since training began.
+        tables: names of the tables of all processes.
         process: this process.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, TableStats]], tables: Sequence[str], process: Process):
         self._stats, self._tables, self._process = stats, tables, process
         self._latest = np.zeros((process.world_size, len(tables), 3))
-        self._before = np.zeros((1, len(tables), 3))  # what an interrupted run had counted
+        self._before = np.zeros((1, len(tables), 3))  # counts of the run before it was interrupted
 
     def read(self) -> dict[str, Any]:
-        """The rows since the last call. Waits for the device. All processes call it together."""
+        """Statistics since the last call. Waits for the device. All processes call together."""
         before, self._latest = self._latest, self._gathered()
         since = self._latest.copy()
         since[..., :2] -= before[..., :2]
         return _reading(since, self._tables)
 
     def total(self) -> dict[str, Any]:
-        """The rows from the beginning to the last :meth:`read`."""
+        """Statistics from the beginning to the last :meth:`read`."""
         return _reading(np.concatenate([self._latest, self._before]), self._tables)
 
     def counts(self) -> dict[str, list[int]]:
-        """Each table's rows and clipped rows from the beginning to the last :meth:`read`, for a checkpoint."""
+        """Rows and clipped rows of each table from the beginning to the last :meth:`read`, for a checkpoint."""
         sums = np.concatenate([self._latest, self._before])[..., :2].sum(0).astype(int).tolist()
         return dict(zip(self._tables, sums, strict=True))
 
-    def go_on_from(self, counts: Mapping[str, Sequence[int]]) -> None:
-        """Takes the counts of :meth:`counts` for those before the beginning."""
-        for place, table in enumerate(self._tables):
+    def add_earlier(self, counts: Mapping[str, Sequence[int]]) -> None:
+        """Adds :meth:`counts` of the run before it was interrupted."""
+        for index, table in enumerate(self._tables):
             if table in counts:
-                self._before[0, place] = *counts[table], nan
+                self._before[0, index] = *counts[table], nan
 
     def _gathered(self) -> np.ndarray:
-        """Rows, clipped rows and median norm to limit, float64 [P, T, 3]; zeros where a process has no rows."""
+        """Rows, clipped rows and median norm to limit, float64 [P, T, 3]; zeros if a process has no rows."""
         own = torch.zeros(len(self._tables), 3, dtype=torch.float64)
         for name, table in self._stats().items():
             if table.rows:
                 clipped = round(table.clipped * table.rows)
                 own[self._tables.index(name)] = torch.tensor([table.rows, clipped, table.median_ratio])
         own = own.to(self._process.device)
-        everyones = [torch.empty_like(own) for _ in range(self._process.world_size)]
-        dist.all_gather(everyones, own)
-        return torch.stack(everyones).cpu().numpy()
+        gathered = [torch.empty_like(own) for _ in range(self._process.world_size)]
+        dist.all_gather(gathered, own)
+        return torch.stack(gathered).cpu().numpy()
 
 
 def _reading(counts: np.ndarray, tables: Sequence[str]) -> dict[str, Any]:
-    """Of [P, T, 3], over all tables and of each."""
-    fields = {name: _summary(counts[:, place]) for place, name in enumerate(tables)}
+    """Statistics over all tables and of each table, from counts [P, T, 3]."""
+    fields = {name: _summary(counts[:, index]) for index, name in enumerate(tables)}
     return {**_summary(counts.reshape(-1, 3)), "fields": fields}
 
 
 def _summary(counts: np.ndarray) -> dict[str, float]:
-    """Of [N, 3], added up; see :class:`ClipWatch` for the ratio."""
+    """Statistics of counts [N, 3], added up; see :class:`ClipWatch` for the ratio."""
     rows, clipped, ratio = counts.T
     total = int(rows.sum())
     norm_to_limit = _weighted_median(ratio[~np.isnan(ratio)], rows[~np.isnan(ratio)])
@@ -91,7 +91,7 @@ def _summary(counts: np.ndarray) -> dict[str, float]:
 
 
 def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
-    """The least value whose weight, with that of all below, is at least half; NaN without weight."""
+    """Least value for which the weights up to it are at least half of all; NaN without weight."""
     if not weights.any():
         return nan
     order = np.argsort(values)

@@ -1,4 +1,4 @@
-"""The two readers of a training run, checked before anything is trained, and their batches in even slices."""
+"""Readers of a training run, checked before training starts, and padding of their batches to even slices."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,14 +13,14 @@ from cowrec.trainer.runtime.processes import Process
 
 
 def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tuple[Reader, Reader]:
-    """Readers of the training split, shuffled, and of the test split.
+    """Opens readers of the training split, shuffled, and of the test split.
 
     Raises:
-        ValueError: a folder that is no data set, or splits that one cannot train on and evaluate.
+        ValueError: the folder is not a data set, or a split cannot be trained on or evaluated.
     """
     schema = Schema.load(data_dir)
     for split in ("train", "test"):
-        require_labelled_rows(schema, split, data_dir)
+        require_labels(schema, split, data_dir)
     reader = partial(Reader, data_dir, rank=process.rank, world_size=process.world_size, device=process.device)
     train = reader(
         "train",
@@ -40,9 +40,10 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tup
 
 
 def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
-    """Gives every rank as many rows of a global batch, by a row without ids and label where its slice is one short.
+    """Pads each slice of a global batch that is one sample short, so that all ranks have equally many samples.
 
-    TorchRec's reduce-scatter of row-wise tables needs that on gloo, and no rank is then without rows.
+    The added sample has no ids and no label. TorchRec's reduce-scatter of row-wise tables needs equal slices on gloo,
+    and this way no rank is without samples.
     """
     for batch in batches:
         if len(batch.dense) * world_size < batch.global_batch_size:
@@ -53,14 +54,14 @@ def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
                 sparse.values(),
                 sparse.weights_or_none(),
                 lengths,
-                length_per_key=sparse.length_per_key(),  # a row without ids adds none
+                length_per_key=sparse.length_per_key(),  # a sample without ids adds none
             )
             batch = Batch(dense, padded, batch.label, batch.global_batch_size, batch.time)
         yield batch
 
 
-def require_labelled_rows(schema: Schema, name: str, data_dir: Path) -> None:
-    """Raises ValueError where a split has no rows, or rows that can be predicted but not evaluated."""
+def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
+    """Raises ValueError if a split has no rows or no labels."""
     split = schema.split(name)
     if not split.rows:
         raise ValueError(f"the {name} split of {data_dir} has no rows; prepare it with another split")

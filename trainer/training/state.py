@@ -1,87 +1,204 @@
-"""What learns: a sharded model with its optimizers, and how its state is saved and found again."""
+"""State of training: a sharded model with its optimizers and id tables, the training step, and how it is saved."""
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from cowrec.data_pipeline import Schema
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
+from cowrec.sparse_opt.tbe.lookup import find_lookups
 from cowrec.trainer.config.run import RunConfig, to_plain
-from cowrec.trainer.runs.checkpoint import Beside, Checkpoints, load_run, random_state, run_state
+from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
-from cowrec.trainer.runs.run_dir import environment
+from cowrec.trainer.runs.checkpoint_reader import checkpoint_keys, newest_checkpoint, read_checkpoint, readable
+from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import (
     build_sharded,
     dense_parameters,
     derived_hyperparameters,
     embedding_optimizer,
-    row_ids_of,
 )
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.id_translation import IdTranslation
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .clip_metrics import ClipWatch
+from .pipeline import pipeline_of
+
+
+class Step(NamedTuple):
+    """Result of a training step, from the weights before its update.
+
+    Attributes:
+        loss: scalar, detached.
+        logits: float32 [B], detached.
+        label: float32 [B].
+        dense_lr: learning rate of the network.
+    """
+
+    loss: Tensor
+    logits: Tensor
+    label: Tensor
+    dense_lr: float
 
 
 class TrainState:
-    """The model of a run and its optimizers, all of a run's state but its place in the data.
+    """Everything that training changes: the model, its optimizers, the id tables and the number of steps.
 
     Args:
         config: of the run.
         schema: of its data.
         process: this process.
-        warmup_steps: over which the dense learning rate rises.
+        warmup_steps: steps over which the dense learning rate rises.
 
     Attributes:
-        model: sharded.
+        model: a TrainTask, sharded.
         embedding_optimizer: see :func:`embedding_optimizer`.
         dense_optimizer: of the network.
-        clip_watch: reads what the clip does, None without a clip.
+        ids: translates the ids of batches, which the pipeline takes translated.
+        pipeline: runs steps and evaluation.
+        clip_watch: reads the clip's statistics; None without a clip.
+        steps: training steps taken.
         environment: versions and hardware.
 
     Raises:
-        ValueError: as :func:`build_sharded` and :func:`embedding_optimizer`.
+        ValueError: from :func:`build_sharded`, :func:`embedding_optimizer` or :class:`IdTranslation`.
     """
 
-    def __init__(self, config: RunConfig, schema: Schema, process: Process, warmup_steps: int):
+    def __init__(self, config: RunConfig, schema: Schema, process: Process, warmup_steps: int) -> None:
         self._config, self._process = config, process
         self.model = build_sharded(config, schema, process)
         self.embedding_optimizer = embedding_optimizer(config, schema, self.model)
+        self.ids = IdTranslation(config, schema, process, self.model, self.adam)
         self.clip_watch: ClipWatch | None = None
         if self.embedding_optimizer is not None and config.clip.rule != "none":
             tables = [spec.name for spec in table_specs(schema, config.id_table)]
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
         lr = derived_hyperparameters(config).dense_lr
         self.dense_optimizer = DenseAdam(dense_parameters(self.model), config.optimizer, lr, warmup_steps)
+        self.pipeline = pipeline_of(self.model, self.dense_optimizer, process, may_read_ahead=self.ids.tables is None)
+        self.steps = 0
         self.environment = environment(process.device)
 
     @property
     def adam(self) -> EmbeddingAdam | None:
-        """The tables' optimizer, where it is not FBGEMM's fused one."""
+        """The tables' optimizer, None where it is FBGEMM's fused one."""
         return self.embedding_optimizer if isinstance(self.embedding_optimizer, EmbeddingAdam) else None
 
     @property
     def id_tables(self) -> IdTables | None:
-        """Those that give ids their rows; None where ids are rows or hashes."""
-        ids = row_ids_of(self.model)
-        return ids.tables if ids else None
+        """The tables that give rows to ids; None where ids are rows or hashes."""
+        return self.ids.tables
 
-    def save(self, checkpoints: Checkpoints, progress: Progress, beside: Beside | None = None) -> None:
+    def step(self, batches: Iterator[Batch]) -> Step:
+        """Trains on the next batch, which ``self.ids`` has translated."""
+        lr = self.dense_optimizer.prepare(self.steps)
+        loss, logits, label = self.pipeline.progress(batches)
+        self.steps += 1
+        return Step(loss, logits, label, lr)
+
+    def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:
         """Writes a checkpoint; see :meth:`Checkpoints.save`."""
-        state = run_state(self.model, self.dense_optimizer, self.adam) | random_state(self._process)
         about = {"world_size": self._process.world_size, "config": to_plain(self._config), **self.environment}
-        checkpoints.save(state, progress, about, beside)
+        checkpoints.save(self._everything() | _random_state(self._process), progress, about, write_files)
 
     def resume(self, folder: Path, checkpoints: Checkpoints) -> Progress | None:
-        """Takes over the newest intact checkpoint of a folder; None where it has none. See :func:`load_run`."""
-        found = load_run(folder, self.model, self.dense_optimizer, self.adam, self._process, checkpoints.say)
+        """Loads the newest intact checkpoint of a folder in place; None where there is none.
+
+        If the number of processes has changed, they start with new random numbers.
+
+        Raises:
+            ValueError: all checkpoints are damaged, of another format, or do not fit the run.
+        """
+        found = newest_checkpoint(folder, self._process, checkpoints.say)
         if found is None:
             return None
-        checkpoints.latest, progress = found
+        path, progress = found
+        with readable(path):
+            keys = checkpoint_keys(path)
+            random = {key: value for key, value in _random_state(self._process).items() if key in keys}
+            if self.adam:
+                self.adam.steps = progress.step
+            state = self._everything() | random
+            read_checkpoint(path, state)
+            self._load(state, self.adam)
+            self.model.fused_optimizer.set_optimizer_step(int(state["iterations"]))
+            for generators in random.values():
+                torch.set_rng_state(generators["cpu"])
+                if "cuda" in generators:
+                    torch.cuda.set_rng_state(generators["cuda"], self._process.device)
+        checkpoints.latest, self.steps = path, progress.step
         if self.clip_watch:
-            self.clip_watch.go_on_from(progress.clip)
+            self.clip_watch.add_earlier(progress.clip)
         return progress
 
-    def clip_counts(self) -> dict[str, Any]:
-        """Rows and clipped rows so far, as :attr:`Progress.clip` has them."""
-        return self.clip_watch.counts() if self.clip_watch else {}
+    def load_weights(self, folder: Path, say: Callable[[str], None]) -> Progress:
+        """Loads tables, network and id tables of the newest intact checkpoint, to use or export the model.
+
+        Absent rows of the checkpoint are brought up to date when they are looked up.
+
+        Raises:
+            ValueError: there is no checkpoint, all are damaged, or they do not fit the model.
+        """
+        found = newest_checkpoint(folder, self._process, say)
+        if found is None:
+            raise ValueError(f"no checkpoint in {folder}; train the run first")
+        path, progress = found
+        replayed = self.adam if self.adam and self.adam.config.absent_rows == "replay" else None
+        with readable(path):
+            if replayed:
+                replayed.steps = progress.step
+            state = self._weights(replayed)
+            if replayed:
+                state["embedding_optimizer"] = replayed.state_dict()
+            read_checkpoint(path, state)
+            self._load(state, replayed)
+        return progress
+
+    def _weights(self, replayed: EmbeddingAdam | None) -> State:
+        """Weights and id tables, sharing their memory; rows that are behind are left behind."""
+        with _as_stored(replayed):
+            state: State = {"model": self.model.state_dict()}
+        return state | ({"id_tables": self.id_tables.state_dict()} if self.id_tables else {})
+
+    def _everything(self) -> State:
+        """All tensors that training changes, sharing their memory, except for random states."""
+        state = self._weights(self.adam)
+        state |= {"dense_optimizer": self.dense_optimizer.tensors(), "iterations": self._iterations()}
+        tables = self.adam.state_dict() if self.adam else self.model.fused_optimizer.state_dict()["state"]
+        # A process without tables has an empty dictionary, which the library would pickle as an object.
+        return state | ({"embedding_optimizer": tables} if tables else {})
+
+    def _load(self, state: State, adam: EmbeddingAdam | None) -> None:
+        with _as_stored(adam):
+            self.model.load_state_dict(state["model"])
+        if self.id_tables:
+            self.id_tables.load_state_dict(state["id_tables"])
+        if adam:
+            adam.load_state_dict(state["embedding_optimizer"])
+
+    def _iterations(self) -> Tensor:
+        """Forward passes as FBGEMM counts them; ranks without a table count none."""
+        counted = torch.tensor(max((lookup.iterations for lookup in find_lookups(self.model)[0]), default=0))
+        if dist.get_world_size() > 1:
+            counted = counted.to(self.model.device)
+            dist.all_reduce(counted, dist.ReduceOp.MAX)
+        return counted
+
+
+def _as_stored(adam: EmbeddingAdam | None) -> AbstractContextManager[None]:
+    return adam.as_stored() if adam else nullcontext()
+
+
+def _random_state(process: Process) -> State:
+    """State of this process's random generators, keyed by its rank."""
+    state = {"cpu": torch.get_rng_state()}
+    if process.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(process.device)
+    return {f"random_{process.rank}_of_{process.world_size}": state}

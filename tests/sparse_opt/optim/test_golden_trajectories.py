@@ -28,9 +28,10 @@ from cowrec.sparse_opt.algorithm.adam import adam_scalars
 from cowrec.sparse_opt.kernels.dense_adam import dense_adam_
 from cowrec.trainer.config.run import OptimizerConfig, RunConfig, ShardingConfig
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.build import TrainTask, dense_parameters
+from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.sharding import sharding_plan
+from cowrec.trainer.sharded_model.task import TrainTask
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
 from sharded_case import process_group
 

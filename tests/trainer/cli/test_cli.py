@@ -146,7 +146,7 @@ MISTAKES = {
     "data not there": (["train", "{toml}", "--data", "none"], "none is not a prepared data set"),
     "run folder in use": (
         ["train", "{toml}", "--data", "{data}", "--run-dir", "{data}"],
-        "is not empty; go on with its run by --resume",
+        "is not empty; continue its run with --resume",
     ),
     "run folder a file": (["train", "{toml}", "--data", "{data}", "--run-dir", "{toml}"], "is a file; choose another"),
     "wrong key": (["train", "{toml}", "--data", "{data}", "--set", "train.seeds=1"], "did you mean train.seed?"),

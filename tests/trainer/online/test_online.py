@@ -1,4 +1,4 @@
-"""Online training: predictions before training, publications, resumed runs, and a year of drifting ids."""
+"""Online training: predictions before training, publications, resumed runs, a year of drifting ids."""
 
 import json
 from dataclasses import replace
@@ -41,14 +41,14 @@ def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def predictions(case: Path, model: ServedModel) -> np.ndarray:
-    """Of the stream's samples, in their order."""
+    """Predictions of the stream's samples, in their order."""
     codec = SampleCodec.load(case / "data")
     tables = [pq.read_table(file) for file in sorted((case / "incoming").glob("*.parquet"))]
     return np.concatenate([model.predict(codec.encode(codec.from_table(table)).block) for table in tables])
 
 
 def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:
-    """A model that learns nothing predicts what its first export does; scikit-learn measures that by windows."""
+    """A model with learning rates of 0 predicts like its first export, measured by scikit-learn in each window."""
     still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
     run(case, tmp_path / "run", *still, publish=str(tmp_path / "published"))
     predicted = predictions(case, ServedModel.load(tmp_path / "run" / "base")).astype(np.float64)
@@ -59,15 +59,15 @@ def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: 
     assert [window["start"] for window in windows] == starts.tolist()
     for window in windows:
         inside = times // (2 * 86400) == window["start"] // (2 * 86400)
-        own, of_model = labels[inside], predicted[inside]
+        label, prediction = labels[inside], predicted[inside]
         assert window["samples"] == inside.sum()
-        assert window["auc"] == pytest.approx(roc_auc_score(own, of_model), abs=1e-6)
-        assert window["logloss"] == pytest.approx(log_loss(own, of_model), abs=1e-6)
-        assert window["calibration"] == pytest.approx(of_model.mean() / own.mean(), abs=1e-5)
+        assert window["auc"] == pytest.approx(roc_auc_score(label, prediction), abs=1e-6)
+        assert window["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
+        assert window["calibration"] == pytest.approx(prediction.mean() / label.mean(), abs=1e-5)
 
 
-def test_readers_of_the_publications_have_the_model(case: Path, tmp_path: Path) -> None:
-    """Followed from the first version, and by a late reader from the last full one, it is the run's own export."""
+def test_readers_of_publications_equal_an_export(case: Path, tmp_path: Path) -> None:
+    """A reader that has applied all versions predicts exactly like an export of the run."""
     settings = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
     settings += ["online.publish_seconds=0.05", "online.dense_seconds=0.3"]
     report = run(case, tmp_path / "run", *settings, publish=str(tmp_path / "published"))
@@ -89,20 +89,20 @@ def test_readers_of_the_publications_have_the_model(case: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]])
-def test_a_resumed_run_is_the_one_that_was_not_interrupted(case: Path, tmp_path: Path, settings: list[str]) -> None:
-    """Weights, the ids' rows, the stream's place and the open window, from the first snapshot and from a late one."""
+def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path, settings: list[str]) -> None:
+    """Weights, rows of ids, stream position and open window, resumed from the first snapshot and from a later one."""
     given = [*settings, "online.snapshot_seconds=0", "checkpoint.keep_last=1000", "online.window='3d'"]
-    run(case, tmp_path / "whole", *given)
-    steps = sorted(int(each.name[5:]) for each in (tmp_path / "whole" / "checkpoints").iterdir())
+    run(case, tmp_path / "uninterrupted", *given)
+    steps = sorted(int(each.name[5:]) for each in (tmp_path / "uninterrupted" / "checkpoints").iterdir())
     for at in (steps[0], steps[len(steps) // 2]):
-        copy = interrupted(tmp_path / "whole", at, tmp_path / f"at{at}")
+        copy = interrupted(tmp_path / "uninterrupted", at, tmp_path / f"at{at}")
         run(case, copy, *given, resume=True)
-        assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))
+        assert same(checkpoint(copy), checkpoint(tmp_path / "uninterrupted"))
         for kind in ("window", "ids"):
-            assert metrics(copy, kind) == metrics(tmp_path / "whole", kind)
+            assert metrics(copy, kind) == metrics(tmp_path / "uninterrupted", kind)
 
 
-def test_a_stream_that_goes_on_after_its_end_is_gone_on_with(case: Path, tmp_path: Path) -> None:
+def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: Path) -> None:
     tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
     write_stream(tmp_path / "in", tables[:8], end=True)
     run(case, tmp_path / "run", source=tmp_path / "in")
@@ -111,7 +111,7 @@ def test_a_stream_that_goes_on_after_its_end_is_gone_on_with(case: Path, tmp_pat
     assert run(case, tmp_path / "run", source=tmp_path / "in", resume=True)["samples"] == SAMPLES
 
 
-def test_nothing_is_left_where_it_cannot_start(case: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must name a stream"):
         run(case, tmp_path / "run", source=Path("redis://localhost:1/0"))
     with pytest.raises(OSError, match="is not a folder"):
@@ -125,26 +125,26 @@ def test_nothing_is_left_where_it_cannot_start(case: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("when_full", ["oldest", "least_frequent"])
 def test_a_year_of_drifting_ids_in_a_bounded_table(tmp_path: Path, when_full: str) -> None:
-    """The table stays within its bound, at a fifth of the ids seen, and the AUC of a boundless one is kept.
+    """The table stays within its capacity, a fifth of the ids seen, and its AUC within 0.1 % of an unbounded table's.
 
-    Within 0.1 %, over the second half of the year: the first fills the table.
+    The AUC is of the second half of the year; the first fills the table.
     """
     drift = replace(DRIFT, rows=60_000, days=365.0, new_ids_per_day=(0, 5, 30), lifetime_days=2.0, id_effect=0.6)
     case = make_case(tmp_path / "case")
     write_stream(tmp_path / "year", list(drifting_tables(drift, 0, drift.rows, chunk_rows=10_000)))
     settings = ["train.batch_size=256", "optimizer.base_batch_size=256", "online.window='365d'"]
     bounded = [*settings, "id_table.capacity=1000", f"id_table.when_full={when_full}", "id_table.expire_after='20d'"]
-    boundless = [*settings, "id_table.capacity=100000", "id_table.expire_after=''"]
+    unbounded = [*settings, "id_table.capacity=100000", "id_table.expire_after=''"]
     reports = [
         run(case, tmp_path / f"run{number}", *each, "online.window='180d'", source=tmp_path / "year")
-        for number, each in enumerate((bounded, boundless))
+        for number, each in enumerate((bounded, unbounded))
     ]
     assert all(table["resident"] <= 1000 for line in metrics(tmp_path / "run0", "ids") for table in tables_of(line))
     resident = [sum(table["resident"] for table in report["id_tables"].values()) for report in reports]
     assert resident[0] < resident[1] / 5
-    bounded_auc, boundless_auc = (report["windows"][1]["auc"] for report in reports)
-    assert bounded_auc >= boundless_auc * 0.999
-    assert torch.isfinite(torch.tensor([bounded_auc, boundless_auc])).all()
+    bounded_auc, unbounded_auc = (report["windows"][1]["auc"] for report in reports)
+    assert bounded_auc >= unbounded_auc * 0.999
+    assert torch.isfinite(torch.tensor([bounded_auc, unbounded_auc])).all()
 
 
 def tables_of(line: dict[str, Any]) -> list[dict[str, int]]:

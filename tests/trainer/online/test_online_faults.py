@@ -1,4 +1,4 @@
-"""What an online run meets, done to it for real: kills, a full disk, a clock that is wrong, a target that hangs."""
+"""Faults of an online run, caused for real: kills, a full disk, a wrong clock, a target that hangs."""
 
 import json
 import random
@@ -30,7 +30,7 @@ from trainer_cases import ENVIRONMENT, checkpoint, tensors
 
 OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
 EXACT = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
-"""Readers then have every row as it is: none moves without an id, and none is dead before it is freed."""
+"""Settings under which readers have every row exactly: no row changes while absent, no id expires."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def command(case: Path, run_dir: Path, *overrides: str, source: Path | None = No
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts a command; at the end of the test nothing of it is left."""
+    """Function that starts a command; it is killed at the end of the test."""
     started: list[subprocess.Popen] = []
 
     def begin(parts: list[str], **given: object) -> subprocess.Popen:
@@ -62,7 +62,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 def finish(parts: list[str], **given: object) -> str:
-    """Runs a command to its end; what it said."""
+    """Runs a command to its end; returns its output."""
     done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, **given)  # type: ignore
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -74,16 +74,16 @@ def undisturbed(case: Path) -> Path:
     return case / "undisturbed"
 
 
-def test_kills_at_random_moments_change_no_bit_and_no_reader(
+def test_kills_at_random_moments_change_neither_model_nor_readers(
     case: Path, undisturbed: Path, tmp_path: Path, start: Callable, pytestconfig: pytest.Config
 ) -> None:
-    """While it joins, trains, saves or publishes; started again each time, as by hand or by a supervisor."""
+    """Kills while the run starts, trains, saves or publishes; it is restarted each time."""
     rng, run_dir, published = random.Random(0), tmp_path / "run", tmp_path / "published"
     parts = command(case, run_dir, *OFTEN, *EXACT, publish=str(published))
     for _ in range(pytestconfig.getoption("--kills")):
         before = lines(run_dir)
         process = start(parts)
-        # Killed before it has got further it would never end: the moments are from there on.
+        # Each kill comes after some progress, or the run would never end.
         wait_for(lambda before=before, process=process: lines(run_dir) != before or process.poll() is not None)
         time.sleep(rng.uniform(0, 1.0))
         process.kill()
@@ -96,7 +96,7 @@ def test_kills_at_random_moments_change_no_bit_and_no_reader(
 
 
 def followed(run_dir: Path, url: str) -> ServedModel:
-    """A reader that has taken over all that was published."""
+    """Reader that has applied everything that was published."""
     target = open_target(url)
     newest, served = target.blobs()[-1][0], ServedModel.load(run_dir / "base")
     for blob in Follower(target).blobs(Event()):
@@ -112,7 +112,9 @@ def predicted(case: Path, model: ServedModel) -> np.ndarray:
     return model.predict(codec.encode(codec.from_table(table)).block)
 
 
-def test_ctrl_c_saves_and_the_rest_is_the_same(case: Path, undisturbed: Path, tmp_path: Path, start: Callable) -> None:
+def test_ctrl_c_saves_and_the_run_can_be_resumed(
+    case: Path, undisturbed: Path, tmp_path: Path, start: Callable
+) -> None:
     parts = command(case, tmp_path / "run", *OFTEN, *EXACT, "online.snapshot_seconds=1000")
     process = start(parts)
     wait_for(lambda: lines(tmp_path / "run") > 100)
@@ -125,8 +127,8 @@ def test_ctrl_c_saves_and_the_rest_is_the_same(case: Path, undisturbed: Path, tm
     assert_same(tmp_path / "run", undisturbed)
 
 
-def test_a_full_disk_costs_a_snapshot_and_no_sample(case: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Files may not grow beyond what a checkpoint takes; told, and gone on with once there is room."""
+def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Files may not reach the size of a checkpoint; the run reports that and is resumed once there is space."""
     parts = command(case, tmp_path / "run", *OFTEN, *EXACT, "train.log_every=100000")
     largest = max(file.stat().st_size for file in undisturbed.glob("checkpoints/*/*"))
 
@@ -136,14 +138,14 @@ def test_a_full_disk_costs_a_snapshot_and_no_sample(case: Path, undisturbed: Pat
     done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
     assert done.returncode == 2, done.stderr
     assert "could not be written" in done.stderr
-    assert "make room or mend the folder" in done.stderr
+    assert "free disk space or repair the folder" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
     finish(parts)
     assert_same(tmp_path / "run", undisturbed)
 
 
 def test_samples_of_a_wrong_clock_expire_nothing(case: Path, tmp_path: Path) -> None:
-    """Of a hundred years ahead and of a year back: left out and counted, and all else is as without them."""
+    """Samples a hundred years ahead or a year late are dropped, and the model is as without them."""
     tables = list(drifting_tables(DRIFT, 0, SAMPLES // 4, chunk_rows=500))
     write_stream(tmp_path / "right", tables)
     wrong = []
@@ -165,10 +167,10 @@ def test_samples_of_a_wrong_clock_expire_nothing(case: Path, tmp_path: Path) -> 
         assert value.equal(other[key]), key
 
 
-def test_a_redis_that_is_killed_loses_nothing_it_has_written(
+def test_a_killed_redis_loses_nothing_it_has_written(
     case: Path, undisturbed: Path, tmp_path: Path, start: Callable
 ) -> None:
-    """Killed in the middle of the stream, every command on its disk; the model is that of an undisturbed folder."""
+    """Killed in the middle of the stream with every command on disk; the model equals that of an undisturbed run."""
     server = RedisServer(tmp_path / "redis", appendonly=True)
     tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=1000))
     try:
@@ -188,20 +190,20 @@ def test_a_redis_that_is_killed_loses_nothing_it_has_written(
     assert_same(run_dir, undisturbed)
 
 
-def test_a_target_that_hangs_does_not_hold_up_training(case: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """A Redis that is frozen before the first publication: the run ends as if nobody had wanted to read."""
+def test_a_target_that_hangs_does_not_stop_training(case: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Redis is frozen before the first publication; the run ends as it would without publishing."""
     server = RedisServer(tmp_path / "redis")
     try:
         server.send(signal.SIGSTOP)
         said = finish(command(case, tmp_path / "run", *OFTEN, *EXACT, publish=f"{server.url}?name=model"))
     finally:
         server.close()
-    assert "what is due stays due" in said or "were not published" in said
+    assert "changes are kept and published later" in said or "were not published" in said
     assert_same(tmp_path / "run", undisturbed)
 
 
 def send(server: RedisServer, tables: list[pa.Table]) -> None:
-    """Samples as entries of the stream, a JSON object each."""
+    """Sends samples as entries of the stream, a JSON object each."""
     with server.client() as client:
         for table in tables:
             batch = client.pipeline(transaction=False)

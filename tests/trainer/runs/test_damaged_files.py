@@ -1,4 +1,4 @@
-"""Files that someone or something has changed: a clear error, never another one, and never rows that were not meant."""
+"""Damaged or edited files: a clear error, never an unrelated one, and never ids outside their table."""
 
 import json
 import shutil
@@ -26,14 +26,14 @@ VALUES = st.recursive(
 )
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The paths to all parts of nested dictionaries and lists."""
+def paths_of(value: Any, path: tuple = ()) -> list[tuple]:
+    """Paths to all parts of nested dictionaries and lists."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, each in inner for place in places(each, (*path, key)))]
+    return [path, *(found for key, each in inner for found in paths_of(each, (*path, key)))]
 
 
 def changed(value: Any, path: tuple, new: Any) -> Any:
-    """A copy with another value at a path."""
+    """Copies a value with another part at a path."""
     if not path:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -47,7 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(file: Path) -> RunConfig | None:
-    """A configuration, or None where it was refused in the words that a user is to see."""
+    """Loads a configuration; None if it was refused with a message for the user."""
     try:
         return load_config(file)
     except ValueError as error:
@@ -58,11 +58,11 @@ def loaded(file: Path) -> RunConfig | None:
 
 @OFTEN
 @given(choice=st.integers(0), value=VALUES)
-def test_any_value_at_any_place_of_a_configuration(tmp_path: Path, choice: int, value: Any) -> None:
-    """It loads to what is written, or one ValueError says what is wrong."""
+def test_any_value_at_any_key_of_a_configuration(tmp_path: Path, choice: int, value: Any) -> None:
+    """The value is loaded as written, or one ValueError explains the problem."""
     plain = to_plain(RunConfig())
     file = tmp_path / "run.toml"
-    paths = [place for place in places(plain) if len(place) > 1]
+    paths = [each for each in paths_of(plain) if len(each) > 1]
     path = paths[choice % len(paths)]
     try:
         file.write_text(tomli_w.dumps(changed(plain, path, value)), encoding="utf-8")
@@ -80,15 +80,15 @@ def test_any_value_at_any_place_of_a_configuration(tmp_path: Path, choice: int, 
 @OFTEN
 @given(text=TEXT, start=st.integers(0), length=st.integers(0, 30))
 def test_any_text_in_a_configuration(tmp_path: Path, text: str, start: int, length: int) -> None:
-    whole = tomli_w.dumps(to_plain(RunConfig()))
-    start %= len(whole)
+    text_of_config = tomli_w.dumps(to_plain(RunConfig()))
+    start %= len(text_of_config)
     file = tmp_path / "run.toml"
-    file.write_text(whole[:start] + text + whole[start + length :], encoding="utf-8")
+    file.write_text(text_of_config[:start] + text + text_of_config[start + length :], encoding="utf-8")
     loaded(file)
 
 
 def read_all(folder: Path) -> int | str:
-    """Rows of the training set, or the message that it was refused with."""
+    """Number of samples of the training set, or the message of the error."""
     try:
         return _read_all(folder)
     except ValueError as error:
@@ -109,16 +109,16 @@ def _read_all(folder: Path) -> int:
 
 @SELDOM
 @given(choice=st.integers(0), value=VALUES | st.none())
-def test_any_value_at_any_place_of_a_schema(data: Path, tmp_path: Path, choice: int, value: Any) -> None:
-    """The data are read as they are, or refused: no table is looked up beyond its end."""
+def test_any_value_at_any_key_of_a_schema(data: Path, tmp_path: Path, choice: int, value: Any) -> None:
+    """The data are read or refused; no id is beyond the end of its table."""
     folder = tmp_path / "data"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(data, folder)
-    whole = json.loads((data / "schema.json").read_text())
-    path = places(whole)[choice % len(places(whole))]
-    (folder / "schema.json").write_text(json.dumps(changed(whole, path, value)), encoding="utf-8")
+    schema = json.loads((data / "schema.json").read_text())
+    path = paths_of(schema)[choice % len(paths_of(schema))]
+    (folder / "schema.json").write_text(json.dumps(changed(schema, path, value)), encoding="utf-8")
     outcome = read_all(folder)
-    assert outcome in (0, 205) or (isinstance(outcome, str) and outcome)  # a split without rows has none to serve
+    assert outcome in (0, 205) or (isinstance(outcome, str) and outcome)  # 0: a split without samples
 
 
 COLUMNS = st.sampled_from(["label", "price", "city", "tags", "history"])
@@ -148,30 +148,30 @@ ARRAYS = st.sampled_from(
 def test_shards_of_other_types_and_ids(
     data: Path, tmp_path: Path, column: str, values: pa.Array, drop: bool, rows: int
 ) -> None:
-    """Wrong types, nulls, ids outside their table, missing columns and missing rows are refused by name."""
+    """Wrong types, nulls, ids outside their table and missing columns or rows are refused; the message names them."""
     folder = tmp_path / "data"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(data, folder)
     shard = next((folder / "train").iterdir())
     table = pq.read_table(shard)
-    place = table.schema.get_field_index(column)
-    table = table.remove_column(place) if drop else table.set_column(place, column, values)
+    index = table.schema.get_field_index(column)
+    table = table.remove_column(index) if drop else table.set_column(index, column, values)
     pq.write_table(table.slice(0, rows), shard)
     outcome = read_all(folder)
     assert outcome == 205 or column in str(outcome) or "rows" in str(outcome)
 
 
 @SELDOM
-@given(place=st.integers(0), byte=st.integers(0, 255), cut=st.booleans())
-def test_damaged_shards(data: Path, tmp_path: Path, place: int, byte: int, cut: bool) -> None:
-    """Parquet's checksums are not written, so a flipped bit may pass as another value; ids stay within their tables."""
+@given(offset=st.integers(0), byte=st.integers(0, 255), truncate=st.booleans())
+def test_damaged_shards(data: Path, tmp_path: Path, offset: int, byte: int, truncate: bool) -> None:
+    """Shards have no checksums, so a flipped bit may pass as another value; ids stay within their tables."""
     folder = tmp_path / "data"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(data, folder)
     shard = next((folder / "train").iterdir())
     content = bytearray(shard.read_bytes())
-    place %= len(content)
-    content[place] = byte
-    shard.write_bytes(content[:place] if cut else content)
+    offset %= len(content)
+    content[offset] = byte
+    shard.write_bytes(content[:offset] if truncate else content)
     outcome = read_all(folder)
     assert outcome == 205 or shard.name in str(outcome)

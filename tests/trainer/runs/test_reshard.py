@@ -1,4 +1,4 @@
-"""A run goes on over another number of processes and another plan as if nothing had changed."""
+"""Resuming on another number of processes and under another plan."""
 
 import json
 from pathlib import Path
@@ -17,26 +17,26 @@ SETTINGS = {
     "lazy": ["optimizer.absent_rows=lazy"],
     "rowwise_adagrad": ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"],
 }
-# processes, plan, and the step from which on: checkpoints lie at 3, 5, 6, 9 and 10.
+# processes, plan, and the step to resume from; there are checkpoints at 3, 5, 6, 9 and 10.
 STAGES = [(2, "row_wise", 3), (4, "table_wise", 6), (1, "row_wise", 9)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``whole/NAME`` of one process, and ``stageN/NAME``, each going on from a step of the stage before."""
+    """Trains ``uninterrupted/NAME`` on one process and ``stageN/NAME``, each resumed from the stage before."""
     folder = tmp_path_factory.mktemp("reshard")
     config_file(folder)
     make_data(folder)
     for name, settings in SETTINGS.items():
         config = load_config(folder / "run.toml", [*OFTEN, *settings])
-        train(config, folder / "data", folder / "whole" / name)
-    before = folder / "whole"
+        train(config, folder / "data", folder / "uninterrupted" / name)
+    before = folder / "uninterrupted"
     for stage, (processes, plan, step) in enumerate(STAGES):
         cases = []
         for name, settings in SETTINGS.items():
             run_dir = interrupted(before / name, step, folder / f"stage{stage}" / name)
-            places = {"config": f"{folder}/run.toml", "data": f"{folder}/data", "run_dir": str(run_dir)}
-            cases.append({**places, "set": [*OFTEN, *settings, f"sharding.plan={plan}"], "resume": True})
+            paths = {"config": f"{folder}/run.toml", "data": f"{folder}/data", "run_dir": str(run_dir)}
+            cases.append({**paths, "set": [*OFTEN, *settings, f"sharding.plan={plan}"], "resume": True})
         launch(folder / f"cases{stage}.json", cases, processes)
         before = folder / f"stage{stage}"
     return folder
@@ -50,9 +50,9 @@ def launch(file: Path, cases: list[dict[str, Any]], processes: int) -> None:
 
 @pytest.mark.parametrize("stage", range(len(STAGES)))
 @pytest.mark.parametrize("name", SETTINGS)
-def test_another_number_of_processes_goes_on_alike(folder: Path, name: str, stage: int) -> None:
-    """Weights and moments within 1e-6: the dense gradients of more processes are added up in another order."""
-    expected = tensors(checkpoint(folder / "whole" / name))
+def test_another_number_of_processes_resumes(folder: Path, name: str, stage: int) -> None:
+    """Weights and moments within 1e-6: several processes add dense gradients in another order."""
+    expected = tensors(checkpoint(folder / "uninterrupted" / name))
     found = tensors(checkpoint(folder / f"stage{stage}" / name))
     compared = [key for key in expected if not key.startswith("/random")]
     assert any("exp_avg" in key or "momentum1" in key for key in compared)
@@ -63,8 +63,8 @@ def test_another_number_of_processes_goes_on_alike(folder: Path, name: str, stag
         )
 
 
-def test_the_measurements_go_on_too(folder: Path) -> None:
-    reports = [json.loads((folder / run / "replay" / "report.json").read_text()) for run in ("whole", "stage2")]
+def test_measurements_are_resumed(folder: Path) -> None:
+    reports = [json.loads((folder / run / "replay" / "report.json").read_text()) for run in ("uninterrupted", "stage2")]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
         assert first == pytest.approx(second, abs=1e-6)
     assert [report["world_size"] for report in reports] == [1, 1]

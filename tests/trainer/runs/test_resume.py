@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never interrupted; damaged, foreign and malicious checkpoints are not taken."""
+"""Resuming: bit-identical to an uninterrupted run; damaged, foreign and malicious checkpoints are refused."""
 
 import json
 import pickle
@@ -26,7 +26,7 @@ OPTIMIZERS = {
     "fbgemm_cowclip": ["optimizer.embedding=fbgemm_cowclip", "clip.rule=none"],
 }
 ALWAYS = ["model.dropout=0.3", "checkpoint.every_steps=3", "checkpoint.keep_last=100"]
-"""Five steps an epoch: checkpoints at 3, 5, 6, 9 and 10. Dropout asks for the random state."""
+"""Five steps an epoch: checkpoints at 3, 5, 6, 9 and 10. Dropout needs the random state."""
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> d
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    run(folder, folder / "whole")
-    return folder / "whole"
+def uninterrupted(folder: Path) -> Path:
+    run(folder, folder / "uninterrupted")
+    return folder / "uninterrupted"
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -54,15 +54,15 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(folder: Path, tmp_path: Path, optimizer: str) -> None:
-    """From within the first epoch, from between epochs, and from the first steps of the second."""
+def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, optimizer: str) -> None:
+    """Resumed within the first epoch, between epochs, and in the second epoch."""
     settings = OPTIMIZERS[optimizer]
-    report = run(folder, tmp_path / "whole", *settings)
+    report = run(folder, tmp_path / "uninterrupted", *settings)
     for at in (3, 5, 6):
-        copy = interrupted(tmp_path / "whole", at, tmp_path / f"at{at}")
+        copy = interrupted(tmp_path / "uninterrupted", at, tmp_path / f"at{at}")
         resumed = run(folder, copy, *settings, resume=True)
-        assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))
-        assert metrics(copy) == metrics(tmp_path / "whole")
+        assert same(checkpoint(copy), checkpoint(tmp_path / "uninterrupted"))
+        assert metrics(copy) == metrics(tmp_path / "uninterrupted")
         for key in ("auc", "logloss", "steps", "epochs", "clip_statistics"):
             assert resumed[key] == report[key] or key == "clip_statistics"
         if report["clip_statistics"]:
@@ -71,33 +71,35 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(folder: Path, tm
         assert not list(copy.rglob("*.partial"))
 
 
-def test_without_a_checkpoint_it_starts_and_when_done_it_reports(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_resuming_without_a_checkpoint_starts_and_after_the_end_reports(
+    folder: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     run(folder, tmp_path / "new", resume=True)
-    assert same(checkpoint(tmp_path / "new"), checkpoint(whole))
+    assert same(checkpoint(tmp_path / "new"), checkpoint(uninterrupted))
     again = run(folder, tmp_path / "new", resume=True)
     assert again["steps"] == 10
-    young = interrupted(whole, 0, tmp_path / "young")
-    run(folder, young, resume=True)
-    assert same(checkpoint(young), checkpoint(whole))
+    without_checkpoints = interrupted(uninterrupted, 0, tmp_path / "without_checkpoints")
+    run(folder, without_checkpoints, resume=True)
+    assert same(checkpoint(without_checkpoints), checkpoint(uninterrupted))
 
 
-def test_more_epochs_may_be_asked_for(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_more_epochs_can_be_added(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     longer = run(folder, tmp_path / "longer", "train.epochs=3")
-    copy = shutil.copytree(whole, tmp_path / "copy")
+    copy = shutil.copytree(uninterrupted, tmp_path / "copy")
     assert run(folder, copy, "train.epochs=3", resume=True)["auc"] == longer["auc"]
 
 
-def test_other_settings_are_refused(folder: Path, whole: Path, tmp_path: Path) -> None:
-    before = sorted(whole.rglob("*"))
+def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    before = sorted(uninterrupted.rglob("*"))
     with pytest.raises(ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, now 0.5 is asked for"):
-        run(folder, whole, "optimizer.l2=0.5", resume=True)
+        run(folder, uninterrupted, "optimizer.l2=0.5", resume=True)
     with pytest.raises(ValueError, match=r"is not a run: it has no config.toml"):
         run(folder, folder / "data", resume=True)
-    with pytest.raises(ValueError, match="go on with its run by --resume"):
-        run(folder, whole)
-    with locked_folder(whole), pytest.raises(ValueError, match="another process is at work in"):
-        run(folder, whole, resume=True)
-    assert sorted(whole.rglob("*")) == before
+    with pytest.raises(ValueError, match="continue its run with --resume"):
+        run(folder, uninterrupted)
+    with locked_folder(uninterrupted), pytest.raises(ValueError, match="another process is at work in"):
+        run(folder, uninterrupted, resume=True)
+    assert sorted(uninterrupted.rglob("*")) == before
 
 
 def flip(file: Path) -> None:
@@ -110,44 +112,44 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "it has no .metadata": lambda step: (step / ".metadata").unlink(),
     "__0_0.distcp has 500 bytes instead of": lambda step: (step / "__0_0.distcp").write_bytes(b"x" * 500),
     "it has no __0_0.distcp": lambda step: (step / "__0_0.distcp").unlink(),
-    "__0_0.distcp is not what was written": lambda step: flip(step / "__0_0.distcp"),
+    "__0_0.distcp has another checksum": lambda step: flip(step / "__0_0.distcp"),
     "it has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
     "checkpoint.json cannot be read": lambda step: (step / "checkpoint.json").write_text('{"format": 1, "pro'),
 }
 
 
-@pytest.mark.parametrize("words", DAMAGES)
-def test_damage_is_told_and_the_checkpoint_before_taken(
-    folder: Path, whole: Path, tmp_path: Path, words: str, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damage_is_reported_and_the_checkpoint_before_is_used(
+    folder: Path, uninterrupted: Path, tmp_path: Path, message: str, capsys: pytest.CaptureFixture
 ) -> None:
-    copy = shutil.copytree(whole, tmp_path / "copy")
-    DAMAGES[words](copy / "checkpoints" / "step_000000010")
+    copy = shutil.copytree(uninterrupted, tmp_path / "copy")
+    DAMAGES[message](copy / "checkpoints" / "step_000000010")
     evaluate_run(copy, folder / "data")
     said = capsys.readouterr().err
     assert "step_000000010 is damaged" in said
-    assert words in said
+    assert message in said
     assert "taking the checkpoint before it" in said
     run(folder, copy, resume=True)
-    assert "going on from" in (said := capsys.readouterr().err)
+    assert "continuing from" in (said := capsys.readouterr().err)
     assert "step_000000009" in said
-    assert same(checkpoint(copy), checkpoint(whole))
+    assert same(checkpoint(copy), checkpoint(uninterrupted))
 
 
-def test_when_all_are_damaged_it_says_so(folder: Path, whole: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(whole, tmp_path / "copy")
+def test_all_checkpoints_damaged(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(uninterrupted, tmp_path / "copy")
     for step in (copy / "checkpoints").iterdir():
         flip(step / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"no checkpoint of .* can be used: .*step_000000010 is damaged"):
         run(folder, copy, resume=True)
 
 
-def test_other_formats_and_models_are_refused(folder: Path, whole: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(whole, tmp_path / "format")
+def test_other_formats_and_models_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(uninterrupted, tmp_path / "format")
     manifest = copy / "checkpoints" / "step_000000010" / "checkpoint.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(ValueError, match=r"is of format 2, this cowrec reads 1; use the version that wrote it"):
         evaluate_run(copy, folder / "data")
-    copy = shutil.copytree(whole, tmp_path / "model")
+    copy = shutil.copytree(uninterrupted, tmp_path / "model")
     config = copy / "config.toml"
     config.write_text(config.read_text().replace("embedding_dim = 6", "embedding_dim = 9"))
     with pytest.raises(ValueError, match=r"step_000000010 does not fit this run, or is damaged: .*ize"):
@@ -155,7 +157,7 @@ def test_other_formats_and_models_are_refused(folder: Path, whole: Path, tmp_pat
 
 
 class Touch:
-    """Unpickled by a trusting reader, it makes a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -164,41 +166,41 @@ class Touch:
         return Path.touch, (self.file,)
 
 
-def test_a_malicious_checkpoint_runs_no_code(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """In the library's own description of the tensors, which it would unpickle; checksums are the attacker's."""
+def test_a_malicious_checkpoint_runs_no_code(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """The code is in the library's description of the tensors, with matching checksums in the manifest."""
     from cowrec.data_pipeline.files import checksum
 
-    copy, proof = shutil.copytree(whole, tmp_path / "copy"), tmp_path / "proof"
+    copy, proof = shutil.copytree(uninterrupted, tmp_path / "copy"), tmp_path / "proof"
     step = copy / "checkpoints" / "step_000000010"
     (step / ".metadata").write_bytes(pickle.dumps(Touch(proof)))
     manifest = json.loads((step / "checkpoint.json").read_text())
     manifest["files"][".metadata"] = [(step / ".metadata").stat().st_size, checksum(step / ".metadata")]
     (step / "checkpoint.json").write_text(json.dumps(manifest))
     for use in (lambda: evaluate_run(copy, folder / "data"), lambda: run(folder, copy, resume=True)):
-        with pytest.raises(ValueError, match="has no place in a checkpoint"):
+        with pytest.raises(ValueError, match="is not allowed in a checkpoint"):
             use()
     assert not proof.exists()
     pickle.loads((step / ".metadata").read_bytes())
     assert proof.exists()
 
 
-def test_what_is_kept(folder: Path, tmp_path: Path) -> None:
-    """The last two, and the one after the best epoch."""
+def test_checkpoints_that_are_kept(folder: Path, tmp_path: Path) -> None:
+    """The last two and the one after the best epoch are kept."""
     report = run(folder, tmp_path / "run", "train.epochs=4", "checkpoint.keep_last=2", "checkpoint.keep_best=logloss")
     left = {int(each.name.removeprefix("step_")) for each in (tmp_path / "run" / "checkpoints").iterdir()}
     best = min(report["epochs"], key=lambda epoch: epoch["logloss"])["step"]
     assert left == {18, 20, best}
 
 
-def test_synchronous_saving_saves_the_same(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_synchronous_saving(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     run(folder, tmp_path / "run", "checkpoint.asynchronous=false")
-    assert same(checkpoint(tmp_path / "run"), checkpoint(whole))
+    assert same(checkpoint(tmp_path / "run"), checkpoint(uninterrupted))
 
 
-def test_ids_of_several_kinds_resume_too(tmp_path: Path) -> None:
+def test_fields_of_several_kinds_resume(tmp_path: Path) -> None:
     make_data(tmp_path, UNWEIGHTED)
     config_file(tmp_path)
-    run(tmp_path, tmp_path / "whole")
-    copy = interrupted(tmp_path / "whole", 6, tmp_path / "copy")
+    run(tmp_path, tmp_path / "uninterrupted")
+    copy = interrupted(tmp_path / "uninterrupted", 6, tmp_path / "copy")
     run(tmp_path, copy, resume=True)
-    assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))
+    assert same(checkpoint(copy), checkpoint(tmp_path / "uninterrupted"))

@@ -155,7 +155,7 @@ def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, s
     said = process.stderr.read()
     assert process.wait(timeout=120) == 2
     assert "error: the checkpoint of step 300 could not be written" in said
-    assert "make room or mend the folder, then train with --resume" in said
+    assert "free disk space or repair the folder, then train with --resume" in said
     assert list((run_dir / "checkpoints").glob("step_?????????"))
     process = start(training(folder, run_dir, "train.epochs=60", *LARGE))
     assert process.wait(timeout=120) == 0

@@ -102,7 +102,7 @@ def test_all_ranks_end_with_the_first_ones_error(folder: Path) -> None:
     for rank in (0, 1):
         *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
         assert good == ["ok"] * len(CASES)
-        assert "is not empty; go on with its run by --resume" in refused
+        assert "is not empty; continue its run with --resume" in refused
 
 
 def test_two_processes_write_one_report_and_one_log(folder: Path) -> None:

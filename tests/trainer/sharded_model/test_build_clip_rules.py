@@ -1,4 +1,4 @@
-"""What the trainer makes of clip rules and L2: thresholds at the run's batch size, fused optimizers, refusals."""
+"""Clip rules and L2 as the trainer builds them: thresholds at the run's batch size, fused optimizers, errors."""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +18,7 @@ SINGLE = ("price", "city")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``data`` with one single-valued field, and a configuration."""
+    """Folder with ``data`` of one single-valued field, and a configuration."""
     folder = tmp_path_factory.mktemp("single")
     make_data(folder, SINGLE)
     config_file(folder)
@@ -68,8 +68,8 @@ def test_every_rule_trains_by_configuration(folder: Path, tmp_path: Path, embedd
     assert report["clip_statistics"]["clipped"] > 0
 
 
-def test_fused_sgd_adds_the_l2_of_the_batchs_rows(folder: Path, tmp_path: Path) -> None:
-    """One step over all rows: with L2 a row ends lr * 2 * l2 * w lower than without; ids of no sample stay."""
+def test_fused_sgd_applies_l2_to_the_rows_of_the_batch(folder: Path, tmp_path: Path) -> None:
+    """One step over all samples: L2 lowers a row by lr * 2 * l2 * w; rows of absent ids do not change."""
     settings = [
         *("optimizer.embedding=sgd", "clip.rule=none", "train.epochs=1", "optimizer.scaling=none"),
         *(f"train.batch_size={TRAIN_ROWS}", "optimizer.embedding_lr=0.5"),
@@ -79,10 +79,10 @@ def test_fused_sgd_adds_the_l2_of_the_batchs_rows(folder: Path, tmp_path: Path) 
     report = run(folder, tmp_path / "with", *settings, "optimizer.l2=0.1")
     assert report["steps"] == 1
     start, without, with_l2 = (city_table(tmp_path / name) for name in ("start", "without", "with"))
-    touched = (without != start).any(1)
-    assert touched.any()
-    assert not touched.all()
-    expected = without - 0.5 * 2 * 0.1 * start * touched[:, None]
+    updated = (without != start).any(1)
+    assert updated.any()
+    assert not updated.all()
+    expected = without - 0.5 * 2 * 0.1 * start * updated[:, None]
     torch.testing.assert_close(with_l2, expected, rtol=1e-5, atol=1e-8)
 
 

@@ -1,4 +1,4 @@
-"""The dense optimizer against a plain restatement of the reference's Adam and warm-up; tables' initial values."""
+"""Dense optimizer against a plain loop over the reference's Adam and warm-up; initial values of tables."""
 
 import math
 
@@ -30,8 +30,8 @@ def plain_adam(weights: np.ndarray, grads: list, lr: float, warmup_steps: int, c
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4])
 @pytest.mark.parametrize("epsilon", ["keras", "torch"])
-def test_dense_adam_is_the_references(epsilon: str, warmup_steps: int) -> None:
-    """Gradients from 1e-8 to 1 lie on both sides of eps, so that its place shows. Tolerance: float32's rounding."""
+def test_dense_adam_equals_the_reference(epsilon: str, warmup_steps: int) -> None:
+    """Gradients from 1e-8 to 1 are on both sides of eps, so that its form matters. Tolerance: rounding of float32."""
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=40) * 10 ** rng.uniform(-8, 0, 40) for _ in range(7)]
     weights = rng.normal(size=40).astype(np.float32)
@@ -46,35 +46,35 @@ def test_dense_adam_is_the_references(epsilon: str, warmup_steps: int) -> None:
     np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=2e-6)
 
 
-def test_the_two_places_of_epsilon_differ() -> None:
+def test_the_two_forms_of_epsilon_differ() -> None:
     grads, weights = [np.full(1, 1e-6)] * 2, np.zeros(1)
     keras = plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, adam_epsilon="keras"))
     torchs = plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, adam_epsilon="torch"))
     assert abs(keras[0]) < 0.5 * abs(torchs[0])
 
 
-def test_learning_rate_rises_and_stays() -> None:
+def test_learning_rate_rises_then_stays_constant() -> None:
     optimizer = DenseAdam({"weight": nn.Parameter(torch.zeros(1))}, OptimizerConfig(), lr=0.1, warmup_steps=10)
     assert [optimizer.prepare(step) for step in (0, 5, 10, 99)] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
 
 
-@pytest.mark.parametrize("cut", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])
-def test_initial_rows_do_not_depend_on_the_cut(cut: int) -> None:
-    whole = torch.full((2 * _BLOCK_ROWS + 20, 8), torch.nan)
-    _fill_shard(whole, (0, 0), "city", 5, 0.01, 3)
-    parts = torch.full_like(whole, torch.nan)
-    _fill_shard(parts[:cut], (0, 0), "city", 5, 0.01, 3)
-    _fill_shard(parts[cut:], (cut, 0), "city", 5, 0.01, 3)
-    assert torch.equal(whole, parts)
-    by_columns = torch.full_like(whole, torch.nan)
+@pytest.mark.parametrize("border", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])
+def test_initial_rows_do_not_depend_on_the_sharding(border: int) -> None:
+    complete = torch.full((2 * _BLOCK_ROWS + 20, 8), torch.nan)
+    _fill_shard(complete, (0, 0), "city", 5, 0.01, 3)
+    parts = torch.full_like(complete, torch.nan)
+    _fill_shard(parts[:border], (0, 0), "city", 5, 0.01, 3)
+    _fill_shard(parts[border:], (border, 0), "city", 5, 0.01, 3)
+    assert torch.equal(complete, parts)
+    by_columns = torch.full_like(complete, torch.nan)
     for column in (0, 4):
-        shard = torch.empty(len(whole), 4)
+        shard = torch.empty(len(complete), 4)
         _fill_shard(shard, (0, column), "city", 5, 0.01, 3)
         by_columns[:, column : column + 4] = shard
-    assert torch.equal(whole, by_columns)
-    assert not whole[:, 5:].any()
-    assert whole[:, :5].std().item() == pytest.approx(0.01, rel=0.02)
-    assert len(whole[:, 0].unique()) > 0.99 * len(whole)
+    assert torch.equal(complete, by_columns)
+    assert not complete[:, 5:].any()
+    assert complete[:, :5].std().item() == pytest.approx(0.01, rel=0.02)
+    assert len(complete[:, 0].unique()) > 0.99 * len(complete)
 
 
 def test_initial_rows_depend_on_seed_and_table() -> None:

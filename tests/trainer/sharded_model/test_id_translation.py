@@ -1,4 +1,4 @@
-"""Runs whose ids are given rows as they come: what they equal, on one process and on two, and that they resume."""
+"""Runs with id translation: equality with vocabularies and between one process and two, resuming, warm starts."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,13 @@ import pytest
 import torch
 from pyarrow import parquet as pq
 
+from cowrec.data_pipeline import RESERVED_ROWS, Reader
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from cowrec.trainer.training.state import TrainState
 from run_comparison import same
 from trainer_cases import (
     UNWEIGHTED,
@@ -53,17 +57,55 @@ def run(folder: Path, data: str, run_dir: Path, *overrides: str, resume: bool = 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_rows_of_their_own_train_as_the_rows_of_a_vocabulary(folder: Path, tmp_path: Path, optimizer: str) -> None:
-    """With tables that start at zero a row's number is all that differs, and with it the order of some sums."""
+def test_id_tables_train_like_a_vocabulary(folder: Path, tmp_path: Path, optimizer: str) -> None:
+    """Tables start at zero, so that only row numbers differ, and with them the order of some sums."""
     settings = [*OPTIMIZERS[optimizer], "optimizer.embedding_init_std=0"]
-    fixed = run(folder, "single", tmp_path / "fixed", *settings)
-    own = run(folder, "single", tmp_path / "own", *settings, *IDS)
-    assert own["logloss"] == pytest.approx(fixed["logloss"], abs=2e-6)
+    vocabulary = run(folder, "single", tmp_path / "vocabulary", *settings)
+    translated = run(folder, "single", tmp_path / "translated", *settings, *IDS)
+    assert translated["logloss"] == pytest.approx(vocabulary["logloss"], abs=2e-6)
     predictions = []
-    for name in ("fixed", "own"):
+    for name in ("vocabulary", "translated"):
         predict_run(tmp_path / name, folder / "single" / "data", tmp_path / f"{name}.parquet")
         predictions.append(pq.read_table(tmp_path / f"{name}.parquet")["prediction"].to_numpy())
     np.testing.assert_allclose(*predictions, atol=2e-6)
+
+
+def test_a_batch_is_translated_directly_before_its_step(folder: Path) -> None:
+    """No batch is read ahead of the step before it; new rows have initial values when the model sees them."""
+    config = load_config(folder / "run.toml", IDS)
+    with process_group("cpu") as process:
+        reader = Reader(folder / "single" / "data", "train", batch_size=51)
+        state = TrainState(config, reader.schema, process, warmup_steps=0)
+        assert state.id_tables is not None
+        batches, seen = state.ids.training_batches(reader.epoch(0)), 0
+        for batch in reader.epoch(0):
+            state.step(batches)
+            seen += int((batch.sparse.values() > 1).sum())
+            assert state.id_tables.counters()["city"]["occurrences"] == seen
+
+
+def test_translation_returns_rows_and_new_rows(folder: Path) -> None:
+    config = load_config(folder / "run.toml", IDS)
+    with process_group("cpu") as process:
+        reader = Reader(folder / "single" / "data", "train", batch_size=51)
+        state = TrainState(config, reader.schema, process, warmup_steps=0)
+        batch = next(reader.epoch(0))
+        assert set(state.ids.lookup(batch).sparse.values().tolist()) <= set(range(RESERVED_ROWS))
+        (table,) = (value.local_shards()[0].tensor for value in tables_of(state.model).values())
+        table.fill_(7.0)
+        first, second = state.ids.training(batch), state.ids.training(batch)
+        assert first.new_rows is not None
+        assert second.new_rows is not None
+        rows = set(first.batch.sparse.values().tolist())
+        assert set(first.new_rows.row.tolist()) == rows - set(range(RESERVED_ROWS))
+        assert len(second.new_rows.row) == 0
+        for translated in (second.batch, state.ids.lookup(batch)):
+            assert torch.equal(translated.sparse.values(), first.batch.sparse.values())
+        initialized = torch.isin(torch.arange(len(table)), torch.from_numpy(first.new_rows.row))
+        assert torch.equal((table == 7.0).all(1), ~initialized)
+        ids, rows_of_ids = batch.sparse.values(), first.batch.sparse.values()
+        assert len({*zip(ids.tolist(), rows_of_ids.tolist(), strict=True)}) == len(ids.unique())
+        assert len(rows_of_ids.unique()) == len(ids.unique())
 
 
 @pytest.mark.parametrize("optimizer", ["replay", "adagrad"])
@@ -76,15 +118,13 @@ def test_rows_of_their_own_train_as_the_rows_of_a_vocabulary(folder: Path, tmp_p
         ["id_table.admission=probabilistic", "id_table.threshold=4"],
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
-    folder: Path, tmp_path: Path, optimizer: str, settings: list[str]
-) -> None:
+def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, optimizer: str, settings: list[str]) -> None:
     given = [*OPTIMIZERS[optimizer], *IDS, *settings, "checkpoint.every_steps=3", "checkpoint.keep_last=100"]
-    run(folder, "single", tmp_path / "whole", *given)
+    run(folder, "single", tmp_path / "uninterrupted", *given)
     for at in (3, 5):
-        copy = interrupted(tmp_path / "whole", at, tmp_path / f"at{at}")
+        copy = interrupted(tmp_path / "uninterrupted", at, tmp_path / f"at{at}")
         run(folder, "single", copy, *given, resume=True)
-        assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))
+        assert same(checkpoint(copy), checkpoint(tmp_path / "uninterrupted"))
 
 
 def test_evaluation_changes_no_table(folder: Path, tmp_path: Path) -> None:
@@ -95,7 +135,7 @@ def test_evaluation_changes_no_table(folder: Path, tmp_path: Path) -> None:
     assert same(checkpoint(tmp_path / "run"), before)
 
 
-def test_warm_start_takes_over_ids_and_rows(folder: Path, tmp_path: Path) -> None:
+def test_warm_start_copies_ids_and_rows(folder: Path, tmp_path: Path) -> None:
     run(folder, "single", tmp_path / "earlier", *IDS)
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.warmup_epochs=0", "optimizer.l2=0"]
     report = run(folder, "single", tmp_path / "next", *IDS, *frozen, f"train.warm_start={tmp_path / 'earlier'}")
@@ -127,37 +167,37 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> Path:
-    """``runs1/NAME`` of one process, ``runs2/NAME`` of two in one launch."""
+    """Trains ``runs1/NAME`` on one process and ``runs2/NAME`` on two, in one launch."""
 
     def case(name: str, data: str, overrides: list[str], world_size: int) -> dict:
         run_dir = folder / f"runs{world_size}" / name.replace("/", "_")
-        places = {"config": f"{folder}/run.toml", "data": str(folder / data / "data"), "run_dir": str(run_dir)}
-        return {**places, "set": overrides, "port": free_port()}
+        paths = {"config": f"{folder}/run.toml", "data": str(folder / data / "data"), "run_dir": str(run_dir)}
+        return {**paths, "set": overrides, "port": free_port()}
 
-    for name, what in CASES.items():
-        assert train_case(case(name, *what, 1)) == "ok"
-    train_in_processes([case(name, *what, 2) for name, what in CASES.items()], folder / "cases.json", 2)
+    for name, settings in CASES.items():
+        assert train_case(case(name, *settings, 1)) == "ok"
+    train_in_processes([case(name, *settings, 2) for name, settings in CASES.items()], folder / "cases.json", 2)
     return folder
 
 
-def test_a_run_of_one_process_is_gone_on_with_by_two(folder: Path, tmp_path: Path) -> None:
-    """Ids keep their rows on whichever process they then are; weights differ by rounding."""
+def test_two_processes_resume_a_run_of_one(folder: Path, tmp_path: Path) -> None:
+    """Ids keep their rows, whichever process then holds them; weights differ by rounding."""
     given = [*IDS, "id_table.capacity=6", "sharding.plan=row_wise"]
     often = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
-    run(folder, "single", tmp_path / "whole", *given, *often)
-    copy = interrupted(tmp_path / "whole", 3, tmp_path / "copy")
-    places = {"config": f"{folder}/run.toml", "data": str(folder / "single" / "data"), "run_dir": str(copy)}
-    case = {**places, "set": [*given, *often], "port": free_port(), "resume": True}
+    run(folder, "single", tmp_path / "uninterrupted", *given, *often)
+    copy = interrupted(tmp_path / "uninterrupted", 3, tmp_path / "copy")
+    paths = {"config": f"{folder}/run.toml", "data": str(folder / "single" / "data"), "run_dir": str(copy)}
+    case = {**paths, "set": [*given, *often], "port": free_port(), "resume": True}
     train_in_processes([case], tmp_path / "cases.json", 2)
     assert json.loads((tmp_path / "cases.rank0").read_text()) == ["ok"]
-    one, two = (tensors(checkpoint(each)["model"]) for each in (tmp_path / "whole", copy))
+    one, two = (tensors(checkpoint(each)["model"]) for each in (tmp_path / "uninterrupted", copy))
     for key, value in one.items():
         torch.testing.assert_close(two[key], value, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_what_one_trains(on_two: Path, name: str) -> None:
-    """The same ids on the same rows, and weights that differ by rounding: sums are taken in another order."""
+def test_two_processes_equal_one(on_two: Path, name: str) -> None:
+    """Ids have the same rows; weights differ by rounding, because sums are taken in another order."""
     for rank in range(2):
         assert json.loads((on_two / f"cases.rank{rank}").read_text()) == ["ok"] * len(CASES)
     one, two = (tensors(checkpoint(on_two / f"runs{count}" / name.replace("/", "_"))["model"]) for count in (1, 2))

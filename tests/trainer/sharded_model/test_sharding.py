@@ -1,4 +1,4 @@
-"""Sharding as the trainer offers it: four processes under any plan train what one does; what is told and refused."""
+"""Sharding plans of the trainer: equality of four processes with one, saved plans, refused plans."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ MIXED = 'sharding.tables={city = "column_wise", tags = "data_parallel", history 
 LAZY = ["optimizer.absent_rows=lazy"]
 ADAGRAD = ["optimizer.embedding=adagrad"]
 
-# name -> (data set, --set). A name's part before "/" is the run of one process that it must equal.
+# name -> (data set, --set). The part of a name before "/" is the run of one process that it must equal.
 CASES: dict[str, tuple[str, list[str]]] = {
     "adam/auto": ("weighted", []),
     "adam/mixed": ("weighted", [MIXED]),
@@ -38,12 +38,12 @@ HALVES = {
     "adam_columns": ("weighted", ["sharding.plan=column_wise", "train.epochs=1"]),
     "lazy_half": ("weighted", [*LAZY, "sharding.plan=column_wise", "train.epochs=1"]),
 }
-"""Runs of one epoch under a plan, for another to go on with."""
+"""Runs of one epoch under a plan, which another plan then continues."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``runs1/NAME`` of one process, ``runs4/NAME_PLAN`` of four in one launch."""
+    """Trains ``runs1/NAME`` on one process and ``runs4/NAME_PLAN`` on four, in one launch."""
     folder = tmp_path_factory.mktemp("sharding")
     config_file(folder)
     make_data(folder / "weighted")
@@ -51,32 +51,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def case(run: str, data: str, overrides: Sequence[str]) -> dict:
         data_dir, config = folder / data / "data", folder / "run.toml"
-        places = {"config": str(config), "data": str(data_dir), "run_dir": str(folder / run)}
-        return {**places, "set": list(overrides), "port": free_port()}
+        paths = {"config": str(config), "data": str(data_dir), "run_dir": str(folder / run)}
+        return {**paths, "set": list(overrides), "port": free_port()}
 
     assert train_case(case("runs1/adam", "weighted", [])) == "ok"
     assert train_case(case("runs1/lazy", "weighted", LAZY)) == "ok"
     assert train_case(case("runs1/adagrad", "single", ADAGRAD)) == "ok"
-    four = [case(f"runs4/{name.replace('/', '_')}", *what) for name, what in CASES.items()]
+    four = [case(f"runs4/{name.replace('/', '_')}", *settings) for name, settings in CASES.items()]
     refused = case("runs4/refused", "single", ['sharding.tables={citty = "row_wise"}'])
-    halves = [case(f"runs4/{name}", *what) for name, what in HALVES.items()]
+    halves = [case(f"runs4/{name}", *settings) for name, settings in HALVES.items()]
     train_in_processes([*four, *halves, refused], folder / "cases.json", 4)
     for name, (data, overrides) in HALVES.items():
-        goes_on = [*overrides, "sharding.plan=table_wise", "sharding.tables={}", "train.epochs=2"]
-        assert train_case(case(f"runs4/{name}", data, goes_on) | {"resume": True}) == "ok"
+        continued = [*overrides, "sharding.plan=table_wise", "sharding.tables={}", "train.epochs=2"]
+        assert train_case(case(f"runs4/{name}", data, continued) | {"resume": True}) == "ok"
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_four_processes_train_what_one_does(folder: Path, name: str) -> None:
-    """Batches of 51 are uneven slices; the last one of each epoch is a single row, none for three of the processes."""
+def test_four_processes_equal_one(folder: Path, name: str) -> None:
+    """Batches of 51 are uneven slices; the last one of each epoch is one sample, none for three of the processes."""
     one, four = folder / "runs1" / name.split("/")[0], folder / "runs4" / name.replace("/", "_")
     reports = [json.loads((run / "report.json").read_text()) for run in (one, four)]
     assert [report["world_size"] for report in reports] == [1, 4]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
         assert first == pytest.approx(second, abs=1e-6)
     if name in ("adam/mixed", "adam/column_wise"):
-        return  # checkpoints have rows of column-wise and data-parallel tables up to date, and leave others behind
+        return  # in checkpoints only rows of column-wise and data-parallel tables are up to date
     for part in ("model", "embedding_optimizer"):
         expected, got = (checkpoint(run)[part] for run in (one, four))
         assert expected.keys() == got.keys()
@@ -86,14 +86,14 @@ def test_four_processes_train_what_one_does(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_a_run_goes_on_in_one_process_under_another_plan(folder: Path, name: str) -> None:
+def test_one_process_resumes_under_another_plan(folder: Path, name: str) -> None:
     runs = folder / "runs1" / name.split("_")[0], folder / "runs4" / name
     for first, second in zip(*(json.loads((run / "report.json").read_text())["epochs"] for run in runs), strict=True):
         assert first == pytest.approx(second, abs=1e-6)
 
 
-def test_rows_are_counted_once_by_the_statistics(folder: Path) -> None:
-    """Also where several processes hold columns of a row, or all of it."""
+def test_statistics_count_each_row_once(folder: Path) -> None:
+    """Several processes may hold columns or copies of a row."""
     totals = [
         json.loads((folder / run / "report.json").read_text())["clip_statistics"]["fields"]
         for run in ("runs1/adam", "runs4/adam_mixed")
@@ -146,8 +146,8 @@ def run_of(plan: str, embedding: str = "adam", **kinds: str) -> RunConfig:
     return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=OptimizerConfig(embedding=embedding))
 
 
-def test_auto_cuts_the_tables_that_weigh_most() -> None:
-    """Of 1,300 rows, 325 a process: above half of that a table is cut, but not one that leaves a process without."""
+def test_auto_splits_the_largest_tables() -> None:
+    """Of 1,300 rows each process gets 325: larger tables than half of that are split, if every process gets rows."""
     auto = run_of("auto")
     kinds = chosen_kinds(auto, tables([1000, 170, 100, 30]), processes(4))
     assert list(kinds.values()) == ["row_wise", "row_wise", "table_wise", "table_wise"]
@@ -157,8 +157,8 @@ def test_auto_cuts_the_tables_that_weigh_most() -> None:
     assert chosen_kinds(run_of("auto", t0="column_wise"), tables([1000, 10]), processes(4))["t0"] == "column_wise"
 
 
-def test_torchrecs_planner_chooses_what_can_be_clipped(tmp_path: Path) -> None:
-    """It computes on a machine without a GPU, too, for the sixteen GPUs of two others."""
+def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> None:
+    """A machine without a GPU can plan for sixteen GPUs of two machines."""
     process = Process(0, 16, 8, True, torch.device("cuda", 0))
     config = run_of("auto", t1="row_wise", t2="data_parallel")
     collection = EmbeddingBagCollection(tables([20_000_000, 500_000, 1000, 30]), device=torch.device("meta"))
@@ -175,7 +175,7 @@ def test_torchrecs_planner_chooses_what_can_be_clipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("world_size", "plan"), [(1, "auto"), (1, "row_wise"), (2, "auto"), (2, "table_row_wise")])
 def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str) -> None:
-    """Whoever makes the plan; a machine without a GPU can make it too."""
+    """With either planner; a machine without a GPU can plan too."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
     config = RunConfig(sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm"))
     collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
@@ -186,7 +186,7 @@ def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str) ->
     assert kernels == {"t0": "fused_uvm", "t1": "dense", "t2": "fused_uvm"}
 
 
-def test_unified_memory_is_for_cuda() -> None:
+def test_unified_memory_needs_cuda() -> None:
     config = RunConfig(sharding=ShardingConfig(memory="uvm"))
     with pytest.raises(ValueError, match=r'sharding.memory = "uvm" exists on CUDA only'):
         chosen_kinds(config, tables([40, 5]), processes(1))
@@ -201,7 +201,7 @@ def test_unified_memory_is_for_cuda() -> None:
             "'t0' is to be data-parallel, but .* set optimizer.embedding = \"adam\"",
         ),
         (run_of("column_wise", "rowwise_adagrad"), {}, "'t0' is to be column-wise, but .* keeps one number for a row"),
-        (run_of("column_wise"), {"columns": 4}, "its 4 columns cannot be cut .* raise model.embedding_dim"),
+        (run_of("column_wise"), {"columns": 4}, "its 4 columns cannot be split .* raise model.embedding_dim"),
         (run_of("table_wise", t0="row_wise"), {"mean": [0]}, "'t0' is pooled by the mean .* such as 't1', wrongly"),
         (run_of("table_wise", t1="row_wise"), {}, "row-wise tables of 5 rows or fewer leave one of 4 processes"),
         (run_of("table_wise", t2="table_row_wise"), {}, "'t2' has too few rows .1. for the 2 processes of a machine"),

@@ -1,0 +1,63 @@
+"""Metrics of a run while it trains: a JSON line for each reading, and TensorBoard."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from cowrec.data_pipeline.files import replace_file
+
+from .run_dir import BOARD, METRICS, to_json
+
+
+class MetricsLog:
+    """Log of a run's metrics, to ``metrics.jsonl`` and TensorBoard.
+
+    Args:
+        path: the run's folder; None on ranks other than the first, which write nothing.
+        step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
+    """
+
+    def __init__(self, path: Path | None, step: int = 0):
+        self._path = path
+        self._board = SummaryWriter(str(path / BOARD), purge_step=step + 1) if path else None
+        if path:
+            _drop_after(path / METRICS, step)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._board:
+            self._board.close()
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Writes a line ``{"kind": "train", "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
+        if self._path and self._board:
+            with (self._path / METRICS).open("a", encoding="utf-8") as file:
+                file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
+            for tag, value in _scalars(kind, values):
+                self._board.add_scalar(tag, value, step)
+
+
+def _drop_after(metrics: Path, step: int) -> None:
+    """Removes the lines of steps after ``step`` and the incomplete last line of a killed process."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    replace_file(metrics, "".join(kept).encode())
+
+
+def _scalars(tag: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields (tag/key, number) of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(f"{tag}/{key}", value)
+        else:
+            yield f"{tag}/{key}", value

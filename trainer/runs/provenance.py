@@ -1,0 +1,51 @@
+"""Provenance of a run's numbers: versions of libraries, hardware and source revision."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Collects versions, hardware and source revision, which are stored with every measurement."""
+    return {
+        "versions": {"python": platform.python_version(), **_versions()},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("cowrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "numba"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git_commit() -> str | None:
+    """Commit of the running source, with "+" if files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,46 @@
+"""The module that training and evaluation run: a model with its loss, in the form that TorchRec's pipelines drive."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cowrec.data_pipeline import Batch
+from cowrec.models import l2_kernels
+
+
+class TrainTask(nn.Module):
+    """A model with its loss. B samples of this rank.
+
+    ``forward(batch)`` returns ``(loss, (loss, logits [B], label [B]))``, the latter detached. The loss is this rank's
+    share of the mean over the global batch, multiplied by the world size because TorchRec and DDP average gradients
+    over ranks. Slices of a global batch may differ in size.
+
+    Args:
+        model: ``forward(dense, sparse) -> logits``.
+        world_size: number of ranks.
+        linear_l2: L2 coefficient of the model's linear kernels.
+        cross_l2: L2 coefficient of its cross kernels.
+        bfloat16_device: type of the device whose matrix products are computed in bfloat16; "" for none.
+    """
+
+    def __init__(
+        self, model: nn.Module, world_size: int, linear_l2: float, cross_l2: float, bfloat16_device: str = ""
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._bfloat16_device = bfloat16_device
+        self._world_size = world_size
+        kernels = l2_kernels(model)
+        self._penalties = [(linear_l2, each) for each in kernels["linear"] if linear_l2 > 0]
+        self._penalties += [(cross_l2, each) for each in kernels["cross"] if cross_l2 > 0]
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        device = self._bfloat16_device
+        with torch.autocast(device or "cpu", torch.bfloat16, enabled=bool(device)):
+            # Samples after the last label are padding; see even_slices.
+            logits = self.model(batch.dense, batch.sparse)[: batch.label.numel()]
+        total = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
+        loss = total * self._world_size / batch.global_batch_size
+        for coefficient, kernel in self._penalties:
+            loss = loss + coefficient * kernel.square().sum()
+        return loss, (loss.detach(), logits.detach(), batch.label)

@@ -1,0 +1,153 @@
+"""The core that training on a data set and online training share: steps, loss checks, statistics and checkpoints."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cowrec.data_pipeline import Batch, Schema
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runs.checkpoint import Checkpoints, WriteFiles
+from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.metrics_log import MetricsLog
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, create_run_dir, hold_run_dir, require_own, require_unused
+from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
+from cowrec.trainer.runtime.heartbeat import Heartbeat
+from cowrec.trainer.runtime.processes import Process, on_first
+from cowrec.trainer.runtime.stopping import LossWatch
+from cowrec.trainer.sharded_model.build import derived_hyperparameters, describe
+
+from .state import Step, TrainState
+
+
+class Trainer:
+    """Trains a model step by step and keeps its losses, statistics and checkpoints. All processes call together.
+
+    Args:
+        config: of the run.
+        schema: of its data.
+        run_dir: folder of the run.
+        process: this process.
+        warmup_steps: steps over which the dense learning rate rises.
+
+    Attributes:
+        state: what training changes.
+        checkpoints: of the run.
+
+    Raises:
+        ValueError: see :class:`TrainState`.
+    """
+
+    def __init__(self, config: RunConfig, schema: Schema, run_dir: Path, process: Process, warmup_steps: int) -> None:
+        self.config, self.schema, self.run_dir, self.process = config, schema, run_dir, process
+        self.state = TrainState(config, schema, process, warmup_steps)
+        self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
+        self._heartbeat = Heartbeat(process)
+        self._losses = LossWatch(process)
+
+    @property
+    def steps(self) -> int:
+        """Training steps taken."""
+        return self.state.steps
+
+    @contextmanager
+    def running(self, resume: bool) -> Iterator[None]:
+        """Holds and fills the run's folder while the run is in it; an error leaves a chance to a pending checkpoint."""
+        with hold_run_dir(self.run_dir, self.process):
+            # Checked again: only from here on can no other process fill the folder.
+            require_run_dir(self.run_dir, self.config, self.process, resume)
+            on_first(self.process, lambda: create_run_dir(self.run_dir, self.config, describe(self.config)))
+            self.checkpoints.clean()
+            try:
+                with self._heartbeat.names_the_lost():
+                    yield
+            except Exception:
+                self.checkpoints.abandon()
+                raise
+
+    def open_log(self) -> MetricsLog:
+        return MetricsLog(self.run_dir if self.process.is_first else None, self.steps)
+
+    def step(self, batches: Iterator[Batch]) -> Step:
+        """Trains on the next batch, which ``state.ids`` has translated; does not wait for the device."""
+        step = self.state.step(batches)
+        self._losses.add(step.loss, self.steps - 1)
+        self._heartbeat.step = self.steps
+        return step
+
+    def checked_loss(self, within: str = "") -> float:
+        """Mean loss over all ranks since the last check.
+
+        Args:
+            within: addition to the step in the message of an error.
+
+        Raises:
+            NonFiniteLoss: a loss was not finite; on all ranks.
+        """
+        mean, bad_step = self._losses.read()
+        if bad_step is not None:
+            raise self.non_finite(f"at step {bad_step + 1}{within}")
+        return mean
+
+    def non_finite(self, where: str) -> NonFiniteLoss:
+        """Error for a loss that was not finite."""
+        self.checkpoints.finish()
+        derived, last = derived_hyperparameters(self.config), self.checkpoints.latest
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
+        return NonFiniteLoss(
+            f"the loss was not finite {where}; {kept}. Look for values that are not finite in the data, lower"
+            f" optimizer.dense_lr (now {derived.dense_lr:g}) or optimizer.embedding_lr (now"
+            f" {derived.embedding_lr:g}), or clip with clip.rule"
+        )
+
+    def interrupted(self) -> Interrupted:
+        """Error for a run that was asked to stop and has saved a checkpoint."""
+        self.checkpoints.finish()
+        return Interrupted(f"stopped at step {self.steps}; saved {self.checkpoints.latest}")
+
+    def write_statistics(self, log: MetricsLog, **labels: Any) -> None:
+        """Writes the readings of the clip and of the id tables, where there are any."""
+        if self.state.clip_watch:
+            log.write("clip", self.steps, **labels, **self.state.clip_watch.read())
+        if self.state.id_tables:
+            log.write("ids", self.steps, **labels, **self.state.id_tables.counters())
+
+    def resume(self) -> Progress | None:
+        """Loads the newest checkpoint of the run; None if it has none."""
+        return self.state.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
+
+    def save(self, write_files: WriteFiles | None = None, /, **progress: Any) -> None:
+        """Saves a checkpoint with the given fields of :class:`Progress`."""
+        clip = self.state.clip_watch.counts() if self.state.clip_watch else {}
+        self.state.save(self.checkpoints, Progress(self.steps, clip=clip, **progress), write_files)
+
+    def report(self) -> dict[str, Any]:
+        """Entries that every report has."""
+        return {
+            "steps": self.steps,
+            "clip_statistics": self.state.clip_watch.total() if self.state.clip_watch else None,
+            "seed": self.config.train.seed,
+            **describe(self.config),
+            **self.state.environment,
+        }
+
+    def describe_settings(self) -> str:
+        """Batch size, scaling, clip and derived rates, for the terminal."""
+        derived = derived_hyperparameters(self.config)
+        return (
+            f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: embedding lr"
+            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}"
+        )
+
+    def say(self, text: str) -> None:
+        """Prints a line above the progress bar, on the first process."""
+        if self.process.is_first:
+            tqdm.write(text, file=sys.stderr)
+
+
+def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: bool) -> None:
+    """Raises ValueError unless the folder is unused or, on resuming, holds a run of this configuration."""
+    on_first(process, lambda: require_own(run_dir, config) if resume else require_unused(run_dir))
