@@ -1,4 +1,4 @@
-"""Small drifting data and streams that the tests of online training share."""
+"""Small drifting data and streams for the tests of online training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ SAMPLES = 8000
 
 
 def make_case(folder: Path) -> Path:
-    """``folder/run.toml``, ``folder/data`` (fields and scales) and ``folder/incoming`` (the stream); returns folder."""
+    """Makes ``run.toml``, ``data`` (fields and scales) and ``incoming`` (the stream) in a folder; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(CONFIG)
     synthesize_drifting(folder / "data", DRIFT, test_rows=500)
@@ -58,7 +58,7 @@ def make_case(folder: Path) -> Path:
 
 
 def write_stream(folder: Path, tables: Sequence[pa.Table], *, first: int = 0, end: bool = True) -> None:
-    """Files of a growing directory, each of which appears whole."""
+    """Writes the files of a growing directory; each appears complete."""
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, first):
         partial = folder / f"{number:06d}.partial"

@@ -1,4 +1,4 @@
-"""Small data sets and runs that the trainer's tests share; run by torchrun, trains a list of them in one launch."""
+"""Small data sets and runs for the trainer's tests; under torchrun it trains a list of runs in one launch."""
 
 import json
 import os
@@ -55,7 +55,7 @@ COLUMNS = {
 }
 UNWEIGHTED = ("price", "city", "tags")
 TRAIN_ROWS, TEST_ROWS = 4 * 51 + 1, 2 * 20 + 1
-"""Batches of 51 are uneven slices for two processes; the last batch of each split is one row, none for the first."""
+"""Batches of 51 are uneven slices for two processes; the last batch of each split is one sample, none for the first."""
 
 
 def config_file(folder: Path) -> Path:
@@ -65,7 +65,7 @@ def config_file(folder: Path) -> Path:
 
 
 def raw_rows(rows: int, columns: Sequence[str] = tuple(COLUMNS), *, seed: int = 0, labelled: bool = True) -> str:
-    """A csv with a header. Cities carry most of the signal; bags have 0 to 4 ids, ids repeat within a bag."""
+    """Text of a csv with a header. Cities carry most of the signal; bags have 0 to 4 ids, which may repeat."""
     rng = random.Random(seed)
     lines = [",".join([*(["click"] if labelled else []), *columns])]
     for _ in range(rows):
@@ -86,7 +86,7 @@ def raw_rows(rows: int, columns: Sequence[str] = tuple(COLUMNS), *, seed: int = 
 def make_data(
     folder: Path, columns: Sequence[str] = tuple(COLUMNS), *, test_rows: int = TEST_ROWS, seed: int = 0
 ) -> Path:
-    """A prepared data set ``folder/data`` of TRAIN_ROWS training rows, and the files it was made of beside it."""
+    """Prepares a data set ``folder/data`` of TRAIN_ROWS training samples; its raw files are in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "raw.csv").write_text(raw_rows(TRAIN_ROWS + test_rows, columns, seed=seed))
     fields = "".join(f'[[fields]]\nname = "{name}"\n{COLUMNS[name]}\n' for name in columns)
@@ -97,34 +97,34 @@ def make_data(
 
 
 def checkpoint(run_dir: Path) -> dict[str, Any]:
-    """Everything in a run's newest checkpoint, whole tensors, as nested dictionaries."""
+    """Loads a run's newest checkpoint as nested dictionaries of complete tensors."""
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    whole = run_dir / "whole.pt"
-    dcp_to_torch_save(newest, whole)
-    content: dict[str, Any] = torch.load(whole)
+    file = run_dir / "checkpoint.pt"
+    dcp_to_torch_save(newest, file)
+    content: dict[str, Any] = torch.load(file)
     return content
 
 
 def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Those in nested dictionaries, by path."""
+    """Tensors in nested dictionaries, by path."""
     if isinstance(state, torch.Tensor):
         return {path: state}
     return {key: value for name, each in state.items() for key, value in tensors(each, f"{path}/{name}").items()}
 
 
 def newest_progress(run_dir: Path) -> dict[str, Any]:
-    """How far a run's newest checkpoint says it had come."""
+    """Progress that a run's newest checkpoint holds."""
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
     progress: dict[str, Any] = json.loads((newest / "checkpoint.json").read_text())["progress"]
     return progress
 
 
-def interrupted(whole: Path, at: int, copy: Path) -> Path:
-    """The run's folder as a kill after the checkpoint of step ``at`` leaves it, later metrics and half a line included.
+def interrupted(run_dir: Path, at: int, copy: Path) -> Path:
+    """Copies a run's folder as a kill after the checkpoint of step ``at`` would leave it.
 
-    The checkpoint in the making, too.
+    It has metrics of later steps, half a line, and an unfinished checkpoint.
     """
-    shutil.copytree(whole, copy)
+    shutil.copytree(run_dir, copy)
     (copy / "report.json").unlink()
     for path in (copy / "checkpoints").iterdir():
         if int(path.name.removeprefix("step_")) > at:
@@ -136,11 +136,11 @@ def interrupted(whole: Path, at: int, copy: Path) -> Path:
 
 
 def train_case(case: dict[str, Any]) -> str:
-    """Trains one case; "ok", or the message of the ValueError that it ended in."""
+    """Trains one case; returns "ok", or the message of its ValueError."""
     from cowrec.trainer.config.run import load_config
     from cowrec.trainer.training.loop import train
 
-    # A launch has one store, in which the groups of several runs would meet each other's leftovers.
+    # The runs of a launch share one store, in which their groups would find keys of earlier groups.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(case.get("port"))}
     try:
         config = load_config(Path(case["config"]), case["set"])
@@ -151,7 +151,7 @@ def train_case(case: dict[str, Any]) -> str:
 
 
 def torchrun(processes: int) -> list[str]:
-    """The command that starts so many processes on this machine."""
+    """Command that starts processes on this machine."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
@@ -163,14 +163,14 @@ def free_port() -> int:
 
 
 def train_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> None:
-    """Trains cases in one launch; the ranks' outcomes are then beside ``file``, which is made."""
+    """Trains cases in one launch; the outcome of each rank is written next to ``file``, which lists the cases."""
     file.write_text(json.dumps(cases))
     launch = [*torchrun(processes), __file__, str(file)]
     with subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as running:
         try:
             _, errors = running.communicate(timeout=240)
         except subprocess.TimeoutExpired:
-            running.terminate()  # torchrun then ends its ranks; killed, it would leave them
+            running.terminate()  # torchrun then ends its ranks; if killed it would leave them running
             raise
     assert running.returncode == 0, errors
 

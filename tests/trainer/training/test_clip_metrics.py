@@ -1,4 +1,4 @@
-"""The clip's statistics over time: counts against the data's own, limits against the rule's, and where they go."""
+"""Statistics of the clip: counts against the data, limits against the rule, and the files they are written to."""
 
 import json
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, run_dir: Path, *overrides: str, data: str = "data") -> tuple[list[dict[str, Any]], Any]:
-    """The lines of the clip, and the report."""
+    """Trains; returns the clip's lines of metrics.jsonl, and the report."""
     report = train(load_config(folder / "run.toml", overrides), folder / data, run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "clip"], report
 
 
 def test_rows_are_the_distinct_ids_of_each_step(folder: Path, tmp_path: Path) -> None:
-    """One batch an epoch: whatever the order, a step sees every id of the data once."""
+    """With one batch an epoch each step has every id of the data."""
     lines, report = trained(folder, tmp_path / "run", f"train.batch_size={TRAIN_ROWS}", "train.epochs=3")
     table = pq.read_table(folder / "data" / "train")
     distinct = {name: len(np.unique(np.concatenate(table[name].to_numpy()))) for name in ("tags", "history")}
@@ -56,22 +56,22 @@ def test_rows_are_the_distinct_ids_of_each_step(folder: Path, tmp_path: Path) ->
     [("data", ()), ("single/data", ("optimizer.embedding=adagrad", "optimizer.l2=0"))],
     ids=["adam", "fused"],
 )
-def test_a_limit_twice_as_large_is_twice_as_far_away(
+def test_limit_to_norm_doubles_with_the_limit(
     folder: Path, tmp_path: Path, data: str, overrides: tuple[str, ...]
 ) -> None:
-    """Before the first update gradients and weights are the same whatever r is; without zeta the limit is r times c."""
+    """Before the first update gradients and weights do not depend on r; without zeta the limit is proportional to r."""
     found = {}
     for r in (1e-4, 1.0, 2.0, 1e9):
         own = (*overrides, f"clip.r={r}", "clip.zeta=0.0", "train.batch_size=1000", "train.epochs=1")
         found[r], report = trained(folder, tmp_path / str(r), *own, data=data)
-    for of_one, of_two in zip(_ratios(found[1.0]), _ratios(found[2.0]), strict=True):
-        assert of_two == pytest.approx(2 * of_one, rel=1e-5)  # float32
+    for ratio_of_1, ratio_of_2 in zip(_ratios(found[1.0]), _ratios(found[2.0]), strict=True):
+        assert ratio_of_2 == pytest.approx(2 * ratio_of_1, rel=1e-5)  # float32
     assert found[1e-4][0]["clipped"] == 1
     assert found[1e9][0]["clipped"] == 0
     assert report["clip_statistics"]["clipped"] == 0
     for line in (*found[1.0], *found[2.0]):
         for field in line["fields"].values():
-            # More than half are over their limit just where the median row is.
+            # More than half of the rows exceed their limit exactly if the median row does.
             assert (field["clipped"] > 0.5) == (field["limit_to_norm"] < 1)
 
 
@@ -79,17 +79,17 @@ def _ratios(lines: list[dict[str, Any]]) -> list[float]:
     return [field["limit_to_norm"] for field in lines[0]["fields"].values()]
 
 
-def test_lines_add_up_to_the_report_and_reach_the_board(folder: Path, tmp_path: Path) -> None:
+def test_lines_add_up_to_the_report_and_are_in_tensorboard(folder: Path, tmp_path: Path) -> None:
     lines, report = trained(folder, tmp_path / "run")
     total = report["clip_statistics"]
     assert [line["step"] for line in lines] == [1, 2, 4, 5, 6, 8, 10]
     for name in FIELDS:
-        of_field = [line["fields"][name] for line in lines]
-        rows = [line["rows"] for line in of_field]
+        field_lines = [line["fields"][name] for line in lines]
+        rows = [line["rows"] for line in field_lines]
         assert sum(rows) == total["fields"][name]["rows"]
-        clipped = np.dot(rows, [line["clipped"] for line in of_field])
+        clipped = np.dot(rows, [line["clipped"] for line in field_lines])
         assert total["fields"][name]["clipped"] == pytest.approx(clipped / sum(rows), rel=1e-12)
-        assert total["fields"][name]["limit_to_norm"] == of_field[-1]["limit_to_norm"]
+        assert total["fields"][name]["limit_to_norm"] == field_lines[-1]["limit_to_norm"]
     assert 0 < total["clipped"] < 1
     assert total == json.loads((tmp_path / "run" / "report.json").read_text())["clip_statistics"]
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
@@ -98,7 +98,7 @@ def test_lines_add_up_to_the_report_and_reach_the_board(folder: Path, tmp_path: 
     assert len(board.Scalars("clip/limit_to_norm")) == len(lines)
 
 
-def test_an_unclipped_run_has_none(folder: Path, tmp_path: Path) -> None:
+def test_an_unclipped_run_has_no_clip_statistics(folder: Path, tmp_path: Path) -> None:
     lines, report = trained(folder, tmp_path / "run", "clip.rule=none", "train.epochs=1")
     assert lines == []
     assert report["clip_statistics"] is None
@@ -110,7 +110,7 @@ def process() -> Iterator[Process]:
         yield process
 
 
-def test_readings_are_of_the_time_between_and_survive_what_tables_lack(process: Process) -> None:
+def test_readings_cover_the_time_since_the_last_and_tables_without_rows(process: Process) -> None:
     """Table c is never looked up, b not in the latest step, a has gradients of zero at first."""
     stats = {"a": TableStats(10, 0.2, 0.0), "b": TableStats(40, 0.5, np.nan), "c": TableStats(0, 0.0, np.nan)}
     watch = ClipWatch(lambda: stats, ["c", "b", "a", "elsewhere"], process)
@@ -121,7 +121,7 @@ def test_readings_are_of_the_time_between_and_survive_what_tables_lack(process: 
     assert (first["rows"], first["clipped"]) == (50, pytest.approx(22 / 50))
     stats |= {"a": TableStats(40, 0.8, 4.0), "b": TableStats(50, 0.6, 0.5)}
     second = watch.read()
-    # 30 rows of a and 10 of b: the typical row is one of a's.
+    # With 30 rows of a and 10 of b the typical row is in a.
     assert second["fields"]["a"] == {"rows": 30, "clipped": 1.0, "limit_to_norm": 0.25}
     assert second["fields"]["b"] == {"rows": 10, "clipped": 1.0, "limit_to_norm": 2.0}
     assert {key: second[key] for key in ("rows", "clipped", "limit_to_norm")} == {
@@ -129,6 +129,6 @@ def test_readings_are_of_the_time_between_and_survive_what_tables_lack(process: 
         "clipped": 1.0,
         "limit_to_norm": 0.25,
     }
-    # From the beginning b has 50 rows and a 40: the typical row is one of b's.
+    # From the beginning b has 50 rows and a 40, so the typical row is in b.
     assert watch.total()["limit_to_norm"] == 2.0
     assert watch.total()["clipped"] == pytest.approx(62 / 90)

@@ -1,4 +1,4 @@
-"""A trained run: its report against scikit-learn, its use without the training data, what it refuses, how it fails."""
+"""A trained run: report against scikit-learn, use without the training data, refused data, failures."""
 
 import json
 import math
@@ -30,7 +30,7 @@ Train = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``data`` (all kinds of field) and ``run``, trained on it."""
+    """Folder with ``data`` (all kinds of field) and ``run``, trained on it."""
     folder = tmp_path_factory.mktemp("run")
     make_data(folder)
     config_file(folder)
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def retrain(folder: Path, tmp_path: Path) -> Train:
-    """Trains into ``tmp_path / name`` with overrides."""
+    """Function that trains into ``tmp_path / name`` with overrides."""
 
     def run(name: str, *overrides: str, data: Path = folder / "data") -> dict[str, Any]:
         return train(load_config(folder / "run.toml", overrides), data, tmp_path / name)
@@ -61,8 +61,8 @@ def same_state(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_the_report_is_what_scikit_learn_says_of_the_predictions(folder: Path, tmp_path: Path) -> None:
-    """Predictions are float32, and torchmetrics sums the curve in float32: 1e-6."""
+def test_the_report_equals_scikit_learns_metrics_of_the_predictions(folder: Path, tmp_path: Path) -> None:
+    """Tolerance 1e-6: predictions are float32, and torchmetrics sums the curve in float32."""
     assert predict_run(folder / "run", folder / "data", tmp_path / "p.parquet") == TEST_ROWS
     predicted = pq.read_table(tmp_path / "p.parquet")["prediction"].to_numpy()
     label = pq.read_table(folder / "data" / "test")["label"].to_numpy()
@@ -75,7 +75,7 @@ def test_the_report_is_what_scikit_learn_says_of_the_predictions(folder: Path, t
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_run_folder_holds_what_it_should(folder: Path) -> None:
+def test_contents_of_the_run_folder(folder: Path) -> None:
     run, report = folder / "run", read_report(folder / "run")
     saved = load_config(run / "config.toml")
     assert saved.data.dir == str(folder / "data")
@@ -90,14 +90,14 @@ def test_the_run_folder_holds_what_it_should(folder: Path) -> None:
     assert board.Scalars("eval/auc")[-1].value == pytest.approx(report["auc"], abs=1e-6)
     assert report["steps"] == 10
     assert 0 < report["train_seconds"] < report["wall_seconds"]
-    # All samples but the first batch's, whose step compiles.
+    # All samples except those of the first batch, whose step compiles.
     counted = report["samples_per_second"] * report["train_seconds"]
     assert counted == pytest.approx(2 * TRAIN_ROWS - 51, rel=1e-9)
     for key in ("versions", "device", "git_commit", "seed", "world_size", "embedding_lr", "dense_lr", "l2"):
         assert key in report
 
 
-def test_raw_data_take_the_runs_ids_without_its_training_data(folder: Path, tmp_path: Path) -> None:
+def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(folder / "run", moved)
     for labelled in (True, False):
@@ -118,15 +118,15 @@ def test_raw_data_take_the_runs_ids_without_its_training_data(folder: Path, tmp_
     assert tables[0].equals(tables[1])
 
 
-def test_data_of_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(folder / "data", other)
     vocabulary = other / "vocabulary" / "city.parquet"
     table = pq.read_table(vocabulary)
-    # Other bytes, the same ids: the same vocabulary.
+    # Other bytes with the same ids are the same vocabulary.
     pq.write_table(table, vocabulary, compression="none")
     assert evaluate_run(folder / "run", other)["rows"] == TEST_ROWS
-    # As many ids, two of them in each other's rows.
+    # The same ids, with the rows of two exchanged.
     pq.write_table(table.take([1, 0, *range(2, len(table))]), vocabulary)
     with pytest.raises(ValueError, match=r"was not prepared like .*: the ids of field 'city' differ; .*--like"):
         evaluate_run(folder / "run", other)
@@ -149,7 +149,7 @@ def test_synthetic_data_of_another_seed_are_refused(folder: Path, tmp_path: Path
 
 
 def test_seeds_and_residency(folder: Path, retrain: Train, tmp_path: Path) -> None:
-    """The same seed gives the same bits, streamed or resident; another seed gives others."""
+    """The same seed gives bit-identical results, streamed or resident; another seed gives others."""
     first = checkpoint(folder / "run")
     retrain("resident", "data.resident=yes")
     assert same_state(first, checkpoint(tmp_path / "resident"))
@@ -168,11 +168,11 @@ def poison(data: Path) -> None:
     table = pq.read_table(shard)
     price = table["price"].to_numpy().copy()
     price[7] = np.nan
-    place = table.column_names.index("price")
-    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(price)), shard)
+    index = table.column_names.index("price")
+    pq.write_table(table.set_column(index, table.schema.field(index), pa.array(price)), shard)
 
 
-def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
+def test_a_non_finite_loss_keeps_the_last_good_checkpoint(
     folder: Path, retrain: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
 
 
 def test_a_model_that_breaks_at_the_last_step_is_not_saved(retrain: Train, tmp_path: Path) -> None:
-    """One step with a huge rate: its loss, of the weights before it, is fine; the test split shows what it did."""
+    """One step with a huge rate: its loss, from the weights before, is finite; the test split shows the damage."""
     with pytest.raises(NonFiniteLoss, match=r"on the test split after step 1 \(epoch 1\)"):
         retrain(
             "run",
@@ -207,7 +207,7 @@ def test_a_model_that_breaks_at_the_last_step_is_not_saved(retrain: Train, tmp_p
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_settings_that_cannot_work_leave_nothing_behind(retrain: Train, tmp_path: Path) -> None:
+def test_invalid_settings_leave_nothing_behind(retrain: Train, tmp_path: Path) -> None:
     for overrides, message in (
         (["train.drop_last=true", "train.batch_size=1000"], "train.drop_last leaves nothing of 205 training rows"),
         (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
@@ -219,17 +219,17 @@ def test_settings_that_cannot_work_leave_nothing_behind(retrain: Train, tmp_path
         assert not (tmp_path / "run").exists()
 
 
-def test_folders_that_are_no_run(folder: Path, tmp_path: Path) -> None:
+def test_folders_that_are_not_runs(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not a run: it has no config.toml"):
         evaluate_run(tmp_path, folder / "data")
     with pytest.raises(ValueError, match="is not a prepared data set"):
         evaluate_run(folder / "run", tmp_path)
     with pytest.raises(ValueError, match="no split 'dev'"):
         evaluate_run(folder / "run", folder / "data", "dev")
-    shutil.copytree(folder / "run", tmp_path / "young")
-    shutil.rmtree(tmp_path / "young" / "checkpoints")
+    shutil.copytree(folder / "run", tmp_path / "without_checkpoints")
+    shutil.rmtree(tmp_path / "without_checkpoints" / "checkpoints")
     with pytest.raises(ValueError, match=r"no checkpoint in .*; train the run first"):
-        evaluate_run(tmp_path / "young", folder / "data")
+        evaluate_run(tmp_path / "without_checkpoints", folder / "data")
 
 
 @pytest.mark.parametrize(("layout", "file"), [("criteo", "criteo_8k.tsv.xz"), ("avazu", "avazu_9k.csv.xz")])

@@ -1,4 +1,4 @@
-"""A warm start takes over what an earlier run learned of the ids that both know, by what the ids stand for."""
+"""Warm starts: ids that both runs have keep the weights of the earlier run, matched by their strings."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ SETTINGS = ["train.epochs=1", "train.batch_size=20", "optimizer.base_batch_size=
 
 
 def data(folder: Path, name: str, cities: list[str], columns: str = COLUMNS) -> Path:
-    """60 rows of training data and 20 of test data over some cities, the first of which are the most frequent."""
+    """Prepares 60 training and 20 test samples over some cities, the first of which are the most frequent."""
     rows = [f"{i % 3 == 0:d},{i % 7},{cities[int(len(cities) * (i / 80) ** 2)]}" for i in range(80)]
     rows = rows[::2] + rows[1::2]
     folder.mkdir(exist_ok=True)
@@ -38,14 +38,14 @@ def rows_by_city(run_dir: Path) -> dict[str, torch.Tensor]:
     cities = pq.read_table(run_dir / "vocabulary" / "city.parquet")["value"].to_pylist()
     (key,) = [key for key in checkpoint(run_dir)["model"] if key.endswith(".city.weight")]
     table = checkpoint(run_dir)["model"][key]
-    return {city: table[2 + place] for place, city in enumerate(cities)}
+    return {city: table[2 + index] for index, city in enumerate(cities)}
 
 
 @pytest.mark.parametrize("absent_rows", ["lazy", "replay"])
-def test_known_ids_keep_what_was_learned(tmp_path: Path, absent_rows: str) -> None:
-    """With learning rates of 0 the new run's first checkpoint is what it began with; "replay" has rows behind.
+def test_known_ids_keep_their_weights(tmp_path: Path, absent_rows: str) -> None:
+    """With learning rates of 0 the new run's checkpoint equals its start; "replay" leaves rows behind.
 
-    The vocabulary has grown, and is in another order.
+    The vocabulary has grown and has another order.
     """
     mode = f"optimizer.absent_rows={absent_rows}"
     run(tmp_path, data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"]), "first", mode)
@@ -68,8 +68,8 @@ def test_known_ids_keep_what_was_learned(tmp_path: Path, absent_rows: str) -> No
         torch.testing.assert_close(dense[1][key], value, rtol=0, atol=1e-7)
 
 
-def test_the_same_data_evaluate_alike(tmp_path: Path) -> None:
-    """Under "replay" too: rows behind are brought up to date before they are taken over, whatever the two plans."""
+def test_the_same_data_evaluate_equally(tmp_path: Path) -> None:
+    """Under "replay" rows are brought up to date before they are copied, for any two plans."""
     same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
     still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0"]
     run(tmp_path, same, "first")
@@ -78,7 +78,7 @@ def test_the_same_data_evaluate_alike(tmp_path: Path) -> None:
         assert evaluate_run(tmp_path / after, same) == evaluate_run(tmp_path / "first", same)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatches_are_refused(tmp_path: Path) -> None:
     same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
     run(tmp_path, same, "first")
     with pytest.raises(ValueError, match=r"is another network: .* differs"):
