@@ -1,10 +1,10 @@
 """Errors written for users, which end in one line instead of a traceback."""
 
-import traceback
+import dis
 
 
 class RunError(Exception):
-    """A run ended for a reason that its message explains to the user."""
+    """The end of a run for a reason that the message explains to the user."""
 
 
 class Interrupted(Exception):
@@ -26,11 +26,19 @@ class ProcessFailed(RunError):
 def is_message(error: BaseException) -> bool:
     """True for an error whose text is enough for a user; any other is a bug and keeps its traceback.
 
-    These are run errors, the system's errors about files and sockets, and ``ValueError`` and ``ImportError`` that
-    cowrec itself raised. The same types raised inside a library say nothing about what the user wrote.
+    Messages are run errors, the system's errors about files and sockets, a package that is not installed, and
+    ``ValueError`` and ``ImportError`` from a ``raise`` statement of cowrec. The same types from a library, or from an
+    operation such as ``int(text)``, say nothing about what the user wrote.
     """
     if isinstance(error, RunError | OSError):
         return True
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_here = bool(frames) and frames[-1][0].f_globals["__name__"].startswith("cowrec.")
-    return raised_here and isinstance(error, ValueError | ImportError)
+    if not isinstance(error, ValueError | ImportError) or error.__traceback__ is None:
+        return False
+    innermost = error.__traceback__
+    while innermost.tb_next:
+        innermost = innermost.tb_next
+    frame = innermost.tb_frame
+    if not frame.f_globals.get("__name__", "").startswith("cowrec."):
+        return False
+    by_raise = dis.opname[frame.f_code.co_code[innermost.tb_lasti]] == "RAISE_VARARGS"
+    return by_raise or isinstance(error, ModuleNotFoundError)

@@ -25,9 +25,7 @@ from cowrec.trainer.bench.steady_state import Case, enter_steady_state, make_sch
 from cowrec.trainer.bench.step_parts import PARTS
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import load_config
-from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, embedding_optimizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -349,17 +347,3 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, flags, 
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
-
-
-def end_abruptly() -> None:
-    import os
-
-    os.kill(os.getpid(), 9)
-
-
-def test_a_process_that_is_ended_is_an_error():
-    with pytest.raises(ProcessFailed, match="ended by signal 9"):
-        run_in_subprocess(end_abruptly)
-    with pytest.raises(ProcessFailed, match="ValueError: invalid literal"):
-        run_in_subprocess(int, "no number")
-    assert run_in_subprocess(int, "7") == 7

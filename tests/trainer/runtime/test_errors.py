@@ -1,0 +1,145 @@
+"""Errors for users are one line; any other error is a bug and keeps its traceback."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cowrec.data_pipeline import Schema
+from cowrec.models import ModelConfig
+from cowrec.trainer.cli.main import main
+from cowrec.trainer.config.run import config_from
+from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.training import saved_run
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def in_cowrec(body: str) -> Exception:
+    """The error of a statement that runs as cowrec's own code."""
+    return raised(lambda: exec(body, {"__name__": "cowrec.trainer.some_module"}))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ModelConfig(name="deepfn"),
+        lambda: config_from({"train": {"batch_size": 0}}),
+        lambda: Schema.load(Path("/no/such/folder")),
+        lambda: Path("/no/such/file").read_text(),
+    ],
+)
+def test_errors_of_user_input_are_messages(call: Callable[[], Any]) -> None:
+    assert is_message(raised(call))
+
+
+@pytest.mark.parametrize("kind", [NonFiniteLoss, ProcessLost, ProcessFailed])
+def test_run_errors_are_messages_wherever_they_are_raised(kind: type[Exception]) -> None:
+    assert is_message(kind("the loss was not finite"))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise ValueError('train.seed must be at least 0')", True),
+        ("raise ImportError('install torchrec')", True),
+        ("raise UnicodeError('a subclass of ValueError')", True),
+        ("import a_package_that_is_not_installed", True),
+        ("from math import a_name_that_it_lacks", False),
+        ("int('x')", False),
+        ("a, b = 1, 2, 3", False),
+        ("import json; json.loads('no json')", False),
+        ("assert False", False),
+        ("{}['key']", False),
+        ("None.attribute", False),
+        ("raise RuntimeError('out of memory')", False),
+        ("raise TypeError('x')", False),
+    ],
+)
+def test_only_what_cowrec_raises_for_users_is_a_message(body: str, expected: bool) -> None:
+    assert is_message(in_cowrec(body)) == expected
+
+
+def test_a_value_error_of_a_library_is_no_message() -> None:
+    assert not is_message(raised(lambda: np.zeros(3).reshape(2, 2)))
+    assert not is_message(ValueError("never raised"))
+
+
+def test_an_error_is_judged_by_its_first_raise() -> None:
+    def again(error: Exception) -> None:
+        raise error
+
+    assert is_message(raised(lambda: again(in_cowrec("raise ValueError('x')"))))
+    assert not is_message(raised(lambda: again(in_cowrec("int('x')"))))
+    assert is_message(in_cowrec("raise ValueError('x') from KeyError('y')"))
+
+
+def evaluate_with(body: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Exit code of ``cowrec evaluate`` in which ``body`` runs as cowrec's own code."""
+    evaluation = {"__name__": "cowrec.trainer.training.saved_run"}
+    exec(f"def evaluate_run(*_):\n    {body}", evaluation)
+    monkeypatch.setattr(saved_run, "evaluate_run", evaluation["evaluate_run"])
+    monkeypatch.setattr(sys, "argv", ["cowrec", "evaluate", "run", "--data", "data"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("assert False", "AssertionError"),
+        ("{}['key']", "KeyError: 'key'"),
+        ("raise RuntimeError('a bug')", "RuntimeError: a bug"),
+        ("int('x')", "ValueError: invalid literal for int() with base 10: 'x'"),
+    ],
+)
+def test_a_bug_in_a_command_keeps_its_traceback_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, error: str
+) -> None:
+    assert evaluate_with(body, monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):")
+    assert said.splitlines()[-1] == error
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "OSError"])
+def test_an_error_for_users_is_one_line_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    assert evaluate_with(f"raise {kind}('the data set has no rows')", monkeypatch) == 2
+    assert capsys.readouterr().err == "cowrec: error: the data set has no rows\n"
+
+
+def look_up(key: str) -> int:
+    return {"a": 1}[key]
+
+
+def end_abruptly() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def test_a_failed_subprocess_is_an_error_and_a_bug_in_it_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_in_subprocess(look_up, "a") == 1
+    with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
+        run_in_subprocess(look_up, "b")
+    said = capfd.readouterr().err
+    assert "Traceback" in said
+    assert 'return {"a": 1}[key]' in said
+    with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
+        run_in_subprocess(ModelConfig, "deepfn")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(ProcessFailed, match="ended by signal 9"):
+        run_in_subprocess(end_abruptly)
