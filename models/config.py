@@ -1,7 +1,6 @@
 """The ``[model]`` section: which network, and its sizes."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 
 @dataclass(frozen=True)
@@ -9,7 +8,8 @@ class ModelConfig:
     """Architecture of a network; the defaults are the CowClip paper's.
 
     Attributes:
-        name: a key of ``MODELS``: wdl, deepfm, dcn, dcnmix (low-rank mixture) or dcnv2 (full matrix).
+        name: a key of ``MODELS``: wdl, deepfm, dcn, dcnmix (low-rank mixture) or dcnv2 (full matrix); checked by
+            ``require_model``.
         embedding_dim: width D of a field's embedding, without the wide weight that is stored beside it.
         hidden: widths of the MLP's ReLU layers.
         dropout: share of activations dropped after each of them while training, in [0, 1).
@@ -27,13 +27,6 @@ class ModelConfig:
     rank: int = 32
 
     def __post_init__(self) -> None:
-        # Here and not above: the networks that MODELS lists import this file.
-        from . import MODELS
-
-        if self.name not in MODELS:
-            near = get_close_matches(self.name, MODELS, n=1)
-            meant = f'did you mean "{near[0]}"? ' if near else ""
-            raise ValueError(f'model.name is "{self.name}"; {meant}known: {", ".join(MODELS)}')
         for field in ("embedding_dim", "cross_layers", "experts", "rank"):
             if getattr(self, field) < 1:
                 raise ValueError(f"model.{field} must be at least 1, got {getattr(self, field)}")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.models import MODELS, ModelConfig, build_model, l2_kernels, physical_dim
+from cowrec.models import MODELS, ModelConfig, build_model, build_network, l2_kernels, physical_dim
 from cowrec.models.layers import glorot_normal
 
 DIM = 3
@@ -215,7 +215,6 @@ def test_regularised_kernels() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "deepfn"}, 'model.name is "deepfn"; did you mean "deepfm"?'),
         ({"embedding_dim": 0}, "model.embedding_dim must be at least 1, got 0"),
         ({"cross_layers": 0}, "model.cross_layers must be at least 1, got 0"),
         ({"experts": -1}, "model.experts must be at least 1, got -1"),
@@ -228,6 +227,13 @@ def test_regularised_kernels() -> None:
 def test_bad_configuration(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**options)
+
+
+def test_unknown_name() -> None:
+    config = ModelConfig(name="deepfn")
+    for build in (lambda: build_model(config, tables(), 2), lambda: build_network(config, 4, 2)):
+        with pytest.raises(ValueError, match=r'model.name is "deepfn"; did you mean "deepfm"[?] known: wdl, deepfm'):
+            build()
 
 
 def test_bad_tables() -> None:

@@ -19,9 +19,10 @@ import torch
 from tqdm import tqdm
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.models import ModelConfig, physical_dim
+from cowrec.models import ModelConfig, physical_dim, require_model
 from cowrec.sparse_opt import PRESETS, AdamConfig, ReferenceCowClip
-from cowrec.trainer.config.run import ClipConfig, OptimizerConfig, RunConfig, TrainConfig
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
@@ -72,7 +73,7 @@ class Bench:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        ModelConfig(name=self.model)
+        require_model(self.model)
         of_adam, of_train = get_type_hints(AdamConfig), get_type_hints(TrainConfig)
         for flag, names, known in (
             ("absent-rows", self.modes, get_args(of_adam["absent_rows"])),

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import ConfigDict
+
+from .nearest_name import hint
 
 IdKind = Literal["rows", "hash", "collisionless"]
 AdmissionKind = Literal["none", "count", "probabilistic"]
@@ -105,10 +106,9 @@ class IdConfig:
             for name in own.fields or (table,):
                 key = f"id_table.tables.{table}"
                 if name not in known:
-                    nearest = get_close_matches(name, known, n=1)
-                    hint = f"did you mean {nearest[0]!r}?" if nearest else f"the data has {', '.join(known)}"
+                    meant = hint(name, known, "sparse fields")
                     remedy = "" if own.fields else f" (fields that share a table are listed in {key}.fields)"
-                    raise ValueError(f"{key} names {name!r}, which is no sparse field; {hint}{remedy}")
+                    raise ValueError(f"{key} names {name!r}, which is no sparse field; {meant}{remedy}")
                 if name in table_of:
                     raise ValueError(f"{key} and id_table.tables.{table_of[name]} both name field {name!r}; drop one")
                 table_of[name] = table

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from cowrec.trainer.config.run import CheckpointConfig
+from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runtime.processes import Process, on_first
 
 from .checkpoint_folder import Progress, remove_unfinished, seal, unfinished

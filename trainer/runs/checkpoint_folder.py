@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline.files import checksum, sync_folder, write_file
-from cowrec.trainer.config.run import CheckpointConfig
+from cowrec.trainer.config.sections import CheckpointConfig
 
 FORMAT = 1
 _MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from cowrec.trainer.config.run import OptimizerConfig
+from cowrec.trainer.config.sections import OptimizerConfig
 
 _WARMUP_START = 1e-8
 

@@ -5,7 +5,6 @@ GPUs, where it knows the speed of the links; on CPU tables are balanced by their
 """
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from cowrec.trainer.config.nearest_name import hint
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
@@ -69,9 +69,8 @@ def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: P
     sharding, names = config.sharding, [table.name for table in tables]
     for name in sharding.tables:
         if name not in names:
-            nearest = get_close_matches(name, names, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"the data set has {', '.join(names)}"
-            raise ValueError(f"sharding.tables names {name!r}, which is no sparse field; {hint}")
+            meant = hint(name, names, "sparse fields")
+            raise ValueError(f"sharding.tables names {name!r}, which is no sparse field; {meant}")
     if sharding.plan != "auto":
         kinds = dict.fromkeys(names, str(sharding.plan))
     elif process.device.type == "cuda" and process.world_size > 1:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from cowrec.sparse_opt import CowClip, attach_cowclip
-from cowrec.trainer.config.run import ClipConfig, OptimizerConfig, RunConfig, TrainConfig, load_config
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run

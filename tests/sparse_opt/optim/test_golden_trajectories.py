@@ -26,7 +26,8 @@ from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import AdamConfig, ClipRule, EmbeddingAdam, NoClip, ReferenceCowClip, clip_rows
 from cowrec.sparse_opt.algorithm.adam import adam_scalars
 from cowrec.sparse_opt.kernels.dense_adam import dense_adam_
-from cowrec.trainer.config.run import OptimizerConfig, RunConfig, ShardingConfig
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.sections import OptimizerConfig, ShardingConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam

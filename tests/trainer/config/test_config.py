@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.models import ModelConfig
 from cowrec.sparse_opt import PRESETS
-from cowrec.trainer.config.run import (
-    ClipConfig,
-    DataConfig,
-    OptimizerConfig,
-    RunConfig,
-    ShardingConfig,
-    TrainConfig,
-    load_config,
-    save_config,
-)
+from cowrec.trainer.config.run import RunConfig, load_config, save_config
+from cowrec.trainer.config.sections import ClipConfig, DataConfig, OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import derived_hyperparameters
 
 CONFIGS = Path(__file__).resolve().parents[3] / "scripts" / "configs"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cowrec.data_pipeline import Schema
-from cowrec.models import ModelConfig
+from cowrec.models import require_model
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message
@@ -34,7 +34,7 @@ def in_cowrec(body: str) -> Exception:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: ModelConfig(name="deepfn"),
+        lambda: require_model("deepfn"),
         lambda: config_from({"train": {"batch_size": 0}}),
         lambda: Schema.load(Path("/no/such/folder")),
         lambda: Path("/no/such/file").read_text(),
@@ -139,7 +139,7 @@ def test_a_failed_subprocess_is_an_error_and_a_bug_in_it_keeps_its_traceback(cap
     assert "Traceback" in said
     assert 'return {"a": 1}[key]' in said
     with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
-        run_in_subprocess(ModelConfig, "deepfn")
+        run_in_subprocess(require_model, "deepfn")
     assert capfd.readouterr().err == ""
     with pytest.raises(ProcessFailed, match="ended by signal 9"):
         run_in_subprocess(end_abruptly)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip
-from cowrec.trainer.config.run import ClipConfig, OptimizerConfig, RunConfig, TrainConfig, load_config
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import derived_clip, describe
 from cowrec.trainer.training.loop import train
 from trainer_cases import TRAIN_ROWS, checkpoint, config_file, make_data

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cowrec.trainer.config.run import OptimizerConfig
+from cowrec.trainer.config.sections import OptimizerConfig
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.tables import _BLOCK_ROWS, _fill_shard
 

@@ -11,7 +11,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from cowrec.trainer.config.run import OptimizerConfig, RunConfig, ShardingConfig
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.sections import OptimizerConfig, ShardingConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.report import sharding_table

@@ -1,0 +1,21 @@
+"""The hint that a message about an unknown name ends with."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+
+def nearest_name(name: str, known: Collection[str]) -> str | None:
+    """The known name that is most like ``name``, or None if no name is."""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
+def hint(name: str, known: Collection[str], otherwise: str = "known") -> str:
+    """``did you mean 'NEAREST'?``, or ``OTHERWISE: NAME, NAME, ...`` if no known name is like it."""
+    nearest = nearest_name(name, known)
+    return f"{otherwise}: {', '.join(known)}" if nearest is None else f"did you mean {nearest!r}?"
+
+
+def require_known(key: str, value: str, known: Collection[str]) -> None:
+    """Raises ValueError for a value of ``key`` that is not known."""
+    if value not in known:
+        raise ValueError(f"{key} = {value!r} is not known; {hint(value, known)}")

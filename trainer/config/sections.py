@@ -1,0 +1,221 @@
+"""The sections of a run's configuration that belong to the trainer, each a frozen dataclass that checks itself."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Literal
+
+from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
+
+from .nearest_name import require_known
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`[data]`: where batches come from.
+
+    Attributes:
+        dir: a prepared data set; `--data` overrides it.
+        resident: keep the training set on the device: "yes", "no", or "auto", where it takes at most half of what is
+            free.
+        window_rows: rows shuffled together while streaming.
+    """
+
+    dir: str = ""
+    resident: Literal["auto", "yes", "no"] = "auto"
+    window_rows: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        _require("data.window_rows", self.window_rows, self.window_rows >= 1, "a positive number of rows")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`[train]`: how long, how large, where.
+
+    Attributes:
+        batch_size: samples per step over all processes.
+        eval_batch_size: the same at evaluation.
+        epochs: passes over the training set.
+        seed: of initial values and shuffling.
+        device: "auto" is CUDA where there is a GPU.
+        drop_last: leave out the short last batch of an epoch.
+        log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
+        warm_start: folder of an earlier run whose weights to begin with; ids are matched by what they stand for.
+        timeout_seconds: a process that keeps the others waiting longer is taken to hang, and ends the run.
+        precision: of the network's hidden layers. "tf32" (CUDA only) rounds the factors of their products, "bfloat16"
+            their results too; weights, logits, loss, moments, tables and everything about a row stay float32.
+    """
+
+    batch_size: int = 1024
+    eval_batch_size: int = 16384
+    epochs: int = 10
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    drop_last: bool = False
+    log_every: int = 50
+    warm_start: str = ""
+    timeout_seconds: float = 600.0
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "eval_batch_size", "epochs", "log_every"):
+            _require(f"train.{key}", getattr(self, key), getattr(self, key) >= 1, "at least 1")
+        _require(
+            "train.timeout_seconds", self.timeout_seconds, 1 <= self.timeout_seconds < inf, "at least 1 and finite"
+        )
+        _require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """`[checkpoint]`: when the run's state is saved, and what is kept.
+
+    Attributes:
+        every_steps: steps between two checkpoints within an epoch; one is always saved after an epoch. 0: only those.
+        keep_last: latest checkpoints kept.
+        keep_best: also keep the one after the epoch with the best test "auc" or "logloss".
+        asynchronous: training goes on while a checkpoint is written; takes memory for a copy of tables and moments.
+    """
+
+    every_steps: int = 0
+    keep_last: int = 2
+    keep_best: Literal["none", "auc", "logloss"] = "none"
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        _require("checkpoint.every_steps", self.every_steps, self.every_steps >= 0, "at least 0")
+        _require("checkpoint.keep_last", self.keep_last, self.keep_last >= 1, "at least 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """`[optimizer]`: values found good at a base batch size, and the rule that carries them to another.
+
+    Attributes:
+        embedding: optimizer of the tables. "adam" is cowrec's Adam with coupled L2, on CPU and CUDA; the others are
+            FBGEMM's fused ones ("fbgemm_adam" on CUDA only), whose gradients get clip and L2 of the batch's rows,
+            where every field has one id a sample. "fbgemm_cowclip" is row-wise Adagrad with FBGEMM's own COWCLIP mode,
+            which is not the paper's: it counts the steps in which a row appeared, decayed or cumulative, instead of its
+            occurrences in the batch, and Adagrad accumulates the unclipped gradient. It measures and scales whole rows,
+            the wide weight included.
+        absent_rows: under "adam", what rows without an id in the batch do. "replay", the default, is the published
+            algorithm: L2 and momentum move every row at every step, computed when a row is next needed. "dense" is the
+            same, computed at once, at the cost of the whole table. "lazy": they wait, and have then missed those steps.
+        base_batch_size: the batch size that the values below belong to.
+        scaling: one of the scaling rules; "none" keeps the values.
+        embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
+            kernel.
+        cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
+        warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
+        betas, eps, adam_epsilon: Adam's, dense and embedding; `adam_epsilon` says where eps goes ("torch" or "keras").
+        embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
+        weight_norm_coefficient, lower_bound: of "fbgemm_cowclip", whose limit of a row is
+            ``counter * max(weight_norm_coefficient * ||w||, lower_bound)``.
+        counter_halflife: of "fbgemm_cowclip": steps after which a step that a row appeared in counts half; -1 counts
+            every such step fully, 0 the present one alone.
+    """
+
+    embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam", "fbgemm_cowclip"] = "adam"
+    absent_rows: Literal["replay", "dense", "lazy"] | None = None
+    base_batch_size: int = 1024
+    scaling: str = "cowclip"
+    embedding_lr: float = 1e-4
+    dense_lr: float = 8e-4
+    l2: float = 1e-5
+    cross_l2: float = 0.0
+    warmup_epochs: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    adam_epsilon: Literal["torch", "keras"] = "torch"
+    embedding_init_std: float = 1e-2
+    weight_norm_coefficient: float = 1.0
+    lower_bound: float = 1e-5
+    counter_halflife: int = -1
+
+    def __post_init__(self) -> None:
+        _require("optimizer.base_batch_size", self.base_batch_size, self.base_batch_size >= 1, "at least 1")
+        require_known("optimizer.scaling", self.scaling, SCALING_RULES)
+        for key in (
+            *("embedding_lr", "dense_lr", "l2", "cross_l2", "warmup_epochs", "embedding_init_std"),
+            *("weight_norm_coefficient", "lower_bound"),
+        ):
+            value = getattr(self, key)
+            _require(f"optimizer.{key}", value, 0 <= value < inf, "at least 0 and finite")
+        _require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
+        _require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):
+            raise ValueError(
+                f'optimizer.absent_rows = "{self.absent_rows}" needs optimizer.embedding = "adam", got'
+                f" {self.embedding!r}: FBGEMM's fused optimizers move the rows of the batch alone; leave it out or"
+                " change the optimizer"
+            )
+        _require("optimizer.counter_halflife", self.counter_halflife, self.counter_halflife >= -1, "at least -1")
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """`[clip]`: the rule for the embedding rows.
+
+    A rule takes the values it knows and refuses the others; "none" ignores them.
+
+    Attributes:
+        rule: one of the clip rules. "field", "adaptive_field" and "global" take the norm over the batch's rows, under
+            optimizer.absent_rows = "dense" over all, and do not go with "replay".
+        r, zeta, bound: as the rule says.
+        max_norm: threshold of "constant", "field" and "global" at optimizer.base_batch_size; at s times that batch it
+            is sqrt(s) times as much, unless optimizer.scaling = "none".
+    """
+
+    rule: str = "cowclip"
+    r: float | None = None
+    zeta: float | None = None
+    bound: float | None = None
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        require_known("clip.rule", self.rule, CLIP_RULES)
+        self.build()
+
+    def build(self) -> ClipRule:
+        if self.rule == NoClip.name:  # one override, clip.rule=none, switches any run's clip off
+            return NoClip()
+        kind: Any = CLIP_RULES[self.rule]
+        given = {key: value for key, value in dataclasses.asdict(self).items() if key != "rule" and value is not None}
+        known = {each.name for each in dataclasses.fields(kind)}
+        for key, value in given.items():
+            if key not in known:
+                takes = f"it takes {', '.join(sorted(known))}" if known else "it takes no values"
+                raise ValueError(f"clip.{key} = {value} has no meaning for clip.rule = {self.rule!r}; {takes}")
+        for each in dataclasses.fields(kind):
+            if each.default is dataclasses.MISSING and each.name not in given:
+                raise ValueError(f"clip.rule = {self.rule!r} needs clip.{each.name}")
+        return kind(**given)
+
+
+ShardingKind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """`[sharding]`: how tables are cut over processes; it changes no result.
+
+    Attributes:
+        plan: the kind of all tables. "table_wise": a table lies whole on one process. "row_wise": its rows are cut over
+            all. "column_wise": its columns are, over as many as divide them into shards of a multiple of four.
+            "table_row_wise": its rows are cut over the processes of one machine. "data_parallel": every process holds
+            all of it, for small tables. "auto": on CUDA what TorchRec's planner chooses; on CPU row-wise for a table of
+            more than half of a process's share of all bytes, else table-wise.
+        tables: the kind of single tables, by the name of their field; goes before the plan.
+        memory: of tables and moments on CUDA: the "device"'s, or the machine's, which the GPU reads and writes over the
+            bus as unified memory ("uvm"), where they are larger than its own. Data-parallel tables stay on the device.
+    """
+
+    plan: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"] = "auto"
+    tables: dict[str, ShardingKind] = field(default_factory=dict)
+    memory: Literal["device", "uvm"] = "device"
+
+
+def _require(key: str, value: Any, fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(f"{key} must be {what}, got {value!r}")
