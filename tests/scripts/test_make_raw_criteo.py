@@ -89,7 +89,8 @@ def test_a_terminal_shows_bytes_and_remaining_time(raw: Path, tmp_path: Path) ->
     (tmp_path / "out.partial-1").mkdir()
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-    command = [sys.executable, "-m", "cowrec.trainer", "prepare", "criteo", "--input", str(raw), "--shard-rows", "7000"]
+    command = [sys.executable, "-m", "cowrec.trainer", "prepare", "criteo", "--input", str(raw)]
+    command += ["--set", "prepare.shard_rows=7000"]
     process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""

@@ -1,4 +1,4 @@
-"""The flags that say which run: its TOML, what goes over it, its data, its folder."""
+"""The flags that describe a run: its TOML file, overrides, data set and folder."""
 
 from datetime import datetime
 from pathlib import Path
@@ -7,14 +7,16 @@ from typing import Annotated, Any
 import typer
 
 RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]
-TrainData = Annotated[Path | None, typer.Option(help="Prepared data set. [data.dir of the TOML]")]
+TrainData = Annotated[Path | None, typer.Option(help="Prepared data set. [data.dir of the TOML file]")]
+NewRunDir = Annotated[Path | None, typer.Option(help="Folder of the run, new or empty. [runs/NAME-DATE]")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value over the TOML; repeat it for several.")
+    list[str] | None, typer.Option("--set", help="section.key=value, overrides the TOML file; repeatable.")
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; start one if there is none.")]
 
 
 def loaded_run(config: Path, overrides: list[str] | None, data: Path | None) -> tuple[Any, Path]:
-    """A run's configuration and its data set. Raises ValueError where one is missing or wrong."""
+    """A run's configuration and its data set. Raises ValueError if one is missing or wrong."""
     from cowrec.trainer.config.run import load_config
 
     loaded = load_config(config, overrides or ())
@@ -24,5 +26,5 @@ def loaded_run(config: Path, overrides: list[str] | None, data: Path | None) -> 
 
 
 def new_run_dir(config: Path) -> Path:
-    """Where a run goes that was given no folder."""
+    """The folder of a run that was given none."""
     return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"

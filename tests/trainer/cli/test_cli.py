@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, mistakes, the screen, and how it ends when asked to stop."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cowrec.data_pipeline import PrepareConfig
 from cowrec.trainer.cli.main import app, main
 from cowrec.trainer.training.saved_run import evaluate_run
 from trainer_cases import TEST_ROWS, config_file, make_data, newest_progress
@@ -85,11 +87,23 @@ def test_ctrl_c_on_a_terminal_saves_and_the_bar_tells_how_it_goes(folder: Path) 
     assert re.search(r"epoch 1:.*\d+/205 \[\d\d:\d\d<\d\d:\d\d, +[\d.k]+ samples/s, loss=\d\.\d{4}\]", said), said
 
 
-@pytest.mark.parametrize("command", ["prepare", "synthesize", "train", "sweep", "evaluate", "predict", "bench"])
+COMMANDS = [
+    each.name or each.callback.__name__
+    for group in app.registered_groups
+    for each in group.typer_instance.registered_commands
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
     assert result.exit_code == 0
     assert f"Example: cowrec {command}" in result.output
+
+
+def test_the_help_of_prepare_lists_all_its_settings() -> None:
+    output = CliRunner().invoke(app, ["prepare", "--help"], terminal_width=200).output
+    assert all(re.search(rf"\b{each.name}\b", output) for each in dataclasses.fields(PrepareConfig))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -106,7 +120,8 @@ def test_prepare_train_evaluate_predict(
 ) -> None:
     raw, columns, data = folder / "raw.csv", folder / "columns.toml", tmp_path / "data"
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", data, "--test-fraction", "0.3") == 0
+    split = ["--set", "prepare.test_fraction=0.3"]
+    assert run(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", data, *split) == 0
     assert "1 dense and 3 sparse fields" in capsys.readouterr().out
     assert run(monkeypatch, "train", folder / "run.toml", "--set", f"data.dir={data}") == 0
     captured = capsys.readouterr()
@@ -120,7 +135,7 @@ def test_prepare_train_evaluate_predict(
     assert capsys.readouterr().out == f"{tmp_path}/p.parquet: {report['epochs'][0]['rows']} rows\n"
 
 
-def test_flags_go_before_the_files_prepare_section(
+def test_set_overrides_the_prepare_section_of_the_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.toml"
@@ -129,10 +144,10 @@ def test_flags_go_before_the_files_prepare_section(
     command = ["prepare", "csv", "--input", folder / "raw.csv", *where]
     assert run(monkeypatch, *command, tmp_path / "file") == 0
     assert "10 test rows" in capsys.readouterr().out
-    assert run(monkeypatch, *command, tmp_path / "flag", "--test-rows", "20") == 0
+    assert run(monkeypatch, *command, tmp_path / "flag", "--set", "prepare.test_rows=20") == 0
     assert "20 test rows" in capsys.readouterr().out
     # The tail's size has no meaning for another split.
-    assert run(monkeypatch, *command, tmp_path / "other", "--split", "random") == 0
+    assert run(monkeypatch, *command, tmp_path / "other", "--set", "prepare.split=random") == 0
     settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]
     assert (settings["split"], settings["test_rows"], settings["min_count"]) == ("random", None, 2)
     config.write_text("[train]\nbatch_size = 0")
@@ -154,7 +169,30 @@ MISTAKES = {
     "no run": (["evaluate", "{data}", "--data", "{data}"], "is not a run: it has no config.toml"),
     "raw not there": (["prepare", "criteo", "-i", "none.tsv", "-o", "out"], "none.tsv"),
     "raw of another layout": (["prepare", "criteo", "-i", "{toml}", "-o", "out"], "run.toml"),
-    "wrong flag value": (["prepare", "avazu", "-i", "{toml}", "-o", "out", "--dense", "cut"], "dense must be one of"),
+    "wrong flag value": (
+        ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--set", "prepare.dense=cut"],
+        "prepare.dense = 'cut'",
+    ),
+    "former flag": (
+        ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--hash-buckets", "9"],
+        "prepare has no --hash-buckets; write --set prepare.hash_buckets=VALUE",
+    ),
+    "former flag with value": (
+        ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--min-count=4"],
+        "prepare has no --min-count; write --set prepare.min_count=4",
+    ),
+    "wrong prepare key": (
+        ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--set", "prepare.mincount=4"],
+        "unknown key prepare.mincount (= 4); did you mean prepare.min_count?",
+    ),
+    "section of another command": (
+        ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--set", "train.seed=4"],
+        "prepare takes --set prepare.key=value only, got section train",
+    ),
+    "raw ids and hash buckets": (
+        ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--raw-ids", "--set", "prepare.hash_buckets=9"],
+        "hash_buckets and raw_ids exclude each other",
+    ),
     "synthesize nothing": (["synthesize", "-o", "out", "--rows", "0"], "rows must be at least 1, got 0"),
 }
 

@@ -1,0 +1,202 @@
+"""The commands that make data: ``cowrec prepare | synthesize | stream``."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+from typer.core import TyperCommand
+
+app = typer.Typer()
+
+
+class LayoutName(StrEnum):
+    criteo = "criteo"
+    avazu = "avazu"
+    csv = "csv"
+
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")]
+
+
+class _Prepare(TyperCommand):
+    """The command ``prepare``, which explains how its former flags are written now."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from cowrec.data_pipeline import PrepareConfig
+
+        former = {each.name for each in dataclasses.fields(PrepareConfig)} - {"raw_ids"}
+        for argument in args:
+            flag, _, value = argument.partition("=")
+            key = flag.removeprefix("--").replace("-", "_")
+            if flag.startswith("--") and key in former:
+                raise ValueError(f"prepare has no {flag}; write --set prepare.{key}={value or 'VALUE'}")
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Prepare)
+def prepare(
+    layout: Annotated[LayoutName, typer.Argument(help="Layout of the raw files.")],
+    inputs: Annotated[list[Path], typer.Option("--input", "-i", help="Raw file, plain or gz, xz, zst; repeatable.")],
+    output: Output,
+    csv_schema: Annotated[
+        Path | None, typer.Option("--schema", help="For csv: TOML file that describes the columns; not with --like.")
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing data set.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A run's TOML file, whose [prepare] section to use.")] = None,
+    raw_ids: Annotated[
+        bool, typer.Option("--raw-ids", help="Keep ids as 64-bit numbers, which become rows in training.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="prepare.key=value, overrides the TOML file; repeatable."),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="Dask cluster to run on, such as tcp://host:8786; it must see all folders."),
+    ] = None,
+) -> None:
+    """Turns raw click logs into a data set: Parquet shards of ids, and a schema.json.
+
+    The layouts criteo (label, I1..I13, C1..C26, tabs, no header) and avazu (a header, then id, click, hour, C1,
+    banner_pos ... C21) are Kaggle's; csv is any delimited file, with numeric, categorical, multi-valued and weighted
+    fields.
+
+    Keys of --set, with their defaults: min_count (1), hash_buckets (0), raw_ids (false), dense (minmax, or log,
+    buckets, none), fit_on (train, or all), split (random, or tail), test_fraction (0.1, for avazu 0.2), test_rows (for
+    the tail split), seed (0), on_bad_row (error, or skip), max_bad_rows (1000), shard_rows. docs/preparing.md explains
+    them.
+
+    Example: `cowrec prepare criteo --input train.txt.gz --output data/criteo --set prepare.min_count=4`
+
+    Example: `cowrec prepare csv --schema columns.toml --input ratings.csv --output data/ratings`
+    """
+    from cowrec.data_pipeline import prepare as run
+    from cowrec.data_pipeline import work_bytes
+
+    settings = _prepare_config(config, [*(overrides or ()), *(["prepare.raw_ids=true"] if raw_ids else ())])
+    with _bar(work_bytes(inputs, like=like), "B", f"prepare {layout}") as bar:
+        schema = run(
+            layout.value,
+            inputs,
+            output,
+            settings,
+            csv_schema=csv_schema,
+            like=like,
+            overwrite=overwrite,
+            progress=bar.update,
+            scheduler=scheduler,
+        )
+    rows = ", ".join(f"{split.rows:,} {name} rows" for name, split in schema.splits.items())
+    bad = sum(source.bad_rows for source in schema.sources)
+    skipped = f"; {bad:,} bad rows left out" if bad else ""
+    rows_of_ids = sum(field.num_embeddings for field in schema.sparse)
+    ids = "raw ids" if schema.has_raw_ids else f"{rows_of_ids:,} ids"
+    print(f"{output}: {rows}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}")
+
+
+@app.command()
+def synthesize(
+    output: Output,
+    rows: Annotated[int, typer.Option(help="Training samples.")] = 1_000_000,
+    test_rows: Annotated[int, typer.Option(help="Test samples.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Seed of model and samples.")] = 0,
+    vocabulary_scale: Annotated[
+        float | None, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days. [0.01]")
+    ] = None,
+    days: Annotated[
+        float, typer.Option(help="Days that the training samples span; above 0 they drift and ids come and go.")
+    ] = 0.0,
+) -> None:
+    """Makes click data from a planted model, and records the best possible AUC.
+
+    By default the data have Criteo's shape and one fixed distribution. With --days, preferences drift in time, ids
+    appear and disappear, and the data set has raw ids and times; `cowrec stream` sends the samples that follow.
+
+    Example: `cowrec synthesize --output data/synthetic --rows 1000000`
+
+    Example: `cowrec synthesize --output data/drifting --rows 1000000 --days 10`
+    """
+    from cowrec.data_pipeline import SynthesizeConfig, synthesize_drifting
+    from cowrec.data_pipeline import synthesize as run
+    from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+
+    with _bar(rows + test_rows, " rows", "synthesize") as bar:
+        if days:
+            if vocabulary_scale is not None:
+                raise ValueError("--vocabulary-scale has no effect on drifting samples; leave it out or --days")
+            drift = DriftConfig(rows=rows, days=days, seed=seed)
+            schema = synthesize_drifting(output, drift, test_rows=test_rows, progress=bar.update)
+        else:
+            scale = SynthesizeConfig.vocabulary_scale if vocabulary_scale is None else vocabulary_scale
+            config = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
+            schema = run(output, config, progress=bar.update)
+    best = schema.best or {}
+    print(f"{output}: {rows:,} train rows, {test_rows:,} test rows, best possible AUC {best['auc']:.4f}")
+
+
+@app.command()
+def stream(
+    data: Annotated[Path, typer.Argument(help="Data set made by `cowrec synthesize --days`.")],
+    to: Annotated[str, typer.Option(help="Folder, redis://HOST:PORT/DB?stream=NAME, or kafka://HOST:PORT/TOPIC.")],
+    days: Annotated[float, typer.Option(help="Days of sample time to send.")] = 1.0,
+    skip_days: Annotated[
+        float | None,
+        typer.Option(help="Days of sample time to skip since the data set's start. [its training samples]"),
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Samples per second; 0 is unlimited.")] = 0.0,
+    chunk: Annotated[int, typer.Option(help="Samples per message batch or file.")] = 1000,
+    end: Annotated[bool, typer.Option("--end", help="Mark the end of the stream; for folders.")] = False,
+) -> None:
+    """Sends the samples that follow the training samples of a drifting data set, in the order of time.
+
+    They are raw samples, as an application would log them: label, time, sample_id, numbers, ids as text.
+
+    Example: `cowrec stream data/drifting --to redis://localhost:6379/0?stream=clicks --days 30 --rate 2000`
+    """
+    from cowrec.data_pipeline.streams.open import open_sink
+    from cowrec.data_pipeline.streams.sinks import DirectorySink, send
+    from cowrec.data_pipeline.synthetic.drifting_samples import drift_config, drifting_tables
+
+    config, sink = drift_config(data), open_sink(to)
+    if end and not isinstance(sink, DirectorySink):
+        raise ValueError(f"--end is for folders; {to} has no end")
+    first = config.rows if skip_days is None else round(skip_days * config.rows / config.days)
+    sent = send(drifting_tables(config, first, round(days * config.rows / config.days), chunk), sink, rate)
+    if isinstance(sink, DirectorySink) and end:
+        sink.end()
+    print(f"{to}: {sent:,} samples")
+
+
+def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
+    """The ``[prepare]`` section of a run's TOML, which must be valid as a whole, with overrides applied to it."""
+    from cowrec.data_pipeline import PrepareConfig
+    from cowrec.trainer.config.overrides import apply_override
+    from cowrec.trainer.config.run import config_from, load_config
+
+    section = load_config(toml).prepare if toml else PrepareConfig()
+    given: dict[str, Any] = {"prepare": {}}
+    for override in overrides:
+        apply_override(given, override)
+    values = given.pop("prepare")
+    if given:
+        raise ValueError(f"prepare takes --set prepare.key=value only, got section {', '.join(given)}")
+    if values.get("split", section.split) != section.split:
+        # The file's test_rows or test_fraction belongs to the file's kind of split.
+        values = {"test_rows": None, "test_fraction": None, **values}
+    return config_from({"prepare": {**dataclasses.asdict(section), **values}}).prepare
+
+
+@contextmanager
+def _bar(total: int, unit: str, what: str) -> Iterator[tqdm]:
+    with tqdm(total=total, unit=unit, desc=what, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+        yield bar

@@ -1,0 +1,107 @@
+"""The commands that train: ``cowrec train | online | sweep``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
+
+from .flag_values import listed, size
+from .run_flags import NewRunDir, Overrides, Resume, RunToml, TrainData, loaded_run, new_run_dir
+
+app = typer.Typer()
+
+
+@app.command()
+def train(
+    config: RunToml,
+    data: TrainData = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+) -> None:
+    """Trains a model on a prepared data set. train.batch_size is the global batch, over all processes.
+
+    Example: `cowrec train scripts/configs/criteo.toml --data data/criteo --set train.batch_size=131072`
+
+    Several GPUs: `torchrun --nproc-per-node 8 -m cowrec.trainer train CONFIG.toml --data DIR --run-dir RUN`
+    """
+    from cowrec.trainer.training.loop import train as run
+
+    loaded, data_dir = loaded_run(config, overrides, data)
+    if run_dir is None and launched_world_size() > 1:
+        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
+    if run_dir is None and resume:
+        raise ValueError("--resume continues a run; name it with --run-dir")
+    folder = run_dir or new_run_dir(config)
+    report = run(loaded, data_dir, folder, resume=resume)
+    if launched_rank() == 0:
+        auc, logloss, speed = report["auc"], report["logloss"], report["samples_per_second"]
+        print(f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed:,.0f} samples/s  run {folder}")
+
+
+@app.command()
+def online(
+    config: RunToml,
+    source: Annotated[
+        str,
+        typer.Option(help="Stream of samples: folder, redis://HOST:PORT/DB?stream=NAME, or kafka://HOST:PORT/TOPIC."),
+    ],
+    data: TrainData = None,
+    run_dir: NewRunDir = None,
+    publish: Annotated[
+        str | None, typer.Option(help="Target of publications: folder, or redis://HOST:PORT/DB?name=NAME.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+) -> None:
+    """Trains on samples as they arrive; predicts each before training on it, saves snapshots, publishes changes.
+
+    Fields, scales and vocabularies come from the data set, which may be a small sample. After a kill, --resume
+    continues the run; the result is bit-identical to an uninterrupted run.
+
+    Example: `cowrec online scripts/configs/online.toml --data data/sample --source incoming --run-dir runs/live
+    --publish published`
+    """
+    from cowrec.trainer.online.loop import online as run
+
+    if run_dir is None and resume:
+        raise ValueError("--resume continues a run; name it with --run-dir")
+    loaded, data_dir = loaded_run(config, overrides, data)
+    folder = run_dir or new_run_dir(config)
+    report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
+    print(f"{report['samples']:,} samples  {report['samples_per_second']:,.0f} samples/s  run {folder}")
+
+
+@app.command()
+def sweep(
+    config: RunToml,
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, such as 1K,8K,64K; K is 1024.")],
+    data: TrainData = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of the sweep; an interrupted sweep continues. [sweeps/NAME]"),
+    ] = None,
+    rules: Annotated[str, typer.Option(help="Scaling rules, separated by commas.")] = "cowclip,linear,none",
+    clip: Annotated[str, typer.Option(help="on (the TOML file's clip rule), off, or both.")] = "on,off",
+    seeds: Annotated[int, typer.Option(help="Runs of each combination; seeds count up from train.seed.")] = 3,
+    overrides: Overrides = None,
+) -> None:
+    """Trains a grid of batch sizes, scaling rules, clip on and off; writes sweep.jsonl and sweep.png, prints a table.
+
+    After an interruption the same command continues; with more values it adds runs to the sweep.
+
+    Example: `cowrec sweep scripts/configs/criteo.toml --data data/criteo --batch-sizes 1K,8K,64K`
+    """
+    from cowrec.trainer.sweep.grid import Grid
+    from cowrec.trainer.sweep.plot import PLOT, plot, table
+    from cowrec.trainer.sweep.sweep import sweep as run
+
+    if launched_world_size() > 1:
+        raise ValueError("sweep starts its own processes; start it without torchrun")
+    grid = Grid([size(each) for each in listed(batch_sizes)], listed(rules), listed(clip), seeds)
+    loaded, data_dir = loaded_run(config, overrides, data)
+    folder = output or Path("sweeps") / config.stem
+    lines = run(loaded, data_dir, folder, grid)
+    print(f"{table(lines)}\n\n{folder}, plot: {plot(lines, folder / PLOT)}")
