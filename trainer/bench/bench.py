@@ -1,7 +1,7 @@
-"""`cowrec bench`: training throughput and memory in the steady state, with ids as frequent as Criteo's.
+"""`cowrec bench`: training throughput and memory in the steady state, on ids with Criteo's frequencies.
 
-Every combination is measured in a process of its own, so that its peak memory is its own. The stream of ids runs once
-ahead of them all and leaves the last sample of every row.
+Each combination is measured in its own process, so that its peak memory is known. Before that, one pass over the stream
+of ids records the last sample of every row, which all combinations use.
 """
 
 import dataclasses
@@ -28,22 +28,22 @@ from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 
-from .absence import Gaps, last_steps, measure_gaps
+from .absence import Absence, last_steps, measure_absence
 from .plot import plot, short
 from .roofline import bytes_per_sample, floor_seconds
 from .steady_state import WARMUP_STEPS, Case, Measurement, measure
 
 EPOCH_SAMPLES = 41_256_555
-"""Rows of Criteo's training split as published: nine tenths of 45,840,617."""
+"""Samples of Criteo's training split as published: nine tenths of 45,840,617."""
 _BASE_BATCH_SIZE = 1024
 _LAST_SAMPLES = "last_samples.npy"
 _MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
-"""Steps of a combination at most, so that their batches fit into memory."""
+"""Limits on the steps of a combination, so that their batches fit into memory."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured; every combination of modes, clips, precisions, batch sizes and spacings is one line.
+    """Settings of a benchmark; each combination of modes, clips, precisions, batch sizes and spacings is one line.
 
     Attributes:
         modes: values of optimizer.absent_rows.
@@ -51,14 +51,14 @@ class Bench:
         precisions: values of train.precision.
         batch_sizes: samples per step.
         model: name of the network.
-        max_rows: rows of a table at most; None for Criteo's full vocabulary.
-        spacings: tables are so many times larger than their ids need, which lie that far apart.
-        epoch_share: how much of an epoch the ids have run before the clock starts.
-        seconds: measured in each combination, at least 5 steps.
+        max_rows: most rows of a table; None for Criteo's full vocabulary.
+        spacings: distances of two ids' rows; tables are that many times larger.
+        epoch_share: share of an epoch after which the measurement starts.
+        seconds: time to measure each combination; at least 5 steps.
         device: "cpu" or "cuda".
 
     Raises:
-        ValueError: a value that is unknown, out of range or there twice.
+        ValueError: a value that is unknown, out of range or repeated.
     """
 
     modes: Sequence[str] = ("replay", "lazy", "dense")
@@ -74,11 +74,11 @@ class Bench:
 
     def __post_init__(self) -> None:
         require_model(self.model)
-        of_adam, of_train = get_type_hints(AdamConfig), get_type_hints(TrainConfig)
+        adam, train = get_type_hints(AdamConfig), get_type_hints(TrainConfig)
         for flag, names, known in (
-            ("absent-rows", self.modes, get_args(of_adam["absent_rows"])),
+            ("absent-rows", self.modes, get_args(adam["absent_rows"])),
             ("clip", self.clips, ("on", "off")),
-            ("precision", self.precisions, get_args(of_train["precision"])),
+            ("precision", self.precisions, get_args(train["precision"])),
             ("device", [self.device], ("cpu", "cuda")),
         ):
             for name in names:
@@ -110,32 +110,33 @@ class Bench:
 
     @property
     def samples(self) -> int:
-        """Of the stream before the clock starts: whole steps of the largest batch."""
+        """Samples of the stream before the measurement starts: complete steps of the largest batch."""
         largest = max(self.batch_sizes)
         return max(round(self.epoch_share * EPOCH_SAMPLES / largest), 1) * largest
 
 
 def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
-    """Measures every combination; writes one JSON object a line as they come, and at the end a plot beside them.
+    """Measures every combination; writes a JSON object per line as soon as it is measured, then a plot beside them.
 
     Returns:
-        The lines. Of each combination:
+        The lines. Each combination has
 
         * mode, clip, precision, batch_size, spacing, model, max_rows; table_rows, table_bytes, moments_bytes;
-        * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps on the clock;
-        * step_parts_ms: the parts of a step (see step_parts.py) by their shares in some steps under the profiler;
-        * minutes_of_10_epochs of Criteo at this speed; roofline: flops and bytes that a sample takes at least, the rate
-          of either that this machine reached, and the step in ms that follows;
-        * peak_memory_bytes of the process (on CUDA: what torch held on the device), rss_before_tables_bytes, and
-          peak_without_tables_bytes, the peak of one that does the same on tables of two rows;
-        * steps_before the clock starts; gaps, rows per sample whose last step was 2^k to 2^(k+1) - 1 steps back;
-          never_seen rows per sample; missed_row_steps per sample, from the first step on for rows never seen; and
-          replayed_row_steps, those of them that were computed before the row had come to rest (None but for replay);
+        * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps (how many);
+        * step_parts_ms: the parts of a step (see step_parts.py) by their shares in some profiled steps;
+        * minutes_of_10_epochs of Criteo at this speed; roofline: the least flops and bytes per sample, the rates of
+          both that this machine reached, and the resulting step in ms;
+        * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), rss_before_tables_bytes, and
+          peak_without_tables_bytes, the peak of the same measurement on tables of two rows;
+        * steps_before: steps before the measurement; gaps: absence of the rows, as rows per sample whose previous
+          lookup was 2^k to 2^(k+1) - 1 steps earlier; never_seen rows per sample; missed_row_steps per sample, from the
+          first step on for rows never seen; replayed_row_steps: those of them that were computed, until the row had
+          decayed (None for modes other than replay);
         * config, versions, device, threads, git_commit.
 
     Raises:
-        ValueError: a combination could not be measured, for want of memory, say.
-        Interrupted: by Ctrl-C; what had been measured is in the file.
+        ValueError: a combination could not be measured, for example for lack of memory.
+        Interrupted: by Ctrl-C; the file has the combinations measured before.
     """
     ids = CriteoIds(max_rows=settings.max_rows)
     lines: list[dict[str, Any]] = []
@@ -145,8 +146,8 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         try:
             for case in cases(settings, ids, Path(folder) / _LAST_SAMPLES):
                 measured = _measured(case)
-                gaps = _gaps(case, last_samples, len(measured.step_seconds))
-                lines.append(_line(settings, case, measured, _peak_without_tables(case, lines), gaps))
+                absence = _absence(case, last_samples, len(measured.step_seconds))
+                lines.append(_line(settings, case, measured, _peak_without_tables(case, lines), absence))
                 file.write(to_json(lines[-1]) + "\n")
                 print(short(lines[-1]), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
@@ -185,7 +186,7 @@ def criteo_config(
 
 
 def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
-    """What :meth:`CriteoIds.last_samples` says of the first samples of the stream, under a progress bar."""
+    """The result of :meth:`CriteoIds.last_samples` for the first samples of the stream; shows a progress bar."""
     total = samples * len(ids.table_rows)
     hidden = not sys.stderr.isatty()
     with tqdm(total=total, unit=" ids", desc="ids before", unit_scale=True, leave=False, disable=hidden) as bar:
@@ -193,7 +194,7 @@ def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
 
 
 def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
-    """The combinations, batch size by batch size, so that what is compared is measured close together."""
+    """The combinations, batch size by batch size, so that results to compare are measured close together."""
     variants = (settings.spacings, settings.precisions, settings.modes, settings.clips)
     for batch_size, spacing, precision, mode, clip in product(settings.batch_sizes, *variants):
         steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
@@ -216,12 +217,12 @@ def _measured(case: Case) -> Measurement:
         rows = int(case.ids.table_rows.sum()) * case.spacing
         raise ValueError(
             f"{case.config.optimizer.absent_rows} at batch size {case.batch_size}: {error}. Its {rows:,} table rows and"
-            f" their moments take {rows * 144 / 1e9:.1f} GB of memory; lower --rows or --spacing if that is too much"
+            f" their moments need {rows * 144 / 1e9:.1f} GB of memory; lower --rows or --spacing if that is too much"
         ) from None
 
 
 def _peak_without_tables(case: Case, lines: list[dict[str, Any]]) -> int:
-    """Peak memory at this batch size where the tables take none; one of its earlier lines may know."""
+    """Peak memory at this batch size with tables of almost no size; taken from an earlier line if there is one."""
     for line in lines:
         if line["batch_size"] == case.batch_size:
             return int(line["peak_without_tables_bytes"])
@@ -229,18 +230,18 @@ def _peak_without_tables(case: Case, lines: list[dict[str, Any]]) -> int:
     return _measured(dataclasses.replace(case, config=config, ids=CriteoIds(max_rows=2), seconds=0.0)).peak_memory
 
 
-def _gaps(case: Case, last_samples: np.ndarray, steps: int) -> Gaps:
+def _absence(case: Case, last_samples: np.ndarray, steps: int) -> Absence:
     first = case.steps_before * case.batch_size
     rows = case.ids.rows(first, (WARMUP_STEPS + steps) * case.batch_size)
     last = last_steps(last_samples, case.batch_size, case.steps_before)
     tables = np.split(last, np.cumsum(case.ids.table_rows)[:-1])
-    return measure_gaps(rows, tables, case.batch_size, case.steps_before, WARMUP_STEPS)
+    return measure_absence(rows, tables, case.batch_size, case.steps_before, WARMUP_STEPS)
 
 
-def _line(settings: Bench, case: Case, measured: Measurement, without_tables: int, gaps: Gaps) -> dict[str, Any]:
+def _line(settings: Bench, case: Case, measured: Measurement, without_tables: int, absence: Absence) -> dict[str, Any]:
     low, median, high = np.quantile(measured.step_seconds, (0.25, 0.5, 0.75)).tolist()
     rates, fields = measured.rates, len(case.ids.table_rows)
-    distinct_rows = sum(gaps.seen.values()) + gaps.never_seen
+    distinct_rows = sum(absence.seen.values()) + absence.never_seen
     traffic = bytes_per_sample(fields, physical_dim(case.config.model.embedding_dim), distinct_rows)
     floor = case.batch_size * floor_seconds(rates, measured.flops_per_sample, traffic)
     return {
@@ -270,9 +271,9 @@ def _line(settings: Bench, case: Case, measured: Measurement, without_tables: in
         "peak_memory_bytes": measured.peak_memory,
         "peak_without_tables_bytes": without_tables,
         "steps_before": case.steps_before,
-        "gaps": {str(least): rows for least, rows in gaps.seen.items()},
-        "never_seen": gaps.never_seen,
-        "missed_row_steps": gaps.missed_row_steps,
+        "gaps": {str(least): rows for least, rows in absence.seen.items()},
+        "never_seen": absence.never_seen,
+        "missed_row_steps": absence.missed_row_steps,
         "replayed_row_steps": measured.replayed_row_steps,
         "config": {key: dataclasses.asdict(getattr(case.config, key)) for key in ("model", "optimizer", "clip")},
         **environment(torch.device(case.config.train.device)),

@@ -1,10 +1,11 @@
-"""What a bench found, as text and as a plot: speed by batch size, where time went, and how long rows were absent."""
+"""Results of a bench as tables and as a plot: speed by batch size, time of a step's parts, absence of rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
@@ -17,7 +18,7 @@ PAPER_MINUTES = {1024: 768, 8192: 102, 131072: 9}
 
 
 class Curve(NamedTuple):
-    """What is the same along a curve."""
+    """The values that the points of a curve share."""
 
     mode: str
     clip: str
@@ -26,29 +27,29 @@ class Curve(NamedTuple):
 
 
 def table(lines: Lines) -> str:
-    """Several tables: speed and memory of each combination, where a step's time went, 10 epochs, and ratios of speed.
+    """Four tables: speed and memory of each combination, time of a step's parts, time of 10 epochs, ratios of speed.
 
-    Memory is in GB: at most, at most without tables, and what tables and moments take. Row-steps are those replayed
-    for a sample. The ratios are of the first curve over the others.
+    Memory is in GB: peak, peak without tables, and the size of tables and moments. Replayed steps are per sample. The
+    ratios are the first curve's speed over the others'.
     """
-    head = ["", "batch", "samples/s", "quartiles", "step ms", "peak GB", "without tables", "of tables", "row-steps"]
+    head = ["mode", "batch", "samples/s", "quartiles", "step ms", "peak GB", "without tables", "tables GB", "replayed"]
     tables = [aligned([head, *map(_cells, lines)]), _parts_table(lines), _minutes_table(lines), _ratio_table(lines)]
     return "\n\n".join(filter(None, tables))
 
 
 def short(line: dict[str, Any]) -> str:
-    """A combination in one line."""
+    """One line of text about a combination."""
     name, batch, speed, _, step, peak, *_ = _cells(line)
     return f"{name}, batch {batch}: {speed} samples/s, {step} ms a step, {peak} GB"
 
 
 def plot(lines: Lines, path: Path) -> Path:
-    """Draws the minutes of 10 epochs by batch size, where a step's time went, and how long rows had been absent."""
+    """Draws the minutes of 10 epochs by batch size, the time of a step's parts, and the absence of rows."""
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained", width_ratios=(1, 1.1, 1))
     _draw_minutes(axes[0], lines)
     _draw_parts(axes[1], lines)
     sizes = sorted({line["batch_size"] for line in lines})
-    _draw_gaps(axes[2], [next(line for line in lines if line["batch_size"] == size) for size in sizes])
+    _draw_absence(axes[2], [next(line for line in lines if line["batch_size"] == size) for size in sizes])
     first = lines[0]
     ids = first["table_rows"] // first["spacing"]
     figure.suptitle(f"{first['model']}, {ids:,} ids with Criteo's frequencies, {first['device']}")
@@ -67,21 +68,24 @@ def _draw_minutes(axis: Axes, lines: Lines) -> None:
         ]
         axis.errorbar(list(by_size), minutes, errors, marker="o", capsize=3, color=f"C{number}", label=_name(curve))
     for number, (precision, floor) in enumerate(_floors(lines).items()):
-        axis.plot(list(floor), list(floor.values()), "k", ls=(":", "-.", "--")[number], label=f"roofline, {precision}")
+        axis.plot(list(floor), list(floor.values()), "k", ls=(":", "-.", "--")[number], label=f"roofline {precision}")
     sizes = sorted({line["batch_size"] for line in lines})
     paper = {size: minutes for size, minutes in PAPER_MINUTES.items() if sizes[0] <= size <= sizes[-1]}
     if paper and lines[0]["model"] == "deepfm":
-        axis.plot(list(paper), list(paper.values()), "kx", label="the paper, one V100")
+        axis.plot(list(paper), list(paper.values()), "kx", label="CowClip paper, one V100")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
-    axis.set(xlabel="batch size", ylabel="minutes", title="10 epochs of Criteo, median and quartiles")
-    axis.grid(which="both", alpha=0.3)
-    axis.legend(frameon=False)
+    axis.set(xlabel="batch size", ylabel="minutes", title="Time of 10 epochs of Criteo (median, quartiles)")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _floors(lines: Lines) -> dict[str, dict[int, float]]:
-    """Minutes of 10 epochs at the roofline, by precision and batch size."""
+    """Minutes of 10 epochs at the roofline by precision and batch size."""
     floors: dict[str, dict[int, float]] = {}
     for line in sorted(lines, key=lambda each: each["batch_size"]):
         minutes = line["minutes_of_10_epochs"] * line["roofline"]["step_ms"] / line["step_ms"]
@@ -90,7 +94,7 @@ def _floors(lines: Lines) -> dict[str, dict[int, float]]:
 
 
 def _draw_parts(axis: Axes, lines: Lines) -> None:
-    """A bar per combination, its time per sample in its parts; beside the dense oracle's they would not be seen."""
+    """Draws a bar per combination: time per sample by part. The dense oracle's bars would dwarf the others."""
     lines = [line for line in lines if line["mode"] != "dense"] or lines
     names = [f"{_name(_curve(line))}, {size_name(line['batch_size'])}" for line in lines]
     ends = [0.0] * len(lines)
@@ -100,23 +104,23 @@ def _draw_parts(axis: Axes, lines: Lines) -> None:
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize=8)
-    axis.set(xlabel="microseconds per sample", title="where a step's time went")
+    axis.set(xlabel="microseconds per sample", title="Time of a step by part")
     axis.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
-def _draw_gaps(axis: Axes, lines: Lines) -> None:
-    """Bars side by side, a colour per batch size; rows never seen before at the right."""
-    bins = sorted({int(gap) for line in lines for gap in line["gaps"]})
+def _draw_absence(axis: Axes, lines: Lines) -> None:
+    """Draws bars side by side, a colour per batch size; rows without an earlier lookup are at the right."""
+    bins = sorted({int(steps) for line in lines for steps in line["gaps"]})
     width = 0.8 / len(lines)
     for number, line in enumerate(lines):
-        heights = [line["gaps"].get(str(gap), 0.0) for gap in bins] + [line["never_seen"]]
-        places = [place + (number - (len(lines) - 1) / 2) * width for place in range(len(heights))]
-        axis.bar(places, heights, width, label=f"batch {size_name(line['batch_size'])}")
-    axis.set_xticks(range(len(bins) + 1), [*(size_name(gap) for gap in bins), "never"], rotation=60)
+        heights = [line["gaps"].get(str(steps), 0.0) for steps in bins] + [line["never_seen"]]
+        positions = [bin_ + (number - (len(lines) - 1) / 2) * width for bin_ in range(len(heights))]
+        axis.bar(positions, heights, width, label=f"batch {size_name(line['batch_size'])}")
+    axis.set_xticks(range(len(bins) + 1), [*(size_name(steps) for steps in bins), "new"], rotation=60)
     axis.set(
-        xlabel="steps since the row's last one, from ... to twice that",
+        xlabel="steps since the row's previous lookup (lower end of bin)",
         ylabel="distinct rows per sample",
-        title="how long the rows of a batch were absent",
+        title="Absence of the rows of a batch",
     )
     axis.legend(frameon=False)
 
@@ -126,7 +130,7 @@ def _curve(line: dict[str, Any]) -> Curve:
 
 
 def _curves(lines: Lines) -> dict[Curve, dict[int, dict[str, Any]]]:
-    """Lines by curve, in the order they were measured, and those by batch size."""
+    """Lines by curve, in the order of measurement, and by batch size."""
     curves: dict[Curve, dict[int, dict[str, Any]]] = {_curve(line): {} for line in lines}
     for line in sorted(lines, key=lambda each: each["batch_size"]):
         curves[_curve(line)][line["batch_size"]] = line
@@ -135,7 +139,7 @@ def _curves(lines: Lines) -> dict[Curve, dict[int, dict[str, Any]]]:
 
 def _parts_table(lines: Lines) -> str:
     parts = list(lines[0]["step_parts_ms"])
-    rows = [["step ms by its parts", "batch", *(part.replace("_", " ") for part in parts), "roofline"]]
+    rows = [["step ms by part", "batch", *(part.replace("_", " ") for part in parts), "roofline"]]
     for line in lines:
         times = [*line["step_parts_ms"].values(), line["roofline"]["step_ms"]]
         rows.append([_name(_curve(line)), size_name(line["batch_size"]), *(f"{each:.2f}" for each in times)])
@@ -144,13 +148,13 @@ def _parts_table(lines: Lines) -> str:
 
 def _minutes_table(lines: Lines) -> str:
     sizes = sorted({line["batch_size"] for line in lines})
-    rows = [["10 epochs, minutes", *map(size_name, sizes)]]
+    rows = [["minutes of 10 epochs", *map(size_name, sizes)]]
     for curve, by_size in _curves(lines).items():
         rows.append([_name(curve), *(f"{by_size[size]['minutes_of_10_epochs']:,.1f}" for size in sizes)])
     for precision, floor in _floors(lines).items():
-        rows.append([f"roofline, {precision}", *(f"{floor[size]:,.1f}" for size in sizes)])
+        rows.append([f"roofline {precision}", *(f"{floor[size]:,.1f}" for size in sizes)])
     if lines[0]["model"] == "deepfm":
-        rows.append(["the paper, one V100", *(str(PAPER_MINUTES.get(size, "-")) for size in sizes)])
+        rows.append(["CowClip paper, one V100", *(str(PAPER_MINUTES.get(size, "-")) for size in sizes)])
     return aligned(rows)
 
 
@@ -158,7 +162,7 @@ def _ratio_table(lines: Lines) -> str:
     curves = _curves(lines)
     first, *others = curves
     sizes = sorted({line["batch_size"] for line in lines})
-    rows = [["samples/s, ratio", *map(size_name, sizes)]]
+    rows = [["ratio of samples/s", *map(size_name, sizes)]]
     for other in others:
         ratios = [curves[first][size][_SPEED] / curves[other][size][_SPEED] for size in sizes]
         rows.append([f"{_name(first)} / {_name(other)}", *(f"{ratio:.2f}" for ratio in ratios)])
@@ -181,7 +185,7 @@ def _cells(line: dict[str, Any]) -> list[str]:
 
 
 def _name(curve: Curve) -> str:
-    """What is not as usual, behind the mode."""
+    """The mode, followed by the values that are not the default."""
     unclipped = ["no clip"] if curve.clip == "off" else []
     precision = [curve.precision] if curve.precision != "float32" else []
     spacing = [f"tables x{curve.spacing}"] if curve.spacing > 1 else []

@@ -1,4 +1,4 @@
-"""The least time that a step could take on this machine: its arithmetic and its traffic at the machine's own rates.
+"""The least time of a step on this machine, from its arithmetic and traffic and the machine's measured rates.
 
 Source: the roofline model (Williams, Waterman and Patterson 2009). B samples, U distinct rows of a batch.
 """
@@ -18,11 +18,11 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine reached, as the best of several tries.
+    """Rates that this machine reached, each the best of several measurements.
 
     Attributes:
-        flops_per_second: products of the MLP's own size in the run's precision.
-        bytes_per_second: read and written while 256 MiB are copied.
+        flops_per_second: of matrix products of the MLP's size in the run's precision.
+        bytes_per_second: bytes read plus bytes written while 256 MiB are copied.
     """
 
     flops_per_second: float
@@ -43,21 +43,21 @@ def measure_rates(device: torch.device, precision: str) -> Rates:
 
 
 def flops_per_sample(dense: Mapping[str, nn.Parameter]) -> float:
-    """Of the dense kernels: 2 an element forward, and as many for the inputs' and for the kernels' gradients."""
+    """Operations of the dense kernels: 2 per element forward, 2 for the inputs' and 2 for the kernels' gradients."""
     return 6.0 * sum(each.numel() for each in dense.values() if each.dim() >= 2)
 
 
 def bytes_per_sample(fields: int, stored_width: int, distinct_rows: float) -> float:
-    """That the embeddings must move, float32 and int64 ids.
+    """Bytes that the embeddings must move, with float32 values and int64 ids.
 
-    Ids are read once; looked-up values and their gradient are each written and read; weights and both moments of each
-    of the ``distinct_rows`` (U / B) are read and written.
+    Ids are read once; looked-up values and their gradients are written and read; weights and both moments of the
+    ``distinct_rows`` (U / B) are read and written.
     """
     return 8.0 * fields + 4 * 4.0 * fields * stored_width + 2 * 3 * 4.0 * stored_width * distinct_rows
 
 
 def floor_seconds(rates: Rates, flops: float, traffic: float) -> float:
-    """The larger of the times that ``flops`` operations and ``traffic`` bytes take; they can go on side by side."""
+    """The longer of the times for ``flops`` operations and ``traffic`` bytes, since the two can overlap."""
     return max(flops / rates.flops_per_second, traffic / rates.bytes_per_second)
 
 

@@ -1,8 +1,8 @@
-"""One measurement of `cowrec bench`: a model as it is after most of an epoch, and training steps on the clock.
+"""One measurement of `cowrec bench`: timed training steps of a model in the state that most of an epoch leaves.
 
-Nothing is trained to get there. What decides a step's cost is which rows it touches and how long they were absent; both
-follow from the ids alone. The rest is made plausible: weights are initial values, and a row seen before has moments as
-one gradient of the size of a real one leaves them in a row that had none.
+The state is constructed, not trained. The cost of a step depends on which rows it reads and on their absence, which
+both follow from the ids alone. Other values are plausible: weights are initial values, and rows seen before have the
+moments that one gradient of realistic size leaves.
 """
 
 import time
@@ -41,23 +41,23 @@ from .step_parts import step_parts
 WARMUP_STEPS, LEAST_STEPS = 3, 5
 _PROFILED_STEPS = 5
 _SPARE_STEPS = 2
-"""Batches that TorchRec's pipeline reads ahead."""
+"""Batches that TorchRec's pipeline prefetches."""
 _ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """One combination to measure.
 
     Attributes:
-        config: of the run.
+        config: the run's configuration.
         ids: the stream of ids.
-        spacing: tables are so many times larger than their ids need, which lie that far apart.
+        spacing: distance of two ids' rows; tables are that many times larger.
         epoch_samples: samples of an epoch, for the dense learning rate's warm-up.
-        samples: of the stream, before the clock starts.
-        last_samples: file of what :meth:`CriteoIds.last_samples` says of them.
-        max_steps: steps on the clock at most.
-        seconds: after so many no further step is timed.
+        samples: samples of the stream before the measurement.
+        last_samples: file with the result of :meth:`CriteoIds.last_samples` for these samples.
+        max_steps: most steps to time.
+        seconds: time after which no further step is timed.
     """
 
     config: RunConfig
@@ -80,17 +80,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured.
+    """Result of a measurement.
 
     Attributes:
-        step_seconds: of each step on the clock.
-        replayed_row_steps: missed steps that were computed per sample, None where rows are not replayed.
-        table_rows, table_bytes, moments_bytes: sizes of the tables, and of both moments.
-        rss_before_tables, peak_memory: bytes of memory that the process had with its batches made, and at most; on CUDA
-            what torch held on the device.
+        step_seconds: time of each step.
+        replayed_row_steps: missed steps that were computed, per sample; None for modes other than replay.
+        table_rows, table_bytes, moments_bytes: sizes of the tables and of both moments.
+        rss_before_tables, peak_memory: bytes of memory of the process before the tables were made, and its peak; on
+            CUDA those that torch allocated on the device.
         parts: shares of a step, see :func:`step_parts`.
-        rates: of this machine.
-        flops_per_sample: of the dense network, see :func:`flops_per_sample`.
+        rates: this machine's rates.
+        flops_per_sample: operations of the dense network, see :func:`flops_per_sample`.
     """
 
     step_seconds: list[float]
@@ -106,7 +106,7 @@ class Measurement:
 
 
 def measure(case: Case) -> Measurement:
-    """Measures a case; meant for a process of its own, whose peak memory is then the case's."""
+    """Measures a case; call it in its own process, whose peak memory is then the case's."""
     prepare_process()
     with process_group(case.config.train.device) as process:
         schema = make_schema(case)
@@ -130,7 +130,7 @@ def measure(case: Case) -> Measurement:
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(case, adam, first_batch[0]))
         seconds = _step_times(case, pipeline, dense, batches, process.device)
-        # Before the probe, whose forward passes are no part of training.
+        # Read before the forward passes of the probe, which are not part of training.
         peak = _memory("VmHWM", process.device)
         replayed = None
         if case.config.optimizer.absent_rows == "replay":
@@ -147,7 +147,7 @@ def measure(case: Case) -> Measurement:
     moments = [tensor for key, tensor in state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
     moments_bytes = sum(tensor.nbytes for tensor in moments)
     table_rows = sum(field.num_embeddings for field in schema.sparse)
-    # Weights are float32, as each moment is.
+    # Weights are float32, like each of the two moments.
     memory = (moments_bytes // 2, moments_bytes, rss_before, peak)
     return Measurement(seconds, replayed, table_rows, *memory, parts, rates, flops)
 
@@ -168,7 +168,7 @@ def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
     made = []
     for start in range(first, first + count * size, size):
         ids = torch.from_numpy(case.ids.rows(start, size)).mul_(case.spacing)
-        # Counts scaled by their maximum are mostly small.
+        # Real counts, scaled by their maximum, are mostly small.
         dense = torch.rand(size, NUM_DENSE, generator=generator).pow_(3)
         label = (torch.rand(size, generator=generator) < 0.25).float()
         made.append(SampleBlock(dense, label, ids.t(), {}).batch(schema, size))
@@ -178,26 +178,26 @@ def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
 def _gradient_size(case: Case, adam: EmbeddingAdam, batch: Batch) -> Tensor:
     """Root mean square of the gradients that the first step left in the second moments of its rarest rows: float [P].
 
-    Those of frequent rows are larger, sums over their samples, and do not matter: such rows are never absent for long.
+    Gradients of frequent rows are larger sums, but do not matter, since these rows are never absent for long.
     """
     second, counts = _rows_of(batch, _shards(adam.state_dict()), "exp_avg_sq")
     return (second[counts == counts.min()].mean(0) / (1 - case.config.optimizer.betas[1])).sqrt().cpu()
 
 
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
-    """Sets the moments and, where there are any, the last steps of all rows to those after ``case.steps_before``."""
+    """Sets the moments and, if there are any, the last steps of all rows to their values after ``steps_before``."""
     adam.steps = case.steps_before
     state = _shards(adam.state_dict())
     first_decay, second_decay = case.config.optimizer.betas
     generator = torch.Generator().manual_seed(1)
     start = 0
     for field, rows in enumerate(case.ids.table_rows.tolist(), 1):
-        of_table = {
+        table = {
             key: state[f"C{field}.{key}"]
             for key in ("exp_avg", "exp_avg_sq", "last_step")
             if f"C{field}.{key}" in state
         }
-        for tensor in of_table.values():
+        for tensor in table.values():
             tensor.zero_()
         for first in range(0, rows, _ROWS_AT_ONCE):
             count = min(_ROWS_AT_ONCE, rows - first)
@@ -208,13 +208,13 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
                 "exp_avg_sq": (1 - second_decay) * gradient.square(),
                 "last_step": last[:, None],
             }
-            for key, tensor in of_table.items():
+            for key, tensor in table.items():
                 tensor[:: case.spacing][first : first + count] = values[key]
         start += rows
 
 
 def _last_steps(case: Case, first: int, count: int) -> Tensor:
-    # Opened for every block: pages of a mapped file count as this process's memory while it is mapped.
+    # Mapped anew for every block, because a mapped file's pages count as memory of this process.
     samples = np.load(case.last_samples, mmap_mode="r")[first : first + count]
     return torch.from_numpy(last_steps(samples, case.batch_size, case.steps_before))
 
@@ -222,9 +222,9 @@ def _last_steps(case: Case, first: int, count: int) -> Tensor:
 def _step_times(
     case: Case, pipeline: Pipeline, dense: DenseAdam, batches: Iterator[Batch], device: torch.device
 ) -> list[float]:
-    """Seconds of each step on the clock, after the warm-up.
+    """Seconds of each step after the warm-up.
 
-    On CUDA steps are enqueued ahead, and the time is the device's between their ends: the host is not waited for.
+    On CUDA the host enqueues steps ahead; the device's time from the end of one step to the end of the next counts.
     """
     marks: list[Any] = []
     stop = inf
@@ -244,7 +244,7 @@ def _step_times(
 
 
 def _mark(device: torch.device) -> Any:
-    """Now: a number on CPU, an event on CUDA."""
+    """The present time: a number on CPU, an event on CUDA."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -253,9 +253,9 @@ def _mark(device: torch.device) -> Any:
 
 
 def _replayed(adam: EmbeddingAdam, pipeline: Pipeline, batch: Batch, batches: Iterator[Batch]) -> int:
-    """Row-steps that bringing the rows of the next batch up to date takes, told by the last steps before and after.
+    """Steps that the catch-up of the next batch's rows computes, from their last steps before and after.
 
-    A row that has come to rest on the way has ``~t``, t being the step from which on it took no more.
+    A row that has decayed meanwhile has the last step ``~t``, where t is the step from which on it computes no more.
     """
     before = _last_steps_of(adam, batch)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def _last_steps_of(adam: EmbeddingAdam, batch: Batch) -> Tensor:
 
 
 def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tensor, Tensor]:
-    """The state of a batch's distinct rows, field by field, [U, columns], and how often each occurs, int64 [U]."""
+    """The state of a batch's distinct rows, field by field, [U, columns], and their counts, int64 [U]."""
     fields = batch.sparse.to_dict()
     found = {field: ids.values().long().unique(return_counts=True) for field, ids in fields.items()}
     values = [state[f"{field}.{key}"][rows] for field, (rows, _) in found.items()]
@@ -278,12 +278,12 @@ def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tenso
 
 
 def _shards(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tables' state, which one process holds whole."""
+    """The state of the tables, all of which is in this one process."""
     return {key: value.local_shards()[0].tensor for key, value in state.items() if hasattr(value, "local_shards")}
 
 
 def _memory(key: str, device: torch.device) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most. (getrusage's maximum includes the process it came from.)"""
+    """Bytes of this process: VmRSS at present, VmHWM at peak. (getrusage's peak includes that of the parent.)"""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) if key == "VmRSS" else torch.cuda.max_memory_allocated(device)
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, told by torch's profiler from the ranges that cowrec and TorchRec name."""
+"""Time of the parts of a training step, measured by torch's profiler in the ranges that cowrec and TorchRec name."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,10 @@ from cowrec.sparse_opt.clipping.clipped_lookup import ROW_GRADIENTS
 from cowrec.sparse_opt.optim.embedding_adam import EMBEDDING_UPDATE
 
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
-"""The next batch and its way to the tables; rows looked up, with the missed steps that they take first; the dense
-network forward and backward, with all that has no name here; sums over a row's ids; L2, clip and embedding optimizer,
-which are one pass; the dense optimizer; and the host in between, none on CUDA, where the device's time alone counts."""
+"""Parts of a step: loading and distributing the next batch; looking up rows, catch-up of missed steps included; the
+dense network forward and backward, and everything not named here; sums of gradients over a row's ids; L2, clip and
+embedding optimizer, which are one pass; the dense optimizer; other work of the host (0 on CUDA, where only the device's
+time counts)."""
 _STEP = "cowrec_step"
 # As TrainPipelineBase and the sharded lookups name them, followed by numbers or table names.
 _INPUT, _EXCHANGE = ("## load batch", "## wait_for_batch", "## copy_batch_to_gpu"), ("[splits_dist]",)
@@ -20,10 +21,7 @@ _DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward
 
 
 def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Share of each of :data:`PARTS` in ``steps`` further steps; they sum to 1.
-
-    On CUDA the shares are of the device's time, on CPU of the time that passes.
-    """
+    """Shares of :data:`PARTS` in ``steps`` further steps; sum 1; of device time on CUDA, of wall time on CPU."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, acc_events=True) as profiled:
@@ -33,7 +31,7 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
         if on_cuda:
             torch.cuda.synchronize(device)
     events = profiled.key_averages()
-    # On CUDA a range is there twice, once as the host saw it, with the time of the kernels that it launched.
+    # On CUDA each range is listed twice; the host's entry has the time of the kernels that it launched.
     ranges = [each for each in events if each.device_type == DeviceType.CPU]
 
     def total(*prefixes: str) -> float:
@@ -45,7 +43,7 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
     parts["lookup"], parts["dense_update"] = total(*_LOOKUP), total(*_DENSE_UPDATE)
     parts["row_gradients"] = total(ROW_GRADIENTS)
     parts["clip_and_embedding_update"] = total(EMBEDDING_UPDATE) - parts["row_gradients"]
-    if on_cuda:  # the backward runs in a thread of its own, outside of the range that waits for it
+    if on_cuda:  # the backward runs in its own thread, outside the range that waits for it
         kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
         whole = sum(each.self_device_time_total for each in kernels)
         parts["dense"] = whole - sum(parts.values())

@@ -18,7 +18,7 @@ from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_FREQUENCIES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
-from cowrec.trainer.bench.absence import last_steps, measure_gaps
+from cowrec.trainer.bench.absence import last_steps, measure_absence
 from cowrec.trainer.bench.bench import Bench, cases, criteo_config
 from cowrec.trainer.bench.roofline import bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.steady_state import Case, enter_steady_state, make_schema
@@ -173,7 +173,7 @@ def test_gaps_are_those_of_a_loop_over_the_steps():
                         never += 1
                 last[field][row] = step
 
-    gaps = measure_gaps(rows, tables, batch_size, before, skip)
+    gaps = measure_absence(rows, tables, batch_size, before, skip)
     samples = (steps - skip) * batch_size
     # Sums of integers over a power of two: exact.
     assert gaps.seen == {gap: count / samples for gap, count in seen.items()}
@@ -305,7 +305,7 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
     ids, before = CriteoIds(max_rows=200), replay["steps_before"]
     last = last_steps(ids.last_samples(before * 64), 64, before)
     tables = np.split(last, np.cumsum(ids.table_rows)[:-1])
-    assert measure_gaps(ids.rows(before * 64, 9 * 64), tables, 64, before, 8).missed_row_steps == missed
+    assert measure_absence(ids.rows(before * 64, 9 * 64), tables, 64, before, 8).missed_row_steps == missed
     assert replay["gaps"] == dense["gaps"]
     captured = capsys.readouterr()
     assert re.search(r"^replay, tables x2 / dense, tables x2 +[\d.]+$", captured.out, re.MULTILINE)
