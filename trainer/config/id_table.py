@@ -1,4 +1,4 @@
-"""The `[id_table]` section: how the ids of the data become rows of the embedding tables."""
+"""The `[id_table]` section: how ids of the data are mapped to rows of the embedding tables."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,13 @@ _MAX_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class TableIds:
-    """`[id_table.tables.NAME]`: what differs from `[id_table]` for one table, and the fields that share it.
+    """`[id_table.tables.NAME]`: the settings of one table that differ from `[id_table]`, and the fields that share it.
 
     Attributes:
-        fields: that share the table and its capacity; by default the field of the table's name. Equal ids of two fields
-            are two ids.
-        others: as in :class:`IdConfig`.
+        fields: fields that share the table and its capacity; by default the field of the table's name. Equal ids of two
+            fields are two ids.
+
+    The other attributes are those of :class:`IdConfig`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -42,22 +43,22 @@ class TableIds:
 
 @dataclass(frozen=True)
 class IdConfig:
-    """`[id_table]`: for all tables, unless `[id_table.tables.NAME]` says otherwise.
+    """`[id_table]`: settings of all tables; `[id_table.tables.NAME]` overrides them for one table.
 
     Attributes:
-        kind: "rows" takes the data's row numbers; "hash" puts an id on row ``hash(id) % capacity``, which it may share;
-            "collisionless" gives every id a row of its own, for as long as it has one.
-        capacity: rows for ids in a table, the two reserved rows not counted.
-        when_full: of a collisionless table: which ids make room, those not seen for longest ("oldest"), those seen
-            least often ("least_frequent"), or none ("refuse": new ids use the row of unknown ones).
+        kind: "rows" uses the row numbers of the data; "hash" maps an id to row ``hash(id) % capacity``, which several
+            ids may share; "collisionless" gives every id its own row until the id is evicted or expires.
+        capacity: rows for ids in a table, without the two reserved rows.
+        when_full: ids that a full collisionless table evicts: those not seen for longest ("oldest"), those seen least
+            often ("least_frequent"), or none ("refuse": new ids use the row of unknown ids).
         admission: when a new id gets a row: at once ("none"), once it has been counted `threshold` times within
             `window` ("count"), or at each occurrence with Monolith's probability 1 - 0.05^(1 / threshold)
-            ("probabilistic"). Before that it uses the row of unknown ids.
-        threshold: as above.
-        window: time of samples after which a count is old, such as "7d"; empty: never.
+            ("probabilistic"). Until then it uses the row of unknown ids.
+        threshold: see `admission`.
+        window: sample time after which a count expires, such as "7d"; empty: never.
         counters: cells of the approximate counters of a table, two bytes each.
-        expire_after: time of samples after which an id that was not seen loses its row, such as "30d"; empty: never.
-        tables: single tables, by the name of their field or one of your own for fields that share a table.
+        expire_after: sample time after which an id that was not seen loses its row, such as "30d"; empty: never.
+        tables: settings of single tables, by the name of their field, or by any name for fields that share a table.
     """
 
     kind: IdKind = "rows"
@@ -96,10 +97,10 @@ class IdConfig:
         return _without_tables(self, **given)
 
     def table_fields(self, known: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Fields of each table, tables in the order of their first field.
+        """Fields of each table; tables are in the order of their first field.
 
         Raises:
-            ValueError: a table of fields that do not exist, or a field in two tables.
+            ValueError: a table with an unknown field, or a field in two tables.
         """
         table_of: dict[str, str] = {}
         for table, own in self.tables.items():
@@ -120,17 +121,17 @@ class IdConfig:
 
 
 def seconds(text: str, key: str) -> int:
-    """A time such as "90s", "30m", "12h", "30d" or "4w" in seconds; 0 for an empty one. ValueError elsewhere."""
+    """Seconds of a time such as "90s", "30m", "12h", "30d" or "4w"; 0 for an empty text. Raises ValueError else."""
     if not text:
         return 0
     found = re.fullmatch(r"([1-9][0-9]*)\s*([smhdw])", text)
     if not found:
-        raise ValueError(f'{key} is a whole number and a unit out of s, m, h, d, w, such as "30d"; got {text!r}')
+        raise ValueError(f'{key} must be a whole number and a unit of s, m, h, d, w, such as "30d"; got {text!r}')
     return int(found[1]) * _SECONDS[found[2]]
 
 
 def _without_tables(config: IdConfig, **values: Any) -> IdConfig:
-    """As dataclasses.replace, without tables and without the checks that asked for it."""
+    """Replaces values like dataclasses.replace, without tables and without the checks, which call it."""
     made = object.__new__(IdConfig)
     for each in fields(IdConfig):
         object.__setattr__(made, each.name, values.get(each.name, getattr(config, each.name)))
@@ -139,7 +140,7 @@ def _without_tables(config: IdConfig, **values: Any) -> IdConfig:
 
 
 def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> None:
-    """Raises ValueError for settings of a collisionless table where there is none."""
+    """Raises ValueError for settings of collisionless tables if no table is one."""
     defaults: Mapping[str, Any] = {each.name: each.default for each in fields(IdConfig)}
     for name in ("when_full", "admission", "threshold", "window", "counters", "expire_after"):
         value = getattr(given, name)

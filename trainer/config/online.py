@@ -9,23 +9,23 @@ from .id_table import seconds
 
 @dataclass(frozen=True)
 class OnlineConfig:
-    """`[online]`; times of samples are such as "90s", "12h" or "30d", seconds are the wall clock's.
+    """`[online]`; values such as "90s", "12h" or "30d" are sample time, keys in seconds are wall-clock time.
 
     Attributes:
-        lateness: how long a sample is waited for that may be older than others, by the samples' own time.
-        late: what becomes of a sample that is later still: it is left out ("drop"), or trained on when it comes
-            ("train"); either way it is counted.
-        duplicates_window: the latest so many samples' `sample_id` are remembered, and a repeated one is left out.
-        ahead: a sample whose time is later than this machine's clock by more is malformed, since it would make all
-            others late and expire ids; empty: none is.
-        most_waiting: samples that are held for their order at a time.
-        max_wait_seconds: a batch that is not full is trained on after so long without a new sample; 0: never.
-        warmup_steps: over which the dense learning rate rises; a stream has no epochs, so that optimizer.warmup_epochs
-            has no effect.
-        window: time of samples over which progressive AUC, logloss and calibration are taken.
-        snapshot_seconds: between two checkpoints.
-        publish_seconds: between two publications of rows.
-        dense_seconds: between two publications of the dense weights.
+        lateness: sample time to wait for older samples, so that samples can be put in order.
+        late: treatment of a sample that arrives even later: leave it out ("drop"), or train on it on arrival ("train");
+            it is counted in both cases.
+        duplicates_window: number of latest samples whose `sample_id` is remembered; a repeated sample is left out.
+        ahead: a sample whose time is further ahead of this machine's clock is malformed, since it would make all others
+            late and expire ids; empty: no limit.
+        most_waiting: most samples to hold while they are put in order.
+        max_wait_seconds: time without a new sample after which a partial batch is trained on; 0: never.
+        warmup_steps: steps over which the dense learning rate rises; a stream has no epochs, so that
+            optimizer.warmup_epochs has no effect.
+        window: sample time over which progressive AUC, logloss and calibration are computed.
+        snapshot_seconds: time between two checkpoints.
+        publish_seconds: time between two publications of rows.
+        dense_seconds: time between two publications of the dense weights.
     """
 
     lateness: str = ""
@@ -44,7 +44,7 @@ class OnlineConfig:
         for key in ("lateness", "ahead", "window"):
             seconds(getattr(self, key), f"online.{key}")
         if not self.window:
-            raise ValueError('online.window must be a time such as "1h", got an empty one')
+            raise ValueError('online.window must be a time such as "1h", got an empty text')
         if self.most_waiting < 1:
             raise ValueError(f"online.most_waiting must be at least 1, got {self.most_waiting}")
         for key in ("duplicates_window", "warmup_steps"):

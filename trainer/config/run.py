@@ -25,7 +25,7 @@ from .sections import CheckpointConfig, ClipConfig, DataConfig, OptimizerConfig,
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run."""
+    """The configuration of a run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
@@ -42,22 +42,22 @@ class RunConfig:
         require_model(self.model.name)
         if self.optimizer.embedding == "fbgemm_cowclip" and self.clip.rule != NoClip.name:
             raise ValueError(
-                f'optimizer.embedding = "fbgemm_cowclip" clips by itself, and not by clip.rule = {self.clip.rule!r};'
+                f'optimizer.embedding = "fbgemm_cowclip" does its own clipping, not clip.rule = {self.clip.rule!r};'
                 ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
             )
         replays = self.optimizer.embedding == "adam" and self.optimizer.absent_rows in (None, "replay")
         if replays and self.clip.build().scope != "row":
             raise ValueError(
-                f"clip.rule = {self.clip.rule!r} needs the norm of every row at every step, which optimizer.absent_rows"
-                " = 'replay' does not know; set it to 'lazy' (the rows of the batch alone) or 'dense' (all rows)"
+                f"clip.rule = {self.clip.rule!r} needs the norm of every row at every step, but optimizer.absent_rows ="
+                " 'replay' computes absent rows later; set it to 'lazy' (rows of the batch) or 'dense' (all rows)"
             )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run's TOML and applies `section.key=value` overrides, whose values are TOML too (bare words are strings).
+    """Reads a run's TOML file and applies `section.key=value` overrides; their values are TOML or bare words (strings).
 
     Raises:
-        ValueError: a file that is not there or not TOML, an unknown key, a value of the wrong type or out of range.
+        ValueError: a missing file or one that is not TOML, an unknown key, a value of the wrong type or out of range.
     """
     sections = _read_toml(path)
     for override in overrides:
@@ -80,32 +80,32 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def save_config(config: RunConfig, path: Path, comment: str = "") -> None:
-    """Writes a configuration as TOML, every key spelled out (those without a value are left out), below a comment."""
+    """Writes a configuration as TOML below a comment: every key that has a value, defaults included."""
     above = "".join(f"# {line}\n" for line in comment.splitlines())
     replace_file(path, (above + tomli_w.dumps(to_plain(config))).encode())
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Every key of a configuration by section, without those that have no value."""
+    """The keys of a configuration that have a value, by section."""
     plain: dict[str, Any] = _without_none(dataclasses.asdict(config))
     return plain
 
 
 def first_difference(there: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """The first key in which two configurations, by section, differ, with both values; None where they do not."""
+    """Names the first key in which two configurations differ, with both values; None if they are equal."""
     for section in sorted(there.keys() | given.keys()):
         one, other = there.get(section, {}), given.get(section, {})
         for key in sorted(one.keys() | other.keys()):
             if one.get(key) != other.get(key):
-                return f"it has {section}.{key} = {one.get(key)!r}, now {other.get(key)!r} is asked for"
+                return f"it has {section}.{key} = {one.get(key)!r}, but {other.get(key)!r} is requested"
     return None
 
 
 def config_from(values: Mapping[str, Any]) -> RunConfig:
     """A run's configuration from plain values. Raises ValueError naming the key, the value and the remedy."""
     _check_keys(RunConfig, values, "")
-    # JSON's strict mode is the one that wants exact types and still takes a list for a tuple, an int for a float. What
-    # JSON lacks (TOML's dates) becomes a string, which the message then shows.
+    # Strict JSON mode requires exact types, but accepts a list for a tuple and an int for a float. Values that JSON
+    # lacks (TOML's dates) become strings, which the message shows.
     text = json.dumps(_without_none(values), default=str)
     try:
         return TypeAdapter(RunConfig).validate_json(text, strict=True)
@@ -114,7 +114,7 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
         key = ".".join(str(part) for part in first["loc"])
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, ValueError):
-            # A section's own check; where its message does not say which section that is, this does.
+            # The message of a section's own check, which may lack the section's name.
             named = not key or f"{key}." in str(cause)
             raise ValueError(str(cause) if named else f"[{key}] {cause}") from None
         raise ValueError(f"{key} = {first['input']!r}: {_lower(first['msg'])}") from None
@@ -132,7 +132,7 @@ def _check_keys(kind: type, values: Mapping[str, Any], prefix: str) -> None:
 
 
 def _nearest_keys(key: str, known: Mapping[str, Any], prefix: str) -> str:
-    """The key of that name in other sections, else the nearest in this one."""
+    """A hint at equal keys of other sections, else at the nearest key of this one."""
     sections = {each.name: each.default_factory for each in dataclasses.fields(RunConfig)}
     found = [f"{name}.{key}" for name, kind in sections.items() if key in get_type_hints(kind)]
     if not found and (nearest := nearest_name(key, known)):

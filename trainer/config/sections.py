@@ -16,9 +16,9 @@ class DataConfig:
 
     Attributes:
         dir: a prepared data set; `--data` overrides it.
-        resident: keep the training set on the device: "yes", "no", or "auto", where it takes at most half of what is
-            free.
-        window_rows: rows shuffled together while streaming.
+        resident: keep the training set on the device: "yes", "no", or "auto" (if it needs at most half of the free
+            memory).
+        window_rows: samples shuffled together while streaming.
     """
 
     dir: str = ""
@@ -37,14 +37,14 @@ class TrainConfig:
         batch_size: samples per step over all processes.
         eval_batch_size: the same at evaluation.
         epochs: passes over the training set.
-        seed: of initial values and shuffling.
-        device: "auto" is CUDA where there is a GPU.
+        seed: seed of initial values and shuffling.
+        device: "auto" is CUDA on a machine with a GPU, else the CPU.
         drop_last: leave out the short last batch of an epoch.
-        log_every: steps between two lines of metrics; also how often the loss is checked for being finite.
-        warm_start: folder of an earlier run whose weights to begin with; ids are matched by what they stand for.
-        timeout_seconds: a process that keeps the others waiting longer is taken to hang, and ends the run.
-        precision: of the network's hidden layers. "tf32" (CUDA only) rounds the factors of their products, "bfloat16"
-            their results too; weights, logits, loss, moments, tables and everything about a row stay float32.
+        log_every: steps between two lines of metrics, and between two checks that the loss is finite.
+        warm_start: folder of an earlier run whose weights to start from; rows are matched by the ids they stand for.
+        timeout_seconds: time after which a process that keeps the others waiting counts as hung, which ends the run.
+        precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
+            "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
     """
 
     batch_size: int = 1024
@@ -69,13 +69,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """`[checkpoint]`: when the run's state is saved, and what is kept.
+    """`[checkpoint]`: when the run's state is saved, and which checkpoints are kept.
 
     Attributes:
-        every_steps: steps between two checkpoints within an epoch; one is always saved after an epoch. 0: only those.
-        keep_last: latest checkpoints kept.
-        keep_best: also keep the one after the epoch with the best test "auc" or "logloss".
-        asynchronous: training goes on while a checkpoint is written; takes memory for a copy of tables and moments.
+        every_steps: steps between two checkpoints within an epoch; 0: only the one after each epoch.
+        keep_last: number of latest checkpoints to keep.
+        keep_best: also keep the checkpoint after the epoch with the best test "auc" or "logloss".
+        asynchronous: train while a checkpoint is written, which needs memory for a copy of tables and moments.
     """
 
     every_steps: int = 0
@@ -90,30 +90,31 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """`[optimizer]`: values found good at a base batch size, and the rule that carries them to another.
+    """`[optimizer]`: hyperparameters at a base batch size, and the rule that scales them to another.
 
     Attributes:
         embedding: optimizer of the tables. "adam" is cowrec's Adam with coupled L2, on CPU and CUDA; the others are
-            FBGEMM's fused ones ("fbgemm_adam" on CUDA only), whose gradients get clip and L2 of the batch's rows,
-            where every field has one id a sample. "fbgemm_cowclip" is row-wise Adagrad with FBGEMM's own COWCLIP mode,
-            which is not the paper's: it counts the steps in which a row appeared, decayed or cumulative, instead of its
-            occurrences in the batch, and Adagrad accumulates the unclipped gradient. It measures and scales whole rows,
-            the wide weight included.
-        absent_rows: under "adam", what rows without an id in the batch do. "replay", the default, is the published
-            algorithm: L2 and momentum move every row at every step, computed when a row is next needed. "dense" is the
-            same, computed at once, at the cost of the whole table. "lazy": they wait, and have then missed those steps.
-        base_batch_size: the batch size that the values below belong to.
+            FBGEMM's fused ones ("fbgemm_adam" on CUDA only), with clip and L2 applied to the gradients of the batch's
+            rows; every field then needs exactly one id per sample. "fbgemm_cowclip" is row-wise Adagrad with FBGEMM's
+            COWCLIP mode, which differs from the paper: it counts the steps in which a row appeared, decayed or
+            cumulative, instead of its occurrences in the batch; Adagrad accumulates the unclipped gradient; norms and
+            scales are of complete rows, the wide weight included.
+        absent_rows: for "adam", the update of rows without an id in the batch. "replay", the default, is the published
+            algorithm: L2 and momentum move every row at every step; a row's steps are computed when it is next needed.
+            "dense" computes the same at once, at the cost of the whole table. "lazy" skips these steps.
+        base_batch_size: the batch size of the values below.
         scaling: one of the scaling rules; "none" keeps the values.
         embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
             kernel.
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
-        betas, eps, adam_epsilon: Adam's, dense and embedding; `adam_epsilon` says where eps goes ("torch" or "keras").
+        betas, eps, adam_epsilon: Adam's values, dense and embedding; `adam_epsilon` selects the position of eps in the
+            formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
-        weight_norm_coefficient, lower_bound: of "fbgemm_cowclip", whose limit of a row is
+        weight_norm_coefficient, lower_bound: for "fbgemm_cowclip", whose limit of a row is
             ``counter * max(weight_norm_coefficient * ||w||, lower_bound)``.
-        counter_halflife: of "fbgemm_cowclip": steps after which a step that a row appeared in counts half; -1 counts
-            every such step fully, 0 the present one alone.
+        counter_halflife: for "fbgemm_cowclip": steps after which a row's appearance counts half; -1: every appearance
+            counts fully; 0: only the present one counts.
     """
 
     embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam", "fbgemm_cowclip"] = "adam"
@@ -157,14 +158,14 @@ class OptimizerConfig:
 class ClipConfig:
     """`[clip]`: the rule for the embedding rows.
 
-    A rule takes the values it knows and refuses the others; "none" ignores them.
+    A rule accepts its own values only; "none" ignores all values.
 
     Attributes:
-        rule: one of the clip rules. "field", "adaptive_field" and "global" take the norm over the batch's rows, under
-            optimizer.absent_rows = "dense" over all, and do not go with "replay".
-        r, zeta, bound: as the rule says.
-        max_norm: threshold of "constant", "field" and "global" at optimizer.base_batch_size; at s times that batch it
-            is sqrt(s) times as much, unless optimizer.scaling = "none".
+        rule: one of the clip rules. "field", "adaptive_field" and "global" take the norm over the batch's rows, or over
+            all rows with optimizer.absent_rows = "dense"; they cannot be combined with "replay".
+        r, zeta, bound: values of the rule.
+        max_norm: threshold of "constant", "field" and "global" at optimizer.base_batch_size; at s times that batch size
+            it is sqrt(s) times as large, unless optimizer.scaling = "none".
     """
 
     rule: str = "cowclip"
@@ -178,7 +179,7 @@ class ClipConfig:
         self.build()
 
     def build(self) -> ClipRule:
-        if self.rule == NoClip.name:  # one override, clip.rule=none, switches any run's clip off
+        if self.rule == NoClip.name:  # so that the one override clip.rule=none turns any run's clip off
             return NoClip()
         kind: Any = CLIP_RULES[self.rule]
         given = {key: value for key, value in dataclasses.asdict(self).items() if key != "rule" and value is not None}
@@ -198,17 +199,17 @@ ShardingKind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise"
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """`[sharding]`: how tables are cut over processes; it changes no result.
+    """`[sharding]`: how tables are sharded over processes; results do not depend on it.
 
     Attributes:
-        plan: the kind of all tables. "table_wise": a table lies whole on one process. "row_wise": its rows are cut over
-            all. "column_wise": its columns are, over as many as divide them into shards of a multiple of four.
-            "table_row_wise": its rows are cut over the processes of one machine. "data_parallel": every process holds
-            all of it, for small tables. "auto": on CUDA what TorchRec's planner chooses; on CPU row-wise for a table of
-            more than half of a process's share of all bytes, else table-wise.
-        tables: the kind of single tables, by the name of their field; goes before the plan.
-        memory: of tables and moments on CUDA: the "device"'s, or the machine's, which the GPU reads and writes over the
-            bus as unified memory ("uvm"), where they are larger than its own. Data-parallel tables stay on the device.
+        plan: the kind of all tables. "table_wise": a table is on one process. "row_wise": its rows are split over all
+            processes. "column_wise": its columns are, into shards whose width is a multiple of four. "table_row_wise":
+            its rows are split over the processes of one machine. "data_parallel": every process has a copy, for small
+            tables. "auto": on CUDA the choice of TorchRec's planner; on CPU row-wise for a table of more than half of a
+            process's share of all bytes, else table-wise.
+        tables: the kind of single tables, by the name of their field; takes precedence over the plan.
+        memory: memory for tables and moments on CUDA: the "device"'s, or for larger tables the host's as unified memory
+            ("uvm"), which the GPU accesses over the bus. Data-parallel tables stay on the device.
     """
 
     plan: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"] = "auto"

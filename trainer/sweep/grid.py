@@ -1,4 +1,4 @@
-"""The grid of a sweep: which combinations it runs, and the configuration of each."""
+"""The grid of a sweep: its combinations and the configuration of each run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Cell:
         return f"{self.rule}-{self.batch_size}-clip_{self.clip}-seed{self.seed}"
 
     def config(self, shared: RunConfig) -> RunConfig:
-        """The run's own configuration, of what all runs share."""
+        """The run's configuration, made from the one that all runs share."""
         return dataclasses.replace(
             shared,
             train=dataclasses.replace(shared.train, batch_size=self.batch_size, seed=self.seed),
@@ -40,16 +40,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is varied; every combination is one run.
+    """Values that a sweep varies; each combination is one run.
 
     Attributes:
         batch_sizes: samples per step.
         rules: scaling rules.
         clips: "on", "off" or both.
-        seeds: number of seeds, from the configuration's on.
+        seeds: number of seeds; they count up from the configuration's seed.
 
     Raises:
-        ValueError: a value that is unknown, out of range or there twice.
+        ValueError: a value that is unknown, out of range or repeated.
     """
 
     batch_sizes: Sequence[int]
@@ -70,7 +70,7 @@ class Grid:
                 raise ValueError(f"--{option} must be at least 1, got {least}")
 
     def cells(self, first_seed: int) -> list[Cell]:
-        """Seed by seed, so that a sweep cut short has seen the whole grid."""
+        """The runs, seed by seed, so that an interrupted sweep has covered the grid with some seeds."""
         return [
             Cell(rule, batch_size, clip, first_seed + seed)
             for seed in range(self.seeds)

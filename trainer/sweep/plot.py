@@ -1,4 +1,4 @@
-"""What a sweep found, as a plot and as a table: AUC and logloss against the batch size, mean and spread over seeds."""
+"""Results of a sweep as a plot and as a table: AUC and logloss by batch size, mean and deviation over seeds."""
 
 from collections.abc import Sequence
 from math import isfinite, log2, nan
@@ -17,7 +17,7 @@ _BEST = "best possible"
 _MEASURES = {"auc": "test AUC", "logloss": "test logloss"}
 
 Series = dict[tuple[str, str], dict[int, list[float]]]
-"""(rule, clip) -> batch size -> values of the seeds that did not fail."""
+"""(rule, clip) -> batch size -> values of the seeds whose runs succeeded."""
 
 
 def series(lines: Sequence[dict[str, Any]], measure: str) -> Series:
@@ -31,7 +31,7 @@ def series(lines: Sequence[dict[str, Any]], measure: str) -> Series:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """AUC in percent and logloss, mean and standard deviation over seeds: a row per curve, a column per batch size."""
+    """AUC in percent and logloss, mean and standard deviation over seeds; a line per curve, a column per batch size."""
     seeds = len({line["seed"] for line in lines})
     sizes = sorted({line["batch_size"] for line in lines})
     blocks = []
@@ -46,7 +46,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(lines: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Draws the same: a colour per rule, clip on and off told apart, bars of one standard deviation."""
+    """Draws the same values. Colour: scaling rule. Solid: clip on. Dashed: clip off. Bars: one standard deviation."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     best: dict[str, float] = next((line["best_possible"] for line in lines if line.get("best_possible")), {})
     for axis, (measure, label) in zip(axes, _MEASURES.items(), strict=True):
@@ -55,8 +55,8 @@ def plot(lines: Sequence[dict[str, Any]], path: Path) -> Path:
             axis.axhline(best[measure], color="gray", ls=":", label=_BEST)
         axis.set(xlabel="batch size", ylabel=label)
     handles, labels = axes[0].get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda place: labels[place] == _BEST)
-    columns = [[values[place] for place in order] for values in (handles, labels)]
+    order = sorted(range(len(labels)), key=lambda index: labels[index] == _BEST)
+    columns = [[values[index] for index in order] for values in (handles, labels)]
     figure.legend(*columns, loc="outside lower center", ncols=(len(labels) + 1) // 2, frameon=False)
     seeds, first = len({line["seed"] for line in lines}), lines[0]
     over = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
@@ -68,7 +68,7 @@ def plot(lines: Sequence[dict[str, Any]], path: Path) -> Path:
 
 def _draw(axis: Axes, curves: Series) -> None:
     sizes = sorted({size for by_size in curves.values() for size in by_size})
-    # Side by side, since curves may lie on each other: at the base batch size all rules do.
+    # Shifted sideways, since curves may coincide: at the base batch size all rules do.
     apart = 0.013 * max(log2(sizes[-1] / sizes[0]), 1)
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)
@@ -96,7 +96,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _with_spread(values: Sequence[float], form: str, seeds: int) -> str:
-    """``80.90 ± 0.02``, with the number of seeds where some failed."""
+    """Text such as ``80.90 ± 0.02``, with the number of seeds if some failed."""
     if not values:
         return "failed"
     spread = _spread(values)

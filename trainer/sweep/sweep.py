@@ -1,6 +1,6 @@
 """A sweep: one configuration trained over a grid of batch sizes, scaling rules, clip on and off, and seeds.
 
-config.toml  sweep.jsonl  sweep.png  runs/RULE-BATCH-clip_on-seed0/ and so on
+Files of its folder: config.toml, sweep.jsonl, sweep.png, runs/RULE-BATCH-clip_on-seed0/ and so on.
 """
 
 import dataclasses
@@ -34,19 +34,19 @@ RESULTS, RUNS = "sweep.jsonl", "runs"
 
 
 def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
-    """Trains a grid; every run has a process of its own, so that one that fails is recorded and the others go on.
+    """Trains each run of a grid in its own process, so that a failed run is recorded and the others continue.
 
-    A run that has its line in ``sweep.jsonl`` is not trained again: the same call goes on where it was interrupted, and
-    with a larger grid adds to it. To repeat a failed run, delete its line. At the base batch size all scaling rules are
-    the same run, which is trained once. Of the runs' folders everything is kept but the checkpoints.
+    A run with a line in ``sweep.jsonl`` is not trained again: after an interruption the same call continues, and with a
+    larger grid it adds runs. To repeat a failed run, delete its line. At the base batch size all scaling rules are the
+    same run, which is trained once. The runs' folders are kept, without their checkpoints.
 
     Returns:
         The grid's lines: rule, batch_size, clip, seed; auc and logloss (of the last epoch), best_epoch_auc, steps,
         epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), best_possible, or error
-        in place of them; the derived hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
+        instead of these; the derived hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
 
     Raises:
-        ValueError: settings that cannot work, or a folder that another configuration, or something else, has filled.
+        ValueError: settings that cannot work, or a folder with another configuration or other files.
         Interrupted: by Ctrl-C; the run in progress is lost, the others are kept.
     """
     if "on" in grid.clips and config.clip.rule == "none":
@@ -71,7 +71,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
 
 
 def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
-    """What a run's line says of it, trained in a process of its own, unless it had been and only the line was lost."""
+    """The values of a run's line. Trains the run, unless it has a report and only its line was lost."""
     error = None if (run_dir / REPORT).exists() else _train_in_subprocess(config, run_dir)
     what = {
         "model": config.model.name,
@@ -101,19 +101,19 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _train_in_subprocess(config: RunConfig, run_dir: Path) -> str | None:
-    """Trains in a process of its own; the text of the error that it ended in, or None."""
+    """Trains in a subprocess. Returns the text of its error, or None."""
     shutil.rmtree(run_dir, ignore_errors=True)
     try:
         run_in_subprocess(_train_here, config, run_dir)
     except ProcessFailed as error:
         return str(error)
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped in run {run_dir.name}; the same command goes on there") from None
+        raise Interrupted(f"stopped in run {run_dir.name}; the same command continues there") from None
     return None
 
 
 def _train_here(config: RunConfig, run_dir: Path) -> None:
-    # Its own lock would be a semaphore, which a run that is killed leaves behind.
+    # tqdm's default lock includes a semaphore, which a killed run would leave behind.
     tqdm.set_lock(threading.RLock())
     prepare_process()
     train(config, Path(config.data.dir), run_dir)
@@ -121,19 +121,17 @@ def _train_here(config: RunConfig, run_dir: Path) -> None:
 
 def _require_own(folder: Path) -> None:
     if not (folder / CONFIG).exists() and any(each.suffix != ".partial" for each in folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and not a sweep's folder; choose another --output")
+        raise ValueError(f"{folder} is not empty and is no sweep's folder; choose another --output")
 
 
 def _keep_config(config: RunConfig, file: Path) -> str:
-    """Writes the configuration that all runs share, or checks that it is there already; returns the file's SHA-256."""
+    """Writes the configuration that all runs share, or checks an existing file against it. Returns its SHA-256."""
     fresh = file.with_suffix(".partial")
     save_config(config, fresh)
     if file.exists() and file.read_bytes() != fresh.read_bytes():
         there, given = (tomllib.loads(each.read_text(encoding="utf-8")) for each in (file, fresh))
         fresh.unlink()
-        raise ValueError(
-            f"{file} is of another configuration: {first_difference(there, given)}; choose another --output"
-        )
+        raise ValueError(f"{file} has another configuration: {first_difference(there, given)}; choose another --output")
     fresh.rename(file)
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -144,7 +142,7 @@ def _find(lines: list[dict[str, Any]], cell: Cell) -> dict[str, Any] | None:
 
 
 def _same_run(lines: list[dict[str, Any]], cell: Cell, base_batch_size: int) -> dict[str, Any] | None:
-    """The line of another rule's run that is this run too: at the base batch size no rule changes anything."""
+    """The line of another rule's equal run: at the base batch size no rule changes anything."""
     if cell.batch_size != base_batch_size:
         return None
     twins = (dataclasses.replace(cell, rule=rule) for rule in SCALING_RULES)

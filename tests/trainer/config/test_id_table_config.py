@@ -17,7 +17,7 @@ def test_times(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["30", "d", "-3d", "1.5h", "0d", "3 months"])
 def test_no_times(text: str) -> None:
-    with pytest.raises(ValueError, match=r'id_table.expire_after is a whole number and a unit .* such as "30d"'):
+    with pytest.raises(ValueError, match=r'id_table.expire_after must be a whole number and a unit .* such as "30d"'):
         config_from({"id_table": {"kind": "collisionless", "expire_after": text}})
 
 

@@ -91,7 +91,7 @@ def test_more_epochs_can_be_added(folder: Path, uninterrupted: Path, tmp_path: P
 
 def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     before = sorted(uninterrupted.rglob("*"))
-    with pytest.raises(ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, now 0.5 is asked for"):
+    with pytest.raises(ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, but 0.5 is requested"):
         run(folder, uninterrupted, "optimizer.l2=0.5", resume=True)
     with pytest.raises(ValueError, match=r"is not a run: it has no config.toml"):
         run(folder, folder / "data", resume=True)

@@ -172,7 +172,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_go_on(folder: Path, tmp_path: Path)
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     pressing = threading.Thread(target=press)
     pressing.start()
-    with pytest.raises(Interrupted, match=f"stopped in run {run.name}; the same command goes on there"):
+    with pytest.raises(Interrupted, match=f"stopped in run {run.name}; the same command continues there"):
         run_sweep(folder, tmp_path / "out", "train.epochs=100000", grid=Grid([51], ["linear"], ["on"], 1))
     pressing.join()
     signal.signal(signal.SIGINT, earlier)
@@ -265,10 +265,10 @@ def test_torchrun_is_refused(
 def test_folders_in_use_are_refused(folder: Path, tmp_path: Path) -> None:
     before = lines_of(folder / "grid")
     with pytest.raises(
-        ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, now 0.5 is asked for; choose another"
+        ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, but 0.5 is requested; choose another"
     ):
         run_sweep(folder, folder / "grid", "optimizer.l2=0.5")
-    with pytest.raises(ValueError, match="is not empty and not a sweep's folder"):
+    with pytest.raises(ValueError, match="is not empty and is no sweep's folder"):
         run_sweep(folder, folder / "data")
     with pytest.raises(ValueError, match="is a file; choose another"):
         run_sweep(folder, folder / "run.toml")
