@@ -1,4 +1,4 @@
-"""The ``[model]`` section: which network, and its sizes."""
+"""The ``[model]`` section: name and sizes of the network."""
 
 from dataclasses import dataclass
 

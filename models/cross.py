@@ -87,13 +87,13 @@ class MixtureCross(nn.Module):
         self.core = nn.ParameterList(glorot_normal(experts, rank, rank) for _ in range(layers))  # C
         self.up = nn.ParameterList(glorot_normal(experts, width, rank) for _ in range(layers))  # U
         self.biases = zero_biases(layers, width)
-        # Each gate is a layer of its own with one output, so its fans are (K, 1); the reference draws them uniformly.
+        # Each gate is a layer with one output, so its fans are (K, 1); the reference initialises it uniformly.
         self.gate = nn.Parameter(
             torch.stack([nn.init.xavier_uniform_(torch.empty(1, width))[0] for _ in range(experts)])
         )
 
     def l2_kernels(self) -> list[nn.Parameter]:
-        """Without the gate, as in the reference."""
+        """The kernels without the gate, as in the reference."""
         return [*self.down, *self.core, *self.up]
 
     def forward(self, x0: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class MixtureCross(nn.Module):
             gate = torch.softmax(x @ self.gate.T, dim=1)  # [B, E]
             inner = torch.tanh(torch.einsum("bk,ekr->ber", x, down))
             inner = torch.tanh(torch.einsum("ber,esr->bes", inner, core))
-            # The gates sum to 1, so weighting the R-wide part first equals mixing the experts' K-wide outputs, without
-            # ever holding [B, E, K].
+            # The gates sum to 1, so weighting the R-wide part first equals mixing the experts' K-wide outputs, but
+            # needs no tensor [B, E, K].
             mixed = torch.einsum("ber,ekr->bk", inner * gate.unsqueeze(2), up)
             x = x0 * (mixed + bias) + x
         return x

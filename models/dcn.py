@@ -42,7 +42,7 @@ class DCN(CrossAndDeep):
 
 
 class DCNMix(CrossAndDeep):
-    """Cross layers of low-rank experts: what the CowClip paper and its reference call DCNv2."""
+    """Cross layers of low-rank experts, called DCNv2 in the CowClip paper and its reference."""
 
     def __init__(self, config: ModelConfig, front: Front) -> None:
         super().__init__(config, front, MixtureCross(front.width, config.cross_layers, config.experts, config.rank))

@@ -40,10 +40,10 @@ class _PairwiseProducts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         rows, total = ctx.saved_tensors
-        of_rows, dim = torch.empty_like(rows), total.shape[1]
-        torch.sub(total[:, None], rows[:, :, :dim], out=of_rows[:, :, :dim]).mul_(grads[0][:, None, None])
-        of_rows[:, :, dim:] = 0
-        return of_rows, None
+        grad_rows, dim = torch.empty_like(rows), total.shape[1]
+        torch.sub(total[:, None], rows[:, :, :dim], out=grad_rows[:, :, :dim]).mul_(grads[0][:, None, None])
+        grad_rows[:, :, dim:] = 0
+        return grad_rows, None
 
 
 class DeepFM(nn.Module):

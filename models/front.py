@@ -16,17 +16,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 def physical_dim(embedding_dim: int) -> int:
     """Stored width P of a table: the smallest multiple of 4 that holds D columns and the wide weight.
 
-    Columns [0, D) are the embedding, column D the wide weight; the rest have zero gradient, and stay zero if they start
-    so. FBGEMM's fused tables need the multiple of 4; sharing the row makes one lookup serve both parts.
+    Columns [0, D) are the embedding, column D is the wide weight; further columns have zero gradient and stay zero if
+    initialised to zero. FBGEMM's fused tables need the multiple of 4; one lookup serves both parts of a row.
     """
     return (embedding_dim // 4 + 1) * 4
 
 
 class Features(NamedTuple):
-    """What a network computes on."""
+    """Inputs of a network."""
 
     rows: Tensor
-    """What was looked up, float [B, F, P], fields in the order of the tables; D columns of embeddings come first."""
+    """Looked-up rows, float [B, F, P], fields in the order of the tables; the D columns of embeddings come first."""
     wide: Tensor
     """Sum of the samples' wide weights, float [B]."""
     flat: Tensor
@@ -34,18 +34,18 @@ class Features(NamedTuple):
 
 
 class EmbeddingFront(nn.Module):
-    """One table per field, or for fields that share it, and the dense features beside them.
+    """Embedding tables, one per field or group of fields, and the dense features beside them.
 
     Args:
         tables: each of width ``physical_dim(embedding_dim)``; their feature names are the fields.
         embedding_dim: D.
         num_dense: N, may be 0.
         is_weighted: the ids carry weights.
-        fields: their order; by default that of the tables.
-        device: of the tables; the meta device leaves their memory to the sharding.
+        fields: order of the fields; by default that of the tables.
+        device: device of the tables; with the meta device the sharding allocates them.
 
     Raises:
-        ValueError: no tables, or one of another shape than this.
+        ValueError: no tables, or a table of another width or pooling than the model needs.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class EmbeddingFront(nn.Module):
                 )
             if is_weighted and table.pooling is not PoolingType.SUM:
                 raise ValueError(
-                    f"table {table.name} is pooled by {table.pooling.value}, which TorchRec does not do with weighted "
-                    "ids; pool by sum and give the ids the weight 1 / length"
+                    f"table {table.name} has pooling {table.pooling.value}, which TorchRec does not support with "
+                    "weighted ids; pool by sum and give the ids the weight 1 / length"
                 )
         # By name below: the order of the looked-up columns depends on the sharding plan.
         self.fields = list(fields or (field for table in tables for field in table.feature_names))
@@ -87,7 +87,7 @@ class EmbeddingFront(nn.Module):
 
 
 class LookedUpFront(nn.Module):
-    """In the place of an :class:`EmbeddingFront` where the rows are looked up elsewhere, as in serving: no tables.
+    """Replacement of an :class:`EmbeddingFront` without tables, for rows that are looked up elsewhere, as in serving.
 
     Args:
         num_fields: F.
@@ -102,7 +102,7 @@ class LookedUpFront(nn.Module):
         self.width = num_fields * embedding_dim + num_dense
 
     def forward(self, dense: Tensor, rows: Tensor) -> Features:
-        """Of dense features [B, N] and pooled rows [B, F, P], fields in the order of the tables."""
+        """Features from dense features [B, N] and pooled rows [B, F, P], fields in the order of the tables."""
         return _features(rows, dense, self.embedding_dim)
 
 
@@ -110,9 +110,9 @@ Front = EmbeddingFront | LookedUpFront
 
 
 class _Layout(nn.Module):
-    """From the looked-up rows to a network's features.
+    """Converts the looked-up rows to a network's features.
 
-    A module, and so one operation to TorchRec's pipeline, which traces what calls the tables.
+    A module is one operation for TorchRec's pipeline, which traces the code that calls the tables.
     """
 
     def __init__(self, fields: Sequence[str], embedding_dim: int) -> None:
@@ -137,7 +137,7 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:
 
 
 class _WideAndFlat(torch.autograd.Function):
-    """``wide`` and ``flat`` of :class:`Features`; at large batches each pass over the rows that is saved shows."""
+    """``wide`` and ``flat`` of :class:`Features` with few passes over the rows, which take time at large batches."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dense: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -152,10 +152,10 @@ class _WideAndFlat(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (samples, fields, stored), dim = ctx.shape, ctx.dim
-        of_wide, of_flat = grads
-        of_rows = of_wide.new_empty(samples, fields, stored, dtype=ctx.dtypes[0])
-        of_rows[:, :, :dim] = of_flat[:, : fields * dim].unflatten(1, (fields, dim))
-        of_rows[:, :, dim] = of_wide[:, None]
-        of_rows[:, :, dim + 1 :] = 0
-        of_dense = of_flat[:, fields * dim :].to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-        return of_rows, of_dense, None, None
+        grad_wide, grad_flat = grads
+        grad_rows = grad_wide.new_empty(samples, fields, stored, dtype=ctx.dtypes[0])
+        grad_rows[:, :, :dim] = grad_flat[:, : fields * dim].unflatten(1, (fields, dim))
+        grad_rows[:, :, dim] = grad_wide[:, None]
+        grad_rows[:, :, dim + 1 :] = 0
+        grad_dense = grad_flat[:, fields * dim :].to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return grad_rows, grad_dense, None, None

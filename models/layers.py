@@ -16,7 +16,7 @@ from .linear_relu import LinearRelu
 
 @runtime_checkable
 class Regularized(Protocol):
-    """A layer with kernels that the training loss regularises; biases are never among them."""
+    """A layer with kernels that the training loss regularises; biases are not regularised."""
 
     l2_group: Literal["linear", "cross"]
 
@@ -28,8 +28,8 @@ def l2_kernels(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
     Returns:
         ``"linear"``: the linear kernel on the dense features (its ``l2_reg_linear``); ``"cross"``: the kernels of the
-        cross layers (its ``l2_reg_cross``, 1e-5). A list is empty where the model has no such part. MLP and biases are
-        in neither.
+        cross layers (its ``l2_reg_cross``, 1e-5). A list is empty if the model has no such part. MLP and biases are in
+        neither.
     """
     groups: dict[str, list[nn.Parameter]] = {"linear": [], "cross": []}
     for module in model.modules():
@@ -39,12 +39,12 @@ def l2_kernels(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def glorot_normal(*shape: int) -> nn.Parameter:
-    """A kernel drawn from Keras' Glorot normal: variance 2 / (fan_in + fan_out), cut at two standard deviations.
+    """A kernel from Keras' Glorot normal: variance 2 / (fan_in + fan_out), truncated at two standard deviations.
 
     The fans are the last two sizes, in either order; as in Keras, leading sizes multiply both.
     """
     leading = math.prod(shape[:-2])
-    # Cutting a unit normal at +-2 leaves it a standard deviation of 0.8796.
+    # A unit normal truncated at +-2 has a standard deviation of 0.8796.
     std = math.sqrt(2 / (leading * (shape[-2] + shape[-1]))) / 0.87962566103423978
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std))
 
@@ -104,7 +104,7 @@ class Mlp(nn.Module):
 
 
 class LogitKernel(nn.Module):
-    """The output layer, a kernel without bias: the global bias is in the linear part.
+    """The output layer: a kernel without bias, since the global bias is in the linear part.
 
     Args:
         width: K.

@@ -1,4 +1,4 @@
-"""The linear layer with its ReLU: oneDNN's products and gradients against float64 torch, at the sizes that are cut."""
+"""The linear layer with ReLU: oneDNN's products and gradients against float64 torch, at sizes around its parts."""
 
 import pytest
 import torch
@@ -26,10 +26,10 @@ def with_gradients(function, x, weight, bias, grad) -> list[torch.Tensor]:
 @pytest.mark.parametrize("samples", [0, 1, 3, _SAMPLES + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_float64(samples, dtype):
-    """Within the rounding of sums of so many terms: relative to the largest value of each tensor."""
+    """The tolerance is the rounding of sums of that many terms, relative to the largest value of each tensor."""
     x, weight, bias, grad = drawn(samples, 13, 7, dtype)
     found = with_gradients(linear_relu, x, weight, bias, grad)
-    # The same side of the ReLU: near zero the two could choose differently.
+    # Both use the same side of the ReLU, since near zero they could differ.
     side = (found[0] > 0).double()
 
     def expected(x, weight, bias):
@@ -61,7 +61,7 @@ def test_under_autocast_products_are_bfloat16_and_logits_float32():
 
 
 def test_pairwise_products_are_the_sum_over_pairs():
-    """Values and gradients against the definition, all pairs one by one, in float64: the same to its rounding."""
+    """Values and gradients equal a loop over all pairs in float64, up to rounding."""
     rows = torch.randn(5, 4, 8, dtype=torch.float64, requires_grad=True)
     pairs = [(rows[:, i, :3] * rows[:, j, :3]).sum(1) for i in range(4) for j in range(i)]
     expected = torch.stack(pairs).sum(0)

@@ -1,4 +1,4 @@
-"""Networks: sizes, a plain restatement of each in torch, bags of several ids, and the edges of a batch."""
+"""Networks against plain torch: sizes, values and gradients, bags of several ids, and edge cases of a batch."""
 
 import math
 
@@ -30,7 +30,7 @@ def tables(dim: int = DIM, rows: tuple[int, ...] = ROWS, pooling: str = "SUM") -
 
 
 def small_model(name: str, num_dense: int = 2, **options: object) -> nn.Module:
-    """A network with every parameter random, biases included, and the spare table columns zero."""
+    """A network with random parameters, biases included, and zeros in the spare columns of the tables."""
     torch.manual_seed(3)
     model = build_model(ModelConfig(name=name, **SMALL), tables(**options), num_dense)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def small_model(name: str, num_dense: int = 2, **options: object) -> nn.Module:
 
 
 def random_batch(batch: int, num_dense: int = 2, ids_per_bag: int | None = 1) -> tuple[Tensor, KeyedJaggedTensor]:
-    """Dense features and bags of ``ids_per_bag`` ids, or of 0 to 3 ids where it is None."""
+    """Dense features, and bags of ``ids_per_bag`` ids, or of 0 to 3 ids if it is None."""
     generator = torch.Generator().manual_seed(batch)
     if ids_per_bag is None:
         lengths = torch.randint(0, 4, (len(ROWS) * batch,), generator=generator)
@@ -55,7 +55,7 @@ def random_batch(batch: int, num_dense: int = 2, ids_per_bag: int | None = 1) ->
 
 
 def cross_by_formula(name: str, model: nn.Module, x0: Tensor) -> Tensor:
-    """The cross layers one sample and one expert at a time, as the papers write them."""
+    """The cross layers, one sample and one expert at a time, as in the papers' equations."""
     cross, rows = model.cross, []
     for start in x0:
         x = start
@@ -75,7 +75,7 @@ def cross_by_formula(name: str, model: nn.Module, x0: Tensor) -> Tensor:
 
 
 def logits_by_formula(name: str, model: nn.Module, dense: Tensor, sparse: KeyedJaggedTensor, pooling: str) -> Tensor:
-    """The network restated with plain indexing and loops, on the model's own parameters."""
+    """The logits, computed with plain indexing and loops on the model's parameters."""
     bags = sparse.to_dict()
     embeddings, logits = [], model.linear.bias.expand(len(dense))
     for i in range(len(ROWS)):
@@ -125,7 +125,7 @@ def test_physical_dim(dim: int, stored: int) -> None:
 def test_logits_and_gradients_match_the_formula(
     name: str, pooling: str, ids_per_bag: int | None, num_dense: int
 ) -> None:
-    """float32 on both sides, sums of about ten terms of size 1, so 1e-5 leaves a factor of ten."""
+    """Both sides are float32 sums of about ten terms of size 1, so that 1e-5 leaves a factor of ten."""
     model = small_model(name, num_dense, pooling=pooling)
     dense, sparse = random_batch(9, num_dense, ids_per_bag)
     logits, expected = model(dense, sparse), logits_by_formula(name, model, dense, sparse, pooling)
@@ -141,7 +141,7 @@ def test_logits_and_gradients_match_the_formula(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weighted_ids_scale_embedding_and_wide_weight(name: str) -> None:
-    """Mean pooling, written as sum pooling of ids weighted 1 / length."""
+    """Mean pooling equals sum pooling of ids with weight 1 / length."""
     mean = small_model(name, pooling="MEAN")
     weighted = build_model(ModelConfig(name=name, **SMALL), tables(), 2, is_weighted=True)
     weighted.load_state_dict(mean.state_dict())
@@ -176,7 +176,7 @@ def test_spare_columns_get_no_gradient() -> None:
 
 @pytest.mark.parametrize("shape", [(300, 200), (4, 150, 32)])
 def test_glorot_normal_is_the_truncated_one(shape: tuple[int, ...]) -> None:
-    """Variance 2 / (fan_in + fan_out) after cutting at two deviations of the uncut normal; 2% for >= 19,200 draws."""
+    """Variance 2 / (fan_in + fan_out) after truncation at two deviations of the full normal; 2% for >= 19,200 draws."""
     torch.manual_seed(0)
     values = glorot_normal(*shape).detach()
     std = math.sqrt(2 / (math.prod(shape[:-2]) * (shape[-2] + shape[-1])))
@@ -248,7 +248,7 @@ def test_bad_tables() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_under_autocast_logits_are_float32_and_near_those_without(name: str) -> None:
-    """Within a tenth of the largest: roundings of 2^-9 in each layer add up. Gradients of the tables likewise."""
+    """Logits and table gradients agree within a tenth of the largest, since roundings of 2^-9 add up over layers."""
     model, (dense, sparse) = small_model(name), random_batch(64)
     found = []
     for half in (False, True):

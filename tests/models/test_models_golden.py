@@ -1,4 +1,4 @@
-"""The networks compute what the reference implementation recorded."""
+"""The networks reproduce the recordings of the reference implementation."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_predictions(recordings: dict[Path, dict[str, np.ndarray]], state: str, 
 
 
 def test_regularised_tensors(recordings: dict[Path, dict[str, np.ndarray]]) -> None:
-    """l2 over tables and linear kernel plus l2_cross over cross kernels is the recorded regularisation, to float32."""
+    """The recorded regularisation is l2 over tables and linear kernel plus l2_cross over cross kernels, in float32."""
     for file, golden in recordings.items():
         model = golden_model(model_name(file), golden)
         kernels = l2_kernels(model)

@@ -38,7 +38,7 @@ class Samples(Pipelineable):
 
 
 class Training(nn.Module):
-    """What a training loop gives to the pipeline: (loss, output)."""
+    """The module that a training loop passes to the pipeline; returns (loss, output)."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def network(name: str, device: torch.device) -> nn.Module:
 
 
 def shard(model: nn.Module) -> DistributedModelParallel:
-    """Half of the tables row-wise and half table-wise, which changes the order of the looked-up columns."""
+    """Shards half of the tables row-wise and half table-wise, which changes the order of the looked-up columns."""
     sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
     kinds = {
         f"t_{key}": row_wise(compute_kernel="fused") if i % 2 else table_wise(rank=0, compute_kernel="fused")
@@ -108,7 +108,7 @@ def pair(name: str) -> tuple[Training, DistributedModelParallel]:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", MODELS)
 def test_sharded_equals_unsharded(name: str) -> None:
-    """Same additions in the same order after the lookup, so equal but for the matrix library's freedom."""
+    """After the lookup, the additions are the same, except for the matrix library's order."""
     plain, sharded = pair(name)
     batch = samples(0)
     looked_up = sharded.module.network.front.embeddings(batch.sparse)
@@ -127,7 +127,7 @@ def test_sharded_equals_unsharded(name: str) -> None:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", MODELS)
 def test_empty_batch(name: str) -> None:
-    """A rank without samples still takes part in the step; unsharded, TorchRec refuses a batch of none itself."""
+    """A rank without samples takes part in the step; unsharded, TorchRec itself refuses an empty batch."""
     _, sharded = pair(name)
     batch = samples(0, size=0)
     logits = sharded.module.network(batch.dense, batch.sparse)
