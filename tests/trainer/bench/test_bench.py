@@ -1,8 +1,7 @@
-"""`cowrec bench`: ids as frequent as Criteo's, the state of the rows after most of an epoch, and what is reported."""
+"""`cowrec bench`: absence of rows, their state after most of an epoch, combinations, results and messages."""
 
 import dataclasses
 import json
-import lzma
 import re
 import sys
 from collections import Counter
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_FREQUENCIES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
@@ -27,129 +25,12 @@ from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import build_sharded, embedding_optimizer
+from criteo_stream import last_by_loop
 
 ROOT = Path(__file__).resolve().parents[3]
-SAMPLE = ROOT.parent / "shared" / "data" / "criteo_80k_hash20.tsv.xz"
-SAMPLE_ROWS, CRITEO_ROWS = 80_000, 45_840_617
 
 
-def counts_of(column) -> np.ndarray:
-    """How often each value occurs, falling."""
-    return np.array(sorted(Counter(column).values(), reverse=True))
-
-
-@pytest.fixture(scope="module")
-def drawn() -> list[np.ndarray]:
-    return [counts_of(field.tolist()) for field in CriteoIds().rows(0, SAMPLE_ROWS)]
-
-
-@pytest.fixture(scope="module")
-def real() -> list[np.ndarray]:
-    if not SAMPLE.is_file():
-        pytest.skip(f"needs {SAMPLE}")
-    lines = lzma.decompress(SAMPLE.read_bytes()).decode().splitlines()
-    return [counts_of(column) for column in zip(*(line.split("\t")[14:] for line in lines), strict=True)]
-
-
-def test_ids_repeat_as_in_real_rows(drawn, real):
-    """Ids at all, seen once, and lookups of ids seen up to 4 times: 2 % and three deviations of two Poisson counts.
-
-    The sample's own ids are 20-bit hashes, of which 1.7 % collide in the largest fields. C1's ids seen once, of which
-    there are 249, are held to 10 %: the smoothness of the classes goes before them.
-    """
-    for field, (ours, theirs) in enumerate(zip(drawn, real, strict=True), 1):
-        for name, measure in (
-            ("distinct", len),
-            ("once", lambda counts: (counts == 1).sum()),
-            ("up to four times", lambda counts: counts[counts <= 4].sum()),
-        ):
-            allowed = (0.1 if field == 1 else 0.02) * measure(theirs) + 3 * np.sqrt(2 * measure(theirs)) + 3
-            assert abs(measure(ours) - measure(theirs)) <= allowed, (field, name)
-
-
-def test_rare_ids_are_as_many_lookups_of_a_sample_as_in_real_rows(drawn, real):
-    for times in (1, 4):
-        ours, theirs = (sum(counts[counts <= times].sum() for counts in each) for each in (drawn, real))
-        assert ours == pytest.approx(theirs, rel=0.01)
-
-
-def test_frequent_ids_have_the_share_of_real_ones(drawn, real):
-    """Within 0.015 of all lookups: ids of a class, up to twice as frequent as each other, are drawn equally often."""
-    for ours, theirs in zip(drawn, real, strict=True):
-        for top in (1, 3, 15, 127, 1023):
-            assert ours[:top].sum() / SAMPLE_ROWS == pytest.approx(theirs[:top].sum() / SAMPLE_ROWS, abs=0.015)
-
-
-def test_as_many_rows_as_criteo_has_see_as_many_ids():
-    """Expected distinct ids of 45.8 million draws, in closed form; the classes of small fields are whole ids."""
-    for classes, size in zip(CRITEO_FREQUENCIES, CRITEO_SIZES, strict=True):
-        ids, shares = np.array(classes).T
-        expected = (ids * -np.expm1(CRITEO_ROWS * np.log1p(-shares / shares.sum() / ids))).sum()
-        assert expected == pytest.approx(size, rel=0.005, abs=4)
-
-
-def folded_into(first: float, end: float, rows: float, ids: np.ndarray) -> np.ndarray:
-    """How many of the ids below each of ``ids`` fold into rows [first, end) of a table of so many rows."""
-    return ids // rows * (end - first) + np.clip(ids % rows - first, 0, end - first)
-
-
-def test_the_classes_are_drawn_by_their_shares():
-    """Rows and distinct rows of each class, those folded into it included, within 5 deviations of a binomial."""
-    samples = 1 << 19
-    for classes, size, rows in zip(CRITEO_FREQUENCIES, CRITEO_SIZES, CriteoIds().rows(0, samples), strict=True):
-        ids, shares = np.array(classes).T
-        rates, ends = shares / shares.sum() / ids, np.cumsum(ids)
-        for first, end in zip(ends - ids, np.minimum(ends, size), strict=True):
-            if first < size:
-                here = folded_into(first, end, size, ends) - folded_into(first, end, size, ends - ids)
-                drawn = rows[(rows >= first) & (rows < end)]
-                expected = samples * (here * rates).sum()
-                assert abs(len(drawn) - expected) <= 5 * np.sqrt(expected) + 1
-                distinct = (end - first) * -np.expm1(-expected / (end - first))
-                assert abs(len(np.unique(drawn)) - distinct) <= 5 * np.sqrt(distinct) + 1
-
-
-def test_any_part_of_the_stream_can_be_drawn_by_itself():
-    whole = CriteoIds(seed=3).rows(0, 1000)
-    np.testing.assert_array_equal(CriteoIds(seed=3).rows(300, 500), whole[:, 300:800])
-    assert (CriteoIds(seed=4).rows(0, 1000) != whole).any()
-    assert (whole[0] != whole[7]).any()
-
-
-def test_ids_fold_into_smaller_tables():
-    capped, whole = CriteoIds(max_rows=50), CriteoIds()
-    np.testing.assert_array_equal(capped.table_rows, np.minimum(CRITEO_SIZES, 50))
-    rows, unfolded = capped.rows(0, 2000), whole.rows(0, 2000)
-    assert (rows < capped.table_rows[:, None]).all()
-    for field, classes in enumerate(CRITEO_FREQUENCIES):
-        if sum(ids for ids, _ in classes) <= CRITEO_SIZES[field]:
-            np.testing.assert_array_equal(rows[field], unfolded[field] % capped.table_rows[field])
-
-
-def test_tables_of_one_row_are_refused():
-    with pytest.raises(ValueError, match="at least 2 rows, got 1"):
-        CriteoIds(max_rows=1)
-
-
-def last_by_loop(ids: CriteoIds, samples: int) -> list[list[int]]:
-    """A plain loop over the stream: number from 1 of each row's last sample, or 0."""
-    last = [[0] * size for size in ids.table_rows.tolist()]
-    for field, rows in enumerate(ids.rows(0, samples).tolist()):
-        for sample, row in enumerate(rows, 1):
-            last[field][row] = sample
-    return last
-
-
-def test_last_samples_are_those_of_a_loop_over_the_stream(monkeypatch):
-    monkeypatch.setattr("cowrec.data_pipeline.synthetic.criteo_ids._CHUNK", 700)
-    ids, done = CriteoIds(max_rows=300), []
-    found = ids.last_samples(2000, done.append)
-    np.testing.assert_array_equal(found, np.concatenate(last_by_loop(ids, 2000)))
-    assert sum(done) == 26 * 2000
-    assert (found == 0).any()
-
-
-def test_gaps_are_those_of_a_loop_over_the_steps():
+def test_absence_equals_a_loop_over_the_steps():
     batch_size, before, skip, steps = 16, 20, 2, 6
     ids = CriteoIds(max_rows=40)
     last_sample = ids.last_samples(before * batch_size)
@@ -164,25 +45,25 @@ def test_gaps_are_those_of_a_loop_over_the_steps():
         at = (step - before - 1) * batch_size
         for field in range(26):
             for row in set(rows[field, at : at + batch_size].tolist()):
-                gap = step - last[field][row]
+                distance = step - last[field][row]
                 if step > before + skip:
-                    missed += gap - 1
+                    missed += distance - 1
                     if last[field][row]:
-                        seen[2 ** (gap.bit_length() - 1)] += 1
+                        seen[2 ** (distance.bit_length() - 1)] += 1
                     else:
                         never += 1
                 last[field][row] = step
 
-    gaps = measure_absence(rows, tables, batch_size, before, skip)
+    absence = measure_absence(rows, tables, batch_size, before, skip)
     samples = (steps - skip) * batch_size
     # Sums of integers over a power of two: exact.
-    assert gaps.seen == {gap: count / samples for gap, count in seen.items()}
-    assert (gaps.never_seen, gaps.missed_row_steps) == (never / samples, missed / samples)
+    assert absence.seen == {distance: count / samples for distance, count in seen.items()}
+    assert (absence.never_seen, absence.missed_row_steps) == (never / samples, missed / samples)
     assert len(seen) > 3
     assert never > 0
 
 
-def test_a_stream_that_is_no_whole_number_of_steps_ends_with_the_last_whole_one():
+def test_a_stream_ends_with_its_last_complete_step():
     assert last_steps(np.array([0, 1, 4, 5, 9], np.int32), 4, 2).tolist() == [0, 1, 1, 2, 2]
 
 
@@ -246,7 +127,7 @@ def test_every_combination_is_measured_batch_size_by_batch_size():
 
 
 def test_the_roofline_counts_what_torch_counts():
-    """Operations of a step on the dense kernels, forward and backward, against torch's counter; bytes by hand."""
+    """Operations of the dense kernels, forward and backward, equal torch's count; bytes are counted by hand."""
     mlp = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1, bias=False))
     x = torch.randn(16, 12, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
@@ -301,7 +182,7 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
         assert 1 < sum(line["gaps"].values()) + line["never_seen"] <= 26
     missed = replay["replayed_row_steps"]
     assert dense["replayed_row_steps"] is None
-    # The next batch after those on the clock; in so few steps no row comes to rest, so what was missed is computed.
+    # The batch after the timed ones; no row decays in so few steps, so that all missed steps are computed.
     ids, before = CriteoIds(max_rows=200), replay["steps_before"]
     last = last_steps(ids.last_samples(before * 64), 64, before)
     tables = np.split(last, np.cumsum(ids.table_rows)[:-1])
@@ -329,7 +210,7 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
         ({"seconds": float("nan")}, "--seconds must be at least 0, got nan"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(flags, message):
+def test_invalid_settings_are_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Bench(**flags)
 
