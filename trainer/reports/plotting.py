@@ -1,4 +1,4 @@
-"""matplotlib, set up once to draw into files, and the names that plots and tables share."""
+"""Set-up of matplotlib for drawing into files, and names that plots and tables share."""
 
 import matplotlib
 
@@ -9,5 +9,5 @@ __all__ = ["plt", "size_name"]
 
 
 def size_name(batch_size: int) -> str:
-    """Batch size as plots and tables print it: 8192 is 8K, 1000 is 1,000."""
+    """A batch size as plots and tables print it: 8192 is 8K, 1000 is 1,000."""
     return f"{batch_size // 1024:,}K" if batch_size % 1024 == 0 else f"{batch_size:,}"

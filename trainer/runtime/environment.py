@@ -1,20 +1,20 @@
-"""Settings of a cowrec process: environment variables that libraries read when loaded, and their chatter."""
+"""Settings of a cowrec process: environment variables that libraries read when loaded, and filters of their output."""
 
 import logging
 import os
 import warnings
 
 PROCESS_SETTINGS = {
-    # torch: large tensors are allocated in huge pages, where the system leaves that to programs. Random lookups in
-    # large tables then cost fewer page walks.
+    # torch: allocate large tensors in huge pages, if the system leaves that to programs. Random lookups in large tables
+    # then cost fewer page walks.
     "THP_MEM_ALLOC_ENABLE": "1",
     # OpenMP: idle threads of torch otherwise spin for milliseconds on cores that the threads of the row kernels need.
-    # This many turns are about the pause between two operators.
+    # This count is about the pause between two operators.
     "GOMP_SPINCOUNT": "10000",
-    # torch's profiler: above its highest level, or it announces itself.
+    # torch's profiler: a level above the highest one, which silences its start messages.
     "KINETO_LOG_LEVEL": "6",
 }
-"""Environment variables that a cowrec process sets, unless its user has."""
+"""Environment variables that a cowrec process sets, unless the user has set them."""
 
 
 def prepare_process() -> None:
@@ -27,16 +27,16 @@ def prepare_process() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torchmetrics|torchrec")
-    # fbgemm 1.6 does not know the torch that it was built for; require_matched_set does.
+    # fbgemm 1.6 warns about the torch that it was built for; require_matched_set checks the versions.
     logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table" not in record.getMessage())
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def launched_rank() -> int:
-    """This process's rank as torchrun announced it, 0 without torchrun; known before any group is joined."""
+    """The rank that torchrun gave this process, 0 without torchrun; known before the process joins a group."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched_world_size() -> int:
-    """The run's processes as torchrun announced them, 1 without torchrun."""
+    """The number of processes that torchrun started, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -20,7 +20,7 @@ class ProcessLost(RunError):
 
 
 class ProcessFailed(RunError):
-    """A subprocess ended without a result; the message is its error, or how it was ended."""
+    """A subprocess ended without a result; the message is its error, or how it ended."""
 
 
 def is_message(error: BaseException) -> bool:

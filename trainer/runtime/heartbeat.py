@@ -1,4 +1,4 @@
-"""Who is alive: each process of a run tells the others every second how far it has come, so that a hang has a name."""
+"""Heartbeats: each process of a run reports its step every second, so that a hung process can be named."""
 
 import threading
 import time
@@ -17,10 +17,10 @@ _SILENT_FOR = 4.0
 
 
 class Heartbeat:
-    """This process's sign of life. ``step`` is what it tells of its progress; set it as training goes on.
+    """The heartbeat of this process. Set ``step``, the progress that it reports, after each step.
 
     Args:
-        process: this process. Alone it has nobody to tell.
+        process: this process; a run of one process has no heartbeat.
     """
 
     def __init__(self, process: Process):
@@ -28,7 +28,7 @@ class Heartbeat:
         self._process = process
         if process.world_size == 1:
             return
-        # A connection of its own: one that waits for another process must not hold up the beat.
+        # A separate connection, since one that waits for another process would delay the heartbeat.
         store: Any = _get_default_store()
         self._store = dist.PrefixStore("heartbeat", store.clone())
         self._stop = threading.Event()
@@ -38,19 +38,19 @@ class Heartbeat:
 
     @contextmanager
     def names_the_lost(self) -> Iterator[None]:
-        """Turns a failure of the communication into :class:`ProcessLost` where processes are silent."""
+        """Turns a communication failure into :class:`ProcessLost` if processes have stopped sending heartbeats."""
         try:
             yield
-        except NonFiniteLoss:  # all processes end alike
+        except NonFiniteLoss:  # raised by all processes
             raise
         except RuntimeError as error:
             lost = self._silent() if self._process.world_size > 1 else []
             if not lost:
                 raise
-            told = ", ".join(f"rank {rank} (last heard of at step {step:,})" for rank, step in lost)
+            ranks = ", ".join(f"rank {rank} (last heartbeat at step {step:,})" for rank, step in lost)
             raise ProcessLost(
-                f"stopped at step {self.step:,}: no sign of life from {told}; it hangs or has ended, so look at its log"
-                " and its machine, then go on with --resume"
+                f"stopped at step {self.step:,}: no heartbeat from {ranks}; it hangs or has ended; check its log and"
+                " its machine, then continue with --resume"
             ) from error
         finally:
             self._end()
@@ -65,7 +65,7 @@ class Heartbeat:
         while not self._stop.wait(_PERIOD):
             try:
                 self._beat(beats)
-            except RuntimeError:  # the store is gone, and the run with it
+            except RuntimeError:  # the store has closed, because the run has ended
                 return
             beats += 1
 
@@ -73,7 +73,7 @@ class Heartbeat:
         self._store.set(str(self._process.rank), f"{count} {self.step}")
 
     def _silent(self) -> list[tuple[int, int]]:
-        """Ranks that do not beat, and the step each told of last. Clocks of machines differ, so beats are counted."""
+        """Ranks without a heartbeat and the last step of each. Beats are counted, since clocks of machines differ."""
         try:
             before = self._read()
             time.sleep(_SILENT_FOR)

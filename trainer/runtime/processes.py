@@ -1,4 +1,4 @@
-"""The process group of a run: torchrun's where it launched us, otherwise a group of one. One code path for both."""
+"""The process group of a run: torchrun's if it launched this process, otherwise a group of one."""
 
 import ctypes
 import os
@@ -17,13 +17,13 @@ from .environment import launched_rank, launched_world_size
 
 @dataclass(frozen=True)
 class Process:
-    """This process among the run's.
+    """One process of a run.
 
     Attributes:
         rank, world_size: as in torch.distributed.
         local_world_size: processes on this machine.
-        launched: torchrun started this process, and will pass on every signal that it gets itself.
-        device: where this process trains.
+        launched: torchrun started this process and will forward its signals.
+        device: the device of this process.
         timeout: longest wait for another process.
     """
 
@@ -41,14 +41,14 @@ class Process:
 
 @contextmanager
 def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Process]:
-    """Joins the process group (nccl on CUDA, gloo on CPU) and leaves it where no error ends it.
+    """Joins the process group (nccl on CUDA, gloo on CPU); leaves it at the end, unless an error occurs.
 
     Args:
         device: "cpu", "cuda" or "auto".
-        timeout_seconds: a process that keeps the others waiting longer is taken to hang.
+        timeout_seconds: time after which a process that keeps the others waiting counts as hung.
 
     Raises:
-        ValueError: "cuda" without a GPU for this process, or processes that do not find each other.
+        ValueError: "cuda" without a GPU for this process, or processes that cannot connect.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,28 +57,28 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"process {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()};"
-            " start at most one process for each with --nproc-per-node"
+            " start at most one process per GPU with --nproc-per-node"
         )
-    place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    own_device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(own_device)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank, world_size = (launched_rank(), launched_world_size()) if launched else (0, 1)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if local_world_size == world_size:
-        _meet_on_loopback()
+        _connect_over_loopback()
     if kind == "cpu":
         _keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
     store: dist.Store | None = None if launched else dist.HashStore()
     if launched and local_world_size == world_size:
         store = _store_of_this_attempt(world_size, timeout)
-    _join(kind, place, rank, world_size, store, timeout)
-    process = Process(rank, world_size, local_world_size, launched, place, timeout)
+    _join(own_device, rank, world_size, store, timeout)
+    process = Process(rank, world_size, local_world_size, launched, own_device, timeout)
     try:
         yield process
     except BaseException:
-        # Other processes may be waiting in the group for this one, which closing it would then wait for.
+        # Closing the group would wait for processes that in turn wait for this one.
         if process.world_size == 1:
             dist.destroy_process_group()
         raise
@@ -86,7 +86,7 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
 
 
 def on_first(process: Process, action: Callable[[], None]) -> None:
-    """Runs ``action`` on the first process while the others wait; where it fails, all of them raise its error."""
+    """Runs ``action`` on the first process while the others wait; if it fails, all of them raise its error."""
     failure: list[Exception | None] = [None]
     if process.is_first:
         try:
@@ -99,9 +99,9 @@ def on_first(process: Process, action: Callable[[], None]) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc keep large freed blocks: by default each large tensor is mapped anew, at a page fault per 4 KiB.
+    """Makes glibc keep large freed blocks: by default it maps each large tensor anew, with a page fault per 4 KiB.
 
-    Seen to save up to a third of the step at batches of 32K and above. Elsewhere than on glibc nothing happens.
+    Saved up to a third of the step's time at batches of 32K and above. Does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -114,11 +114,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def _store_of_this_attempt(world_size: int, timeout: timedelta) -> dist.Store | None:
-    """Where torchrun's processes meet, apart from those of its earlier attempts; None for the library's own choice.
+    """The part of torchrun's store for its present attempt; None for the library's default.
 
-    torchrun keeps one store over its restarts, in which the addresses of processes that were killed are left. On one
-    machine the attempts are counted. On several they are not counted alike: there torchrun has to make a new store for
-    each, as TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has it do.
+    torchrun keeps one store over its restarts, which still has the addresses of killed processes. The count of restarts
+    separates them on one machine. Several machines count differently; there torchrun must make a new store for each
+    attempt, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 requests.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -127,24 +127,22 @@ def _store_of_this_attempt(world_size: int, timeout: timedelta) -> dist.Store | 
     return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
-def _join(
-    kind: str, device: torch.device, rank: int, world_size: int, store: dist.Store | None, timeout: timedelta
-) -> None:
-    backend = "nccl" if kind == "cuda" else "gloo"
-    meeting: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
+def _join(device: torch.device, rank: int, world_size: int, store: dist.Store | None, timeout: timedelta) -> None:
+    on_cuda = device.type == "cuda"
+    backend = "nccl" if on_cuda else "gloo"
+    rendezvous: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
     try:
-        place = device if kind == "cuda" else None
-        dist.init_process_group(backend, device_id=place, timeout=timeout, **meeting)
+        dist.init_process_group(backend, device_id=device if on_cuda else None, timeout=timeout, **rendezvous)
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"the processes cannot join over {backend}: {first_line}; name the network interface that they share with"
-            " GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME), as `ip addr` lists it"
+            f"the processes cannot connect over {backend}: {first_line}; set GLOO_SOCKET_IFNAME (and"
+            " NCCL_SOCKET_IFNAME) to the network interface that they share; `ip addr` lists them"
         ) from error
 
 
-def _meet_on_loopback() -> None:
-    """Processes of one machine need no network, and no host name that resolves: gloo would look for both."""
+def _connect_over_loopback() -> None:
+    """Makes gloo use the loopback interface, so that one machine needs no network and no resolvable host name."""
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

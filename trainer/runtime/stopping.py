@@ -1,4 +1,4 @@
-"""What ends a run early: a wish to stop, or a loss that is not finite. All processes learn of it at the same step."""
+"""Early ends of a run: a request to stop, or a loss that is not finite. All processes see them at the same step."""
 
 import signal
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from .processes import Process
 
 
 class LossWatch:
-    """Sums losses and remembers the first that was not finite, on the device, so that no step waits for it."""
+    """Sum of the losses and first step with a loss that is not finite, on the device, so that no step waits for it."""
 
     def __init__(self, process: Process):
         self._world_size = process.world_size
@@ -23,15 +23,15 @@ class LossWatch:
         self._count = 0
 
     def add(self, loss: Tensor, step: int) -> None:
-        """Takes this process's loss of a step, a scalar."""
+        """Adds this process's loss of a step, a scalar."""
         self._sum += loss
         self._bad = torch.where(torch.isfinite(loss), self._bad, self._bad.clamp_max(step))
         self._count += 1
 
     def read(self) -> tuple[float, int | None]:
-        """(mean loss since the last call, NaN without a step; first step whose loss was not finite) over all processes.
+        """(mean loss since the last call, or NaN; first step whose loss was not finite, or None) over all processes.
 
-        Waits for the device. All processes call it together.
+        Waits for the device. Collective: all processes call it together.
         """
         if self._world_size > 1:
             dist.all_reduce(self._sum)
@@ -44,17 +44,17 @@ class LossWatch:
 
 
 class StopRequest:
-    """A wish to stop, of any process, that all of them see after the same step."""
+    """A request to stop by any process, which all of them see after the same step."""
 
     def __init__(self, process: Process):
         self.wanted = False
-        # A group of its own, on the CPU: asking neither waits for the GPU nor gets between the model's collectives.
+        # A separate group on the CPU neither waits for the GPU nor interferes with the model's collectives.
         alone = process.world_size == 1
         self._group = None if alone else dist.new_group(backend="gloo", timeout=process.timeout)
         self._asked: tuple[dist.Work, Tensor] | None = None
 
     def agreed(self) -> bool:
-        """True where a process wanted to stop before the previous call; alone, where this one does now."""
+        """True if a process requested to stop before the previous call; with one process, before this call."""
         if self._group is None:
             return self.wanted
         agreed = False
@@ -62,7 +62,7 @@ class StopRequest:
             work, wanted = self._asked
             work.wait()
             agreed = bool(wanted.item())
-        # The answer is read one step later, so that no process waits for another here.
+        # The result is read one step later, so that no process waits for another here.
         wanted = torch.tensor(float(self.wanted))
         self._asked = (dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._group, async_op=True), wanted)
         return agreed
@@ -70,9 +70,9 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(process: Process) -> Iterator[StopRequest]:
-    """Turns the first Ctrl-C or SIGTERM into a request; a second one interrupts at once.
+    """Turns the first Ctrl-C or SIGTERM into a request; a second one interrupts immediately.
 
-    Under torchrun a second one is taken for the first: the terminal sends it to all processes, and torchrun once more.
+    Under torchrun a second signal counts as the first: terminal and torchrun both send Ctrl-C to each process.
     """
     stop = StopRequest(process)
 

@@ -1,4 +1,4 @@
-"""Work in a process of its own: its memory is its own, and where it fails the caller goes on."""
+"""Function calls in a subprocess, which has its own peak memory and whose failure the caller survives."""
 
 import multiprocessing
 import os
@@ -14,12 +14,12 @@ Result = TypeVar("Result")
 
 
 def run_in_subprocess(function: Callable[..., Result], *arguments: Any) -> Result:
-    """``function(*arguments)``, a module's function, in a new process that ends with it, and with this one.
+    """Calls ``function(*arguments)``, a function of a module, in a subprocess that ends with the call or this process.
 
     Raises:
-        ProcessFailed: it raised an error, or was ended.
+        ProcessFailed: the function raised an error, or the subprocess was killed.
     """
-    # Forked from a server that has imported everything, started no thread and never touched the GPU.
+    # Forked from a server that has imported the module, but has no other threads and has not used the GPU.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
     receiver, sender = context.Pipe(duplex=False)
@@ -32,7 +32,7 @@ def run_in_subprocess(function: Callable[..., Result], *arguments: Any) -> Resul
         process.join()
         code = process.exitcode or 0
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        raise ProcessFailed(f"the process was ended {how}") from None
+        raise ProcessFailed(f"the process ended {how}") from None
     except KeyboardInterrupt:
         process.kill()
         raise
@@ -54,7 +54,7 @@ def _run(outcome: Connection, function: Callable[..., Any], arguments: tuple[Any
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed is not to leave this process behind."""
+    """Ends this process when its parent ends, even if the parent is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, mistakes, the screen, and how it ends when asked to stop."""
+"""The command line as users see it: help, messages about mistakes, progress on the screen, and requests to stop."""
 
 import dataclasses
 import fcntl
@@ -34,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def endless_training(folder: Path, run: str) -> list[str]:
     command = [sys.executable, "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/data"]
-    # One row a step: an epoch of 205 steps, and a request to stop comes in the middle of one.
+    # One sample per step: an epoch has 205 steps, and a request to stop arrives in the middle of one.
     return [*command, "--run-dir", f"{folder}/{run}", "--set", "train.epochs=100000", "--set", "train.batch_size=1"]
 
 
 def check_stopped(run: Path, said: str) -> None:
-    """It said so in one line and left a checkpoint that can be used."""
+    """Checks the one line about the stop, and the checkpoint that it names."""
     newest = sorted((run / "checkpoints").iterdir())[-1]
     step = int(newest.name.removeprefix("step_"))
     assert re.search(rf"^cowrec: stopped at step {step}; saved {re.escape(str(newest))}$", said, re.MULTILINE), said
@@ -61,10 +61,10 @@ def test_sigterm_saves_and_a_pipe_sees_no_bar(folder: Path) -> None:
     assert process.wait(timeout=60) == 130
     check_stopped(folder / "term", "".join(seen))
     kinds = ("deepfm on csv: 205 training rows", "batch 1 (205 steps an epoch)", "epoch ", "cowrec: stopped")
-    assert all(line.startswith(kinds) for line in seen), "a library spoke"
+    assert all(line.startswith(kinds) for line in seen), "a library printed something"
 
 
-def test_ctrl_c_on_a_terminal_saves_and_the_bar_tells_how_it_goes(folder: Path) -> None:
+def test_ctrl_c_on_a_terminal_saves_and_the_bar_shows_progress(folder: Path) -> None:
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     process = subprocess.Popen(
@@ -83,7 +83,7 @@ def test_ctrl_c_on_a_terminal_saves_and_the_bar_tells_how_it_goes(folder: Path) 
     assert process.wait(timeout=60) == 130
     said = shown.decode().replace("\r", "\n")
     check_stopped(folder / "int", said)
-    # Done of all samples, [time spent < time left, samples/s, loss].
+    # Samples done and total, [time elapsed < time left, samples/s, loss].
     assert re.search(r"epoch 1:.*\d+/205 \[\d\d:\d\d<\d\d:\d\d, +[\d.k]+ samples/s, loss=\d\.\d{4}\]", said), said
 
 
@@ -146,7 +146,7 @@ def test_set_overrides_the_prepare_section_of_the_file(
     assert "10 test rows" in capsys.readouterr().out
     assert run(monkeypatch, *command, tmp_path / "flag", "--set", "prepare.test_rows=20") == 0
     assert "20 test rows" in capsys.readouterr().out
-    # The tail's size has no meaning for another split.
+    # The size of the tail split does not apply to another split.
     assert run(monkeypatch, *command, tmp_path / "other", "--set", "prepare.split=random") == 0
     settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]
     assert (settings["split"], settings["test_rows"], settings["min_count"]) == ("random", None, 2)
@@ -207,13 +207,13 @@ def test_a_mistake_is_one_line_and_code_2(
         pytest.skip("there is a GPU here")
     arguments, message = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
-    places = {"toml": folder / "run.toml", "data": folder / "data"}
-    assert run(monkeypatch, *(each.format(**places) for each in arguments)) == 2
+    paths = {"toml": folder / "run.toml", "data": folder / "data"}
+    assert run(monkeypatch, *(each.format(**paths) for each in arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.fullmatch(r"cowrec: error: [^\n]+\n", captured.err), captured.err
     assert message in captured.err
-    assert not list(tmp_path.iterdir()), "something half-written was left behind"
+    assert not list(tmp_path.iterdir()), "incomplete output was left behind"
 
 
 def test_an_error_inside_a_library_keeps_its_traceback(

@@ -1,4 +1,4 @@
-"""The run's configuration: what it refuses and in which words, what it saves, and what it derives."""
+"""The run's configuration: error messages, overrides, saving, and derived values."""
 
 import dataclasses
 import re
@@ -54,7 +54,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[optimizer]\nlower_bound = -1.0", "optimizer.lower_bound must be at least 0 and finite, got -1.0"),
         ("[optimizer]\ncounter_halflife = -2", "optimizer.counter_halflife must be at least -1, got -2"),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
-        ('[clip]\nrule = "global"\nmax_norm = 1.0', "optimizer.absent_rows = 'replay' computes absent rows later; set it to 'lazy'"),
+        ('[clip]\nrule = "global"\nmax_norm = 1.0', "'replay' computes absent rows later; set it to 'lazy'"),
         ('[clip]\nrule = "adaptive_field"\nbound = 1.0', "clip.bound = 1.0 has no meaning for clip.rule"),
         ("[clip]\nr = 0.0", "clip.r must be > 0"),
         ("[clip]\nbound = 1.0", "clip.bound = 1.0 has no meaning for clip.rule = 'cowclip'; it takes r, zeta"),
@@ -65,14 +65,14 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[train\nseed = 1", "is not TOML"),
     ],
 )  # fmt: skip
-def test_says_key_value_and_remedy(tmp_path: Path, toml: str, message: str) -> None:
+def test_messages_name_key_value_and_remedy(tmp_path: Path, toml: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load(tmp_path, toml)
     assert str(tmp_path / "run.toml") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_says_what_a_missing_file_is_for(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist; see scripts/configs"):
         load_config(tmp_path / "none.toml")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
@@ -93,7 +93,7 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path, override: str
     assert config.train == dataclasses.replace(TrainConfig(batch_size=5, seed=7), **expected)
 
 
-def test_later_overrides_win_and_may_open_a_section(tmp_path: Path) -> None:
+def test_later_overrides_win_and_may_add_a_section(tmp_path: Path) -> None:
     config = load(tmp_path, "", "model.hidden=[8, 4]", "model.hidden=[3]", "optimizer.betas=[0.5, 1e-1]")
     assert config.model.hidden == (3,)
     assert config.optimizer.betas == (0.5, 0.1)
@@ -148,7 +148,7 @@ def test_a_saved_configuration_is_the_same(tmp_path_factory: Any, config: RunCon
 @pytest.mark.parametrize("batch_size", [1024, 8192, 65536, 131072])
 @pytest.mark.parametrize("name", ["criteo", "avazu"])
 def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> None:
-    """Avazu's file is for batches above 2K and below 128K, as it says; there the reference leaves its own rule."""
+    """Avazu's file is for batches between 2K and 128K, as its comments say; elsewhere the reference deviates."""
     config = load_config(CONFIGS / f"{name}.toml", [f"train.batch_size={batch_size}"])
     preset = PRESETS[name](batch_size)
     assert config.train.epochs == preset.epochs

@@ -1,4 +1,4 @@
-"""`[id_table]`: what its sections mean together, and what it refuses."""
+"""`[id_table]`: the settings of each table, and errors."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_times(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["30", "d", "-3d", "1.5h", "0d", "3 months"])
-def test_no_times(text: str) -> None:
+def test_invalid_times(text: str) -> None:
     with pytest.raises(ValueError, match=r'id_table.expire_after must be a whole number and a unit .* such as "30d"'):
         config_from({"id_table": {"kind": "collisionless", "expire_after": text}})
 
@@ -55,7 +55,7 @@ def test_a_table_is_a_field_unless_fields_share_it() -> None:
         ({"tables": {"day": {"capacty": 4}}}, r"id_table.tables.day.capacty"),
     ],
 )
-def test_refused(section: dict, message: str) -> None:
+def test_invalid_sections_are_refused(section: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from({"id_table": section})
 
@@ -72,7 +72,7 @@ def test_refused(section: dict, message: str) -> None:
         ({"kind": "hash", "tables": {"a": {"fields": ["day", "tags"]}}}, r"one is pooled by sum, the other by mean"),
     ],
 )
-def test_refused_of_data(section: dict, message: str) -> None:
+def test_sections_that_do_not_fit_the_data_are_refused(section: dict, message: str) -> None:
     fields = schema(day={}, user={}, tags={"kind": "multi", "pooling": "mean"})
     with pytest.raises(ValueError, match=message):
         table_specs(fields, config_from({"id_table": section}).id_table)

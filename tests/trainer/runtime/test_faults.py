@@ -1,4 +1,4 @@
-"""What a run meets, done to it for real: killed and hung processes, a full disk, data that go, NaN in one row."""
+"""Injected faults: killed and hung processes, a full disk, deleted data, NaN in one sample."""
 
 import random
 import re
@@ -22,7 +22,7 @@ OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=60"]
 """300 steps."""
 LARGE, SMALL_FILE = ["model.hidden=[400]", "train.log_every=1000"], 150_000
-"""Checkpoints of one file of more, and metrics of less than so many bytes."""
+"""A model whose checkpoint has a file above SMALL_FILE bytes, while the metrics' file stays below."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def training(folder: Path, run_dir: Path, *overrides: str, processes: int = 1, r
 
 @pytest.fixture
 def start() -> Iterator:
-    """Starts a command; at the end of the test nothing of it is left."""
+    """Starts a command; its processes are killed at the end of the test."""
     started: list[psutil.Process] = []
 
     def begin(command: list[str]) -> subprocess.Popen:
@@ -59,7 +59,7 @@ def start() -> Iterator:
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The processes that train, under a launcher or as the process itself, by rank."""
+    """The training processes under a launcher, by rank."""
     found = [each for each in psutil.Process(launcher.pid).children() if "cowrec.trainer" in each.cmdline()]
     return sorted(found, key=lambda each: int(each.environ()["RANK"]))
 
@@ -77,13 +77,13 @@ def undisturbed(folder: Path) -> Path:
 def test_kills_at_random_moments_change_no_bit(
     folder: Path, undisturbed: Path, tmp_path: Path, start, whom: str, pytestconfig: pytest.Config
 ) -> None:
-    """While it joins, trains, evaluates or saves: torchrun starts it again, and it goes on from what is saved."""
+    """Kills during joining, training, evaluation or saving; torchrun restarts the run, which resumes."""
     kills, rng = pytestconfig.getoption("--kills"), random.Random(whom)
     run_dir = tmp_path / "run"
     launcher = start(training(folder, run_dir, *LONG, processes=2, restarts=1000))
     for _ in range(kills):
         before = lines(run_dir)
-        # Killed before it has got further it would never end: the moments are from there on.
+        # Waits for progress first, since a run that is killed without any would never end.
         wait_for(lambda before=before: lines(run_dir) != before or launcher.poll() is not None)
         time.sleep(rng.uniform(0, 1.5))
         ranks = ranks_of(launcher)
@@ -115,16 +115,16 @@ def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
     _, hung = ranks_of(launcher)
     hung.send_signal(signal.SIGSTOP)
     for line in launcher.stderr:
-        if "no sign of life from rank 1 (last heard of at step" in line:
+        if "no heartbeat from rank 1 (last heartbeat at step" in line:
             break
     else:
-        pytest.fail("nobody named the rank")
+        pytest.fail("no message names the rank")
     hung.kill()
     assert launcher.wait(timeout=60) != 0
 
 
 def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: Path, start) -> None:
-    """The system refuses large files for a while; earlier checkpoints stay, and the run catches up."""
+    """The system refuses large files for a while; earlier checkpoints stay, and later ones are written."""
     run_dir = tmp_path / "run"
     process = start(training(folder, run_dir, "train.epochs=100000", *LARGE))
     for line in process.stderr:
@@ -162,7 +162,7 @@ def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_shard_that_goes_between_epochs_is_named(tmp_path: Path, start, processes: int) -> None:
+def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start, processes: int) -> None:
     make_data(tmp_path)
     config_file(tmp_path)
     process = start(training(tmp_path, tmp_path / "run", "train.epochs=100000", processes=processes))
@@ -190,7 +190,7 @@ def test_nan_in_one_ranks_row_stops_all_and_keeps_the_last_checkpoint(tmp_path: 
     launcher = start(training(tmp_path, run_dir, "train.epochs=4", "train.log_every=1", processes=2))
     said = launcher.stderr.read()
     assert launcher.wait(timeout=60) != 0
-    # A step of 51 rows and two processes: the row was one process's, and both say so.
+    # Only one of the two processes has the sample in its part of the batch, but both report it.
     assert said.count("the loss was not finite at step") == 2
     assert said.count(f"the last good checkpoint is {run_dir}/checkpoints/step_000000010") == 2
     assert all(value.isfinite().all() for value in tensors(checkpoint(run_dir)["model"]).values())

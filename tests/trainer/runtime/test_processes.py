@@ -1,4 +1,4 @@
-"""Two processes under torchrun train what one process trains, and what ends one of them ends both."""
+"""Two processes under torchrun train the same model as one process, and end together."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from trainer_cases import (
 STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
 FUSED = ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]  # with L2
 
-# name -> (data set, --set). A name's part before "/" is the run of one process that it must equal.
+# name -> (data set, --set). The part before "/" names the run of one process that must have the same result.
 CASES = {
     "adam/table_wise": ("weighted", ["sharding.plan=table_wise"]),
     "adam/row_wise": ("weighted", ["sharding.plan=row_wise"]),
@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``runs1/NAME`` of one process, ``runs2/NAME_PLAN`` of two in one launch; the ranks' outcomes in cases.rank*."""
+    """Runs of one process in ``runs1/NAME``, of two in ``runs2/NAME_PLAN``; the ranks' outcomes in cases.rank*."""
     folder = tmp_path_factory.mktemp("processes")
     config_file(folder)
     make_data(folder / "weighted")
@@ -50,14 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def case(name: str, data: str, overrides: list[str], world_size: int) -> dict:
         run_dir = folder / f"runs{world_size}" / name.replace("/", "_")
         data_dir = folder / data / "data"
-        places = {"config": f"{folder}/run.toml", "data": str(data_dir), "run_dir": str(run_dir)}
-        return {**places, "set": overrides, "port": free_port()}
+        paths = {"config": f"{folder}/run.toml", "data": str(data_dir), "run_dir": str(run_dir)}
+        return {**paths, "set": overrides, "port": free_port()}
 
     for name, (data, overrides) in CASES.items():
         if name.endswith("row_wise"):
             assert train_case(case(name.split("/")[0], data, overrides, 1)) == "ok"
     double = [case(name, *what, 2) for name, what in CASES.items()]
-    # Again into a folder that holds a run; on a port of its own, whose store has nobody's leftovers.
+    # Once more into a folder that already has a run; on another port, whose store is empty.
     double.append({**double[0], "port": free_port()})
     train_in_processes(double, folder / "cases.json", 2)
     return folder
@@ -84,7 +84,7 @@ def test_two_processes_train_what_one_does(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
 def test_clip_statistics_cover_the_tables_of_all_processes(folder: Path, plan: str) -> None:
-    """Counts are exact, but for a row at its limit. Over the parts of a row-wise table the median is an estimate."""
+    """Counts are exact except for a row at its limit. The median over the shards of a row-wise table is an estimate."""
     readings = []
     for run in (folder / "runs1" / "adam", folder / "runs2" / f"adam_{plan}"):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -113,7 +113,7 @@ def test_two_processes_write_one_report_and_one_log(folder: Path) -> None:
 
 
 def test_ctrl_c_ends_both_ranks_with_one_checkpoint(folder: Path) -> None:
-    """The terminal sends SIGINT to every process of its group, and torchrun then sends it to the ranks once more."""
+    """The terminal sends SIGINT to every process of its group, and torchrun sends it to the ranks again."""
     run = folder / "stopped"
     command = [*torchrun(2), "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/weighted/data"]
     command += ["--run-dir", str(run), "--set", "train.epochs=100000", "--set", "train.log_every=1000000"]

@@ -1,4 +1,4 @@
-"""A sweep against single runs, and what becomes of it when a run fails, when it is killed, when it is called again."""
+"""A sweep against single runs; failed runs, killed runs and sweeps, and repeated calls."""
 
 import fcntl
 import hashlib
@@ -53,8 +53,8 @@ def key(line: dict[str, Any]) -> tuple:
     return line["rule"], line["batch_size"], line["clip"], line["seed"]
 
 
-def test_a_line_is_what_a_single_run_reports(folder: Path, tmp_path: Path) -> None:
-    """At twice the base batch cowclip doubles l2 and takes sqrt 2 of the dense rate. Equal seeds give equal bits."""
+def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) -> None:
+    """At twice the base batch, cowclip doubles l2 and multiplies the dense rate by sqrt 2. Equal seeds: equal bits."""
     lines = {key(line): line for line in lines_of(folder / "grid")}
     assert len(lines) == 8
     line = lines["cowclip", 102, "on", 0]
@@ -75,7 +75,7 @@ def test_a_line_is_what_a_single_run_reports(folder: Path, tmp_path: Path) -> No
 
 
 def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> None:
-    """At the base batch size the rules are one run, whose folder is that of the first rule."""
+    """At the base batch size all rules share one run, in the folder of the first rule."""
     runs = {each.name for each in (folder / "grid" / "runs").iterdir()}
     assert len(runs) == 6
     assert "linear-51-clip_on-seed0" not in runs
@@ -88,7 +88,7 @@ def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> Non
     assert not (run / "checkpoints").exists()
 
 
-def test_a_larger_grid_adds_to_what_is_there(folder: Path) -> None:
+def test_a_larger_grid_adds_runs(folder: Path) -> None:
     before = lines_of(folder / "grid")
     reports = {file: file.stat().st_mtime_ns for file in (folder / "grid").rglob("report.json")}
     found = run_sweep(folder, folder / "grid", grid=Grid([102], ["linear"], ["on"], 2))
@@ -110,7 +110,7 @@ def test_a_run_whose_line_was_lost_is_not_trained_again(folder: Path) -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Processes under one, outermost first."""
+    """The descendants of a process, outermost first."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = status.read_text().rpartition(")")[2].split()[1]
@@ -122,7 +122,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
-    """Of four runs the first is killed and recorded as failed, in the third the sweep is; the next call goes on."""
+    """The first of four runs is killed and recorded as failed, the sweep in the third; the next call resumes."""
     epochs, output = 25, tmp_path / "out"
     command = [sys.executable, "-m", "cowrec.trainer", "sweep", f"{folder}/run.toml", "--data", f"{folder}/data"]
     command += ["--output", str(output), "--batch-sizes", "51", "--rules", "linear", "--seeds", "2"]
@@ -137,11 +137,11 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
             os.kill(list(descendants(process.pid))[-1], signal.SIGKILL)
         if line.startswith("epoch 1/") and run == 3:
             process.kill()
-    # The loop ended, so that nobody holds the pipe any longer: the run has ended with its sweep.
+    # The loop has ended, so no process has the pipe open: the run has ended with its sweep.
     process.wait()
     left = lines_of(output)
     assert [key(line) for line in left] == [("linear", 51, "on", 0), ("linear", 51, "off", 0)], said
-    assert left[0]["error"] == "the process was ended by signal 9"
+    assert left[0]["error"] == "the process ended by signal 9"
     assert left[0]["dense_lr"] == 1e-2
     assert left[0]["versions"] == left[1]["versions"]
     assert "auc" not in left[0]
@@ -160,7 +160,7 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     assert "(1 of 2)" in table(found)
 
 
-def test_ctrl_c_ends_the_run_and_says_how_to_go_on(folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_and_says_how_to_continue(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "out" / "runs" / "linear-51-clip_on-seed0"
 
     def press() -> None:
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_go_on(folder: Path, tmp_path: Path)
             os.sched_yield()
         os.kill(os.getpid(), signal.SIGINT)
 
-    # Whoever runs the tests in the background may have had it ignored.
+    # SIGINT may be ignored when the tests run in the background.
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     pressing = threading.Thread(target=press)
     pressing.start()
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_go_on(folder: Path, tmp_path: Path)
     assert not (tmp_path / "out" / "sweep.jsonl").exists()
 
 
-def test_runs_that_cannot_be_trained_are_recorded_and_the_others_go_on(folder: Path, tmp_path: Path) -> None:
+def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path: Path) -> None:
     grid = Grid([1000, 102], ["none"], ["on"], 1)
     refused, good = run_sweep(folder, tmp_path / "drop", "train.drop_last=true", grid=grid)
     assert refused["error"].startswith("ValueError: train.drop_last leaves nothing of 205 training rows")
@@ -244,7 +244,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_swept_is_refused(
+def test_invalid_grids_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     arguments, message = REFUSED[name]
