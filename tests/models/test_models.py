@@ -258,7 +258,7 @@ def test_under_autocast_logits_are_float32_and_near_those_without(name: str) -> 
         logits.sum().backward()
         bags = model.front.embeddings.embedding_bags.values()
         found.append([logits.detach(), *(bag.weight.grad.clone() for bag in bags)])
-    for whole, half in zip(*found, strict=True):
+    for full, half in zip(*found, strict=True):
         assert half.dtype == torch.float32
-        torch.testing.assert_close(half, whole, rtol=0, atol=0.1 * whole.abs().max().item())
-        assert not torch.equal(half, whole)
+        torch.testing.assert_close(half, full, rtol=0, atol=0.1 * full.abs().max().item())
+        assert not torch.equal(half, full)

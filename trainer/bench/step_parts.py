@@ -45,11 +45,11 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
     parts["clip_and_embedding_update"] = total(EMBEDDING_UPDATE) - parts["row_gradients"]
     if on_cuda:  # the backward runs in its own thread, outside the range that waits for it
         kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
-        whole = sum(each.self_device_time_total for each in kernels)
-        parts["dense"] = whole - sum(parts.values())
+        step_time = sum(each.self_device_time_total for each in kernels)
+        parts["dense"] = step_time - sum(parts.values())
     else:
-        whole = total(_STEP)
+        step_time = total(_STEP)
         rows = total(*_EXCHANGE) + parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
         parts["dense"] = total(*_PASSES) - rows
-        parts["other"] = whole - sum(parts.values())
-    return {part: time / whole for part, time in parts.items()}
+        parts["other"] = step_time - sum(parts.values())
+    return {part: time / step_time for part, time in parts.items()}

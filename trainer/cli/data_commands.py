@@ -96,12 +96,7 @@ def prepare(
             progress=bar.update,
             scheduler=scheduler,
         )
-    rows = ", ".join(f"{split.rows:,} {name} rows" for name, split in schema.splits.items())
-    bad = sum(source.bad_rows for source in schema.sources)
-    skipped = f"; {bad:,} bad rows left out" if bad else ""
-    rows_of_ids = sum(field.num_embeddings for field in schema.sparse)
-    ids = "raw ids" if schema.has_raw_ids else f"{rows_of_ids:,} ids"
-    print(f"{output}: {rows}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}")
+    print(f"{output}: {_summary(schema)}")
 
 
 @app.command()
@@ -194,6 +189,16 @@ def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
         # The file's test_rows or test_fraction belongs to the file's kind of split.
         values = {"test_rows": None, "test_fraction": None, **values}
     return config_from({"prepare": {**dataclasses.asdict(section), **values}}).prepare
+
+
+def _summary(schema: Any) -> str:
+    """Sizes of a data set, in one line."""
+    rows = ", ".join(f"{split.rows:,} {name} rows" for name, split in schema.splits.items())
+    bad = sum(source.bad_rows for source in schema.sources)
+    skipped = f"; {bad:,} bad rows left out" if bad else ""
+    num_ids = sum(field.num_embeddings for field in schema.sparse)
+    ids = "raw ids" if schema.has_raw_ids else f"{num_ids:,} ids"
+    return f"{rows}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}"
 
 
 @contextmanager

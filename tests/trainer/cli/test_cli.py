@@ -38,12 +38,14 @@ def endless_training(folder: Path, run: str) -> list[str]:
     return [*command, "--run-dir", f"{folder}/{run}", "--set", "train.epochs=100000", "--set", "train.batch_size=1"]
 
 
-def check_stopped(run: Path, said: str) -> None:
+def check_stopped(run: Path, printed: str) -> None:
     """Checks the one line about the stop, and the checkpoint that it names."""
     newest = sorted((run / "checkpoints").iterdir())[-1]
     step = int(newest.name.removeprefix("step_"))
-    assert re.search(rf"^cowrec: stopped at step {step}; saved {re.escape(str(newest))}$", said, re.MULTILINE), said
-    assert "Traceback" not in said
+    assert re.search(rf"^cowrec: stopped at step {step}; saved {re.escape(str(newest))}$", printed, re.MULTILINE), (
+        printed
+    )
+    assert "Traceback" not in printed
     assert newest_progress(run)["step"] == step
     assert evaluate_run(run, run.parent / "data")["rows"] == TEST_ROWS
     assert not list(run.rglob("*.partial"))
@@ -81,10 +83,10 @@ def test_ctrl_c_on_a_terminal_saves_and_the_bar_shows_progress(folder: Path) -> 
             asked = True
             os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    said = shown.decode().replace("\r", "\n")
-    check_stopped(folder / "int", said)
+    printed = shown.decode().replace("\r", "\n")
+    check_stopped(folder / "int", printed)
     # Samples done and total, [time elapsed < time left, samples/s, loss].
-    assert re.search(r"epoch 1:.*\d+/205 \[\d\d:\d\d<\d\d:\d\d, +[\d.k]+ samples/s, loss=\d\.\d{4}\]", said), said
+    assert re.search(r"epoch 1:.*\d+/205 \[\d\d:\d\d<\d\d:\d\d, +[\d.k]+ samples/s, loss=\d\.\d{4}\]", printed), printed
 
 
 COMMANDS = [

@@ -110,9 +110,9 @@ def test_a_bug_in_a_command_keeps_its_traceback_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, error: str
 ) -> None:
     assert evaluate_with(body, monkeypatch) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback (most recent call last):")
-    assert said.splitlines()[-1] == error
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback (most recent call last):")
+    assert printed.splitlines()[-1] == error
 
 
 @pytest.mark.parametrize("kind", ["ValueError", "OSError"])
@@ -135,9 +135,9 @@ def test_a_failed_subprocess_is_an_error_and_a_bug_in_it_keeps_its_traceback(cap
     assert run_in_subprocess(look_up, "a") == 1
     with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
         run_in_subprocess(look_up, "b")
-    said = capfd.readouterr().err
-    assert "Traceback" in said
-    assert 'return {"a": 1}[key]' in said
+    printed = capfd.readouterr().err
+    assert "Traceback" in printed
+    assert 'return {"a": 1}[key]' in printed
     with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
         run_in_subprocess(require_model, "deepfn")
     assert capfd.readouterr().err == ""

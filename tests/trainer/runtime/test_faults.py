@@ -152,10 +152,10 @@ def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, s
         if line.startswith("epoch 3/"):
             break
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
-    said = process.stderr.read()
+    printed = process.stderr.read()
     assert process.wait(timeout=120) == 2
-    assert "error: the checkpoint of step 300 could not be written" in said
-    assert "free disk space or repair the folder, then train with --resume" in said
+    assert "error: the checkpoint of step 300 could not be written" in printed
+    assert "free disk space or repair the folder, then train with --resume" in printed
     assert list((run_dir / "checkpoints").glob("step_?????????"))
     process = start(training(folder, run_dir, "train.epochs=60", *LARGE))
     assert process.wait(timeout=120) == 0
@@ -166,14 +166,16 @@ def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start, processe
     make_data(tmp_path)
     config_file(tmp_path)
     process = start(training(tmp_path, tmp_path / "run", "train.epochs=100000", processes=processes))
-    said = ""
+    printed = ""
     for line in process.stderr:
-        said += line
+        printed += line
         if line.startswith("epoch 2/"):
             for shard in (tmp_path / "data" / "train").iterdir():
                 shard.unlink()
     assert process.wait(timeout=60) != 0
-    assert len(re.findall(r"^cowrec.*: error: .*/data/train/\d+.parquet is missing", said, re.MULTILINE)) == processes
+    assert (
+        len(re.findall(r"^cowrec.*: error: .*/data/train/\d+.parquet is missing", printed, re.MULTILINE)) == processes
+    )
     assert list((tmp_path / "run" / "checkpoints").glob("step_?????????"))
 
 
@@ -188,9 +190,9 @@ def test_nan_in_one_ranks_row_stops_all_and_keeps_the_last_checkpoint(tmp_path: 
     price[17] = np.nan
     pq.write_table(rows.set_column(rows.schema.get_field_index("price"), "price", [price]), shard)
     launcher = start(training(tmp_path, run_dir, "train.epochs=4", "train.log_every=1", processes=2))
-    said = launcher.stderr.read()
+    printed = launcher.stderr.read()
     assert launcher.wait(timeout=60) != 0
     # Only one of the two processes has the sample in its part of the batch, but both report it.
-    assert said.count("the loss was not finite at step") == 2
-    assert said.count(f"the last good checkpoint is {run_dir}/checkpoints/step_000000010") == 2
+    assert printed.count("the loss was not finite at step") == 2
+    assert printed.count(f"the last good checkpoint is {run_dir}/checkpoints/step_000000010") == 2
     assert all(value.isfinite().all() for value in tensors(checkpoint(run_dir)["model"]).values())

@@ -129,9 +129,9 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     command += ["--set", f"train.epochs={epochs}"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    run, said = 0, ""
+    run, printed = 0, ""
     for line in process.stderr:
-        said += line
+        printed += line
         run += line.startswith("run ")
         if line.startswith("epoch 1/") and run == 1:
             os.kill(list(descendants(process.pid))[-1], signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     # The loop has ended, so no process has the pipe open: the run has ended with its sweep.
     process.wait()
     left = lines_of(output)
-    assert [key(line) for line in left] == [("linear", 51, "on", 0), ("linear", 51, "off", 0)], said
+    assert [key(line) for line in left] == [("linear", 51, "on", 0), ("linear", 51, "off", 0)], printed
     assert left[0]["error"] == "the process ended by signal 9"
     assert left[0]["dense_lr"] == 1e-2
     assert left[0]["versions"] == left[1]["versions"]
