@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.sparse_opt import IdTableConfig, IdTables
-from cowrec.trainer.cli.flag_values import chosen, listed, number
+from cowrec.trainer.cli.flag_values import parse_list, parse_names, parse_number
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.errors import ProcessFailed
@@ -166,11 +166,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="maximum batches of each kind [%(default)s]")
     arguments = parser.parse_args()
     try:
-        names = chosen("only", arguments.only, SUBJECTS)
+        names = parse_names("only", arguments.only, SUBJECTS)
         sizes = [
-            number(each, 1000, "--resident must be numbers, with K for 1000") for each in listed(arguments.resident)
+            parse_number(each, 1000, "--resident takes numbers, with K for 1000")
+            for each in parse_list(arguments.resident)
         ]
-        batch = number(arguments.batch, 1000, "--batch must be a number, with K for 1000")
+        batch = parse_number(arguments.batch, 1000, "--batch takes a number, with K for 1000")
     except ValueError as error:
         sys.exit(str(error))
     machine = {**environment(torch.device("cpu")), "cores": available_cores()}

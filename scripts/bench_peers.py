@@ -26,7 +26,7 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
 from cowrec.trainer.bench.bench import Bench, cases, run_ids
 from cowrec.trainer.bench.steady_state import LEAST_STEPS, WARMUP_STEPS, Case, measure
-from cowrec.trainer.cli.flag_values import chosen, listed, size, table_rows
+from cowrec.trainer.cli.flag_values import parse_batch_size, parse_list, parse_names, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
@@ -95,9 +95,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
-        names = chosen("only", arguments.only, DOES)
-        sizes = [size(each) for each in listed(arguments.batch_sizes)]
-        rows = table_rows(arguments.rows)
+        names = parse_names("only", arguments.only, DOES)
+        sizes = [parse_batch_size(each) for each in parse_list(arguments.batch_sizes)]
+        rows = parse_table_rows(arguments.rows)
         flags = {"max_rows": rows, "epoch_share": arguments.epoch_share, "seconds": arguments.seconds}
         settings = Bench(modes=("replay",), batch_sizes=sizes, **flags)
         if arguments.rounds < 1:

@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
-from cowrec.trainer.cli.flag_values import listed
+from cowrec.trainer.cli.flag_values import parse_list
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runs.provenance import environment
 
@@ -70,8 +70,8 @@ def main() -> None:
             "cores": available_cores(),
         }
         lines = []
-        rates = [float(rate) for rate in listed(arguments.rates)]
-        for samples in map(int, listed(arguments.samples)):
+        rates = [float(rate) for rate in parse_list(arguments.rates)]
+        for samples in map(int, parse_list(arguments.samples)):
             with served(folder), publishing(CONFIG, folder, arguments.delta_rows, arguments.delta_seconds):
                 wait_until(lambda health: health["version"] > 1)
                 for line in steps(samples, rates, arguments.seconds):

@@ -7,7 +7,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_world_size
 
-from .flag_values import listed, number, size, table_rows
+from .flag_values import parse_batch_size, parse_list, parse_number, parse_table_rows
 
 app = typer.Typer()
 
@@ -44,15 +44,15 @@ def bench(
     if launched_world_size() > 1:
         raise ValueError("bench starts its own processes; start it without torchrun")
     settings = Bench(
-        listed(absent_rows),
-        [size(each) for each in listed(batch_sizes)],
+        parse_list(absent_rows),
+        [parse_batch_size(each) for each in parse_list(batch_sizes)],
         model,
-        table_rows(rows),
-        [number(each, 1, "--spacing is a whole number, such as 10") for each in listed(spacing)],
+        parse_table_rows(rows),
+        [parse_number(each, 1, "--spacing must be a whole number, such as 10") for each in parse_list(spacing)],
         epoch_share,
         seconds,
-        listed(clip),
-        listed(precision),
+        parse_list(clip),
+        parse_list(precision),
         device,
     )
     print(f"{table(run(settings, output))}\n\n{output}, plot: {output.with_suffix('.png')}")

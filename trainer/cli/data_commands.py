@@ -109,7 +109,7 @@ def synthesize(
         float | None, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days. [0.01]")
     ] = None,
     days: Annotated[
-        float, typer.Option(help="Days that the training samples span; above 0 they drift and ids come and go.")
+        float, typer.Option(help="Days that the training samples span; above 0 their distribution drifts.")
     ] = 0.0,
 ) -> None:
     """Makes click data from a planted model, and records the best possible AUC.

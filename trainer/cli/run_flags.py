@@ -15,7 +15,7 @@ Overrides = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; start one if there is none.")]
 
 
-def loaded_run(config: Path, overrides: list[str] | None, data: Path | None) -> tuple[Any, Path]:
+def load_run(config: Path, overrides: list[str] | None, data: Path | None) -> tuple[Any, Path]:
     """A run's configuration and its data set. Raises ValueError if one is missing or wrong."""
     from cowrec.trainer.config.run import load_config
 

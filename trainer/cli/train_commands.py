@@ -7,8 +7,8 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 
-from .flag_values import listed, size
-from .run_flags import NewRunDir, Overrides, Resume, RunToml, TrainData, loaded_run, new_run_dir
+from .flag_values import parse_batch_size, parse_list
+from .run_flags import NewRunDir, Overrides, Resume, RunToml, TrainData, load_run, new_run_dir
 
 app = typer.Typer()
 
@@ -29,7 +29,7 @@ def train(
     """
     from cowrec.trainer.training.loop import train as run
 
-    loaded, data_dir = loaded_run(config, overrides, data)
+    loaded, data_dir = load_run(config, overrides, data)
     if run_dir is None and launched_world_size() > 1:
         raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
     if run_dir is None and resume:
@@ -68,7 +68,7 @@ def online(
 
     if run_dir is None and resume:
         raise ValueError("--resume continues a run; name it with --run-dir")
-    loaded, data_dir = loaded_run(config, overrides, data)
+    loaded, data_dir = load_run(config, overrides, data)
     folder = run_dir or new_run_dir(config)
     report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
     print(f"{report['samples']:,} samples  {report['samples_per_second']:,.0f} samples/s  run {folder}")
@@ -100,8 +100,10 @@ def sweep(
 
     if launched_world_size() > 1:
         raise ValueError("sweep starts its own processes; start it without torchrun")
-    grid = Grid([size(each) for each in listed(batch_sizes)], listed(rules), listed(clip), seeds)
-    loaded, data_dir = loaded_run(config, overrides, data)
+    grid = Grid(
+        [parse_batch_size(each) for each in parse_list(batch_sizes)], parse_list(rules), parse_list(clip), seeds
+    )
+    loaded, data_dir = load_run(config, overrides, data)
     folder = output or Path("sweeps") / config.stem
     lines = run(loaded, data_dir, folder, grid)
     print(f"{table(lines)}\n\n{folder}, plot: {plot(lines, folder / PLOT)}")

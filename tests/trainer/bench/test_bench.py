@@ -218,8 +218,8 @@ def test_invalid_settings_are_refused(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rows", "many"], "--rows is full or a number, with K for 1000, such as 100K; got 'many'"),
-        (["--spacing", "0.5"], "--spacing is a whole number, such as 10; got '0.5'"),
+        (["--rows", "many"], "--rows must be full or a number, with K for 1000, such as 100K; got 'many'"),
+        (["--spacing", "0.5"], "--spacing must be a whole number, such as 10; got '0.5'"),
         (["--model", "deepfn"], 'did you mean "deepfm"?'),
     ],
 )

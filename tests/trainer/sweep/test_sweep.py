@@ -232,7 +232,7 @@ def test_the_command_prints_the_table(
 
 
 REFUSED = {
-    "no number": (["--batch-sizes", "8Q"], "a batch size is a number, with K for 1024, such as 512 or 8K; got '8Q'"),
+    "no number": (["--batch-sizes", "8Q"], "must be a number, with K for 1024, such as 512 or 8K; got '8Q'"),
     "no rows": (["--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
     "twice": (["--batch-sizes", "1K,1024"], "--batch-sizes needs one value or several different ones"),
     "rule": (["--batch-sizes", "1K", "--rules", "cubic"], "--rules 'cubic' is not known; known: none, sqrt"),
