@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cowrec.data_pipeline.raw.partitions import Block, Partition, RawFile, Report
 
@@ -59,7 +59,9 @@ class DaskEngine:
         for results in self._ordered(partial(_process, work), shared, _tasks(partitions)):
             yield from results
 
-    def _ordered(self, task: Callable, shared: object, items: Iterable) -> Generator:
+    def _ordered(
+        self, task: Callable[[Any, Any], Result], shared: object, items: Iterable[Any]
+    ) -> Generator[Result, None, None]:
         """Yields `task(shared, item)` of each item in order, with at most two pending tasks per thread."""
         path = self._folder / PLAN_FILE
         with path.open("wb") as file:
@@ -67,7 +69,7 @@ class DaskEngine:
         # As a task its result is shared between workers, survives the loss of one, and is freed at the end.
         shared_future = self._client.submit(_load, path, pure=False)
         most = 2 * sum(self._client.nthreads().values())
-        pending: deque[Future] = deque()
+        pending: deque[Future[Any]] = deque()
         try:
             for item in items:
                 pending.append(self._client.submit(task, shared_future, item, pure=False))

@@ -37,7 +37,7 @@ def prepare(
     progress: Progress | None = None,
     scheduler: str | None = None,
 ) -> Schema:
-    """Converts raw files to a data set. Memory grows with the vocabulary, not with the number of samples.
+    """Converts raw files to a data set and returns its schema. Memory grows with the vocabulary, not with the samples.
 
     Args:
         layout: "criteo", "avazu" or "csv".
@@ -53,9 +53,6 @@ def prepare(
         scheduler: address of a Dask cluster that does the work instead of this machine's cores; the result has the same
             bytes. Its machines must be able to access inputs and output under the same absolute paths.
 
-    Returns:
-        The schema.
-
     Raises:
         ValueError: invalid settings or data; the message names file, line and column. OSError: the disk is full.
     """
@@ -69,8 +66,8 @@ def prepare(
     described = described.resolve(read_first_line(paths[0]), paths[0], need_label=earlier is None)
     ledger = BadRowLedger(config.on_bad_row, config.max_bad_rows)
     with new_folder(output, overwrite=overwrite) as folder, _engine(scheduler, folder) as engine:
-        survey_file = partial(survey, header=described.header, segment_lines=config.shard_rows)
-        files = engine.survey(survey_file, paths, report)
+        work = partial(survey, header=described.header, segment_lines=config.shard_rows)
+        files = engine.survey(work, paths, report)
         _check_headers(files, described)
         parts = partitions(files, config.shard_rows)
         if earlier is None:
@@ -82,16 +79,9 @@ def prepare(
             split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like), earlier), ledger
         encoder.save(folder)
         splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split), skipped, report)
-        schema = Schema(
-            name=layout,
-            dense=encoder.dense,
-            sparse=encoder.sparse,
-            splits=splits,
-            timed=bool(described.time),
-            settings=_settings(config, described) if earlier is None else earlier.settings,
-            sources=_sources(files, ledger),
-            versions=library_versions(),
-        )
+        settings = _settings(config, described) if earlier is None else earlier.settings
+        schema = Schema(layout, encoder.dense, encoder.sparse, splits, bool(described.time), settings=settings,
+                        sources=_sources(files, ledger), versions=library_versions())  # fmt: skip
         schema.save(folder)
     return schema
 
@@ -151,7 +141,7 @@ def _settings(config: PrepareConfig, layout: Layout) -> dict[str, object]:
     # Later files may order their columns differently, so columns are read from their header again.
     described = dataclasses.replace(layout, columns=() if layout.header else layout.columns)
     settings = {"prepare": dataclasses.asdict(config), "layout": dataclasses.asdict(described)}
-    return json.loads(json.dumps(settings))  # turns tuples into lists, as `Schema.load` returns them
+    return dict(json.loads(json.dumps(settings)))  # turns tuples into lists, as `Schema.load` returns them
 
 
 def _sources(files: Sequence[RawFile], ledger: BadRowLedger) -> tuple[SourceFile, ...]:

@@ -3,7 +3,6 @@
 R valid samples of a block.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +60,13 @@ def parse(block: Block, layout: Layout) -> Parsed:
     numbers = {field.name: checks.numbers(table, field) for field in layout.fields if field.kind == "numeric"}
     lists = {field.name: _Lists(table, field, checks) for field in layout.fields if field.kind in ("multi", "weighted")}
     good = ~checks.is_bad
-    if good.all():
-        keep: Callable[[Any], Any] = lambda column: column  # noqa: E731
-    else:
-        mask = pa.array(good)
-        keep = lambda column: column.filter(mask) if isinstance(column, pa.Array) else column[good]  # noqa: E731
+    mask = None if good.all() else pa.array(good)
+
+    def keep(column: Any) -> Any:
+        if mask is None:
+            return column
+        return column.filter(mask) if isinstance(column, pa.Array) else column[good]
+
     ids = {field.name: keep(_column(table, field.column)) for field in layout.fields if field.kind == "categorical"}
     ids |= {name: keep(each.ids) for name, each in lists.items()}
     return Parsed(

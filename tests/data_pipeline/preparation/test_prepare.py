@@ -157,14 +157,14 @@ def test_the_random_split_depends_on_its_fraction_and_seed(tmp_path):
 
 def test_the_split_does_not_depend_on_file_and_block_boundaries(tmp_path, monkeypatch):
     text = "".join("\t".join(row) + "\n" for row in write_criteo(tmp_path / "raw", 900))
-    prepare("criteo", [tmp_path / "raw"], tmp_path / "whole")
+    prepare("criteo", [tmp_path / "raw"], tmp_path / "one")
     lines = text.splitlines(keepends=True)
     (tmp_path / "a").write_text("".join(lines[:333]))
     (tmp_path / "b").write_text("".join(lines[333:]))
     monkeypatch.setattr("cowrec.data_pipeline.raw.partitions.survey.__kwdefaults__", {"block_bytes": 9000})
     prepare("criteo", [tmp_path / "a", tmp_path / "b"], tmp_path / "parts", PrepareConfig(shard_rows=100))
     for split in ("train", "test"):
-        assert read_split(tmp_path / "whole", split) == read_split(tmp_path / "parts", split)
+        assert read_split(tmp_path / "one", split) == read_split(tmp_path / "parts", split)
 
 
 def numeric_file(tmp_path, values):

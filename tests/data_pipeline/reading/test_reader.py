@@ -75,15 +75,15 @@ def test_every_rank_split_of_an_epoch_is_the_same_permutation(
 ):
     """World sizes 1, 2 and 3 have the same global batches, as contiguous slices that differ by at most one sample."""
     options = {"batch_size": batch_size, "window_rows": window_rows, "seed": seed, "shuffle": shuffle}
-    whole = ids(Reader(numbered, "train", **options), epoch)
-    assert sorted(flat(whole)) == list(range(103))
+    expected = ids(Reader(numbered, "train", **options), epoch)
+    assert sorted(flat(expected)) == list(range(103))
     for world_size in (2, 3):
         readers = [
             Reader(numbered, "train", rank=rank, world_size=world_size, resident=resident, **options)
             for rank in range(world_size)
         ]
         by_rank = [ids(reader, epoch) for reader in readers]
-        assert [flat(parts) for parts in zip(*by_rank, strict=True)] == whole
+        assert [flat(parts) for parts in zip(*by_rank, strict=True)] == expected
         for parts in zip(*by_rank, strict=True):
             sizes = [len(part) for part in parts]
             assert max(sizes) - min(sizes) <= 1
@@ -145,9 +145,9 @@ def test_resuming_is_exact_for_any_shards_and_ranks(
     """A resumed epoch yields exactly the remaining samples, for any number of ranks."""
     folder = write_uneven(tmp_path_factory.mktemp("uneven") / "data", sizes)
     options = {"batch_size": batch_size, "window_rows": window_rows, "shuffle": True, "resident": resident}
-    whole = Reader(folder, "train", **options)
-    step = data.draw(st.integers(0, len(whole)))
-    expected = ids(whole, 1)[step:]
+    reader = Reader(folder, "train", **options)
+    step = data.draw(st.integers(0, len(reader)))
+    expected = ids(reader, 1)[step:]
     parts = [
         ids(Reader(folder, "train", rank=rank, world_size=world_size, **options), 1, step) for rank in range(world_size)
     ]
