@@ -49,13 +49,10 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
 
     def parts() -> Iterator[tuple[int, SampleBlock]]:
         for number, size, stop in zip(numbers, sizes, stops, strict=True):
-            yield stop - size, _load_shard(shard_path(data_dir, split, number), schema, size)
+            path = shard_path(data_dir, split, number)
+            yield stop - size, block_from_table(_read(path, schema, size), schema, path)
 
     return SampleBlock.assemble(schema, sum(sizes), parts(), torch.device("cpu"))
-
-
-def _load_shard(path: Path, schema: Schema, size: int) -> SampleBlock:
-    return block_from_table(_read(path, schema, size), schema, path)
 
 
 def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:

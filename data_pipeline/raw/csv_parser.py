@@ -118,15 +118,12 @@ def _split(filtered: FilteredLines, path: str, layout: Layout) -> tuple[pa.Table
         raise ValueError(f"{path}, lines {lines[0]} to {lines[-1]}: {error}") from error
     if table.num_rows + len(wrong) != len(lines):
         raise ValueError(_multiline_message(table, lines, path))
+    hint = f" separated by {layout.delimiter!r}"
     bad = [
-        BadRow(path, int(lines[row]), "", f"{found} columns, must be {len(names)}" + _delimiter_hint(found, layout))
+        BadRow(path, int(lines[row]), "", f"{found} columns, must be {len(names)}{hint if found == 1 else ''}")
         for row, found in wrong
     ]
     return table, np.delete(lines, [row for row, _ in wrong]), bad
-
-
-def _delimiter_hint(found: int, layout: Layout) -> str:
-    return f" separated by {layout.delimiter!r}" if found == 1 else ""
 
 
 def _multiline_message(table: pa.Table, lines: np.ndarray, path: str) -> str:
@@ -164,15 +161,7 @@ class _Checks:
     def fail(
         self, invalid: np.ndarray, column: str, text: pa.Array, rule: str, sample_of: np.ndarray | None = None
     ) -> None:
-        """Marks samples with an invalid value.
-
-        Args:
-            invalid: bool, for each value of `text`.
-            column: raw column, for the message.
-            text: the values, one per sample unless `sample_of` is given.
-            rule: what a valid value must be, for the message.
-            sample_of: index of each value's sample.
-        """
+        """Marks the samples of invalid values; `sample_of` gives each value's sample where there are several."""
         for index in np.flatnonzero(invalid).tolist():
             sample = index if sample_of is None else int(sample_of[index])
             if not self.is_bad[sample]:
