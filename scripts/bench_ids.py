@@ -159,9 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to write")
     parser.add_argument("--only", default=",".join(SUBJECTS), help="implementations to measure [%(default)s]")
-    parser.add_argument(
-        "--resident", default="1000K,10000K,30000K", help="numbers of resident ids, K is 1000 [%(default)s]"
-    )
+    parser.add_argument("--resident", default="1000K,10000K,30000K", help="resident ids, K is 1000 [%(default)s]")
     parser.add_argument("--batch", default="213K", help="ids per batch, K is 1000 [%(default)s]")
     parser.add_argument("--rounds", type=int, default=7, help="maximum batches of each kind [%(default)s]")
     arguments = parser.parse_args()

@@ -61,21 +61,12 @@ def measure(name: str, data: Path, config_file: Path, overrides: list[str]) -> d
     config = dataclasses.replace(config, id_table=id_tables(name, schema))
     with tempfile.TemporaryDirectory() as folder:
         report = train(config, data, Path(folder) / "run")
-    kept = (
-        "auc",
-        "logloss",
-        "samples_per_second",
-        "best_possible",
-        "batch_size",
-        "model",
-        "versions",
-        "device",
-        "threads",
-    )
+    quality = ("auc", "logloss", "samples_per_second", "best_possible")
+    setting = ("batch_size", "model", "versions", "device", "threads")
     return {
         "tables": name,
         "seed": config.train.seed,
-        **{key: report[key] for key in kept},
+        **{key: report[key] for key in (*quality, *setting)},
         "rows": sum(spec.num_embeddings for spec in table_specs(schema, config.id_table)),
         "data": dict(schema.settings),
         "config": settings(config),

@@ -45,9 +45,7 @@ Line = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, required=True, help="JSON lines to write; the plot is written to the same folder"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; a plot is added")
     parser.add_argument("--samples", default="1,32", help="samples per request")
     parser.add_argument("--rates", default="100,250,500,1000,2000,3000,4000,5000,6000", help="requests per second")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each rate")

@@ -37,13 +37,9 @@ MAX_ROW = 1 + len(NUMBERS) * (1 + MAX_NUMBER) + 26 * 9 + 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument(
-        "--output", type=Path, required=True, help="plain, or compressed if the name ends in .gz or .zst"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="compressed if it ends in .gz or .zst")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--max-ids", type=int, help="maximum ids per field, for a vocabulary that does not grow with rows"
-    )
+    parser.add_argument("--max-ids", type=int, help="maximum ids per field [unlimited]")
     arguments = parser.parse_args()
     if arguments.rows < 1:
         parser.error(f"--rows must be at least 1, got {arguments.rows}")

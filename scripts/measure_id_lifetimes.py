@@ -239,13 +239,8 @@ def _curve(axis: Axes, lines: list[dict[str, Any]], panel: str, names: list[str]
     """Plots the mean over seeds of each setting of one kind, annotated with the setting."""
     runs = {name: own for name in names if (own := lines_of(lines, panel, name))}
     points = [(mean(line["bytes"] for line in own) / 1e6, mean(line["auc"] for line in own)) for own in runs.values()]
-    axis.plot(
-        [x for x, _ in points],
-        [y for _, y in points],
-        "o-",
-        color=color,
-        label=LEGEND.get(label, label.replace("_", " ")) or panel,
-    )
+    legend = LEGEND.get(label, label.replace("_", " ")) or panel
+    axis.plot([x for x, _ in points], [y for _, y in points], "o-", color=color, label=legend)
     for (name, own), point in zip(runs.items(), points, strict=True):
         axis.plot([line["bytes"] / 1e6 for line in own], [line["auc"] for line in own], ".", color=color, ms=4)
         text = name.removeprefix(label).strip()

@@ -12,6 +12,7 @@ import pytest
 import stream_cases
 from cowrec.data_pipeline import Position, SampleStream, open_source
 from cowrec.data_pipeline.streams.directory import END
+from cowrec.data_pipeline.streams.open import open_sink
 from redis_server import redis_server
 from stream_cases import as_table, lines, make_codec, numbers, sample, write_file
 
@@ -130,9 +131,10 @@ def test_a_damaged_file_stops_the_source_or_is_skipped(tmp_path, caplog):
         ("http://somewhere/", "must be a folder, redis:// or kafka://, got http://"),
     ],
 )
-def test_invalid_addresses(address, message):
+@pytest.mark.parametrize("opened", [open_source, open_sink])
+def test_invalid_addresses(address, message, opened):
     with pytest.raises(ValueError, match=message):
-        open_source(address)
+        opened(address)
 
 
 def test_a_missing_folder(tmp_path):
