@@ -89,7 +89,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = [("tables", "rows", "test AUC", "logloss", "AUC of the seeds")]
+    rows = [("tables", "rows", "test AUC", "logloss", "AUC by seed")]
     for name in RUNS:
         own = [line for line in lines if line["tables"] == name]
         aucs = [line["auc"] for line in own]
