@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from .algorithm.scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
     from .clipping.attach import LookupsHandle, attach_cowclip
     from .clipping.clipped_lookup import TableStats
-    from .id_tables.admission import Admission
-    from .id_tables.layout import IdTableConfig, rows_for
-    from .id_tables.records import hashed_ids
-    from .id_tables.tables import Entries, IdTables, NewRows
+    from .id_tables.bucket_rows import hashed_ids, id_bucket_rows
+    from .id_tables.config import Admission, IdTableConfig
+    from .id_tables.entries import Entries, NewRows
+    from .id_tables.layout import rows_for
+    from .id_tables.tables import IdTables
     from .id_tables.torchrec_module import IdTableModule
     from .optim.embedding_adam import EmbeddingAdam
     from .optim.row_init import RowInitializer
@@ -40,18 +41,18 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AdamConfig": ".algorithm.adam",
     "AdaptiveFieldClip": ".algorithm.clip",
-    "Admission": ".id_tables.admission",
-    "NewRows": ".id_tables.tables",
+    "Admission": ".id_tables.config",
+    "NewRows": ".id_tables.entries",
     "CLIP_RULES": ".algorithm.clip",
     "ClipRule": ".algorithm.clip",
     "ConstantClip": ".algorithm.clip",
     "CowClip": ".algorithm.clip",
     "EmbeddingAdam": ".optim.embedding_adam",
-    "Entries": ".id_tables.tables",
+    "Entries": ".id_tables.entries",
     "FieldClip": ".algorithm.clip",
     "GlobalClip": ".algorithm.clip",
     "Hyperparameters": ".algorithm.scaling",
-    "IdTableConfig": ".id_tables.layout",
+    "IdTableConfig": ".id_tables.config",
     "IdTableModule": ".id_tables.torchrec_module",
     "IdTables": ".id_tables.tables",
     "LookupsHandle": ".clipping.attach",
@@ -68,7 +69,8 @@ _MODULE_OF = {
     "clip_scales": ".algorithm.clip",
     "clip_tables": ".algorithm.clip",
     "cowclip_limits": ".algorithm.clip",
-    "hashed_ids": ".id_tables.records",
+    "hashed_ids": ".id_tables.bucket_rows",
+    "id_bucket_rows": ".id_tables.bucket_rows",
     "reference_cowclip_limits": ".algorithm.clip",
     "rows_for": ".id_tables.layout",
     "scale_clip": ".algorithm.scaling",
@@ -107,6 +109,7 @@ __all__ = [
     "clip_tables",
     "cowclip_limits",
     "hashed_ids",
+    "id_bucket_rows",
     "reference_cowclip_limits",
     "rows_for",
     "scale_clip",

@@ -1,1 +1,1 @@
-"""Raw 64-bit ids to rows of embedding tables: admission, expiry, eviction, without collisions."""
+"""Raw 64-bit ids to rows of embedding tables without collisions: admission, expiry, eviction."""

@@ -1,4 +1,4 @@
-"""Ids on their way to the ranks that own them, and rows and births on their way back. Sizes: V ids, W ranks."""
+"""Exchange of ids between ranks: ids to the ranks that own them, and rows back. Sizes: V ids, W ranks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
-from .kernels import spread
+from .kernels.sorting import find_segments_of_ids
 from .layout import IdLayout
 
 _NO_TIMES = np.empty(0, np.int64)
@@ -18,14 +18,14 @@ _TIME_BITS = 32
 
 
 @dataclass(frozen=True)
-class OwnIds:
-    """Ids of the global batch that this rank owns, in its order: feature by feature, of each rank by rank.
+class OwnedIds:
+    """Ids of the global batch that this rank owns, in the order of the batch: by feature, and in each by rank.
 
     Attributes:
         ids: int64 [n].
-        splits: where each feature's begin, int64 [F + 1].
+        splits: where each feature's ids begin, int64 [F + 1].
         times: int64 [n], empty where samples have no time.
-        newest: time of the global batch, -1 where it has none.
+        newest: newest time of the global batch, -1 where it has none.
     """
 
     ids: np.ndarray
@@ -35,32 +35,32 @@ class OwnIds:
 
 
 class IdExchange:
-    """Carries a batch's ids to their owners and back; all ranks of the group call each method together.
+    """Sends a batch's ids to their owners and the rows back; all ranks of the group call each method together.
 
-    One process owns all ids, and sends nothing.
+    A single process owns all ids and sends nothing.
     """
 
     def __init__(self, layout: IdLayout, group: ProcessGroup | None) -> None:
         self._layout, self._group = layout, group
         self.ranks = len(layout.first_segments) - 1
 
-    def collect(self, problem: str, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None) -> OwnIds:
-        """Gives this rank's ids to their owners and takes what it owns.
+    def collect(self, problem: str, ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None) -> OwnedIds:
+        """Sends this rank's ids to their owners and receives those that it owns.
 
         Args:
-            problem: what is wrong with this rank's batch, "" for nothing.
+            problem: error message for this rank's batch, "" for none.
             ids: int64 [V].
             splits: int64 [F + 1].
             times: int64 [V] in [0, 2^32), or None on all ranks.
 
         Raises:
-            ValueError: with the problem; on ranks without one if another rank has; some ranks give times, some do not.
+            ValueError: this rank or another one has a problem, or only some ranks have times; raised on every rank.
         """
         newest = -1 if problem or times is None or len(times) == 0 else int(times.max())
         if self.ranks == 1:
             if problem:
                 raise ValueError(problem)
-            return OwnIds(ids, splits, _NO_TIMES if times is None else times, newest)
+            return OwnedIds(ids, splits, _NO_TIMES if times is None else times, newest)
         counts = np.zeros(self.ranks, np.int64)
         if not problem:
             owner = self._owners(ids, splits)
@@ -68,35 +68,35 @@ class IdExchange:
         header = self.all_gather(np.array([bool(problem), times is not None, newest, *counts]))
         wrong = header[:, 0].nonzero()[0]
         if len(wrong):
-            raise ValueError(problem or f"rank {wrong[0]} was given a batch that cannot be translated; see its message")
+            raise ValueError(problem or f"rank {wrong[0]} got a batch that cannot be translated; see its message")
         if header[:, 1].any() != header[:, 1].all():
-            raise ValueError("samples have times on some ranks and none on others; give all or none")
+            raise ValueError("samples have times on some ranks only; pass times on all ranks or on none")
         self._counts = header[:, 3:]
         feature = np.repeat(np.arange(len(splits) - 1), np.diff(splits))[self._held]
-        rest = feature << _TIME_BITS | (0 if times is None else times[self._held])
-        sent = np.stack([ids[self._held], rest], axis=1)[self._sent_order]
+        packed = feature << _TIME_BITS | (0 if times is None else times[self._held])
+        sent = np.stack([ids[self._held], packed], axis=1)[self._sent_order]
         got = self._all_to_all(sent, self._counts[self._layout.rank], self._counts[:, self._layout.rank])
         feature = got[:, 1] >> _TIME_BITS
-        # Within a feature the ids stay as they came, rank by rank.
+        # Within a feature the ids keep the order of arrival, rank by rank.
         self._order = np.argsort(feature.astype(np.uint16), kind="stable")
         got, ends = got[self._order], np.cumsum(np.bincount(feature, minlength=len(splits) - 1))
         seen = _NO_TIMES if times is None else got[:, 1] & ((1 << _TIME_BITS) - 1)
-        return OwnIds(np.ascontiguousarray(got[:, 0]), np.append(0, ends), seen, int(header[:, 2].max()))
+        return OwnedIds(np.ascontiguousarray(got[:, 0]), np.append(0, ends), seen, int(header[:, 2].max()))
 
     def _owners(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
-        """Ranks of the ids that a table holds; keeps which those are, and the rows of the others."""
+        """Ranks that own the ids that a table translates; remembers which those are, and the rows of the others."""
         layout = self._layout
         self._rows = np.empty(len(ids), np.int64)
-        segment, counts = np.empty(len(ids), np.int32), np.zeros(len(layout.segments_of) + 1, np.int64)
-        of_features = (layout.feature_table, layout.tables, layout.segments_of)
-        spread(ids, splits, *of_features, 0, np.empty(len(ids), np.uint64), segment, self._rows, counts)
+        segment, counts = np.empty(len(ids), np.int32), np.zeros(len(layout.segment_numbers) + 1, np.int64)
+        mapping = (layout.feature_table, layout.tables, layout.segment_numbers, 0)
+        find_segments_of_ids(ids, splits, *mapping, np.empty(len(ids), np.uint64), segment, self._rows, counts)
         self._held = (segment >= 0).nonzero()[0]
         owner = np.searchsorted(layout.first_segments[1:], segment[self._held], side="right")
         self._sent_order = np.argsort(owner.astype(np.uint16), kind="stable")
         return owner
 
     def send_back(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of the ids last collected, int64 [n], to whom they came from; returns those of this rank's ids."""
+        """Sends the rows of the ids last collected, int64 [n], to their origin; returns the rows of this rank's ids."""
         if self.ranks == 1:
             return rows
         answers = np.empty_like(rows)
@@ -106,7 +106,7 @@ class IdExchange:
         return self._rows
 
     def all_columns(self, values: np.ndarray) -> np.ndarray:
-        """Columns of all ranks one after the other, from int64 [k, n] of this rank; n may differ."""
+        """Concatenated columns of all ranks, from int64 [k, n] of this rank; n may differ."""
         if self.ranks == 1:
             return values
         columns = self.all_gather(np.array([values.shape[1]]))[:, 0]
@@ -116,7 +116,7 @@ class IdExchange:
         return np.concatenate([part[:, :n] for part, n in zip(parts, columns, strict=True)], axis=1)
 
     def all_gather(self, values: np.ndarray) -> np.ndarray:
-        """Every rank's values, [W, n], from int64 [n] of the same n."""
+        """Values of every rank, int64 [W, n], from [n] of this rank; n is the same on all."""
         if self.ranks == 1:
             return values[None]
         result = torch.empty(self.ranks * len(values), dtype=torch.int64)
@@ -130,26 +130,26 @@ class IdExchange:
         return result.numpy()
 
     def sharded(self, local: Tensor, rows: np.ndarray) -> ShardedTensor | Tensor:
-        """A tensor that is cut over the ranks by its first dimension; ``local``, where there is no group.
+        """A tensor that is sharded over the ranks by its first dimension; ``local`` itself where there is no group.
 
         Args:
-            local: this rank's part, whose memory the result shares.
-            rows: of each rank's part, int64 [W].
+            local: this rank's shard, whose memory the result shares.
+            rows: length of each rank's shard, int64 [W].
         """
         if self._group is None:
             return local
-        rest, begins = list(local.shape[1:]), np.cumsum(rows) - rows
+        trailing, begins = list(local.shape[1:]), np.cumsum(rows) - rows
         shards = [
             ShardMetadata(
-                shard_offsets=[begin, *[0] * len(rest)],
-                shard_sizes=[count, *rest],
+                shard_offsets=[begin, *[0] * len(trailing)],
+                shard_sizes=[count, *trailing],
                 placement=f"rank:{dist.get_global_rank(self._group, rank)}/cpu",
             )
             for rank, (begin, count) in enumerate(zip(begins.tolist(), rows.tolist(), strict=True))
         ]
         metadata = ShardedTensorMetadata(
             shards_metadata=[shard for shard in shards if shard.shard_sizes[0]],
-            size=torch.Size([int(rows.sum()), *rest]),
+            size=torch.Size([int(rows.sum()), *trailing]),
             tensor_properties=TensorProperties(dtype=local.dtype),
         )
         own = [Shard(local, shards[self._layout.rank])] if len(local) else []

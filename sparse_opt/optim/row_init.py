@@ -1,6 +1,6 @@
-"""Rows that are given to new ids: their initial weights, which depend on the id alone, and their optimizer's state.
+"""Initialization of rows that are given to new ids: weights, which depend on the id alone, and optimizer state.
 
-n births, D columns of a row's embedding, P columns of the stored row.
+Sizes: n new rows, D columns of a row's embedding, P columns of the stored row.
 """
 
 import hashlib
@@ -13,30 +13,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cowrec.sparse_opt.id_tables.records import GOLDEN, mix
-from cowrec.sparse_opt.id_tables.tables import NewRows
+from cowrec.sparse_opt.id_tables.entries import NewRows
+from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
 from cowrec.sparse_opt.tbe.lookup import TbeLookup, find_lookups
 
 from .embedding_adam import EmbeddingAdam
 from .lookup_adam import LookupAdam
 
-_AT_ONCE = 1 << 16
+_CHUNK = 1 << 16
+"""Rows that are reset at a time."""
 
 
 class RowInitializer:
-    """Makes the rows of new ids in a sharded model what they would be in a new one, on whichever rank they lie.
+    """Resets the rows of new ids in a sharded model, on whichever rank they are stored.
 
     Weights are N(0, std) in the leading columns and 0 in the others. They are computed from (seed, table, feature, id),
-    so that neither the row's number nor the sharding plan changes them; the optimizer's state of the row becomes 0.
+    so that neither the row's number nor the sharding plan changes them; the row's optimizer state becomes 0.
 
     Args:
         model: holds the sharded tables.
-        optimizer: :class:`EmbeddingAdam` where it trains them, else None; states of FBGEMM's fused optimizers are found
-            by themselves.
+        optimizer: :class:`EmbeddingAdam` if it trains the tables, else None; states of FBGEMM's fused optimizers are
+            found in the model.
         tables: names, in the order of :attr:`NewRows.table`.
-        columns: D, leading columns that are drawn.
+        columns: D, leading columns that get random values.
         std: standard deviation.
-        seed: of the values, at least 0.
+        seed: at least 0.
     """
 
     def __init__(
@@ -56,15 +57,15 @@ class RowInitializer:
         else:
             pairs = [(lookup, None) for lookup in find_lookups(model)[0]]
         self._groups = [
-            _ShardGroup.of(lookup, adam, shards, tables) for lookup, adam in pairs for shards in _like_shards(lookup)
+            _ShardGroup.of(lookup, adam, shards, tables) for lookup, adam in pairs for shards in _group_shards(lookup)
         ]
 
     @torch.no_grad()
-    def reset(self, births: NewRows) -> None:
-        """Resets the rows of ``births`` that lie on this rank."""
-        for first in range(0, len(births.row), _AT_ONCE):
+    def reset(self, new_rows: NewRows) -> None:
+        """Resets those of the new rows that this rank stores."""
+        for first in range(0, len(new_rows.row), _CHUNK):
             table, row, ids, feature = (
-                each[first : first + _AT_ONCE] for each in (births.table, births.row, births.id, births.feature)
+                each[first : first + _CHUNK] for each in (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
             )
             values = torch.from_numpy(initial_rows(self._keys[table], feature, ids, self._columns, self._std))
             for group in self._groups:
@@ -75,13 +76,13 @@ def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, column
     """Initial embeddings of ids: float32 [n, D], N(0, std), from a hash of (key, feature, id, column).
 
     Args:
-        keys: of the ids' tables, uint64 [n].
+        keys: keys of the ids' tables, uint64 [n].
         features: int64 [n].
         ids: int64 [n].
         columns: D.
         std: standard deviation.
 
-    Source: splitmix64 for the bits, Box and Muller (1958) for the normal numbers; none is beyond 5.8 deviations.
+    Source: splitmix64 for the bits, Box and Muller (1958) for the normal numbers; none exceeds 5.8 deviations.
     """
     out = np.empty((len(ids), columns), np.float32)
     _draw(keys, features, ids, np.float64(std), out)
@@ -104,21 +105,21 @@ def _draw(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, std: float, o
 
 @dataclass(frozen=True)
 class _ShardGroup:
-    """Shards of one lookup, each of another table, that begin at the same column and are equally wide.
+    """Shards of one lookup, each of a different table, that begin at the same column and are equally wide.
 
     Attributes:
-        lookup: that holds them.
-        adam: EmbeddingAdam's state of it, if it has one.
+        lookup: the lookup that contains them.
+        adam: its part of EmbeddingAdam, if it has one.
         shards: their numbers in the lookup.
-        place_of_table: which of the shards is a table's, int64 [tables of the births], -1 for none.
-        first_row, rows, start: of the shards: place in the table, size, and first element in the flat weights, int64.
-        columns: of the table's row that the shards hold.
+        index_of_table: index in ``shards`` of each id table's shard, int64 [T], -1 for none.
+        first_row, rows, start: first row in the table, rows, and first element in the flat weights, int64 [shards].
+        columns: columns of the table's row that the shards store.
     """
 
     lookup: TbeLookup
     adam: LookupAdam | None
     shards: list[int]
-    place_of_table: Tensor
+    index_of_table: Tensor
     first_row: Tensor
     rows: Tensor
     start: Tensor
@@ -128,13 +129,13 @@ class _ShardGroup:
     def of(lookup: TbeLookup, adam: LookupAdam | None, shards: list[int], tables: Sequence[str]) -> "_ShardGroup":
         held = [lookup.shards[shard] for shard in shards]
         names = [shard.name for shard in held]
-        places = [names.index(table) if table in names else -1 for table in tables]
+        indices = [names.index(table) if table in names else -1 for table in tables]
         first = held[0].first_column
         return _ShardGroup(
             lookup,
             adam,
             shards,
-            torch.tensor(places),
+            torch.tensor(indices),
             torch.tensor([shard.first_row for shard in held]),
             torch.tensor([shard.rows for shard in held]),
             torch.tensor([lookup.weight_offsets[shard] for shard in shards]),
@@ -142,36 +143,36 @@ class _ShardGroup:
         )
 
     def reset(self, table: Tensor, row: Tensor, values: Tensor) -> None:
-        """Of births [n] those whose rows are here; ``values``, float32 [n, D], on the CPU as all."""
-        place = self.place_of_table[table]
-        local = row - self.first_row[place]
-        here = ((place >= 0) & (local >= 0) & (local < self.rows[place])).nonzero().flatten()
-        if not len(here):
+        """Sets those of the rows [n] that are in these shards to ``values``, float32 [n, D], all on the CPU."""
+        index = self.index_of_table[table]
+        local = row - self.first_row[index]
+        found = ((index >= 0) & (local >= 0) & (local < self.rows[index])).nonzero().flatten()
+        if not len(found):
             return
-        place, local = place[here], local[here]
+        index, local = index[found], local[found]
         width = self.columns.stop - self.columns.start
-        weights = torch.zeros(len(here), width)
-        own = values[here, self.columns]
+        weights = torch.zeros(len(found), width)
+        own = values[found, self.columns]
         weights[:, : own.shape[1]] = own
         flat = self.lookup.flat_weights()
-        elements = (self.start[place] + local * width)[:, None] + torch.arange(width)
+        elements = (self.start[index] + local * width)[:, None] + torch.arange(width)
         elements = elements.to(flat.device)
         flat[elements] = weights.to(flat.device, flat.dtype)
         if self.adam:
-            self.adam.forget(elements, torch.tensor(self.shards)[place], local)
+            self.adam.forget(elements, torch.tensor(self.shards)[index], local)
         else:
-            self._forget_fused(place, local)
+            self._forget_fused(index, local)
 
-    def _forget_fused(self, place: Tensor, local: Tensor) -> None:
+    def _forget_fused(self, index: Tensor, local: Tensor) -> None:
         states = self.lookup.module.split_optimizer_states()
-        for number in place.unique().tolist() if states else ():
-            rows = local[place == number]
-            for state in states[self.shards[number]]:
-                state.view(int(self.rows[number]), -1)[rows.to(state.device)] = 0
+        for shard in index.unique().tolist() if states else ():
+            rows = local[index == shard]
+            for state in states[self.shards[shard]]:
+                state.view(int(self.rows[shard]), -1)[rows.to(state.device)] = 0
 
 
-def _like_shards(lookup: TbeLookup) -> list[list[int]]:
-    """Numbers of a lookup's shards, grouped by first column and width, no table twice in a group."""
+def _group_shards(lookup: TbeLookup) -> list[list[int]]:
+    """Groups a lookup's shards by first column and width, with no table twice in a group; returns their numbers."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     seen: dict[tuple[str, int, int], int] = {}
     for number, shard in enumerate(lookup.shards):

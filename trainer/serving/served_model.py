@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.models import build_network, physical_dim
+from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
 from cowrec.trainer.publishing.blob import Blob, TableChange
-from cowrec.trainer.sharded_model.id_translation import bucket_rows
 
 from .served_rows import ServedRows
 
@@ -156,11 +156,11 @@ class ServedModel:
         singles = [field.name for field in self.schema.sparse if field.kind == "categorical"]
         for field, how in self._buckets.items():
             if field in bags:
-                values = bucket_rows(bags[field].values.numpy().astype(np.int64), *how)
+                values = id_bucket_rows(bags[field].values.numpy().astype(np.int64), *how)
                 bags[field] = dataclasses.replace(bags[field], values=torch.from_numpy(values))
             else:
                 column = ids[:, singles.index(field)]
-                column.copy_(torch.from_numpy(bucket_rows(column.numpy().astype(np.int64), *how)))
+                column.copy_(torch.from_numpy(id_bucket_rows(column.numpy().astype(np.int64), *how)))
         return dataclasses.replace(rows, ids=ids, bags=bags)
 
     def _network(self, dense: Mapping[str, Tensor]) -> nn.Module:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import RESERVED_ROWS, Batch, Schema
+from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import (
     Admission,
     EmbeddingAdam,
@@ -20,7 +20,7 @@ from cowrec.sparse_opt import (
     IdTables,
     NewRows,
     RowInitializer,
-    hashed_ids,
+    id_bucket_rows,
 )
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig
@@ -131,7 +131,7 @@ class IdTranslation:
         for field, name in enumerate(self._fields):
             if name in self._buckets:
                 part = slice(splits[field], splits[field + 1])
-                ids[part] = bucket_rows(ids[part], *self._buckets[name])
+                ids[part] = id_bucket_rows(ids[part], *self._buckets[name])
         return ids, splits
 
 
@@ -148,15 +148,6 @@ def id_table(spec: TableSpec) -> IdTableConfig:
         admission=Admission(ids.admission, ids.threshold, **counted),
         expire_after=seconds(ids.expire_after, key),
     )
-
-
-def bucket_rows(ids: np.ndarray, buckets: int, field: int) -> np.ndarray:
-    """Rows of hashed ids, int64 [n] from int64 [n]; reserved ids keep their rows.
-
-    ``field`` is the field's index among those of its table: equal ids of two fields get different hashes.
-    """
-    rows = RESERVED_ROWS + (hashed_ids(ids, field) % np.uint64(buckets)).astype(np.int64)
-    return np.where((ids >= 0) & (ids < RESERVED_ROWS), ids, rows)
 
 
 def _with_rows(batch: Batch, rows: np.ndarray) -> Batch:

@@ -1,4 +1,4 @@
-"""Admission of ids: the sketch against exact counts, what its bound promises, and the lot's odds."""
+"""Admission of ids: the sketch against exact counts and its bound, and the odds of the random draw."""
 
 import math
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cowrec.sparse_opt import Admission, IdTableConfig, IdTables
-from cowrec.sparse_opt.id_tables.admission import DEPTH, note
-from cowrec.sparse_opt.id_tables.records import PLACE, TABLE
+from cowrec.sparse_opt.id_tables.kernels.memory import RECORD, SEGMENT_LOCATION, SEGMENT_STATE, TABLE_SETTINGS, Segment
+from cowrec.sparse_opt.id_tables.kernels.sketch import DEPTH, count_id
 from id_table_model import hash_of
 
 
@@ -22,7 +22,7 @@ def assign(tables: IdTables, ids: np.ndarray, time: int | None = None) -> np.nda
 
 @pytest.mark.parametrize("threshold", [1, 2, 5])
 def test_the_nth_occurrence_admits(threshold: int) -> None:
-    """Over batches, and within one: then all occurrences in it have the row."""
+    """Over batches, and within one batch, where all occurrences then have the row."""
     tables = tables_with(Admission("count", threshold, counters=4096))
     for occurrence in range(1, 8):
         assert (assign(tables, np.array([9]))[0] != 0) == (occurrence >= threshold)
@@ -34,7 +34,7 @@ def test_the_nth_occurrence_admits(threshold: int) -> None:
 
 
 def test_counts_expire_by_panes_of_the_window() -> None:
-    """Of a window of 40: an occurrence counts for the rest of its pane of 10 and the three after it."""
+    """In a window of 40, an occurrence counts until the end of its pane of 10 and in the three panes after it."""
     for later, admitted in [(30, True), (39, True), (40, False), (10_000, False)]:
         tables = tables_with(Admission("count", 2, window=40, counters=4096))
         assign(tables, np.array([9]), 1000)
@@ -42,21 +42,22 @@ def test_counts_expire_by_panes_of_the_window() -> None:
 
 
 @pytest.mark.parametrize("panes", [1, 4])
-def test_estimates_are_never_too_low_and_seldom_beyond_the_bound(panes: int) -> None:
+def test_estimates_are_never_too_low_and_rarely_exceed_the_bound(panes: int) -> None:
     """Against exact counts: 2,000 ids in 128 counters a row, or 28 with panes, over ten panes.
 
-    Some of the estimates are to be off, or the test would show nothing.
+    The test requires some estimates to be too high: otherwise it would show nothing.
     """
     config, rng = Admission("count", 9, window=4 * (panes > 1), counters=512), np.random.default_rng(panes)
-    table, place = np.zeros(1, TABLE)[0], np.zeros(1, PLACE)[0]
+    state, location, table = (np.zeros(1, each)[0] for each in (SEGMENT_STATE, SEGMENT_LOCATION, TABLE_SETTINGS))
     lines = config.lines(1)
-    table["panes"], table["blocks"] = panes, lines
+    table["panes"], table["lines"] = panes, lines
     cells, exact, beyond = np.zeros(512, np.uint16), np.zeros((10, 2002), np.int64), []
+    segment = Segment(state, location, table, np.zeros(0, RECORD), np.zeros(0, np.uint32), cells)
     for pane in range(10):
         for id in (rng.zipf(1.1, 800) % 2000 + 2).tolist():
             exact[pane, id] += 1
             counted = exact[max(0, pane - 3) if panes > 1 else 0 : pane + 1]
-            excess = note(np.uint64(hash_of(id, 0)), 1, table, place, pane if panes > 1 else 0, cells)
+            excess = count_id(segment, np.uint64(hash_of(id, 0)), 1, pane if panes > 1 else 0)
             excess -= counted[:, id].sum()
             assert excess >= 0
             beyond.append((excess, excess > config.excess_bound(counted.sum(), lines)))
@@ -67,10 +68,10 @@ def test_estimates_are_never_too_low_and_seldom_beyond_the_bound(panes: int) -> 
 
 @pytest.mark.parametrize("window", [0, 80])
 def test_admission_by_a_small_sketch(window: int) -> None:
-    """5,000 ids in few counters: who has enough occurrences is in, and hardly anybody with too few.
+    """5,000 ids in few counters: ids with enough occurrences are admitted, and very few ids with too few.
 
     Enough: in the last three quarters of the window. Too few: less than the threshold by more than ``filter_excess`` in
-    the window; the bound allows exp(-4) of the decisions in the mean, this test twice that.
+    the window; the bound allows exp(-4) of the decisions on average, this test twice that.
     """
     threshold, counters = 100, 40_960 if window else 8192
     tables = tables_with(Admission("count", threshold, window=window, counters=counters), capacity=3000)
@@ -95,8 +96,8 @@ def test_admission_by_a_small_sketch(window: int) -> None:
     assert wrong <= 2 * math.exp(-4) * decisions
 
 
-def test_counters_that_stop_admit() -> None:
-    """At the largest threshold there is, the counters of everybody at their end: none is kept out, and it shows."""
+def test_saturated_counters_admit() -> None:
+    """At the largest threshold, with all counters saturated, every id is admitted and ``filter_excess`` shows it."""
     tables = tables_with(Admission("count", 65_535, counters=128))
     ids = np.repeat(np.arange(2, 40), 65_534)
     for _ in range(2):
@@ -105,7 +106,7 @@ def test_counters_that_stop_admit() -> None:
     assert tables.counters()["t"]["filter_excess"] > 65_535
 
 
-def test_the_lot_has_monoliths_odds() -> None:
+def test_probabilistic_admission_has_the_odds_of_monolith() -> None:
     """After one and after ``threshold`` occurrences, one a batch, and the same at once; within four standard errors."""
     n, threshold = 20_000, 10
     ids = np.arange(2, n + 2)
@@ -116,7 +117,7 @@ def test_the_lot_has_monoliths_odds() -> None:
         assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / n)
 
 
-def test_the_lot_depends_on_the_seed_alone() -> None:
+def test_probabilistic_admission_depends_on_the_seed_alone() -> None:
     config = {"t": IdTableConfig(4000, ("a",), admission=Admission("probabilistic", 3))}
     ids, splits = np.arange(2, 1002), np.array([0, 1000])
     first, same, other = (IdTables(config, ["a"], seed=seed).assign(ids, splits)[0] for seed in (1, 1, 2))
@@ -135,6 +136,6 @@ def test_the_lot_depends_on_the_seed_alone() -> None:
         ({"kind": "none", "window": 5}, 'belong to kind "count"'),
     ],
 )
-def test_a_wrong_admission_is_refused(arguments: dict, message: str) -> None:
+def test_a_wrong_admission_is_rejected(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Admission(**arguments)

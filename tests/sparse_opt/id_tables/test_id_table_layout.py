@@ -1,4 +1,4 @@
-"""Id tables seen from the side of rows: whose a row is, and which rows a batch took from their ids."""
+"""Id tables by row: the id of each row, the rows that a batch freed, and the number of rows."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from cowrec.sparse_opt import IdTableConfig, IdTables, hashed_ids, rows_for
 @pytest.mark.parametrize("when_full", ["oldest", "least_frequent"])
 @pytest.mark.parametrize("capacity", [300, 9000])
 def test_rows_know_their_ids_and_which_were_freed(capacity: int, when_full: str) -> None:
-    """Against the entries before and after each batch; at 9000 the table has two pieces."""
+    """Compared with the entries before and after each batch; at 9000 the table has two segments."""
     config = IdTableConfig(capacity, ("a", "b"), when_full=when_full, expire_after=3000)
     tables = IdTables({"t": config}, ["a", "b"])
     rows = np.arange(tables.num_embeddings["t"])
@@ -19,30 +19,30 @@ def test_rows_know_their_ids_and_which_were_freed(capacity: int, when_full: str)
     for batch in range(60):
         ids = rng.integers(-3 * capacity, 3 * capacity, 400)
         times = np.full(400, 1000 + 100 * batch)
-        born = tables.assign(ids, np.array([0, 250, 400]), times)[1]
-        # Of the records, not of the clock: ids that are dead and not yet freed have their rows.
-        found_ids, features, lives = tables.ids_of("t", rows)
-        now = {row: (found_ids[row], features[row]) for row in rows[lives].tolist()}
+        new_rows = tables.assign(ids, np.array([0, 250, 400]), times)[1]
+        # By the records, not the clock: ids that are expired and not yet freed have their rows.
+        found_ids, features, resident = tables.ids_of("t", rows)
+        now = {row: (found_ids[row], features[row]) for row in rows[resident].tolist()}
         entries = tables.entries("t")
         for row, id_, feature in zip(entries.row.tolist(), entries.id, entries.feature, strict=True):
             assert now[row] == (id_, feature)
         freed = set(tables.freed()["t"].tolist())
         assert freed == {row for row in owners if row not in now}
         changed = {row for row in now if owners.get(row) != now[row]}
-        assert changed <= set(born.row.tolist())
+        assert changed <= set(new_rows.row.tolist())
         owners, freed_in_all = now, freed_in_all + len(freed)
     assert freed_in_all > capacity
-    assert not lives[:2].any()
+    assert not resident[:2].any()
 
 
 @pytest.mark.parametrize("capacity", [1, 100, 4096, 8192, 100_001, 1 << 20])
-def test_sizes_are_known_beforehand(capacity: int) -> None:
+def test_rows_for_a_capacity(capacity: int) -> None:
     tables = IdTables({"t": IdTableConfig(capacity, ("a",))}, ["a"])
     assert rows_for(capacity) == tables.num_embeddings["t"] >= capacity + 2
 
 
 def test_the_hash_is_splitmix() -> None:
-    """By Python's own integers. The hash is part of trained models: it must never change."""
+    """Compared with Python integers. The hash is part of trained models: it must never change."""
 
     def splitmix(state: int) -> int:
         mask = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""The id tables against plain dictionaries, and the edges where tables of ids go wrong."""
+"""Id tables against plain dictionaries, and edge cases."""
 
 import numpy as np
 import pytest
@@ -31,8 +31,8 @@ def table(capacity: int, **options: object) -> IdTables:
     return IdTables({"t": IdTableConfig(capacity, ("a",), **options)}, ["a"])  # type: ignore[arg-type]
 
 
-def born(births: NewRows) -> list[tuple]:
-    return list(zip(births.table, births.row, births.id, births.feature, strict=True))
+def as_tuples(new_rows: NewRows) -> list[tuple]:
+    return list(zip(new_rows.table, new_rows.row, new_rows.id, new_rows.feature, strict=True))
 
 
 CONFIGS = st.builds(
@@ -52,7 +52,7 @@ CONFIGS = st.builds(
 
 
 def random_bags(rng: np.random.Generator, now: int, pool: np.ndarray) -> Bags:
-    """Up to 12 ids a feature, repeated ones and empty features too; samples up to 40 seconds late."""
+    """Up to 12 ids a feature, with repeated ids and empty features; samples up to 40 seconds late."""
     late = rng.choice([0, 1, 5, 40], 200, p=[0.6, 0.2, 0.15, 0.05])
     return [
         [
@@ -64,24 +64,24 @@ def random_bags(rng: np.random.Generator, now: int, pool: np.ndarray) -> Bags:
 
 
 @settings(max_examples=60, deadline=None)
-@given(config=CONFIGS, timed=st.booleans(), shards=st.sampled_from([1, 3]), seed=st.integers(0, 2**32))
-def test_a_run_is_that_of_plain_dictionaries(config: IdTableConfig, timed: bool, shards: int, seed: int) -> None:
-    """Rows, births, entries and counters after each of 40 batches, exactly."""
+@given(config=CONFIGS, timed=st.booleans(), max_segments=st.sampled_from([1, 3]), seed=st.integers(0, 2**32))
+def test_batches_match_plain_dictionaries(config: IdTableConfig, timed: bool, max_segments: int, seed: int) -> None:
+    """Rows, new rows, entries and counters after each of 40 batches, exactly."""
     rng = np.random.default_rng(seed)
     configs = {"shared": config, "single": IdTableConfig(12, ("c",))}
     pool = np.concatenate([rng.integers(-(2**63), 2**63, 60), [0, 1, 2, -1, -(2**63), 2**63 - 1]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "LEAST_OF_PIECE", 5)  # so that small tables have several pieces
-        tables = IdTables(configs, FEATURES, shards=shards)
-    model = IdTablesModel(configs, FEATURES, shards=shards, least_of_piece=5, timed=timed)
+        patch.setattr(layout, "MIN_SEGMENT_CAPACITY", 5)  # so that small tables have several segments
+        tables = IdTables(configs, FEATURES, max_segments=max_segments)
+    model = IdTablesModel(configs, FEATURES, max_segments=max_segments, min_segment_capacity=5, timed=timed)
     now = int(rng.integers(0, 100))
     for _ in range(40):
         bags = random_bags(rng, now, pool)
         ids, splits, times = flat(bags)
-        rows, births = tables.assign(ids, splits, times if timed else None)
-        expected_rows, expected_births = model.assign(bags)
+        rows, new_rows = tables.assign(ids, splits, times if timed else None)
+        expected_rows, expected_new_rows = model.assign(bags)
         assert rows.tolist() == expected_rows
-        assert born(births) == expected_births
+        assert as_tuples(new_rows) == expected_new_rows
         for t, name in enumerate(configs):
             entries = tables.entries(name)
             columns = (entries.id, entries.feature, entries.row, entries.last_seen, entries.count)
@@ -95,7 +95,7 @@ def test_a_run_is_that_of_plain_dictionaries(config: IdTableConfig, timed: bool,
 
 
 def test_two_ids_never_share_a_row() -> None:
-    """100,000 ids while the slots grow; every row within the table."""
+    """100,000 ids while the slots grow; every row is within the table."""
     tables = table(120_000, when_full="refuse")
     ids = np.random.default_rng(0).permutation(np.arange(2, 100_002)) * np.int64(-7046029254386353131)
     given_rows = [tables.assign(*one(*part))[0] for part in np.array_split(ids, 10)]
@@ -109,31 +109,31 @@ def test_two_ids_never_share_a_row() -> None:
 
 def test_an_id_of_two_features_of_a_shared_table_is_two() -> None:
     tables = IdTables({"t": IdTableConfig(10, ("a", "b"))}, ["b", "a"])
-    rows, births = tables.assign(np.array([5, 5, 5]), np.array([0, 1, 3]))
+    rows, new_rows = tables.assign(np.array([5, 5, 5]), np.array([0, 1, 3]))
     assert rows[0] != rows[1] == rows[2]
-    assert sorted(births.feature) == [0, 1]
+    assert sorted(new_rows.feature) == [0, 1]
     assert tables.rows_of(np.array([5, 5]), np.array([0, 1, 2])).tolist() == [rows[0], rows[1]]
 
 
 def test_rows_know_their_ids() -> None:
-    """Of two tables of several pieces, the second of which begins at another shard; the others' rows have no id."""
+    """Two tables of several segments, which begin at different positions; the other rows have no id."""
     tables = IdTables({name: IdTableConfig(20_000, (name,)) for name in "ab"}, ["a", "b"])
     ids = np.arange(2, 3002) * -7
     rows, _ = tables.assign(np.concatenate([ids, ids]), np.array([0, 3000, 6000]))
     for name, part in zip("ab", rows.reshape(2, 3000), strict=True):
-        found, feature, lives = tables.ids_of(name, part)
+        found, feature, resident = tables.ids_of(name, part)
         assert (found == ids).all()
-        assert lives.all()
+        assert resident.all()
         assert not feature.any()
         others = np.setdiff1d(np.arange(tables.num_embeddings[name]), part)
         assert not tables.ids_of(name, others)[2].any()
 
 
-def test_reserved_ids_and_features_of_no_table_pass() -> None:
+def test_reserved_ids_and_features_without_a_table_pass_through() -> None:
     tables = IdTables({"t": IdTableConfig(10, ("a",))}, ["x", "a"])
-    rows, births = tables.assign(np.array([-9, 0, 77, 0, 1, -1]), np.array([0, 3, 6]))
+    rows, new_rows = tables.assign(np.array([-9, 0, 77, 0, 1, -1]), np.array([0, 3, 6]))
     assert rows.tolist() == [-9, 0, 77, 0, 1, 2]
-    assert births.id.tolist() == [-1]
+    assert new_rows.id.tolist() == [-1]
     assert tables.counters()["t"]["occurrences"] == 1
 
 
@@ -141,8 +141,8 @@ def test_batches_without_ids() -> None:
     tables = table(10, expire_after=5)
     none = np.empty(0, np.int64)
     for _ in range(20):
-        rows, births = tables.assign(none, np.array([0, 0]), none)
-        assert len(rows) == len(births.id) == 0
+        rows, new_rows = tables.assign(none, np.array([0, 0]), none)
+        assert len(rows) == len(new_rows.id) == 0
     assert len(tables.rows_of(none, np.array([0, 0]))) == 0
 
 
@@ -150,7 +150,7 @@ def test_batches_without_ids() -> None:
     ("when_full", "survivors"), [("oldest", {30, 40}), ("least_frequent", {10, 20}), ("refuse", {10, 20, 30, 40})]
 )
 def test_a_full_table(when_full: str, survivors: set[int]) -> None:
-    """Four rows, one of which is to be free, and by turns frequent and recent ids; a newcomer waits for its row."""
+    """Four rows, one of which is kept free, with frequent and recent ids; a new id waits for its row."""
     tables = table(4, when_full=when_full)
     tables.assign(*one(10, 10, 10, 10, 20, 20, 20))
     tables.assign(*one(10))
@@ -164,22 +164,22 @@ def test_a_full_table(when_full: str, survivors: set[int]) -> None:
     assert tables.rows_of(*one(50)).tolist() == [0]
 
 
-def test_an_id_dies_one_second_after_its_time() -> None:
+def test_an_id_expires_one_second_after_its_time() -> None:
     tables = table(10, expire_after=100)
     first, _ = tables.assign(*one(7), np.array([1000]))
-    same, births = tables.assign(*one(7, 8), np.array([1000, 1100]))  # the clock is at 1100: 7 just lives
+    same, new_rows = tables.assign(*one(7, 8), np.array([1000, 1100]))  # the clock is at 1100: 7 is not yet expired
     assert same[0] == first[0]
-    assert births.id.tolist() == [8]
+    assert new_rows.id.tolist() == [8]
     tables.assign(*one(8), np.array([1101]))
     assert tables.rows_of(*one(7)).tolist() == [0]
     assert tables.entries("t").id.tolist() == [8]
-    again, births = tables.assign(*one(7), np.array([1050]))
-    assert again[0] == first[0], "nobody swept, so it is born afresh in its old row"
-    assert births.id.tolist() == [7]
+    again, new_rows = tables.assign(*one(7), np.array([1050]))
+    assert again[0] == first[0], "no sweep came by, so it gets its old row as a new one"
+    assert new_rows.id.tolist() == [7]
     assert tables.entries("t").count.tolist() == [1, 2]
 
 
-def test_the_sweep_frees_the_dead_and_their_rows_rest() -> None:
+def test_the_sweep_frees_expired_ids_and_their_rows_cool_down() -> None:
     tables = table(10, expire_after=10, when_full="refuse")
     tables.assign(*one(*range(2, 12)), np.full(10, 5))
     freed_at = 0
@@ -190,21 +190,21 @@ def test_the_sweep_frees_the_dead_and_their_rows_rest() -> None:
         if rows[0]:
             assert batch == freed_at + 4
             return
-    pytest.fail("no row was given again")
+    pytest.fail("no row was reused")
 
 
-def test_time_that_goes_backwards_changes_no_clock() -> None:
+def test_the_clock_never_goes_back() -> None:
     tables = table(10, expire_after=100)
     tables.assign(*one(5), np.array([10_000]))
-    rows, births = tables.assign(*one(5, 6), np.array([9_000, 9_000]))
-    assert rows[0] == 2, "it lives, and no late sample makes it older"
+    rows, new_rows = tables.assign(*one(5, 6), np.array([9_000, 9_000]))
+    assert rows[0] == 2, "it is resident, and a late sample does not make it older"
     assert rows[1] == 0
-    assert len(births.id) == 0
+    assert len(new_rows.id) == 0
     assert tables.counters()["t"]["late"] == 1
     assert tables.entries("t").last_seen.tolist() == [10_000]
 
 
-def test_counts_stop_at_the_largest_that_fits() -> None:
+def test_counts_saturate() -> None:
     tables = table(10)
     ids = np.full(70_000, 9)
     tables.assign(ids, np.array([0, len(ids)]))
@@ -214,7 +214,7 @@ def test_counts_stop_at_the_largest_that_fits() -> None:
 
 
 def test_ids_that_collide_in_one_slot() -> None:
-    """Every id starts at slot 0 of 16 or more; some leave, which moves others back, the rest are still found."""
+    """The home slot of every id is 0; removing some moves others back, and the remaining ones are still found."""
     colliding = [id for id in range(2, 40_000) if (hash_of(id, 0) & 0xFFFFFFFF) * 126 >> 32 == 0][:90]
     assert len(colliding) == 90
     tables = table(100, expire_after=10)
@@ -222,30 +222,30 @@ def test_ids_that_collide_in_one_slot() -> None:
     assert len(set(rows.tolist())) == 90
     for now in range(10, 60):
         tables.assign(*one(1), np.array([now]))
-        alive = [now <= 10 + number % 7 for number in range(90)]
-        expected = [row if lives else 0 for row, lives in zip(rows.tolist(), alive, strict=True)]
+        valid_ids = [now <= 10 + number % 7 for number in range(90)]
+        expected = [row if valid else 0 for row, valid in zip(rows.tolist(), valid_ids, strict=True)]
         assert tables.rows_of(*one(*colliding)).tolist() == expected
     assert tables.counters()["t"]["resident"] == 0
 
 
-def test_ids_whose_slots_look_alike() -> None:
-    """The bits of the hash that a slot holds, and the first slot of 16, are the same: of two ids, of two features."""
+def test_ids_with_equal_tags_and_home_slots() -> None:
+    """Two ids, and one id of two features, with the same bits of the hash in the slot and the same home slot of 16."""
 
     def seen(id: int, feature: int) -> tuple[int, int]:
         hashed = hash_of(id, feature)
         return (hashed >> 32) % (1 << 11), (hashed & 0xFFFFFFFF) * 16 >> 32  # 2^20 rows leave 11 bits
 
-    of_feature = next(id for id in range(2, 10**6) if seen(id, 0) == seen(id, 1))
-    of_id = next(id for id in range(2, 10**6) if id != of_feature and seen(id, 0) == seen(of_feature, 0))
-    tables = IdTables({"t": IdTableConfig(1 << 20, ("a", "b"))}, ["a", "b"], shards=1)
-    first, _ = tables.assign(np.array([of_feature]), np.array([0, 1, 1]))
-    rows, births = tables.assign(np.array([of_feature, of_id, of_feature]), np.array([0, 2, 3]))
+    by_feature = next(id for id in range(2, 10**6) if seen(id, 0) == seen(id, 1))
+    by_id = next(id for id in range(2, 10**6) if id != by_feature and seen(id, 0) == seen(by_feature, 0))
+    tables = IdTables({"t": IdTableConfig(1 << 20, ("a", "b"))}, ["a", "b"], max_segments=1)
+    first, _ = tables.assign(np.array([by_feature]), np.array([0, 1, 1]))
+    rows, new_rows = tables.assign(np.array([by_feature, by_id, by_feature]), np.array([0, 2, 3]))
     assert rows[0] == first[0]
     assert len(set(rows.tolist())) == 3
-    assert born(births) == [(0, rows[1], of_id, 0), (0, rows[2], of_feature, 1)]
+    assert as_tuples(new_rows) == [(0, rows[1], by_id, 0), (0, rows[2], by_feature, 1)]
 
 
-def test_threads_change_nothing() -> None:
+def test_results_do_not_depend_on_threads() -> None:
     rng = np.random.default_rng(1)
     configs = {"t": IdTableConfig(40_000, ("a",)), "u": IdTableConfig(20_000, ("b",), "least_frequent")}
     results = []
@@ -258,16 +258,16 @@ def test_threads_change_nothing() -> None:
             results.append([tables.assign(ids, np.array([0, 20_000, 50_000])) for ids in batches])
     finally:
         torch.set_num_threads(before)
-    for (rows, births), (other_rows, other_births) in zip(*results, strict=True):
+    for (rows, new_rows), (other_rows, other_new_rows) in zip(*results, strict=True):
         assert (rows == other_rows).all()
-        assert born(births) == born(other_births)
+        assert as_tuples(new_rows) == as_tuples(other_new_rows)
 
 
 @pytest.mark.parametrize(
     ("ids", "splits", "times", "message"),
     [
-        (np.array([1, 2], np.int32), np.array([0, 2]), None, "ids must be int64"),
-        (np.array([1, 2, 3, 4])[::2], np.array([0, 2]), None, "without gaps"),
+        (np.array([1, 2], np.int32), np.array([0, 2]), None, "ids must be contiguous int64"),
+        (np.array([1, 2, 3, 4])[::2], np.array([0, 2]), None, "contiguous int64"),
         (np.array([1, 2]), np.array([0, 1, 2]), None, r"splits must be int64 \[2\]"),
         (np.array([1, 2]), np.array([0, 1]), None, "splits must rise from 0 to the number of ids, 2"),
         (np.array([1, 2]), np.array([0, 2]), np.array([1]), r"times must be int64 \[2\]"),
@@ -275,12 +275,12 @@ def test_threads_change_nothing() -> None:
         (np.array([1, 2]), np.array([0, 2]), np.array([1, 1 << 32]), "seconds in"),
     ],
 )
-def test_a_wrong_batch_is_refused(ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None, message: str) -> None:
+def test_a_wrong_batch_is_rejected(ids: np.ndarray, splits: np.ndarray, times: np.ndarray | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         table(10).assign(ids, splits, times)
 
 
-def test_times_come_always_or_never() -> None:
+def test_times_are_in_every_batch_or_in_none() -> None:
     tables = table(10)
     tables.assign(*one(5))
     with pytest.raises(ValueError, match="in every batch or in none"):
@@ -296,11 +296,11 @@ def test_times_come_always_or_never() -> None:
         (lambda: IdTableConfig(5, ("a",), "newest"), "when_full"),  # type: ignore[arg-type]
         (lambda: IdTableConfig(5, ("a",), expire_after=-1), "expire_after"),
         (lambda: IdTables({"t": IdTableConfig(5, ("z",))}, ["a"]), "serves feature 'z'"),
-        (lambda: IdTables({n: IdTableConfig(5, ("a",)) for n in "tu"}, ["a"]), "leave it to one"),
-        (lambda: IdTables({"t": IdTableConfig(1 << 45, ("a",))}, ["a"]), "raise shards"),
-        (lambda: IdTables({}, ["a"], shards=0), "at least as many shards as ranks"),
+        (lambda: IdTables({n: IdTableConfig(5, ("a",)) for n in "tu"}, ["a"]), "list it in one"),
+        (lambda: IdTables({"t": IdTableConfig(1 << 45, ("a",))}, ["a"]), "raise max_segments"),
+        (lambda: IdTables({}, ["a"], max_segments=0), "at least as many segments as ranks"),
     ],
 )
-def test_a_wrong_configuration_is_refused(make: object, message: str) -> None:
+def test_a_wrong_configuration_is_rejected(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]

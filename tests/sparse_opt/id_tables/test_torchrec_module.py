@@ -15,7 +15,7 @@ SINGLE = IdTableConfig(6, ("c",), "oldest", expire_after=50)
 
 
 def collection() -> ManagedCollisionEmbeddingBagCollection:
-    """Tables of ones, whose rows are set to zero when an id is born in them."""
+    """Tables of ones, whose rows are set to zero when a new id gets them."""
     bags: list[EmbeddingBagCollection] = []
 
     def zero(table: str) -> object:
@@ -25,7 +25,7 @@ def collection() -> ManagedCollisionEmbeddingBagCollection:
 
         return reset
 
-    modules = {name: IdTableModule(config, on_birth=zero(name)) for name, config in TABLES.items()}
+    modules = {name: IdTableModule(config, on_new_rows=zero(name)) for name, config in TABLES.items()}
     configs = [
         EmbeddingBagConfig(
             name=name, num_embeddings=modules[name].output_size(), embedding_dim=4, feature_names=list(config.features)
@@ -51,7 +51,7 @@ def features(a: list[int], b: list[int], c: list[int]) -> KeyedJaggedTensor:
 
 
 def test_training_equals_a_dictionary_of_vectors() -> None:
-    """Ten steps of SGD: each id's vector is what gradient descent makes of zeros, on its own, for each feature."""
+    """Ten steps of SGD: each id of each feature has its own vector, which gradient descent starts from zeros."""
     model = collection()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     vectors: dict[tuple[str, int], torch.Tensor] = {}
@@ -81,11 +81,11 @@ def test_evaluation_changes_nothing() -> None:
     assert rows["b"].values().tolist() == [trained["b"].values()[0], 0]
     assert rows["c"].values().tolist() == [trained["c"].values()[1], 1]
     assert trained["a"].values()[0] != trained["b"].values()[0], "the same id in two features"
-    assert output["a"].tolist() == [[0.0] * 4, [1.0] * 4], "the born row is zero, the other ids' row is not"
+    assert output["a"].tolist() == [[0.0] * 4, [1.0] * 4], "the new id's row is zero, the row of unknown ids is not"
     assert model._managed_collision_collection.open_slots()["shared"].tolist() == [37]
 
 
-def test_evicted_rows_are_named_once() -> None:
+def test_evicted_rows_are_returned_once() -> None:
     module = IdTableModule(SINGLE)
     values = KeyedJaggedTensor(["c"], torch.tensor([4, 5, 4]), lengths=torch.ones(3, dtype=torch.int64)).to_dict()
     rows = module(values)["c"].values()
@@ -95,7 +95,7 @@ def test_evicted_rows_are_named_once() -> None:
     assert module.evict() is None
 
 
-def test_the_state_goes_with_the_module() -> None:
+def test_the_state_is_saved_with_the_module() -> None:
     model, other = collection(), collection()
     model(features([5, 6], [5, 5], [7, 8]))
     other(features([1000, 6], [5, 50], [70, 80]))
@@ -108,7 +108,7 @@ def test_the_state_goes_with_the_module() -> None:
         assert torch.equal(output.values(), other_output.values())
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_cuda_and_sharding_are_rejected() -> None:
     with pytest.raises(ValueError, match="on the CPU"):
         IdTableModule(SINGLE, device=torch.device("cuda"))
     with pytest.raises(NotImplementedError, match="cannot be sharded"):

@@ -1,4 +1,4 @@
-"""Rows of new ids: their initial weights go by the id, and nothing of the row's earlier id is left."""
+"""Initial weights of the rows of new ids, which depend on the id alone."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ KEYS = np.full(20_000, 12345, np.uint64)
 
 
 def test_initial_weights_are_normal() -> None:
-    """By Kolmogorov and Smirnov's test, over ids and over columns, against scipy's distribution."""
+    """Kolmogorov-Smirnov test against scipy's distribution, over ids and over columns."""
     ids = np.arange(20_000, dtype=np.int64) - 10_000
     values = initial_rows(KEYS, np.zeros(20_000, np.int64), ids, 6, 0.01)
     assert values.dtype == np.float32
@@ -22,7 +22,7 @@ def test_initial_weights_are_normal() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 5, 6])
-def test_columns_do_not_depend_on_how_many_there_are(columns: int) -> None:
+def test_columns_do_not_depend_on_their_number(columns: int) -> None:
     ids, fields = np.arange(100, dtype=np.int64), np.zeros(100, np.int64)
     whole = initial_rows(KEYS[:100], fields, ids, 7, 1.0)
     np.testing.assert_array_equal(initial_rows(KEYS[:100], fields, ids, columns, 1.0), whole[:, :columns])

@@ -1,0 +1,100 @@
+"""Configuration of an id table: its capacity, which ids it admits, and which ones it gives up."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .kernels.memory import FREE, MAX_COUNT, PANES
+from .kernels.sketch import DEPTH, LINE, counters_per_line
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Decides when an absent id gets a row of its own; until then it uses the out-of-vocabulary row.
+
+    Attributes:
+        kind: "none" admits at once; "count" at the ``threshold``-th occurrence within ``window``, with the guarantees
+            that kernels/sketch.py states; "probabilistic" admits at each occurrence with p = 1 - 0.05^(1/threshold), so
+            that 95 % of ids are admitted after ``threshold`` occurrences (Monolith, arXiv 2209.07663). Occurrences in
+            one batch count together.
+        threshold: occurrences, 1 to 65,535.
+        window: for "count", in seconds of sample time (or batches, where samples have no time): occurrences that
+            arrived longer ago do not count, those of the last three quarters of it always do. 0: all count.
+        counters: for "count", uint16 cells of the table; the memory is twice as many bytes. e * N / W (see
+            kernels/sketch.py) should stay well below the threshold; ``filter_excess`` of ``IdTables.counters`` reports
+            it. W is a quarter of the cells without a window and 7/128 of them with one.
+    """
+
+    kind: Literal["none", "count", "probabilistic"] = "none"
+    threshold: int = 1
+    window: int = field(default=0, kw_only=True)
+    counters: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", "count", "probabilistic"):
+            raise ValueError(f'admission.kind must be "none", "count" or "probabilistic", got {self.kind!r}')
+        if not 1 <= self.threshold <= MAX_COUNT:
+            raise ValueError(
+                f"admission.threshold must be in [1, {MAX_COUNT}], where counters saturate, got {self.threshold}"
+            )
+        if self.kind != "count" and (self.window or self.counters):
+            raise ValueError(f'admission.window and counters belong to kind "count", got kind {self.kind!r}')
+        if self.window < 0:
+            raise ValueError(f"admission.window must be >= 0 (0: occurrences never expire), got {self.window}")
+        if self.kind == "count" and self.counters < LINE * DEPTH:
+            raise ValueError(
+                f"admission.counters must be at least {LINE * DEPTH}, got {self.counters}; use several times the number"
+                " of distinct ids in the window"
+            )
+
+    @property
+    def panes(self) -> int:
+        return PANES if self.window else 1
+
+    @property
+    def pane_length(self) -> int:
+        """Length of a pane in units of the clock; 0 without a window."""
+        return -(-self.window // PANES)
+
+    def lines(self, segments: int) -> int:
+        """Lines in a row of the sketch of each of a table's segments."""
+        return max(1, self.counters // (segments * DEPTH * LINE)) if self.kind == "count" else 0
+
+    def excess_bound(self, counted: float, lines: int) -> float:
+        """e * N / W, which an id's estimate exceeds with probability exp(-DEPTH) at most; 0 for other kinds."""
+        return math.e * counted / (lines * counters_per_line(self.panes)) if lines else 0.0
+
+
+@dataclass(frozen=True)
+class IdTableConfig:
+    """A table of ids, of one feature or shared by several.
+
+    Attributes:
+        capacity: ids that it holds at most, >= 1. It is split into up to ``max_segments`` segments by the ids' hash,
+            each with an equal share; as ids do not spread quite evenly, the first segment is full a little before the
+            table is (at 95 % of the capacity or later).
+        features: names of the features that it serves; an id of one feature is distinct from the same id of another.
+        when_full: "oldest" evicts the ids not seen for longest, "least_frequent" those that occurred least often (then
+            the oldest; counts saturate at 65,535), "refuse" gives new ids the out-of-vocabulary row.
+        admission: which new ids get a row.
+        expire_after: seconds of sample time (batches, where samples have no time) without an occurrence after which an
+            id expires; 0: never.
+    """
+
+    capacity: int
+    features: tuple[str, ...]
+    when_full: Literal["oldest", "least_frequent", "refuse"] = "oldest"
+    admission: Admission = field(default_factory=Admission)
+    expire_after: int = 0
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError(f"capacity of an id table must be >= 1, got {self.capacity}")
+        if not 1 <= len(self.features) < FREE:
+            raise ValueError(f"an id table serves 1 to {FREE - 1} features, got {len(self.features)}")
+        if len(set(self.features)) < len(self.features):
+            raise ValueError(f"features of an id table must differ, got {list(self.features)}")
+        if self.when_full not in ("oldest", "least_frequent", "refuse"):
+            raise ValueError(f'when_full must be "oldest", "least_frequent" or "refuse", got {self.when_full!r}')
+        if self.expire_after < 0:
+            raise ValueError(f"expire_after must be >= 0 seconds (0: ids never expire), got {self.expire_after}")

@@ -1,0 +1,237 @@
+"""Lookup and assignment of rows, segment by segment; compiled by numba without the GIL.
+
+A segment sees its ids in the order of the batch and nothing of other segments, so results depend neither on the number
+of threads nor on which rank holds a segment. :class:`cowrec.sparse_opt.id_tables.tables.IdTables` lists what happens in
+a segment, in this order.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from .expiry import is_expired, make_room, sweep
+from .hashing import mix
+from .memory import MAX_COUNT
+from .rows import free_row, take_row, write_record
+from .sketch import add_to_total, count_id, is_drawn
+from .slots import BLOCK, ensure_slots, enter_slot, find_block, segment_at
+
+ADMIT_ALL, ADMIT_BY_COUNT, ADMIT_BY_DRAW = range(3)
+
+FIRST, TIMES, NEWEST, ROW = range(4)
+"""Columns of candidates: first occurrence; occurrences that are not late; their newest time; the row, or as below."""
+NO_ROW, WANTED = -1, -2
+
+
+class NewRowsOfSegments(NamedTuple):
+    """Rows that :func:`assign_segments` gave to ids.
+
+    Attributes:
+        counts: of each segment, int64 [segments].
+        rows: in the table, int64 [n]; a segment's begin where its occurrences do.
+        first: first occurrence of each row's id, int64 [n].
+    """
+
+    counts: np.ndarray
+    rows: np.ndarray
+    first: np.ndarray
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def find_segments(low, high, begins, occurrences, rows, memory, clock):
+    """Looks up the ids of segments low..high-1; ``rows``, int64 [V], get 0 for ids that have none. Changes no table."""
+    probes, found = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    positions, records = occurrences.position, memory.records
+    for s in range(low, high):
+        segment = segment_at(memory, s)
+        location = segment.location
+        for first in range(begins[s], begins[s + 1], BLOCK):
+            last = min(first + BLOCK, begins[s + 1])
+            find_block(first, last, occurrences, segment, probes, found)
+            for k in range(first, last):
+                row = found[k - first]
+                valid = row >= 0 and not is_expired(records[location.first_record + row], segment.table, clock)
+                rows[positions[k]] = location.first_row + row if valid else 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def assign_segments(low, high, begins, occurrences, rows, new_rows, memory, clock):
+    """Takes the batch through segments low..high-1; fills ``rows``, int64 [V], and ``new_rows``."""
+    longest = 0
+    for s in range(low, high):
+        longest = max(longest, begins[s + 1] - begins[s])
+    # Absent occurrences and the candidates among them, which are distinct ids.
+    absent, old_rows = np.empty(longest, np.int64), np.empty(longest, np.int64)
+    candidate_of, all_candidates = np.empty(longest, np.int64), np.empty((longest, 4), np.int64)
+    for s in range(low, high):
+        segment = segment_at(memory, s)
+        state, location, table = segment.state, segment.location, segment.table
+        if table.expire_after > 0 and (clock.batch + location.number) % table.sweep_interval == 0:
+            sweep(segment, clock)
+        new_rows.counts[s] = 0
+        if begins[s] == begins[s + 1]:
+            continue
+        state.occurrences += begins[s + 1] - begins[s]
+        count = _update_residents(begins[s], begins[s + 1], occurrences, rows, segment, clock, absent, old_rows)
+        if count == 0:
+            continue
+        used = _find_candidates(absent[:count], old_rows, occurrences, segment, clock, candidate_of, all_candidates)
+        candidates = all_candidates[:used]
+        wanted = _admit(candidates, occurrences, segment, clock)
+        new_rows.counts[s] = _give_rows(candidates, wanted, occurrences, begins[s], new_rows, segment, clock)
+        for i in range(count):
+            row = candidates[candidate_of[i], ROW]
+            rows[occurrences.position[absent[i]]] = location.first_row + row if row >= 0 else 0
+            state.unknown += row < 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update_residents(begin, end, occurrences, rows, segment, clock, absent, old_rows):
+    """Writes the rows of resident ids and updates their records.
+
+    The other occurrences are written to ``absent``, and the row that their id has if it is expired, or -1, to
+    ``old_rows``. Returns how many they are.
+    """
+    positions, times, records = occurrences.position, occurrences.times, segment.records
+    first_row, first_record = segment.location.first_row, segment.location.first_record
+    probes, found = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    count = 0
+    for first in range(begin, end, BLOCK):
+        last = min(first + BLOCK, end)
+        find_block(first, last, occurrences, segment, probes, found)
+        for k in range(first, last):
+            row = found[k - first]
+            if row >= 0:
+                record = records[first_record + row]
+                if not is_expired(record, segment.table, clock):
+                    seen = times[positions[k]] if len(times) else clock.now
+                    if seen > record.last_seen:
+                        record.last_seen = np.uint32(seen)
+                    if record.count < MAX_COUNT:
+                        record.count += np.uint16(1)
+                    rows[positions[k]] = first_row + row
+                    continue
+            absent[count] = k
+            old_rows[count] = row
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _find_candidates(absent, old_rows, occurrences, segment, clock, candidate_of, candidates):
+    """Finds the distinct ids among absent occurrences, in the order of their first ones; returns their number."""
+    positions, ids, times = occurrences.position, occurrences.ids, occurrences.times
+    hashes, features, expire_after = occurrences.hash, occurrences.feature, segment.table.expire_after
+    bits = 4
+    while (1 << bits) < 2 * len(absent):
+        bits += 1
+    known = np.full(1 << bits, -1, np.int32)
+    used = 0
+    for i in range(len(absent)):
+        k = absent[i]
+        # Mixed again: the ids of a segment share bits of their hash.
+        slot = np.int64(mix(hashes[k]) >> np.uint64(64 - bits))
+        while known[slot] >= 0:
+            other = candidates[known[slot], FIRST]
+            if ids[positions[other]] == ids[positions[k]] and features[other] == features[k]:
+                break
+            slot = (slot + 1) & ((1 << bits) - 1)
+        c = np.int64(known[slot])
+        if c < 0:
+            c = used
+            known[slot] = c
+            candidates[c, FIRST], candidates[c, TIMES], candidates[c, NEWEST] = k, 0, 0
+            candidates[c, ROW] = old_rows[i]
+            used += 1
+        candidate_of[i] = c
+        seen = times[positions[k]] if len(times) else clock.now
+        if expire_after > 0 and seen + expire_after < clock.now:
+            segment.state.late += 1
+        else:
+            candidates[c, TIMES] += 1
+            candidates[c, NEWEST] = max(candidates[c, NEWEST], seen)
+    return used
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _admit(candidates, occurrences, segment, clock):
+    """Marks the candidates that get a new row as WANTED and frees expired rows of candidates that are not admitted.
+
+    Admitted ids with an expired row keep it. Returns how many rows are wanted.
+    """
+    state, table = segment.state, segment.table
+    pane = clock.now // table.pane_length if table.pane_length > 0 else np.int64(0)
+    wanted = 0
+    for c in range(len(candidates)):
+        count, hashed = candidates[c, TIMES], occurrences.hash[candidates[c, FIRST]]
+        if count == 0:
+            candidates[c, ROW] = NO_ROW
+            continue
+        admitted = True
+        if table.admission == ADMIT_BY_COUNT:
+            admitted = count_id(segment, hashed, count, pane) >= table.threshold
+            add_to_total(state, count, pane, table.panes)
+        elif table.admission == ADMIT_BY_DRAW:
+            admitted = is_drawn(hashed, count, table.threshold, clock)
+        row = candidates[c, ROW]
+        state.expired += row >= 0
+        if admitted and row < 0:
+            candidates[c, ROW] = WANTED
+            wanted += 1
+        elif not admitted:
+            state.below_threshold += 1
+            candidates[c, ROW] = NO_ROW
+            if row >= 0:
+                free_row(segment, row, clock.batch)
+    return wanted
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _give_rows(candidates, wanted, occurrences, begin, new_rows, segment, clock):
+    """Gives rows to the admitted candidates, in their order; returns how many got one."""
+    positions, ids, features = occurrences.position, occurrences.ids, occurrences.feature
+    state, table = segment.state, segment.table
+    for c in range(len(candidates)):
+        # Before room is made, so that no id of this batch counts as old.
+        row, first = candidates[c, ROW], candidates[c, FIRST]
+        if row >= 0:
+            write_record(
+                segment, row, ids[positions[first]], features[first], candidates[c, NEWEST], candidates[c, TIMES]
+            )
+    if table.evicts and wanted > 0:
+        make_room(segment, wanted, clock)
+    ensure_slots(segment, min(state.used - state.free + wanted, table.capacity))
+    given = 0
+    for c in range(len(candidates)):
+        row, first = candidates[c, ROW], candidates[c, FIRST]
+        if row == WANTED:
+            row = take_row(segment, clock.batch)
+            candidates[c, ROW] = row
+            if row < 0:
+                state.refused += 1
+                continue
+            write_record(
+                segment, row, ids[positions[first]], features[first], candidates[c, NEWEST], candidates[c, TIMES]
+            )
+            enter_slot(segment, row, occurrences.hash[first])
+        if row >= 0:
+            new_rows.rows[begin + given] = segment.location.first_row + row
+            new_rows.first[begin + given] = first
+            given += 1
+    state.admitted += given
+    return given
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def collect_new_rows(begins, new_rows, occurrences, locations):
+    """Table, row, id and number of the feature of all new rows, int64 [4, n], segment by segment."""
+    result = np.empty((4, new_rows.counts.sum()), np.int64)
+    done = 0
+    for s in range(len(locations)):
+        for k in range(begins[s], begins[s] + new_rows.counts[s]):
+            first = new_rows.first[k]
+            result[0, done], result[1, done] = locations[s].table, new_rows.rows[k]
+            result[2, done], result[3, done] = occurrences.ids[occurrences.position[first]], occurrences.feature[first]
+            done += 1
+    return result

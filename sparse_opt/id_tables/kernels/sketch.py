@@ -1,0 +1,92 @@
+"""Admission of absent ids: a count-min sketch that counts them over a window, or a random draw.
+
+The sketch of a segment (see memory.py) has DEPTH rows of W counters. With a window each counter is four, one for each
+*pane* of a quarter of the window; as time moves on, the oldest pane restarts from zero. No sweep is needed: a line of
+64 bytes stores the number of the pane in which it was last written beside its counters, and clears older panes when it
+is next written, so the cost of a batch is bounded by its ids. The update is conservative (Estan and Varghese 2002): of
+an id's counters in a pane only those below its new estimate are raised.
+
+An id's estimate is the sum over the panes of the smallest of its counters. It is never below the id's occurrences in
+the last three quarters of the window before the clock, counted when they arrived (all of them where there is no
+window), as long as they are fewer than 65,535, where counters saturate; a threshold is at most that, so a saturated
+counter admits. It exceeds the id's occurrences in the panes by more than e * N / W with probability exp(-DEPTH) at
+most, where N is the number of occurrences that the segment counted in the panes and W the number of counters in a row
+(Cormode and Muthukrishnan 2005).
+"""
+
+import numpy as np
+from numba import njit
+
+from .hashing import mix, scaled
+from .memory import MAX_COUNT
+
+DEPTH = 4
+LINE = 32
+"""uint16 cells in a line of memory."""
+
+_ROW_KEY = np.uint64(0xD1B54A32D192ED03)
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def counters_per_line(panes):
+    """Counters (of each pane) in a line; with panes its first 8 bytes store the pane's number."""
+    return LINE if panes == 1 else LINE // panes - 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def count_id(segment, hashed, count, pane):
+    """Adds ``count`` occurrences of an id to a segment's sketch and returns its new estimate.
+
+    ``pane`` is the number of the current pane, which never decreases.
+    """
+    cells, lines, panes = segment.cells, segment.table.lines, segment.table.panes
+    per_line = counters_per_line(panes)
+    offsets = np.empty(DEPTH, np.int64)
+    for d in range(DEPTH):
+        column = scaled(mix(hashed + np.uint64(d + 1) * _ROW_KEY) >> np.uint64(32), lines * per_line)
+        line = segment.location.first_cell + (d * lines + column // per_line) * LINE
+        if panes > 1:
+            _clear_old_panes(line, pane, panes, cells)
+        offsets[d] = line + (panes if panes > 1 else 0) + column % per_line * panes
+    estimate = 0
+    for p in range(panes):
+        smallest = np.int64(MAX_COUNT)
+        for d in range(DEPTH):
+            smallest = min(smallest, np.int64(cells[offsets[d] + p]))
+        if p == pane % panes:
+            smallest = min(smallest + count, MAX_COUNT)
+            for d in range(DEPTH):
+                if cells[offsets[d] + p] < smallest:
+                    cells[offsets[d] + p] = np.uint16(smallest)
+        estimate += smallest
+    return estimate
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def _clear_old_panes(line, pane, panes, cells):
+    """Clears a line's counters of panes that began since it was last written."""
+    written = np.int64(cells[line]) | np.int64(cells[line + 1]) << 16
+    if written == pane:
+        return
+    for p in range(max(written + 1, pane - panes + 1), pane + 1):
+        for cell in range(line + panes + p % panes, line + LINE, panes):
+            cells[cell] = 0
+    cells[line] = np.uint16(pane & 0xFFFF)
+    cells[line + 1] = np.uint16(pane >> 16)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def add_to_total(state, count, pane, panes):
+    """Adds to the occurrences that a segment counted in the current pane; clears old panes as the lines do."""
+    for p in range(max(state.pane + 1, pane - panes + 1), pane + 1):
+        state.counted[p % panes] = 0
+    state.pane = max(state.pane, pane)
+    state.counted[pane % panes] += count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def is_drawn(hashed, count, threshold, clock):
+    """Draws whether an id with so many occurrences in a batch is admitted; the same on every rank and replay."""
+    bits = mix(mix(hashed ^ mix(np.uint64(clock.seed))) + np.uint64(clock.batch) * _ROW_KEY)
+    uniform = np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+    return uniform < 1.0 - 0.05 ** (count / threshold)

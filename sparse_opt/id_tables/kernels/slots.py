@@ -1,0 +1,144 @@
+"""Slots of a segment, its hash table from ids to rows: find, enter and remove; compiled by numba without the GIL."""
+
+import numpy as np
+from numba import njit
+
+from cowrec.sparse_opt.kernels.cpu_rows import prefetch
+
+from .hashing import home_slot, id_hash, tag_of
+from .memory import FREE, Segment
+
+BLOCK = 32
+"""Ids that are looked up together: memory for the next ones is prefetched while the first ones are resolved."""
+MIN_SLOTS = 16
+GROWTH, MAX_LOAD = 1.25, 0.8
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def segment_at(memory, s):
+    """The ``s``-th segment of the rank."""
+    location = memory.locations[s]
+    table = memory.tables[location.table]
+    return Segment(memory.states[s], location, table, memory.records, memory.slots, memory.cells)
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def _next_with_tag(slot, tag, first, count, row_bits, slots):
+    """First slot from ``slot`` on that has the tag, or -1 where an empty one precedes it."""
+    while True:
+        value = np.int64(slots[first + slot])
+        if value == 0:
+            return -1
+        if value >> row_bits == tag:
+            return slot
+        slot += 1
+        if slot == count:
+            slot = 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def find_block(low, high, occurrences, segment, probes, rows):
+    """Looks up the occurrences low..high-1, at most BLOCK.
+
+    Writes the row in its segment of each into ``rows``, int64 [BLOCK], -1 where the id has none. ``probes``, int64
+    [BLOCK], is working memory.
+    """
+    count, row_bits = segment.state.slots, segment.table.row_bits
+    if count == 0:
+        rows[: high - low] = -1
+        return
+    first, first_record = segment.location.first_slot, segment.location.first_record
+    slots, records, hashes = segment.slots, segment.records, occurrences.hash
+    positions, features, ids = occurrences.position, occurrences.feature, occurrences.ids
+    for k in range(low, high):
+        probes[k - low] = home_slot(hashes[k], count)
+        prefetch(slots, first + probes[k - low])
+    mask = (np.int64(1) << row_bits) - 1
+    for k in range(low, high):
+        slot = _next_with_tag(probes[k - low], tag_of(hashes[k], row_bits), first, count, row_bits, slots)
+        probes[k - low] = slot
+        if slot >= 0:
+            prefetch(records, first_record + (np.int64(slots[first + slot]) & mask) - 1)
+    for k in range(low, high):
+        slot, id = probes[k - low], ids[positions[k]]
+        row = np.int64(-1)
+        while slot >= 0:
+            row = (np.int64(slots[first + slot]) & mask) - 1
+            record = records[first_record + row]
+            if record.id == id and record.feature == features[k]:
+                break
+            row = -1
+            after = slot + 1 if slot + 1 < count else 0
+            slot = _next_with_tag(after, tag_of(hashes[k], row_bits), first, count, row_bits, slots)
+        rows[k - low] = row
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def enter_slot(segment, row, hashed):
+    """Enters the row of an id that is absent; there must be an empty slot."""
+    first, count, row_bits = segment.location.first_slot, segment.state.slots, segment.table.row_bits
+    slots = segment.slots
+    slot = home_slot(hashed, count)
+    while slots[first + slot] != 0:
+        slot += 1
+        if slot == count:
+            slot = 0
+    slots[first + slot] = np.uint32(tag_of(hashed, row_bits) << row_bits | (row + 1))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def remove_slot(segment, row):
+    """Empties the slot of a resident row; later ones of the cluster move back where their home slot allows it.
+
+    Removal thus leaves no tombstones.
+    """
+    first, count, first_record = segment.location.first_slot, segment.state.slots, segment.location.first_record
+    slots, records = segment.slots, segment.records
+    mask = (np.int64(1) << segment.table.row_bits) - 1
+    record = records[first_record + row]
+    hole = home_slot(id_hash(record.id, record.feature), count)
+    while np.int64(slots[first + hole]) & mask != row + 1:
+        hole = hole + 1 if hole + 1 < count else 0
+    slot = hole
+    while True:
+        slot = slot + 1 if slot + 1 < count else 0
+        value = slots[first + slot]
+        if value == 0:
+            break
+        record = records[first_record + (np.int64(value) & mask) - 1]
+        home = home_slot(id_hash(record.id, record.feature), count)
+        stays = hole < home <= slot if hole < slot else home > hole or home <= slot
+        if not stays:
+            slots[first + hole] = value
+            hole = slot
+    slots[first + hole] = 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _rebuild(segment, count):
+    """Resizes the segment to ``count`` slots and enters every resident id from its record."""
+    slots, records = segment.slots, segment.records
+    for slot in range(segment.location.first_slot, segment.location.first_slot + count):
+        slots[slot] = 0
+    segment.state.slots = count
+    for row in range(segment.state.used):
+        record = records[segment.location.first_record + row]
+        if record.feature != FREE:
+            enter_slot(segment, row, id_hash(record.id, record.feature))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def rebuild_segments(memory):
+    """Rebuilds the slots of all segments from their records."""
+    for s in range(len(memory.states)):
+        _rebuild(segment_at(memory, s), memory.states[s].slots)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def ensure_slots(segment, resident):
+    """Grows the slots, by at least a quarter, where they are too few for so many resident ids."""
+    slots = segment.state.slots
+    if resident <= slots * MAX_LOAD:
+        return
+    count = max(np.int64(resident / MAX_LOAD) + 1, np.int64(slots * GROWTH) + 1, MIN_SLOTS)
+    _rebuild(segment, min(count, segment.table.slots))
