@@ -38,8 +38,8 @@ from cowrec.data_pipeline.streams.open import open_sink
 from cowrec.data_pipeline.synthetic.drifting import DAY, DriftConfig
 from cowrec.data_pipeline.synthetic.drifting_samples import LABEL, best_by_window, drifting_tables
 from cowrec.data_pipeline.synthetic.metrics import exact_auc
-from cowrec.trainer.publishing.follower import Follower
 from cowrec.trainer.publishing.target import Target, open_target
+from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.serving.served_model import ServedModel
@@ -157,12 +157,12 @@ class LaggingModel:
     def __init__(self, folder: Path):
         self.served = ServedModel.load(folder / "live" / "base")
         self._target: Target = open_target(str(folder / "published"))
-        self._follower = Follower(self._target)
+        self._follower = VersionReader(self._target)
 
     def catch_up(self) -> None:
         newest, stop = self._target.blobs()[-1][0], threading.Event()
         while self._follower.version < newest:
-            self.served.apply(next(self._follower.blobs(stop)))
+            self.served.apply(next(self._follower.versions(stop)))
 
 
 def online_arguments(folder: Path) -> list[str]:

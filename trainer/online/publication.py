@@ -19,7 +19,7 @@ from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.export.export import TrainedTable, dense_weights, trained_table, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange
-from cowrec.trainer.publishing.dirty_rows import TouchedRows, current_rows
+from cowrec.trainer.publishing.dirty_rows import DirtyRows, current_rows
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY
@@ -56,7 +56,7 @@ class OnlinePublication:
     ):
         self._config, self._state, self._say = config.online, state, say
         self._specs = table_specs(schema, config.id_table)
-        self._dirty = TouchedRows(self._specs, [field.name for field in schema.sparse])
+        self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
         self._rows_due = self._dense_due = 0.0
         self._failing = False

@@ -1,8 +1,8 @@
-"""What is published: changes of a model as one blob of bytes, which shows when a byte of it was altered or is missing.
+"""Binary format of published versions: changes of a model in one blob of bytes, protected by a checksum.
 
-A blob is MAGIC, the SHA-256 of the rest, and the rest: a safetensors file with the header in its metadata and the
-tensors `TABLE.ids`, `TABLE.rows`, `TABLE.gone`, for a table that fields share `TABLE.feature` and `TABLE.gone_feature`,
-and `dense/NAME`. Sizes: n rows, m rows that are gone, P stored width of a table.
+A blob is MAGIC, the SHA-256 of its content, and the content: a safetensors file with the header in its metadata and the
+tensors `TABLE.ids`, `TABLE.rows`, `TABLE.deleted`, for a table that fields share `TABLE.feature` and
+`TABLE.deleted_feature`, and `dense/NAME`. Sizes: n rows, m deleted ids, P stored width of a table.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-FORMAT = 1
-MAGIC = b"cowrec-published"  # of a length that leaves the tensors aligned
+FORMAT = 2
+MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created")
 _DTYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32}
@@ -26,50 +26,51 @@ Kind = Literal["full", "delta"]
 
 
 class DamagedBlob(ValueError):
-    """Bytes that are not what was published."""
+    """Raised for bytes that differ from what was published."""
 
 
 @dataclass(frozen=True)
 class TableChange:
-    """What became of a table's rows; no id is in ``ids`` or ``gone`` twice, nor in both.
+    """Changed rows of a table; each id is at most once in ``ids`` and ``deleted`` together.
 
     Attributes:
-        ids: int64 [n]: numbers of rows, or the raw ids of a collisionless table, whose reserved rows are 0 and 1.
+        ids: int64 [n]: row numbers, or the raw ids of a collisionless table, whose reserved rows are 0 and 1.
         rows: float32 [n, P].
-        gone: int64 [m], ids of a collisionless table that have no row any more.
-        feature: int64 [n] where several fields share a collisionless table: the place of each id's field among them.
-        gone_feature: int64 [m], likewise.
+        deleted: int64 [m], ids of a collisionless table that no longer have a row.
+        feature: int64 [n] where several fields share a collisionless table: number of each id's field among them.
+        deleted_feature: int64 [m], likewise.
     """
 
     ids: NDArray[np.int64]
     rows: NDArray[np.float32]
-    gone: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    deleted: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     feature: NDArray[np.int64] | None = None
-    gone_feature: NDArray[np.int64] | None = None
+    deleted_feature: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        n, m = len(self.ids), len(self.gone)
-        of_ids = [(self.ids, n), (self.gone, m)]
-        of_ids += [(each, size) for each, size in ((self.feature, n), (self.gone_feature, m)) if each is not None]
-        fit = all(each.dtype == np.int64 and each.shape == (size,) for each, size in of_ids)
-        if (self.feature is None) != (self.gone_feature is None):
-            raise ValueError("of a table that fields share, both the written and the gone ids need their field")
-        if not fit or self.rows.dtype != np.float32 or self.rows.ndim != 2 or len(self.rows) != n:
+        n, m = len(self.ids), len(self.deleted)
+        arrays = [(self.ids, n), (self.deleted, m), (self.feature, n), (self.deleted_feature, m)]
+        valid = all(each is None or (each.dtype == np.int64 and each.shape == (size,)) for each, size in arrays)
+        if (self.feature is None) != (self.deleted_feature is None):
             raise ValueError(
-                f"a table's change is int64 ids [n] and float32 rows [n, P], got {self.ids.dtype} {self.ids.shape} and"
+                "a table that several fields share needs feature and deleted_feature, got only one of them"
+            )
+        if not valid or self.rows.dtype != np.float32 or self.rows.ndim != 2 or len(self.rows) != n:
+            raise ValueError(
+                f"a TableChange needs int64 ids [n] and float32 rows [n, P], got {self.ids.dtype} {self.ids.shape} and"
                 f" {self.rows.dtype} {self.rows.shape}"
             )
 
 
 @dataclass(frozen=True)
 class Change:
-    """Everything that became of a model, or in a full publication all of it.
+    """Changes of a model, or in a full version all of it.
 
     Attributes:
-        step: training steps that the model has taken.
+        step: training steps taken.
         sample_time: newest sample trained on, Unix seconds; None where samples have no time.
         tables: by name.
-        dense: float weights of the network by name; empty where they are not along.
+        dense: float weights of the network by name; empty where they are not included.
     """
 
     step: int
@@ -79,7 +80,7 @@ class Change:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are written, over all tables."""
+        """Number of written rows, over all tables."""
         return sum(len(each.ids) for each in self.tables.values())
 
 
@@ -88,12 +89,12 @@ class Blob:
     """A published version.
 
     Attributes:
-        version: from 1 on.
-        previous: the version that a delta goes on from.
+        version: number, from 1 on.
+        previous: the version that a delta is based on.
         kind: "full" replaces everything a reader has, "delta" changes it.
-        lineage: of the publisher's life that it belongs to; a delta of another one does not fit, whatever its number.
+        lineage: identifies the publisher's session; a delta of another lineage never fits, whatever its number.
         created: Unix seconds, by the publisher's clock.
-        change: what it says.
+        change: the content.
     """
 
     version: int
@@ -105,14 +106,14 @@ class Blob:
 
 
 def encode(blob: Blob) -> bytes:
-    """The bytes of a blob. Raises ValueError where a table's name is not one for a blob."""
+    """Encodes a blob. Raises ValueError for a table name that a blob cannot have."""
     tensors: dict[str, NDArray[Any]] = {_DENSE + name: value for name, value in blob.change.dense.items()}
     for name, table in blob.change.tables.items():
         if name.startswith(_DENSE):
             raise ValueError(
-                f'table {name!r} cannot be published: a name beginning with "{_DENSE}" is a dense weight\'s'
+                f'table {name!r} cannot be published: names that begin with "{_DENSE}" are those of dense weights'
             )
-        parts = {key: getattr(table, key) for key in ("ids", "rows", "gone", "feature", "gone_feature")}
+        parts = {key: getattr(table, key) for key in ("ids", "rows", "deleted", "feature", "deleted_feature")}
         tensors |= {f"{name}.{key}": value for key, value in parts.items() if value is not None}
     about = {key: getattr(blob, key) for key in _ABOUT}
     about |= {"format": FORMAT, "step": blob.change.step, "sample_time": blob.change.sample_time}
@@ -122,23 +123,28 @@ def encode(blob: Blob) -> bytes:
 
 
 def decode(blob: bytes) -> Blob:
-    """What :func:`encode` was given; the arrays share the memory of the bytes.
+    """Decodes the bytes of :func:`encode`; the arrays share their memory.
 
     Raises:
-        DamagedBlob: the bytes are not all there, or not those that were published.
-        ValueError: they are of another format.
+        DamagedBlob: bytes are missing or differ from what was published.
+        ValueError: another format.
     """
     if not blob.startswith(MAGIC):
-        raise DamagedBlob(f"{len(blob):,} bytes that begin with {blob[: len(MAGIC)]!r} are no publication")
+        raise DamagedBlob(f"not a published version: {len(blob):,} bytes that begin with {blob[: len(MAGIC)]!r}")
     content = memoryview(blob)[_HEADER:]
     if hashlib.sha256(content).digest() != blob[len(MAGIC) : _HEADER]:
-        raise DamagedBlob(f"{len(blob):,} bytes of a publication are torn or altered: their checksum is another")
+        raise DamagedBlob(
+            f"a published version of {len(blob):,} bytes is truncated or altered: its checksum does not match"
+        )
     try:
         length = int.from_bytes(content[:8], "little")
         header = json.loads(bytes(content[8 : 8 + length]))
         about = {key: json.loads(each) for key, each in header.pop("__metadata__").items()}
         if about["format"] != FORMAT:
-            raise ValueError(f"a publication of format {about['format']!r}; this cowrec reads {FORMAT}")
+            raise ValueError(
+                f"a published version has format {about['format']!r}, but this cowrec reads"
+                f" {FORMAT}; publish and read with the same version of cowrec"
+            )
         tensors = {key: _tensor(content[8 + length :], **each) for key, each in header.items()}
         dense = {key.removeprefix(_DENSE): each for key, each in tensors.items() if key.startswith(_DENSE)}
         parts: dict[str, dict[str, NDArray[Any]]] = {}
@@ -149,11 +155,11 @@ def decode(blob: bytes) -> Blob:
         change = Change(about["step"], about["sample_time"], tables, dense)
         return Blob(**{key: about[key] for key in _ABOUT}, change=change)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedBlob(f"a publication without what belongs to one: {error}") from error
+        raise DamagedBlob(f"a published version is incomplete: {error}") from error
 
 
 def merged(older: Change, newer: Change) -> Change:
-    """The change that both make, one after the other."""
+    """Merges two successive changes into one with the same effect."""
     tables = dict(older.tables)
     for name, table in newer.tables.items():
         tables[name] = _merged_table(tables[name], table) if name in tables else table
@@ -161,26 +167,26 @@ def merged(older: Change, newer: Change) -> Change:
 
 
 def _tensor(content: memoryview, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> NDArray[Any]:
-    """A tensor in place; the library's reader copies each, and no other thread can run meanwhile."""
+    """A tensor without a copy; the library's reader copies each one and blocks other threads meanwhile."""
     start, stop = data_offsets
     return np.frombuffer(content[start:stop], _DTYPES[dtype]).reshape(shape)
 
 
 def _merged_table(older: TableChange, newer: TableChange) -> TableChange:
-    written, left = _keys(newer.ids, newer.feature), _keys(newer.gone, newer.gone_feature)
-    stay = ~np.isin(_keys(older.ids, older.feature), np.concatenate([written, left]))
-    gone = ~np.isin(_keys(older.gone, older.gone_feature), np.concatenate([written, left]))
+    replaced = np.concatenate([_keys(newer.ids, newer.feature), _keys(newer.deleted, newer.deleted_feature)])
+    kept = ~np.isin(_keys(older.ids, older.feature), replaced)
+    still_deleted = ~np.isin(_keys(older.deleted, older.deleted_feature), replaced)
     return TableChange(
-        np.concatenate([older.ids[stay], newer.ids]),
-        np.concatenate([older.rows[stay], newer.rows]),
-        np.concatenate([older.gone[gone], newer.gone]),
-        _joined(older.feature, stay, newer.feature),
-        _joined(older.gone_feature, gone, newer.gone_feature),
+        np.concatenate([older.ids[kept], newer.ids]),
+        np.concatenate([older.rows[kept], newer.rows]),
+        np.concatenate([older.deleted[still_deleted], newer.deleted]),
+        _joined(older.feature, kept, newer.feature),
+        _joined(older.deleted_feature, still_deleted, newer.deleted_feature),
     )
 
 
 def _keys(ids: NDArray[np.int64], feature: NDArray[np.int64] | None) -> NDArray[Any]:
-    """What tells rows apart: the id, with its field where several share the table."""
+    """Keys of rows: the id, with its field where several share the table."""
     if feature is None:
         return ids
     both = np.empty(len(ids), [("feature", np.int64), ("id", np.int64)])
@@ -189,6 +195,6 @@ def _keys(ids: NDArray[np.int64], feature: NDArray[np.int64] | None) -> NDArray[
 
 
 def _joined(
-    older: NDArray[np.int64] | None, stay: NDArray[np.bool_], newer: NDArray[np.int64] | None
+    older: NDArray[np.int64] | None, kept: NDArray[np.bool_], newer: NDArray[np.int64] | None
 ) -> NDArray[np.int64] | None:
-    return None if older is None or newer is None else np.concatenate([older[stay], newer])
+    return None if older is None or newer is None else np.concatenate([older[kept], newer])

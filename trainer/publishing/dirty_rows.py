@@ -1,4 +1,4 @@
-"""Rows that training has touched since they were published last, and what they are now."""
+"""Dirty rows: those that training may have changed since the last publication, and their current weights."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.sharded_model.tables import TableSpec, tables_of
 
 
-class TouchedRows:
-    """One mark a row, set when a batch has one of its ids; in one process.
+class DirtyRows:
+    """One flag per row, set when a batch uses the row; in one process.
 
     Args:
         specs: the tables.
-        fields: of the batches, in their order.
+        fields: names of the batches' fields, in their order.
     """
 
     def __init__(self, specs: Sequence[TableSpec], fields: Sequence[str]):
@@ -26,30 +26,40 @@ class TouchedRows:
             firsts |= {field.name: first for field in spec.fields}
             first += spec.num_embeddings
         self._first_of_field = torch.tensor([firsts[name] for name in fields])
-        self._marks = torch.zeros(first, dtype=torch.bool)
+        self._dirty = torch.zeros(first, dtype=torch.bool)
 
     def mark(self, rows: KeyedJaggedTensor) -> None:
-        """Marks the rows of a batch. Waits for the device where they are on one."""
+        """Marks the rows of a batch. Waits for the device if they are on one."""
         counts = torch.tensor(rows.length_per_key())
-        self._marks[rows.values().cpu() + torch.repeat_interleave(self._first_of_field, counts)] = True
+        self._dirty[rows.values().cpu() + torch.repeat_interleave(self._first_of_field, counts)] = True
 
     def mark_all(self) -> None:
         """Marks every row."""
-        self._marks.fill_(True)
+        self._dirty.fill_(True)
 
     def take(self) -> dict[str, Tensor]:
-        """Marked rows of each table, int64 [n], ascending; no row is marked then."""
+        """Returns the marked rows of each table, int64 [n], ascending, and clears all flags."""
         found, first = {}, 0
         for spec in self._specs:
-            marks = self._marks[first : first + spec.num_embeddings]
-            found[spec.name] = marks.nonzero().flatten()
-            marks.zero_()
+            dirty = self._dirty[first : first + spec.num_embeddings]
+            found[spec.name] = dirty.nonzero().flatten()
+            dirty.zero_()
             first += spec.num_embeddings
         return found
 
 
 def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows: Tensor) -> Tensor:
-    """Rows of a table (distinct, int64 [n]) with the steps that they missed: a copy, float32 [n, P], on the CPU."""
+    """Copies rows of a table, after the updates of absent rows that are still to be applied to them.
+
+    Args:
+        model: holds the table.
+        adam: trains the table; None where FBGEMM's fused optimizer does.
+        table: its name.
+        rows: distinct, int64 [n].
+
+    Returns:
+        float32 [n, P], on the CPU.
+    """
     if adam is None:
         value = tables_of(model)[table]
     else:

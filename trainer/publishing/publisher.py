@@ -1,10 +1,10 @@
-"""Publishing a model while it trains: numbered versions, each a change of the one before, written beside the training.
+"""Publishing of a model while it trains: numbered versions, each a change of the one before, written in the background.
 
-What is due is handed over and written by a thread of its own. A version that cannot be written, or a target that hangs,
-costs nothing but time: what was due stays due and is part of the next version. Versions count up from what the target
-has. The first one of every publisher is a full one of a lineage of its own: a trainer that has started again may have
-gone back to an older snapshot, and its readers have seen rows of a future that is undone. The same is done where the
-target's newest version is not the one that was written last, as after a Redis that has lost its last second.
+A thread writes the pending changes. If a version cannot be written, or the target hangs, its changes stay pending and
+become part of the next version. Versions count up from the newest one of the target. The first version of every
+publisher is a full one with a new lineage: a restarted trainer may have resumed from an older snapshot, and its readers
+have seen rows that it has not. The same happens if the target's newest version is not the one that was written last,
+for example after a Redis lost its last second.
 """
 
 import logging
@@ -21,16 +21,16 @@ from .target import DEADLINE, Target
 logger = logging.getLogger(__name__)
 
 _PAUSE = 1.0
-"""Seconds after which a failed publication is tried again."""
+"""Seconds before a failed publication is retried."""
 
 
 @dataclass(frozen=True)
 class PublicationConfig:
-    """When the versions so far are put together in a full one, from which a new reader starts.
+    """Limits after which a full version is published, from which new readers start.
 
     Attributes:
-        compact_after: deltas since the last full version,
-        compact_bytes: or their size.
+        compact_after: deltas since the last full version.
+        compact_bytes: their total size.
     """
 
     compact_after: int = 100
@@ -43,19 +43,19 @@ class PublicationConfig:
 
 
 class Publisher:
-    """Publishes to a target in the background; use it as a context.
+    """Publishes to a target in the background; a context manager.
 
-    What lies before the last full version but one is removed: a reader at work has as long as one generation takes.
+    Versions before the second-to-last full one are removed, so a reader has until the next full version to catch up.
     """
 
     def __init__(self, target: Target, config: PublicationConfig | None = None) -> None:
         self._target, self._config = target, config or PublicationConfig()
         self._state = threading.Condition()
-        self._due: Change | None = None
-        self._everything: Change | None = None  # never older than what is due
+        self._pending: Change | None = None
+        self._everything: Change | None = None  # never older than the pending changes
         self._busy_since: float | None = None
         self._closed = False
-        self._wants_full, self._breaks = True, True
+        self._wants_full, self._starts_lineage = True, True
         self._version, self._lineage = 0, uuid.uuid4().hex
         self._deltas = self._bytes = self._failures = 0
         self._error: str | None = None
@@ -70,51 +70,51 @@ class Publisher:
 
     @property
     def wants_full(self) -> bool:
-        """The next call of :meth:`publish` is to bring everything."""
+        """Request to pass ``everything`` to the next call of :meth:`publish`."""
         return self._wants_full
 
     def publish(self, change: Change, everything: Change | None = None) -> None:
-        """Hands over the next version, and returns at once. The caller leaves the arrays alone from now on.
+        """Queues the next version and returns at once. The caller must not modify the arrays afterwards.
 
         Args:
-            change: rows written and gone since the last call.
-            everything: the whole model as it is now, where :attr:`wants_full`; without it nothing that needs it goes
-                out, and the change stays due.
+            change: rows written and ids deleted since the last call.
+            everything: the complete model as it is now, if :attr:`wants_full`; without it no full version can be
+                written, and the change stays pending if it needs one.
         """
         with self._state:
             assert not self._closed
-            self._due = change if self._due is None else merged(self._due, change)
+            self._pending = change if self._pending is None else merged(self._pending, change)
             self._everything = everything
             self._state.notify_all()
 
     def finish(self, seconds: float = DEADLINE) -> bool:
-        """Waits until all that is due is out, so long at most; False where something is left."""
+        """Waits until all pending changes are written, at most ``seconds``; returns False if some are left."""
         with self._state:
             return self._state.wait_for(self._is_idle, seconds)
 
     def _is_idle(self) -> bool:
-        return self._due is None and self._everything is None and self._busy_since is None
+        return self._pending is None and self._everything is None and self._busy_since is None
 
     def close(self, seconds: float = DEADLINE) -> None:
-        """As :meth:`finish`, and ends. A target that still hangs then is left to itself."""
+        """Waits as :meth:`finish` does and stops the thread; a target that still hangs is abandoned."""
         left = not self.finish(seconds)
         with self._state:
             self._closed = True
             self._state.notify_all()
         self._thread.join(0 if left else seconds)
         if left:
-            logger.warning("the last changes were not published: %s", self._error or "the target hangs")
+            logger.warning("the last changes were not published: %s", self._error or "the target does not answer")
         if not self._thread.is_alive():
             self._target.close()
 
     def counters(self) -> Mapping[str, Any]:
-        """version written last, rows due, failures so far, seconds that the target has kept a call, the last error."""
+        """Version written last, pending rows, failures, seconds waited for the current call, and the last error."""
         with self._state:
             waits = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
-            due = 0 if self._due is None else self._due.num_rows
+            pending = 0 if self._pending is None else self._pending.num_rows
             return {
                 "version": self._version,
-                "due_rows": due,
+                "pending_rows": pending,
                 "failures": self._failures,
                 "waits": waits,
                 "error": self._error,
@@ -126,65 +126,65 @@ class Publisher:
                 self._state.wait_for(lambda: self._closed or self._can_write())
                 if self._closed:
                     return
-                due, everything = self._due, self._everything if self._wants_full else None
-                self._due = self._everything = None
+                pending, everything = self._pending, self._everything if self._wants_full else None
+                self._pending = self._everything = None
                 self._busy_since = time.monotonic()
             try:
-                self._look_at_target()
-                if due is not None and not self._breaks:
-                    self._write("delta", due)
-                    due = None
+                self._check_target()
+                if pending is not None and not self._starts_lineage:
+                    self._write("delta", pending)
+                    pending = None
                 if everything is not None:
                     self._write("full", everything)
-                    due = everything = None
+                    pending = everything = None
                     self._remove_old()
                 failure = None
-            except Exception as error:  # whatever it was, what was due must stay due
+            except Exception as error:  # whatever it was, the changes must stay pending
                 failure = error
             with self._state:
-                self._settle(due, everything, failure)
+                self._restore(pending, everything, failure)
                 if failure:
                     self._state.wait_for(lambda: self._closed, _PAUSE)
 
     def _can_write(self) -> bool:
-        return self._everything is not None or (self._due is not None and not self._breaks)
+        return self._everything is not None or (self._pending is not None and not self._starts_lineage)
 
-    def _settle(self, due: Change | None, everything: Change | None, failure: Exception | None) -> None:
-        """Puts back what was not written, below what has been handed over since."""
-        if everything is not None and self._due is None:
+    def _restore(self, pending: Change | None, everything: Change | None, failure: Exception | None) -> None:
+        """Makes changes that were not written pending again, before those that were queued since."""
+        if everything is not None and self._pending is None:
             self._everything = everything
-        if due is not None:
-            self._due = due if self._due is None else merged(due, self._due)
+        if pending is not None:
+            self._pending = pending if self._pending is None else merged(pending, self._pending)
         if failure:
             self._failures += 1
             if self._error is None:
-                logger.warning("version %d is not published (%s); it is tried again", self._version + 1, failure)
+                logger.warning("publishing version %d failed (%s); retrying", self._version + 1, failure)
         self._error = f"{type(failure).__name__}: {failure}" if failure else None
         self._busy_since = None
         self._state.notify_all()
 
-    def _look_at_target(self) -> None:
-        """Takes a version for written that only seemed to fail; breaks with one that is not ours."""
+    def _check_target(self) -> None:
+        """Recognizes a version that was written although the call failed; starts a new lineage after a foreign one."""
         blobs = self._target.blobs()
         newest, kind = blobs[-1] if blobs else (0, "full")
-        if newest == self._version + 1 and self._is_ours(newest, kind):
+        if newest == self._version + 1 and self._is_own(newest, kind):
             self._note_written(newest, kind, 0)
         elif newest != self._version:
-            self._break_after(newest)
+            self._start_lineage_after(newest)
 
     def _write(self, kind: Kind, change: Change) -> None:
-        # A full one that breaks with what is there is a version of its own; another is the last delta's once more.
-        version = self._version + (kind == "delta" or self._breaks)
+        # A full version that starts a lineage has a number of its own, any other the number of the last delta.
+        version = self._version + (kind == "delta" or self._starts_lineage)
         blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change))
         try:
             self._target.write(version, kind, blob)
         except FileExistsError:
-            if not self._is_ours(version, kind):
-                self._break_after(version)
+            if not self._is_own(version, kind):
+                self._start_lineage_after(version)
                 raise
         self._note_written(version, kind, len(blob))
 
-    def _is_ours(self, version: int, kind: Kind) -> bool:
+    def _is_own(self, version: int, kind: Kind) -> bool:
         try:
             return decode(self._target.read(version, kind)).lineage == self._lineage
         except ValueError:
@@ -195,21 +195,21 @@ class Publisher:
             self._version = version
             if kind == "full":
                 self._deltas = self._bytes = 0
-                self._breaks = self._wants_full = False
+                self._starts_lineage = self._wants_full = False
             else:
                 self._deltas, self._bytes = self._deltas + 1, self._bytes + size
                 many = self._deltas >= self._config.compact_after or self._bytes >= self._config.compact_bytes
                 self._wants_full = self._wants_full or many
 
-    def _break_after(self, version: int) -> None:
+    def _start_lineage_after(self, version: int) -> None:
         with self._state:
-            if not self._breaks:
+            if not self._starts_lineage:
                 self._lineage = uuid.uuid4().hex
-            self._breaks = self._wants_full = True
+            self._starts_lineage = self._wants_full = True
             self._version = max(self._version, version)
 
     def _remove_old(self) -> None:
-        """Everything before the last full version but one; the oldest first, so that no chain is left with a hole."""
+        """Removes everything before the second-to-last full version; the oldest first, so that no chain has a gap."""
         blobs = self._target.blobs()
         full = [version for version, kind in blobs if kind == "full"]
         for version, kind in blobs:

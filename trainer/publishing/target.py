@@ -1,4 +1,4 @@
-"""Where publications go: a directory, or Redis. Each blob appears whole or not at all."""
+"""Publication targets: a directory or Redis. A blob appears complete or not at all."""
 
 import os
 import re
@@ -15,51 +15,53 @@ from .blob import Kind
 DEADLINE = 10.0
 """Seconds that Redis may take to answer."""
 
-_LARGEST = 512 << 20
-"""Redis' own limit of a value, in bytes."""
+_MAX_BYTES = 512 << 20
+"""Limit of Redis for a value, in bytes."""
 
 
 class Target(Protocol):
-    """Holds blobs by kind and version. All calls raise OSError where the target cannot be reached, or has no room."""
+    """Storage of blobs by kind and version. Methods raise OSError if the target cannot be reached or is full."""
 
     def blobs(self) -> list[tuple[int, Kind]]:
-        """Version and kind of all that are there, the oldest first."""
+        """Version and kind of all blobs, the oldest first."""
         ...
 
     def read(self, version: int, kind: Kind) -> bytes:
-        """Raises FileNotFoundError where it is not there, or not there any more."""
+        """Reads a blob. Raises FileNotFoundError if it does not exist, or no longer does."""
         ...
 
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
-        """Keeps what is there already: raises FileExistsError."""
+        """Writes a blob. Raises FileExistsError if it exists; blobs are never overwritten."""
         ...
 
     def remove(self, version: int, kind: Kind) -> None:
-        """Does nothing where it is not there."""
+        """Removes a blob; does nothing if it does not exist."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_target(url: str, *, publishing: bool = False) -> Target:
-    """The target that a URL means: ``redis://HOST:PORT/DB?name=NAME``, or else a directory.
+    """Opens the target of a URL: ``redis://HOST:PORT/DB?name=NAME``, or a directory.
 
     Args:
-        url: as above. NAME, by default "cowrec", tells the publications of one Redis apart.
-        publishing: the caller will write; a directory is made then, and kept from others who would write.
+        url: as above. NAME, by default "cowrec", separates the publications in one Redis.
+        publishing: whether the caller writes; a directory is then created and locked against other publishers.
 
     Raises:
-        ValueError: another process publishes to the directory, or the URL is not one.
+        ValueError: another process publishes to the directory, or the URL is invalid.
     """
     if urlsplit(url).scheme in ("redis", "rediss"):
         return RedisTarget(url)
     if "://" in url:
-        raise ValueError(f"publication target {url!r} is not known; use a directory or redis://HOST:PORT/DB?name=NAME")
+        raise ValueError(
+            f"publication target {url!r} is not supported; use a directory or redis://HOST:PORT/DB?name=NAME"
+        )
     return DirectoryTarget(Path(url), publishing=publishing)
 
 
 class DirectoryTarget:
-    """Files ``delta-000000000012.cow`` and ``full-000000000012.cow`` of a directory."""
+    """Directory with files ``delta-000000000012.cow`` and ``full-000000000012.cow``."""
 
     def __init__(self, folder: Path, *, publishing: bool = False) -> None:
         self._folder = folder
@@ -82,7 +84,9 @@ class DirectoryTarget:
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
         path = self._path(version, kind)
         if path.exists():
-            raise FileExistsError(f"{path} is there already; another publisher has been at work")
+            raise FileExistsError(
+                f"{path} exists already, written by another publisher; stop it or use another target"
+            )
         replace_file(path, blob)
 
     def remove(self, version: int, kind: Kind) -> None:
@@ -96,7 +100,7 @@ class DirectoryTarget:
 
 
 class RedisTarget:
-    """Keys ``NAME:delta:12`` and ``NAME:full:12`` of a Redis, and the sorted set ``NAME:versions`` of both."""
+    """Redis with keys ``NAME:delta:12`` and ``NAME:full:12``, and the sorted set ``NAME:versions`` of both."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -104,13 +108,15 @@ class RedisTarget:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError as error:
-            raise ValueError("publishing to Redis needs its client; pip install 'cowrec[online]'") from error
+            raise ValueError(
+                "publication targets in Redis need its client; run pip install 'cowrec[online]'"
+            ) from error
         parts = urlsplit(url)
         query = parse_qs(parts.query)
         self._name = query.pop("name", ["cowrec"])[0]
         plain = urlunsplit(parts._replace(query=urlencode(query, doseq=True)))
         self._error = redis.RedisError
-        once = Retry(NoBackoff(), 0)  # more tries would each wait as long
+        once = Retry(NoBackoff(), 0)  # every retry would wait as long again
         self._redis = redis.Redis.from_url(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE, retry=once)
 
     def blobs(self) -> list[tuple[int, Kind]]:
@@ -127,21 +133,24 @@ class RedisTarget:
         return bytes(blob)
 
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
-        if len(blob) > _LARGEST:
+        if len(blob) > _MAX_BYTES:
             raise OSError(
-                f"a publication of {len(blob):,} bytes is more than Redis takes, {_LARGEST:,}; publish to a directory"
+                f"a version of {len(blob):,} bytes exceeds the limit of Redis, {_MAX_BYTES:,}; publish to a directory"
             )
-        with self._named_errors(), self._redis.pipeline(transaction=True) as together:
-            together.set(self._key(version, kind), blob, nx=True)
-            together.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
-            if not together.execute()[0]:
-                raise FileExistsError(f"Redis has {self._key(version, kind)} already: another publisher is at work")
+        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
+            transaction.set(self._key(version, kind), blob, nx=True)
+            transaction.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
+            if not transaction.execute()[0]:
+                raise FileExistsError(
+                    f"Redis has {self._key(version, kind)} already, written by another publisher; stop it or use"
+                    " another name"
+                )
 
     def remove(self, version: int, kind: Kind) -> None:
-        with self._named_errors(), self._redis.pipeline(transaction=True) as together:
-            together.zrem(f"{self._name}:versions", f"{kind}:{version}")
-            together.delete(self._key(version, kind))
-            together.execute()
+        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
+            transaction.zrem(f"{self._name}:versions", f"{kind}:{version}")
+            transaction.delete(self._key(version, kind))
+            transaction.execute()
 
     def close(self) -> None:
         self._redis.close()

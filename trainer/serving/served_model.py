@@ -1,4 +1,4 @@
-"""A model that predicts from an export, and takes over what its trainer publishes while it does."""
+"""A served model: predicts from an export, and applies published versions at the same time."""
 
 import dataclasses
 import threading
@@ -24,7 +24,7 @@ from .served_rows import ServedRows
 
 @dataclass(frozen=True)
 class _State:
-    """What is exchanged at once."""
+    """Attributes that are replaced together."""
 
     network: nn.Module
     version: int
@@ -34,29 +34,29 @@ class _State:
 
 
 class ServedModel:
-    """Predicts; made by :meth:`load`. Predictions may be asked for in several threads while versions are applied.
+    """Predicts in any number of threads while another one applies versions; created by :meth:`load`.
 
     Attributes:
         schema: of the samples.
-        manifest: of the export that it came from.
+        manifest: of the export.
     """
 
     def __init__(self, manifest: Manifest, schema: Schema, dense: Mapping[str, Tensor]) -> None:
         self.manifest, self.schema = manifest, schema
-        self._place = {field.name: number for number, field in enumerate(schema.sparse)}
+        self._number = {field.name: number for number, field in enumerate(schema.sparse)}
         table_of, sizes = np.full(len(schema.sparse), -1), np.empty(len(schema.sparse), np.int64)
         for number, table in enumerate(manifest.tables.values()):
             for feature in table.features:
-                table_of[self._place[feature]] = number
-                sizes[self._place[feature]] = -1 if table.collisionless else table.rows
+                table_of[self._number[feature]] = number
+                sizes[self._number[feature]] = -1 if table.collisionless else table.rows
         if (table_of < 0).any():
             raise ValueError(
                 f"field {schema.sparse[int(table_of.argmin())].name!r} has no table; export the model again"
             )
         self._buckets = {
-            feature: (table.hash_buckets, place)
+            feature: (table.hash_buckets, index)
             for table in manifest.tables.values()
-            for place, feature in enumerate(table.features)
+            for index, feature in enumerate(table.features)
             if table.hash_buckets
         }
         width = physical_dim(manifest.model.embedding_dim)
@@ -67,10 +67,10 @@ class ServedModel:
 
     @staticmethod
     def load(export_dir: Path) -> "ServedModel":
-        """The model of an export. Nothing in the folder is run: the network is this cowrec's, its weights are read.
+        """Loads an export. No code from the folder runs: the network is cowrec's own, and only its weights are read.
 
         Raises:
-            ValueError: the folder is no export, or a file in it is not what was written.
+            ValueError: the folder is not an export, or a file in it is damaged.
         """
         manifest = Manifest.load(export_dir)
         model = ServedModel(manifest, Schema.load(export_dir), safetensors.torch.load_file(export_dir / DENSE))
@@ -83,41 +83,42 @@ class ServedModel:
 
     @property
     def version(self) -> int:
-        """Published version that is being served; 0 for the export."""
+        """Published version that is served; 0 for the export."""
         return self._state.version
 
     @property
     def step(self) -> int:
-        """Training steps that the model has taken."""
+        """Training steps of the model."""
         return self._state.step
 
     @property
     def sample_time(self) -> int | None:
-        """Newest sample trained on, Unix seconds; None where samples have no time."""
+        """Newest sample trained on, Unix seconds; None if samples have no time."""
         return self._state.sample_time
 
-    def predict(self, rows: SampleBlock) -> NDArray[np.float32]:
-        """Click probabilities [B] of encoded samples on the CPU; their labels are not looked at."""
-        looked_up, unknown = self._rows.gather(self._hashed(rows) if self._buckets else rows)
+    def predict(self, samples: SampleBlock) -> NDArray[np.float32]:
+        """Click probabilities [B] of encoded samples on the CPU; labels are ignored."""
+        looked_up, unknown = self._rows.gather(self._with_bucket_rows(samples) if self._buckets else samples)
         with self._counting:
             self._unknown_ids += unknown
         with torch.inference_mode():
-            return self._state.network(rows.dense, looked_up).sigmoid().numpy()
+            return self._state.network(samples.dense, looked_up).sigmoid().numpy()
 
     def apply(self, blob: Blob) -> None:
-        """Brings the model to a published version; predictions go on meanwhile, on rows of before and after.
+        """Updates the model to a published version; meanwhile predictions see rows from before and after.
 
-        The network's weights are exchanged at once, at the end.
+        The network's weights are replaced together at the end.
 
         Raises:
-            ValueError: a delta that does not follow what is served, or a version of another model; nothing is changed.
+            ValueError: a delta that is not based on the served version, or a version of another model; nothing is
+                changed.
         """
         with self._applying:
             now, change = self._state, blob.change
             if blob.kind == "delta" and (blob.previous, blob.lineage) != (now.version, now.lineage):
                 raise ValueError(
-                    f"version {blob.version} follows {blob.previous}, but {now.version} is served, or one of another"
-                    " lineage; go on with a full version"
+                    f"delta {blob.version} is based on version {blob.previous} of lineage {blob.lineage!r}, but version"
+                    f" {now.version} of lineage {now.lineage!r} is served; apply a full version"
                 )
             for name, table in change.tables.items():
                 self._check(name, table)
@@ -126,13 +127,15 @@ class ServedModel:
                 if change.dense
                 else now.network
             )
-            # Should this be cut short, only a full version can follow.
+            # Until this is complete, only a full version could be applied.
             self._state = _State(now.network, now.version, "", now.step, now.sample_time)
             removed = 0
             for name, table in change.tables.items():
                 fields = self._fields(name, len(table.ids), table.feature)
                 self._rows.write(table.ids, fields, table.rows)
-                removed += self._rows.remove(table.gone, self._fields(name, len(table.gone), table.gone_feature))
+                removed += self._rows.remove(
+                    table.deleted, self._fields(name, len(table.deleted), table.deleted_feature)
+                )
             if blob.kind == "full":
                 removed += self._keep_only(change.tables)
             self._state = _State(network, blob.version, blob.lineage, change.step, change.sample_time)
@@ -141,7 +144,7 @@ class ServedModel:
                 self._removed_rows += removed
 
     def counters(self) -> dict[str, int]:
-        """Since the start: ids that had no row of their own, rows written and removed; and ids that have a row now."""
+        """Ids that had no row of their own, rows written and removed, all since the start; ids that have a row now."""
         with self._counting:
             return {
                 "unknown_ids": self._unknown_ids,
@@ -150,18 +153,18 @@ class ServedModel:
                 "resident_ids": self._rows.resident,
             }
 
-    def _hashed(self, rows: SampleBlock) -> SampleBlock:
-        """The samples with rows in the place of ids that are hashed."""
-        ids, bags = rows.ids.clone(), dict(rows.bags)
+    def _with_bucket_rows(self, samples: SampleBlock) -> SampleBlock:
+        """Replaces ids of hashed fields by their rows."""
+        ids, bags = samples.ids.clone(), dict(samples.bags)
         singles = [field.name for field in self.schema.sparse if field.kind == "categorical"]
-        for field, how in self._buckets.items():
+        for field, bucketing in self._buckets.items():
             if field in bags:
-                values = id_bucket_rows(bags[field].values.numpy().astype(np.int64), *how)
+                values = id_bucket_rows(bags[field].values.numpy().astype(np.int64), *bucketing)
                 bags[field] = dataclasses.replace(bags[field], values=torch.from_numpy(values))
             else:
                 column = ids[:, singles.index(field)]
-                column.copy_(torch.from_numpy(id_bucket_rows(column.numpy().astype(np.int64), *how)))
-        return dataclasses.replace(rows, ids=ids, bags=bags)
+                column.copy_(torch.from_numpy(id_bucket_rows(column.numpy().astype(np.int64), *bucketing)))
+        return dataclasses.replace(samples, ids=ids, bags=bags)
 
     def _network(self, dense: Mapping[str, Tensor]) -> nn.Module:
         network = build_network(self.manifest.model, len(self.schema.sparse), len(self.schema.dense)).eval()
@@ -169,14 +172,14 @@ class ServedModel:
             network.load_state_dict(dict(dense))
         except RuntimeError as error:
             raise ValueError(
-                f"the weights are not those of a {self.manifest.model.name} of this size: {error}"
+                f"the dense weights do not fit the served network, a {self.manifest.model.name}: {error}"
             ) from error
         return network.requires_grad_(False)
 
     def _fields(self, table: str, count: int, feature: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Number of the field that each of a table's ids belongs to, int64 [count]."""
-        places = np.array([self._place[each] for each in self.manifest.tables[table].features], np.int64)
-        return np.full(count, places[0]) if feature is None else places[feature]
+        numbers = np.array([self._number[each] for each in self.manifest.tables[table].features], np.int64)
+        return np.full(count, numbers[0]) if feature is None else numbers[feature]
 
     def _keep_only(self, tables: Mapping[str, TableChange]) -> int:
         names = [name for name in tables if self.manifest.tables[name].collisionless]
@@ -186,15 +189,19 @@ class ServedModel:
         return self._rows.remove_others(np.concatenate([tables[name].ids for name in names]), np.concatenate(fields))
 
     def _check(self, name: str, change: TableChange) -> None:
-        """Raises ValueError where a change is not one of this model's table."""
+        """Raises ValueError if a change does not fit this model's table."""
         table = self.manifest.tables.get(name)
         width = physical_dim(self.manifest.model.embedding_dim)
         if table is None or change.rows.shape[1] != width:
-            raise ValueError(f"table {name!r} of rows {change.rows.shape[1]} wide is none of the model's, {width} wide")
+            raise ValueError(
+                f"the model has no table {name!r} with rows of width {change.rows.shape[1]}; its width is {width}"
+            )
         if table.collisionless:
-            several = len(table.features)
-            given = [each for each in (change.feature, change.gone_feature) if each is not None]
-            if bool(given) != (several > 1) or any(((each < 0) | (each >= several)).any() for each in given):
-                raise ValueError(f"table {name!r} serves {several} fields, and its change others")
-        elif len(change.gone) or (len(change.ids) and not 0 <= change.ids.min() <= change.ids.max() < table.rows):
-            raise ValueError(f"table {name!r} has the rows 0 to {table.rows - 1} for good, and its change others")
+            served = len(table.features)
+            given = [each for each in (change.feature, change.deleted_feature) if each is not None]
+            if bool(given) != (served > 1) or any(((each < 0) | (each >= served)).any() for each in given):
+                raise ValueError(f"table {name!r} serves {served} fields, but its change has others")
+        elif len(change.deleted) or (len(change.ids) and not 0 <= change.ids.min() <= change.ids.max() < table.rows):
+            raise ValueError(
+                f"table {name!r} has exactly the rows 0 to {table.rows - 1}, but its change deletes or writes others"
+            )

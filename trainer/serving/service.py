@@ -1,4 +1,4 @@
-"""A prediction service: a model, the samples it is asked about, and the versions of it that arrive meanwhile."""
+"""A prediction service: a model that answers requests while newer versions of it are applied."""
 
 import dataclasses
 import math
@@ -13,27 +13,27 @@ import torch
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.trainer.publishing.blob import Blob
+from cowrec.trainer.publishing.version_follower import VersionFollower
 
-from .following import Following
 from .metrics import ServiceMetrics
 from .micro_batcher import MicroBatcher
 from .served_model import ServedModel
 
 BATCH = 1024
-"""Samples computed together at most, unless a request has more."""
+"""Samples computed together at most, unless a single request may have more."""
 
 Result = float | str
-"""The click probability of a sample, or what is wrong with it."""
+"""The click probability of a sample, or an error message."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a service takes upon itself.
+    """Limits of a service; requests beyond them are rejected.
 
     Attributes:
-        request_bytes: of a request's body.
-        samples: of one request.
-        concurrent_requests: predictions that are asked for at the same time; more are sent away.
+        request_bytes: size of a request's body.
+        samples: in one request.
+        concurrent_requests: prediction requests in progress.
     """
 
     request_bytes: int = 1 << 20
@@ -47,19 +47,19 @@ class Limits:
 
 
 class Service:
-    """What answers requests; the HTTP side is in service_routes.py.
+    """Answers prediction requests; routes.py is its HTTP interface.
 
     Args:
         export_dir: folder of an exported model.
-        follow: publication target whose versions are applied as they come; None for none.
+        follow: URL of a publication target whose versions are applied as they are published; None for none.
         limits: see :class:`Limits`.
 
     Raises:
         ValueError: ``follow`` is not the URL of a publication target.
 
     Attributes:
-        ready: the model is loaded and warm.
-        failure: what went wrong while it was loaded; None where nothing did.
+        ready: whether the model is loaded and compiled.
+        failure: exception raised while it was loaded, if any.
     """
 
     def __init__(self, export_dir: Path, follow: str | None = None, limits: Limits | None = None) -> None:
@@ -68,38 +68,38 @@ class Service:
         self.ready = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
-        self._gathering: MicroBatcher[Mapping[str, Any], Result] = MicroBatcher(
+        self._batcher: MicroBatcher[Mapping[str, Any], Result] = MicroBatcher(
             self._compute, max(BATCH, self.limits.samples)
         )
-        self._following = Following(follow, self._apply, self.metrics.deltas_refused.inc) if follow else None
+        self._follower = VersionFollower(follow, self._apply, self.metrics.deltas_refused.inc) if follow else None
 
     def load(self) -> None:
-        """Loads the model, predicts once so that everything is compiled, and only then is ready."""
+        """Loads the model and predicts once, so that everything is compiled before the service is ready."""
         try:
             self._codec = SampleCodec.load(self._export_dir)
             self._model = ServedModel.load(self._export_dir)
             self._compute([dict.fromkeys(self._codec.columns)])
-        except Exception as error:  # told by `serve`, in whose thread it is not
+        except Exception as error:  # raised by `serve`, which runs in another thread
             self.failure = error
             return
         self.ready = True
-        if self._following:
-            self._following.start()
+        if self._follower:
+            self._follower.start()
 
     def close(self) -> None:
         """Stops following."""
-        if self._following:
-            self._following.close()
+        if self._follower:
+            self._follower.close()
 
     async def predict(self, samples: Sequence[Mapping[str, Any]]) -> Sequence[Result]:
-        """The click probability of each sample, or what is wrong with it."""
-        return await self._gathering.results(samples)
+        """The click probability or an error message for each sample."""
+        return await self._batcher.results(samples)
 
     def health(self) -> dict[str, Any]:
-        """What is said about the model; times in seconds."""
+        """Status of the service and of its model; times in seconds."""
         if not self.ready:
             return {"status": "loading"}
-        problem = self._following.problem if self._following else ""
+        problem = self._follower.problem if self._follower else ""
         return {
             "status": "degraded" if problem else "ok",
             "problem": problem,
@@ -111,45 +111,45 @@ class Service:
 
     @property
     def version(self) -> int:
-        """Of the model that answers; 0 is the export's own."""
+        """Published version of the served model; 0 for the export itself."""
         return self._model.version if self.ready else 0
 
     @property
     def step(self) -> int:
-        """Training steps that the model has taken."""
+        """Training steps of the served model."""
         return self._model.step if self.ready else 0
 
     @property
     def sample_time(self) -> float:
-        """Newest sample trained on, Unix seconds; NaN where it is not known."""
+        """Newest sample trained on, Unix seconds; NaN if unknown."""
         known = self._model.sample_time if self.ready else None
         return math.nan if known is None else float(known)
 
     def counters(self) -> dict[str, int]:
-        """As :meth:`ServedModel.counters`."""
+        """Counters of :meth:`ServedModel.counters`."""
         return self._model.counters() if self.ready else {}
 
     @property
     def applied_time(self) -> float:
-        """When a version was applied last, Unix seconds; NaN where none was."""
-        return self._following.applied_time if self._following else math.nan
+        """Time at which a version was last applied, Unix seconds; NaN before the first."""
+        return self._follower.applied_time if self._follower else math.nan
 
     @property
     def following(self) -> float:
-        """1 where a source is followed and nothing is wrong with it."""
-        return float(self._following is not None and not self._following.problem)
+        """1 if a publication target is followed without problems, else 0."""
+        return float(self._follower is not None and not self._follower.problem)
 
     def _compute(self, samples: Sequence[Mapping[str, Any]]) -> Sequence[Result]:
-        wanted = self._codec.columns
-        results: list[Result] = [_missing(sample, wanted) for sample in samples]
-        asked = [place for place, wrong in enumerate(results) if not wrong]
-        rows, bad = self._codec.encode_request([samples[place] for place in asked])
+        columns = self._codec.columns
+        results: list[Result] = [_missing(sample, columns) for sample in samples]
+        complete = [index for index, error in enumerate(results) if not error]
+        block, bad = self._codec.encode_request([samples[index] for index in complete])
         for each in bad:
-            results[asked[each.index]] = f"{each.reason}; correct the value, or give null where it is missing"
-        good = [place for place in asked if not results[place]]
+            results[complete[each.index]] = f"{each.reason}; correct the value, or use null if it is missing"
+        good = [index for index in complete if not results[index]]
         if good:
-            for place, probability in zip(good, self._model.predict(rows).tolist(), strict=True):
-                results[place] = probability
+            for index, probability in zip(good, self._model.predict(block).tolist(), strict=True):
+                results[index] = probability
             self.metrics.predictions.inc(len(good))
             self.metrics.batch_samples.observe(len(good))
         return results
@@ -160,11 +160,11 @@ class Service:
         self.metrics.deltas_applied.inc()
 
 
-def _missing(sample: Mapping[str, Any], wanted: Sequence[str]) -> str:
-    """What is wrong with a sample that lacks a column; empty where none is missing."""
-    for name in wanted:
+def _missing(sample: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Error message for a sample that lacks a column; empty if it has all."""
+    for name in columns:
         if name not in sample:
-            return f"column {name} is not there; give null where the value is missing"
+            return f"column {name} is missing; use null for a missing value"
     return ""
 
 
@@ -176,21 +176,21 @@ def serve(
     port: int = 8000,
     limits: Limits | None = None,
 ) -> None:
-    """Answers requests until SIGTERM or SIGINT; those under way are finished.
+    """Answers requests until SIGTERM or SIGINT; requests in progress are finished.
 
     Args:
         export_dir, follow, limits: see :class:`Service`.
-        host: address to listen at; by default this machine's own, which others cannot reach.
-        port: to listen at.
+        host: address to listen on; by default the loopback address, which other machines cannot reach.
+        port: to listen on.
 
     Raises:
-        ValueError: no exported model in ``export_dir``, or a damaged one; ``follow`` is no publication target.
+        ValueError: ``export_dir`` has no exported model or a damaged one, or ``follow`` is not a publication target.
     """
     import uvicorn
 
     from .routes import service_app
 
-    # Batches are small, and the other cores are for other requests' HTTP: threads would wait for each other.
+    # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
     service = Service(export_dir, follow, limits)
     config = uvicorn.Config(
@@ -200,12 +200,12 @@ def serve(
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=10,
-        timeout_keep_alive=75,  # longer than proxies keep a connection: they are to close it, not we as they use it
+        timeout_keep_alive=75,  # longer than proxies keep a connection, so that they close it and not the server
         server_header=False,
         proxy_headers=False,
     )
     server = uvicorn.Server(config)
-    # uvicorn sends itself the signal once more when all is done; to end by SIGTERM is to end well.
+    # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
     server.run()
     if service.failure:

@@ -17,8 +17,8 @@ from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
-from cowrec.trainer.publishing.follower import Follower
 from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
 from run_comparison import same
@@ -77,7 +77,7 @@ def test_readers_of_publications_equal_an_export(case: Path, tmp_path: Path) -> 
     target = open_target(str(tmp_path / "published"))
     newest = target.blobs()[-1][0]
     served = ServedModel.load(tmp_path / "run" / "base")
-    for blob in Follower(target).blobs(Event()):
+    for blob in VersionReader(target).versions(Event()):
         served.apply(blob)
         if blob.version == newest:
             break

@@ -20,8 +20,8 @@ import pytest
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
 from cowrec.trainer.export.export import export_run
-from cowrec.trainer.publishing.follower import Follower
 from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
 from redis_server import RedisServer
@@ -99,7 +99,7 @@ def followed(run_dir: Path, url: str) -> ServedModel:
     """Reader that has applied everything that was published."""
     target = open_target(url)
     newest, served = target.blobs()[-1][0], ServedModel.load(run_dir / "base")
-    for blob in Follower(target).blobs(Event()):
+    for blob in VersionReader(target).versions(Event()):
         served.apply(blob)
         if blob.version == newest:
             return served

@@ -1,4 +1,4 @@
-"""Whatever happens to publisher, target or blobs, a reader ends with the publisher's model and never applies a hole."""
+"""Publishing under faults: a reader ends with the publisher's model and never skips a missing version."""
 
 import contextlib
 import random
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, TableChange, decode, encode, merged
-from cowrec.trainer.publishing.follower import Follower
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import Target, open_target
+from cowrec.trainer.publishing.version_reader import VersionReader
 from redis_server import redis_server
 
 WIDTH = 4
@@ -25,7 +25,7 @@ SHARED, PLAIN = "shared", "plain"
 
 
 class Model:
-    """A model as plain dictionaries, which changes at random; rows of the shared table are of two features."""
+    """A model in plain dictionaries that changes at random; the shared table has rows of two features."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rows: dict[Key, list[float]] = {}
@@ -39,20 +39,20 @@ class Model:
         return other
 
     def train(self, *, with_dense: bool = False) -> Change:
-        """Writes some rows, new ones too, and drops some."""
+        """Writes some rows, including new ones, and deletes some."""
         self.step += 1
         ids = [(SHARED, f, i) for f in range(2) for i in (-7, 2, 5, 1 << 60)] + [(PLAIN, 0, i) for i in range(6)]
         written = self._rng.sample(ids, 4)
         for key in written:
             self.rows[key] = [self._rng.random() for _ in range(WIDTH)]
-        gone = [
+        deleted = [
             key for key in sorted(self.rows) if key[0] == SHARED and key not in written and self._rng.random() < 0.3
         ]
-        for key in gone:
+        for key in deleted:
             del self.rows[key]
         if with_dense:
             self.dense = [self._rng.random()]
-        return self._change(written, gone, with_dense)
+        return self._change(written, deleted, with_dense)
 
     def everything(self) -> Change:
         return self._change(list(self.rows), [], True)
@@ -65,8 +65,10 @@ class Model:
         self.dense = list(change.dense.get("bias", self.dense))
         for name, table in change.tables.items():
             features = [0] * len(table.ids) if table.feature is None else table.feature.tolist()
-            gone_features = [0] * len(table.gone) if table.gone_feature is None else table.gone_feature.tolist()
-            for feature, each in zip(gone_features, table.gone.tolist(), strict=True):
+            deleted_features = (
+                [0] * len(table.deleted) if table.deleted_feature is None else table.deleted_feature.tolist()
+            )
+            for feature, each in zip(deleted_features, table.deleted.tolist(), strict=True):
                 self.rows.pop((name, feature, each), None)
             for feature, each, row in zip(features, table.ids.tolist(), table.rows.tolist(), strict=True):
                 self.rows[name, feature, each] = row
@@ -77,36 +79,36 @@ class Model:
             self.dense, other.dense
         )
 
-    def _change(self, written: list[Key], gone: list[Key], with_dense: bool) -> Change:
+    def _change(self, written: list[Key], deleted: list[Key], with_dense: bool) -> Change:
         tables = {}
         for name in (SHARED, PLAIN):
-            here, left = ([key for key in keys if key[0] == name] for keys in (written, gone))
+            here, removed = ([key for key in keys if key[0] == name] for keys in (written, deleted))
             features = (
-                (np.array([key[1] for key in here], np.int64), np.array([key[1] for key in left], np.int64))
+                (np.array([key[1] for key in here], np.int64), np.array([key[1] for key in removed], np.int64))
                 if name == SHARED
                 else (None, None)
             )
             tables[name] = TableChange(
                 np.array([key[2] for key in here], np.int64),
                 np.array([self.rows[key] for key in here], np.float32).reshape(-1, WIDTH),
-                np.array([key[2] for key in left], np.int64),
+                np.array([key[2] for key in removed], np.int64),
                 *features,
             )
         return Change(self.step, self.step * 10, tables, {"bias": np.array(self.dense)} if with_dense else {})
 
 
-class Reader:
-    """Follows a target into a model of its own, in a thread."""
+class ReaderThread:
+    """Applies the versions of a target to a model in a thread."""
 
     def __init__(self, url: str) -> None:
         self.model, self.seen = Model(), list[Blob]()
-        self.follower = Follower(open_target(url))
+        self.versions = VersionReader(open_target(url))
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow)
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def _follow(self) -> None:
-        for blob in self.follower.blobs(self._stop):
+    def _run(self) -> None:
+        for blob in self.versions.versions(self._stop):
             self.model.apply(blob.change, full=blob.kind == "full")
             self.seen.append(blob)
 
@@ -117,8 +119,8 @@ class Reader:
 
 
 @contextlib.contextmanager
-def reading(url: str) -> Iterator[Reader]:
-    reader = Reader(url)
+def reading(url: str) -> Iterator[ReaderThread]:
+    reader = ReaderThread(url)
     try:
         yield reader
     finally:
@@ -128,7 +130,7 @@ def reading(url: str) -> Iterator[Reader]:
 def eventually(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.01)
 
 
@@ -141,7 +143,7 @@ def publish(publisher: Publisher, model: Model, *, with_dense: bool = False, wai
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cowrec.trainer.publishing.follower._PAUSE", 0.01)
+    monkeypatch.setattr("cowrec.trainer.publishing.version_reader._POLL_SECONDS", 0.01)
     monkeypatch.setattr("cowrec.trainer.publishing.publisher._PAUSE", 0.05)
 
 
@@ -162,8 +164,8 @@ def blob_of(change: Change) -> Blob:
     return Blob(7, 6, "delta", "some", 1.5, change)
 
 
-def test_a_blob_is_what_was_encoded_or_is_refused() -> None:
-    """Every byte that is missing or altered shows; the lengths are tried one by one, and every byte is turned once."""
+def test_a_blob_is_decoded_exactly_or_rejected() -> None:
+    """Every missing or altered byte is detected: the test tries all lengths and alters every byte once."""
     change = Model(3).train(with_dense=True)
     whole = encode(blob_of(change))
     found = decode(whole)
@@ -177,70 +179,70 @@ def test_a_blob_is_what_was_encoded_or_is_refused() -> None:
     for length in range(len(whole)):
         with pytest.raises(DamagedBlob):
             decode(whole[:length])
-    for place in range(len(whole)):
+    for index in range(len(whole)):
         with pytest.raises(DamagedBlob):
-            decode(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
+            decode(whole[:index] + bytes([whole[index] ^ 64]) + whole[index + 1 :])
     with pytest.raises(DamagedBlob):
         decode(whole + b"\0")
     assert not decode(encode(blob_of(Change(0, None, {})))).change.tables
 
 
-def test_a_blob_of_another_format_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cowrec.trainer.publishing.blob.FORMAT", 2)
+def test_a_blob_of_another_format_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cowrec.trainer.publishing.blob.FORMAT", 1)
     blob = encode(blob_of(Change(0, None, {})))
     monkeypatch.undo()
     assert blob.startswith(MAGIC)
-    with pytest.raises(ValueError, match="of format 2; this cowrec reads 1"):
+    with pytest.raises(ValueError, match="has format 1, but this cowrec reads 2"):
         decode(blob)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_changes_merged_are_one_after_the_other(seed: int) -> None:
+def test_merged_changes_have_the_effect_of_successive_ones(seed: int) -> None:
     model = Model(seed)
     model.train()
     start = model.copy()
     one_by_one, at_once = start.copy(), start.copy()
-    changes = [model.train(with_dense=place % 3 == 1) for place in range(4)]
-    together = changes[0]
+    changes = [model.train(with_dense=number % 3 == 1) for number in range(4)]
+    joined = changes[0]
     for change in changes[1:]:
-        together = merged(together, change)
+        joined = merged(joined, change)
     for change in changes:
         one_by_one.apply(change)
-    at_once.apply(together)
+    at_once.apply(joined)
     assert at_once.same_as(one_by_one)
     assert at_once.same_as(model)
-    for table in together.tables.values():
+    for table in joined.tables.values():
         pairs = list(zip(table.ids if table.feature is None else table.feature, table.ids, strict=True))
         assert len(set(pairs)) == len(pairs)
 
 
-def test_a_reader_has_the_publishers_model_whenever_it_starts(url: str) -> None:
-    """Versions are consecutive over three lives of the publisher, each of which goes back to an older model."""
+def test_a_reader_gets_the_publishers_model_whenever_it_starts(url: str) -> None:
+    """Versions are consecutive over three sessions of the publisher, each of which restarts from an older model."""
     model = Model()
     with reading(url) as early:
-        lives = []
+        sessions = []
         for _ in range(3):
             undone = model.copy()
             with publisher(url, compact_after=4) as out:
                 assert out.wants_full
                 for step in range(11):
                     publish(out, model, with_dense=step % 5 == 0)
-                    eventually(lambda out=out: early.follower.version == out.counters()["version"])
-                lives.append(out.counters())
+                    eventually(lambda out=out: early.versions.version == out.counters()["version"])
+                sessions.append(out.counters())
             assert early.model.same_as(model)
             model = undone
-        assert [each["version"] for each in lives] == [11, 22, 33]
-        assert not any(each["failures"] or each["due_rows"] for each in lives)
+        assert [each["version"] for each in sessions] == [11, 22, 33]
+        assert not any(each["failures"] or each["pending_rows"] for each in sessions)
         assert [blob.version for blob in early.seen] == list(range(1, 34))
         assert [blob.version for blob in early.seen if blob.kind == "full"] == [1, 12, 23]
         with reading(url) as late:
-            eventually(lambda: late.follower.version == 33)
+            eventually(lambda: late.versions.version == 33)
             assert late.model.same_as(early.model)
             assert late.model.step == early.model.step
             assert late.seen[0].kind == "full"
             assert len(late.seen) < 6
-        assert early.follower.gaps == early.follower.damaged == early.follower.unreachable == 0
-    # What is before the last full version but one is gone.
+        assert early.versions.gaps == early.versions.damaged == early.versions.unreachable == 0
+    # Versions before the second-to-last full one are removed.
     full = [version for version, kind in open_target(url).blobs() if kind == "full"]
     assert len(full) == 2
     assert min(version for version, _ in open_target(url).blobs()) == full[0]
@@ -249,37 +251,37 @@ def test_a_reader_has_the_publishers_model_whenever_it_starts(url: str) -> None:
 def test_one_directory_has_one_publisher(tmp_path: Path) -> None:
     with publisher(str(tmp_path)), pytest.raises(ValueError, match="another process is at work"):
         publisher(str(tmp_path))
-    with pytest.raises(ValueError, match="is not known"):
+    with pytest.raises(ValueError, match="is not supported"):
         open_target("kafka://host/topic")
 
 
-def test_a_directory_that_fails_costs_nothing(tmp_path: Path) -> None:
-    """It is moved away, and a file is in its place; what was due comes out when it is back, in one version."""
+def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
+    """A file replaces the directory for a while; pending changes are published in one version once it is back."""
     folder, aside, model = tmp_path / "published", tmp_path / "aside", Model()
     with publisher(str(folder)) as out, reading(str(folder)) as reader:
         publish(out, model)
         publish(out, model)
-        eventually(lambda: reader.follower.version == 2)
+        eventually(lambda: reader.versions.version == 2)
         folder.rename(aside)
         folder.touch()
         for _ in range(5):
             publish(out, model, with_dense=True, wait=False)
             eventually(lambda: out.counters()["failures"])
         assert not out.finish(0)
-        assert out.counters()["due_rows"] > 0
+        assert out.counters()["pending_rows"] > 0
         assert out.counters()["error"]
-        eventually(lambda: reader.follower.unreachable)
+        eventually(lambda: reader.versions.unreachable)
         folder.unlink()
         aside.rename(folder)
-        eventually(lambda: reader.follower.version == 3)
+        eventually(lambda: reader.versions.version == 3)
         assert reader.model.same_as(model)
         assert out.finish(10)
         assert out.counters()["error"] is None
         assert [blob.kind for blob in reader.seen] == ["full", "delta", "delta"]
 
 
-def test_a_frozen_redis_never_holds_the_trainer(tmp_path: Path) -> None:
-    """It does not answer while 20 versions are handed over; then they come out in as many as it takes, none lost."""
+def test_a_frozen_redis_never_blocks_the_trainer(tmp_path: Path) -> None:
+    """It does not answer while 20 versions are queued; later their changes are published, and none is lost."""
     model = Model()
     with redis_server(tmp_path) as server, publisher(server.url) as out, reading(server.url) as reader:
         publish(out, model)
@@ -295,16 +297,16 @@ def test_a_frozen_redis_never_holds_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("appendonly", [True, False])
-def test_redis_killed_and_started_again(tmp_path: Path, appendonly: bool) -> None:
-    """With its log it goes on with the next delta. Without, everything is gone: the next version is a full one of a
-    number that was not used, also for a publisher that has started again since and counts anew.
+def test_redis_killed_and_restarted(tmp_path: Path, appendonly: bool) -> None:
+    """With its log, the next version is a delta. Without it all versions are lost: the next one is a full one with an
+    unused number, also from a publisher that has restarted since and counts from 1.
     """
     model = Model()
     with redis_server(tmp_path, appendonly=appendonly) as server, reading(server.url) as reader:
         with publisher(server.url) as out:
             for _ in range(5):
                 publish(out, model)
-            eventually(lambda: reader.follower.version == 5)
+            eventually(lambda: reader.versions.version == 5)
             server.send(signal.SIGKILL)
             publish(out, model, wait=False)
             eventually(lambda: out.counters()["failures"])
@@ -312,7 +314,7 @@ def test_redis_killed_and_started_again(tmp_path: Path, appendonly: bool) -> Non
             if not appendonly:
                 eventually(lambda: out.wants_full)
                 publish(out, model, wait=False)
-            eventually(lambda: reader.follower.version == 6)
+            eventually(lambda: reader.versions.version == 6)
             assert reader.seen[-1].kind == ("delta" if appendonly else "full")
             assert reader.model.same_as(model)
         server.send(signal.SIGKILL)
@@ -321,19 +323,19 @@ def test_redis_killed_and_started_again(tmp_path: Path, appendonly: bool) -> Non
             publish(out, model)
             version = out.counters()["version"]
             assert version == (7 if appendonly else 1)
-            eventually(lambda: reader.follower.version == version)
+            eventually(lambda: reader.versions.version == version)
             assert reader.model.same_as(model)
             publish(out, model)
-            eventually(lambda: reader.follower.version == version + 1)
+            eventually(lambda: reader.versions.version == version + 1)
             assert reader.model.same_as(model)
 
 
 def damage(kind: str, target: Target, folder: Path) -> None:
-    """To versions 3 and 4 of a directory."""
+    """Damages versions 3 and 4 of a directory."""
     third, fourth = folder / "delta-000000000003.cow", folder / "delta-000000000004.cow"
     content = third.read_bytes()
     match kind:
-        case "torn":
+        case "truncated":
             third.write_bytes(content[:-7])
         case "altered":
             third.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -342,13 +344,13 @@ def damage(kind: str, target: Target, folder: Path) -> None:
         case "swapped":
             third.write_bytes(fourth.read_bytes())
             fourth.write_bytes(content)
-        case "of another life":
+        case "of another lineage":
             blob = decode(content)
             third.write_bytes(encode(Blob(3, 2, "delta", "other", blob.created, blob.change)))
 
 
-@pytest.mark.parametrize("kind", ["torn", "altered", "lost", "swapped", "of another life"])
-def test_a_reader_waits_before_a_hole_and_goes_on_with_the_next_full_version(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["truncated", "altered", "lost", "swapped", "of another lineage"])
+def test_a_reader_waits_at_a_gap_and_continues_with_the_next_full_version(tmp_path: Path, kind: str) -> None:
     model, states = Model(), dict[int, Model]()
     with publisher(str(tmp_path), compact_after=6) as out:
         for version in range(1, 7):
@@ -356,26 +358,26 @@ def test_a_reader_waits_before_a_hole_and_goes_on_with_the_next_full_version(tmp
             states[version] = model.copy()
         damage(kind, open_target(str(tmp_path)), tmp_path)
         with reading(str(tmp_path)) as reader:
-            eventually(lambda: reader.follower.gaps)
-            assert reader.follower.version == 2
-            eventually(lambda: reader.follower.waits_for_full)
-            assert reader.follower.damaged == (kind in ("torn", "altered", "swapped"))
+            eventually(lambda: reader.versions.gaps)
+            assert reader.versions.version == 2
+            eventually(lambda: reader.versions.waits_for_full)
+            assert reader.versions.damaged == (kind in ("truncated", "altered", "swapped"))
             while open_target(str(tmp_path)).blobs()[-1][1] != "full":
                 publish(out, model)
                 states[out.counters()["version"]] = model.copy()
             newest = out.counters()["version"]
-            eventually(lambda: reader.follower.version == newest)
+            eventually(lambda: reader.versions.version == newest)
             assert reader.model.same_as(states[newest])
             assert [blob.version for blob in reader.seen] == [1, 2, newest]
             publish(out, model)
-            eventually(lambda: reader.follower.version == newest + 1)
+            eventually(lambda: reader.versions.version == newest + 1)
             assert reader.model.same_as(model)
         with reading(str(tmp_path)) as late:
-            eventually(lambda: late.follower.version == newest + 1)
+            eventually(lambda: late.versions.version == newest + 1)
             assert late.model.same_as(model)
 
 
-def test_a_torn_full_version_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) -> None:
     model = Model()
     with publisher(str(tmp_path), compact_after=3) as out:
         for _ in range(9):
@@ -384,6 +386,6 @@ def test_a_torn_full_version_is_passed_over_for_the_one_before(tmp_path: Path) -
     assert len(full) == 2
     full[-1].write_bytes(full[-1].read_bytes()[:-1])
     with reading(str(tmp_path)) as reader:
-        eventually(lambda: reader.follower.version == 9)
+        eventually(lambda: reader.versions.version == 9)
         assert reader.model.same_as(model)
-        assert reader.follower.damaged == 1
+        assert reader.versions.damaged == 1

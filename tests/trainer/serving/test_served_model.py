@@ -1,4 +1,4 @@
-"""A served model predicts what its trainer's model predicts, after any changes, and while they are applied."""
+"""A served model predicts what its trainer's model predicts, after changes and while they are applied."""
 
 import dataclasses
 import random
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(embedding_dim=DIM, hidden=(5,))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch and one of two that went on from it, with weighted bags, and with averaged ones."""
+    """A run of one epoch, resumed for a second one, with weighted bags and with averaged ones."""
     folder = tmp_path_factory.mktemp("served")
     config = config_file(folder)
     for bags, columns in (("weighted", tuple(COLUMNS)), ("averaged", UNWEIGHTED)):
@@ -69,7 +69,7 @@ def difference(before: Path, after: Path) -> Change:
 
 
 def full(change: Change, version: int = 1) -> Blob:
-    return Blob(version, version - 1, "full", "life", 0.0, change)
+    return Blob(version, version - 1, "full", "lineage", 0.0, change)
 
 
 def delta(change: Change, version: int) -> Blob:
@@ -77,8 +77,8 @@ def delta(change: Change, version: int) -> Blob:
 
 
 @pytest.mark.parametrize("bags", ["weighted", "averaged"])
-def test_an_export_and_what_was_published_since_is_the_trained_model(folder: Path, bags: str) -> None:
-    """float32 to the rounding of sums in another order; smaller tables to the last bit of an export made afterwards."""
+def test_an_export_with_published_changes_equals_the_trained_model(folder: Path, bags: str) -> None:
+    """float32 up to the order of summation; smaller precisions bit-identical to an export made afterwards."""
     data = folder / bags / "data"
     samples = samples_of(data)
     change = difference(folder / bags / "float32-1", folder / bags / "float32-2")
@@ -98,7 +98,7 @@ def test_an_export_and_what_was_published_since_is_the_trained_model(folder: Pat
 
 
 def test_unknown_ids_are_counted(folder: Path) -> None:
-    """Ids of row 0, and those that a table of numbered rows does not have, which get it."""
+    """Ids of row 0, and ids outside a table of numbered rows, which get row 0."""
     served = ServedModel.load(folder / "averaged" / "float32-1")
     samples = samples_of(folder / "averaged" / "data").take(torch.zeros(3, dtype=torch.int64))
     samples.ids[:, 0] = torch.tensor([OUT_OF_VOCABULARY, -5, 1 << 30])
@@ -109,7 +109,7 @@ def test_unknown_ids_are_counted(folder: Path) -> None:
 
 
 def collisionless_schema() -> Schema:
-    """Three fields, of which two share a table, and one of numbered rows."""
+    """Three fields of raw ids, two of which share a table, and one field of numbered rows."""
     raw = {"num_embeddings": 2, "encoding": "hash"}
     return Schema(
         "test",
@@ -129,7 +129,7 @@ RESERVED = (OUT_OF_VOCABULARY, MISSING)
 
 
 class Oracle:
-    """Tables as dictionaries of (feature, id) and plain loops. The reserved rows are those of feature 0."""
+    """Tables as dictionaries of (feature, id), and plain loops. Feature 0 has the reserved rows."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -154,37 +154,37 @@ class Oracle:
         schema, dense = collisionless_schema(), dict(self.network.state_dict())
         write_export(folder, CONFIG, schema, folder / "none", dense, tables, precision, step=3, sample_time=30)
 
-    def change(self, written: dict[str, list[Key]], gone: dict[str, list[Key]], dense: bool = False) -> Change:
+    def change(self, written: dict[str, list[Key]], deleted: dict[str, list[Key]], dense: bool = False) -> Change:
         tables = {}
-        for name in written.keys() | gone.keys():
-            here, left = written.get(name, []), gone.get(name, [])
-            features = [np.array([key[0] for key in keys], np.int64) for keys in (here, left)]
+        for name in written.keys() | deleted.keys():
+            here, removed = written.get(name, []), deleted.get(name, [])
+            features = [np.array([key[0] for key in keys], np.int64) for keys in (here, removed)]
             tables[name] = TableChange(
                 np.array([key[1] for key in here], np.int64),
                 np.array([self.tables[name][key] for key in here], np.float32).reshape(-1, WIDTH),
-                np.array([key[1] for key in left], np.int64),
+                np.array([key[1] for key in removed], np.int64),
                 *(features if len(FEATURES[name]) > 1 else ()),
             )
         weights = {key: each.numpy().copy() for key, each in self.network.state_dict().items()} if dense else {}
         return Change(self.rng.randrange(100), self.rng.randrange(100), tables, weights)
 
     def train(self, ids: int, dense: bool) -> Change:
-        """Writes and drops rows at random; ids are few, so that they come back."""
-        written, gone = {}, {}
+        """Writes and deletes rows at random; ids are few, so that they return."""
+        written, deleted = {}, {}
         for name, table in self.tables.items():
             keys = [(f, self.rng.randrange(2, ids) << 40) for f in range(len(FEATURES[name])) for _ in range(ids // 3)]
             keys = list(dict.fromkeys([*keys, (0, MISSING)]))
             written[name] = keys
-            gone[name] = [k for k in table if k not in keys and k[1] not in RESERVED and self.rng.random() < 0.4]
+            deleted[name] = [k for k in table if k not in keys and k[1] not in RESERVED and self.rng.random() < 0.4]
             for key in keys:
                 table[key] = self.row()
-            for key in gone[name]:
+            for key in deleted[name]:
                 del table[key]
         if dense:
             with torch.no_grad():
                 for each in self.network.parameters():
                     each.normal_(std=0.5)
-        return self.change(written, gone, dense)
+        return self.change(written, deleted, dense)
 
     def everything(self) -> Change:
         return self.change({name: list(table) for name, table in self.tables.items()}, {}, dense=True)
@@ -219,8 +219,8 @@ def random_samples(rng: random.Random, ids: int, count: int = 40) -> SampleBlock
 
 
 @pytest.mark.parametrize("ids", [8, 3000])
-def test_ids_that_come_and_go(tmp_path: Path, ids: int) -> None:
-    """Against dictionaries and loops: new ids, ids gone and back, a shared table, and growth by rows and by slots."""
+def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int) -> None:
+    """Against dictionaries and loops: new, deleted and returning ids, a shared table, and growth of rows and slots."""
     oracle = Oracle(ids)
     oracle.train(8, True)
     oracle.export(tmp_path / "export")
@@ -232,7 +232,7 @@ def test_ids_that_come_and_go(tmp_path: Path, ids: int) -> None:
         samples = random_samples(oracle.rng, ids)
         check()
         whole = version in (1, 7)
-        if whole:  # what was removed meanwhile is in no delta
+        if whole:  # no delta lists what this removes
             oracle.train(ids, False)
         change = oracle.everything() if whole else oracle.train(ids, version % 3 == 0)
         served.apply(decode(encode(full(change, version) if whole else delta(change, version))))
@@ -242,7 +242,7 @@ def test_ids_that_come_and_go(tmp_path: Path, ids: int) -> None:
         assert (served.version, served.step, served.sample_time) == (version, change.step, change.sample_time)
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     oracle = Oracle(1)
     oracle.train(20, True)
     oracle.export(tmp_path / "export")
@@ -253,17 +253,19 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     row = np.ones((1, WIDTH), np.float32)
     one, no = np.ones(1, np.int64), np.empty(0, np.int64)
     wrong = {
-        "follows 2": delta(later, 3),
-        "follows 3": delta(later, 4),
-        "follows 5": delta(later, 6),
-        "of another lineage": dataclasses.replace(delta(later, 5), lineage="other"),
+        "based on version 2": delta(later, 3),
+        "based on version 3": delta(later, 4),
+        "based on version 5": delta(later, 6),
+        "of lineage 'other'": dataclasses.replace(delta(later, 5), lineage="other"),
         "table 'cars'": delta(dataclasses.replace(later, tables={**later.tables, "cars": TableChange(one, row)}), 5),
         "table 'users'": delta(dataclasses.replace(later, tables={"users": TableChange(one, row[:, 1:])}), 5),
         "serves 2 fields": delta(dataclasses.replace(later, tables={"items": TableChange(one, row)}), 5),
         "serves 1 fields": delta(dataclasses.replace(later, tables={"users": TableChange(one, row, no, one, no)}), 5),
-        "rows 0 to 3": delta(dataclasses.replace(later, tables={"cities": TableChange(one * 4, row)}), 5),
-        "rows 0 to 3 for good": delta(dataclasses.replace(later, tables={"cities": TableChange(one, row, one)}), 5),
-        "the weights are not": delta(dataclasses.replace(later, dense={"linear.bias": row[0, :1]}), 5),
+        "rows 0 to 3, but its change": delta(
+            dataclasses.replace(later, tables={"cities": TableChange(one * 4, row)}), 5
+        ),
+        "exactly the rows 0 to 3": delta(dataclasses.replace(later, tables={"cities": TableChange(one, row, one)}), 5),
+        "the dense weights do not fit": delta(dataclasses.replace(later, dense={"linear.bias": row[0, :1]}), 5),
     }
     for message, blob in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -275,8 +277,8 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_smaller_rows_are_those_of_the_export(tmp_path: Path, precision: str) -> None:
-    """After a change, what is served is what an export of the changed model has, to the last bit."""
+def test_smaller_precisions_match_an_export(tmp_path: Path, precision: str) -> None:
+    """After a change, predictions are bit-identical to those of an export of the changed model."""
     oracle = Oracle(2)
     oracle.train(30, True)
     oracle.export(tmp_path / "before", precision)
@@ -287,15 +289,15 @@ def test_smaller_rows_are_those_of_the_export(tmp_path: Path, precision: str) ->
     samples = random_samples(oracle.rng, 30, 300)
     np.testing.assert_array_equal(served.predict(samples), ServedModel.load(tmp_path / "after").predict(samples))
     off = np.abs(served.predict(samples) - oracle.predict(samples)).max()
-    assert 0 < off < {"float16": 2e-3, "int8": 0.1}[precision]  # of probabilities: logits are off by four times as much
+    assert 0 < off < {"float16": 2e-3, "int8": 0.1}[precision]  # of probabilities; logits differ by four times as much
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_rows_are_whole_while_they_change(precision: str) -> None:
-    """Each row holds one number, its id's plus a multiple of the version's; ids come and go, and the tables grow.
+def test_lookups_never_see_a_partial_row(precision: str) -> None:
+    """All columns of a row have one value, of its id and version, while ids are added and removed and the tables grow.
 
-    A lookup sees of each id a version between those before and after it, or the out-of-vocabulary row where it may be
-    gone.
+    For each id a lookup sees a version between the one before and the one after it, or the out-of-vocabulary row if the
+    id may be deleted.
     """
     schema, ids = collisionless_schema(), np.arange(2, 3000)
     sizes, tables = np.array([-1, -1, -1, 4]), np.array([0, 0, 1, 2])

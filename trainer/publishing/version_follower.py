@@ -1,0 +1,78 @@
+"""Following of a publication target in a thread, which applies every published version to a model."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from .blob import Blob
+from .target import open_target
+from .version_reader import VersionReader
+
+logger = logging.getLogger(__name__)
+
+_PAUSE, _MAX_PAUSE = 1.0, 60.0
+"""Seconds after a version that cannot be applied, before reading restarts from a full one; doubled each time."""
+
+
+class VersionFollower:
+    """Applies versions as they are published; :class:`VersionReader` decides which ones.
+
+    A target that fails, or a version that cannot be applied, makes the model older and has no other effect.
+
+    Args:
+        url: of the publication target.
+        apply: updates the model to a version. Raises ValueError if the version does not fit the model.
+        on_refused: called for each version that was not applied.
+
+    Raises:
+        ValueError: the URL is not that of a target.
+
+    Attributes:
+        applied_time: Unix seconds at which a version was last applied; NaN before the first.
+        problem: why the model may be behind what is published; empty if nothing is wrong.
+    """
+
+    def __init__(self, url: str, apply: Callable[[Blob], None], on_refused: Callable[[], None]) -> None:
+        self.url = url
+        self.applied_time = float("nan")
+        self._target = open_target(url)
+        self._reader = VersionReader(self._target)
+        self._apply, self._on_refused = apply, on_refused
+        self._error = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cowrec-follow", daemon=True)
+
+    @property
+    def problem(self) -> str:
+        if not self._reader.reachable:
+            return f"{self.url} cannot be reached; predictions use the last version that was applied"
+        if self._reader.waits_for_full:
+            return f"versions of {self.url} are damaged or missing; the next full version will be applied"
+        return self._error
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops after the version that is being applied."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._target.close()
+
+    def _run(self) -> None:
+        pause = _PAUSE
+        while not self._stop.is_set():
+            try:
+                for blob in self._reader.versions(self._stop):
+                    self._apply(blob)
+                    self.applied_time, self._error, pause = time.time(), "", _PAUSE
+            except Exception as error:  # predictions continue whatever happens here, and /health reports it
+                self._on_refused()
+                self._error = f"a version of {self.url} was refused: {error}"
+                logger.warning("%s", self._error, exc_info=not isinstance(error, ValueError))
+                self._stop.wait(pause)
+                pause = min(2 * pause, _MAX_PAUSE)
+                # Later deltas are based on the refused version; a full one is not.
+                self._reader = VersionReader(self._target)
