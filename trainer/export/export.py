@@ -1,6 +1,6 @@
-"""Export: a trained model as files that predict without its training data, and without running code from them.
+"""Export of a trained model to files that suffice for predictions, without training data and without code in them.
 
-`manifest.json` describes the folder; see export_manifest.py.
+manifest.json describes the folder; see manifest.py.
 """
 
 import io
@@ -31,8 +31,7 @@ from cowrec.trainer.training.saved_run import run_of, trained_state
 from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
 from .quantised_rows import Precision, dequantise, quantise
 
-_PROBE = 4096
-"""Samples of the probe."""
+_PROBE_SAMPLES = 4096
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,14 @@ class TrainedTable:
     """One table to export.
 
     Attributes:
-        name: of its file.
+        name: name of its file.
         features: fields that it serves.
         rows: float32 [n, P].
-        ids: int64 [n] where the table is collisionless: the raw ids of the rows, the reserved rows 0 and 1 among them;
-            otherwise None, and the rows are numbered from 0.
-        feature: int64 [n], where several fields share a collisionless table: the place in ``features`` of the field
-            that a row belongs to.
-        hash_buckets: over which the ids are hashed; 0 for none.
+        ids: int64 [n], raw ids of the rows of a collisionless table, including the reserved rows 0 and 1; None for a
+            table whose rows are numbered from 0.
+        feature: int64 [n] where several fields share a collisionless table: index in ``features`` of the field that a
+            row belongs to.
+        hash_buckets: number of buckets that ids are hashed into; 0 for none.
     """
 
     name: str
@@ -65,12 +64,12 @@ def export_run(run_dir: Path, output: Path, precision: Precision = "float32") ->
         The manifest.
 
     Raises:
-        ValueError: a folder that is no run or has no usable checkpoint, an ``output`` that is in use, a weight that the
-            precision does not have, or several processes.
-        OSError: the disk is full; nothing is left behind.
+        ValueError: ``run_dir`` is not a run or has no usable checkpoint, ``output`` is not empty, a weight cannot be
+            represented in the precision, or there are several processes.
+        OSError: the disk is full; no file is left behind.
     """
     if launched_world_size() > 1:
-        raise ValueError("export runs in one process; start it without torchrun")
+        raise ValueError("export supports a single process only; start it without torchrun")
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
         state, progress = trained_state(run_dir, process)
@@ -88,12 +87,12 @@ def export_run(run_dir: Path, output: Path, precision: Precision = "float32") ->
 
 
 def trained_table(spec: TableSpec, id_tables: IdTables | None, rows_of: Callable[[Tensor], Tensor]) -> TrainedTable:
-    """All rows of a table that ids may have, in one process.
+    """Collects all rows of a table that belong to ids, in one process.
 
     Args:
         spec: the table.
-        id_tables: those of the run, if it has any.
-        rows_of: weights, float32 [n, P], of distinct rows, int64 [n].
+        id_tables: id tables of the run, if it has any.
+        rows_of: function from distinct rows, int64 [n], to their weights, float32 [n, P].
     """
     features, hashed = tuple(field.name for field in spec.fields), spec.ids.kind == "hash"
     if spec.ids.kind != "collisionless":
@@ -109,7 +108,7 @@ def trained_table(spec: TableSpec, id_tables: IdTables | None, rows_of: Callable
 
 
 def dense_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A training model's weights without its tables, by their names in ``build_network``'s module, on the CPU."""
+    """Weights of a training model without its tables, by their names in ``build_network``'s module, on the CPU."""
     return {name.partition("model.")[2]: each.detach().cpu() for name, each in dense_parameters(model).items()}
 
 
@@ -125,29 +124,26 @@ def write_export(
     step: int,
     sample_time: int | None = None,
 ) -> Manifest:
-    """Writes an export; it appears whole or not at all.
+    """Writes an export; the folder appears complete or not at all.
 
     Args:
-        output: a folder that is new or empty.
+        output: a new or empty folder.
         config: of the network.
         schema: of the data.
-        vocabulary: folder of the fields' ids; it need not exist.
-        dense: the network's weights, by :func:`dense_weights`.
-        tables: taken one by one, so that only one has to be in memory.
+        vocabulary: folder with the vocabularies of fields; it need not exist.
+        dense: the network's weights, from :func:`dense_weights`.
+        tables: consumed one by one, so that only one has to be in memory.
         precision: of the tables.
-        step, sample_time: as the manifest has them.
+        step, sample_time: see :class:`Manifest`.
 
     Returns:
         The manifest.
 
     Raises:
-        ValueError: ``output`` holds something, or a weight does not fit the precision.
-        OSError: the disk is full; nothing is left behind.
+        ValueError: ``output`` is not empty, or a weight cannot be represented in the precision.
+        OSError: the disk is full; no file is left behind.
     """
-    with torch.random.fork_rng(devices=[]):  # initial values are drawn; a run that goes on keeps its random numbers
-        network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
-    network.load_state_dict(dict(dense))
-    probe = _Probe(schema, config)
+    network, probe = _trained_network(config, schema, dense), _Probe(schema, config)
     with new_folder(output) as folder:
         (folder / TABLES).mkdir()
         described = {table.name: _write_table(folder, table, precision, probe) for table in tables}
@@ -176,7 +172,7 @@ def write_export(
 
 
 def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) -> torch.export.ExportedProgram:
-    """A network as a program of torch's plain operators, ``(dense [B, N], rows [B, F, P]) -> logits [B]``, any B."""
+    """Exports a network as plain torch operators, ``(dense [B, N], rows [B, F, P]) -> logits [B]``, for any B."""
     samples = torch.export.Dim("samples")
     example = (
         torch.zeros(3, len(schema.dense)),
@@ -186,32 +182,40 @@ def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) ->
         return torch.export.export(network, example, dynamic_shapes=({0: samples}, {0: samples}))
 
 
+def _trained_network(config: ModelConfig, schema: Schema, dense: Mapping[str, Tensor]) -> nn.Module:
+    # Building draws initial values, which must not change the random numbers of a run.
+    with torch.random.fork_rng(devices=[]):
+        network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
+    network.load_state_dict(dict(dense))
+    return network
+
+
 def _write_table(folder: Path, table: TrainedTable, precision: Precision, probe: "_Probe") -> TableManifest:
     stored = quantise(table.rows, precision)
     restored = dequantise(**stored)
     error = float((restored - table.rows).abs().max()) if table.rows.numel() else 0.0
-    probe.take(table, restored)
-    of_rows = {"ids": table.ids, "feature": table.feature}
-    stored |= {key: value.contiguous() for key, value in of_rows.items() if value is not None}
+    probe.add(table, restored)
+    columns = {"ids": table.ids, "feature": table.feature}
+    stored |= {key: value.contiguous() for key, value in columns.items() if value is not None}
     write_file(folder / TABLES / f"{table.name}.safetensors", safetensors.torch.save(stored))
     return TableManifest(table.features, len(table.rows), table.ids is not None, error, table.hash_buckets)
 
 
 class _Probe:
-    """Random samples, the same for every export, on which a network's trained and stored rows are compared."""
+    """Random samples, the same for every export, on which logits of trained and of stored rows are compared."""
 
     def __init__(self, schema: Schema, config: ModelConfig) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        self._dense = torch.rand(_PROBE, len(schema.dense), generator=self._generator)
-        self._place = {field.name: place for place, field in enumerate(schema.sparse)}
-        shape = (_PROBE, len(schema.sparse), physical_dim(config.embedding_dim))
+        self._dense = torch.rand(_PROBE_SAMPLES, len(schema.dense), generator=self._generator)
+        self._index = {field.name: index for index, field in enumerate(schema.sparse)}
+        shape = (_PROBE_SAMPLES, len(schema.sparse), physical_dim(config.embedding_dim))
         self._trained, self._stored = torch.zeros(shape), torch.zeros(shape)
 
-    def take(self, table: TrainedTable, restored: Tensor) -> None:
+    def add(self, table: TrainedTable, restored: Tensor) -> None:
         for feature in table.features:
-            rows = torch.randint(len(table.rows), (_PROBE,), generator=self._generator)
-            self._trained[:, self._place[feature]] = table.rows[rows]
-            self._stored[:, self._place[feature]] = restored[rows]
+            rows = torch.randint(len(table.rows), (_PROBE_SAMPLES,), generator=self._generator)
+            self._trained[:, self._index[feature]] = table.rows[rows]
+            self._stored[:, self._index[feature]] = restored[rows]
 
     def logits_error(self, network: nn.Module, program: nn.Module) -> float:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What an exported model consists of: manifest.json, with a checksum of every other file.
+"""Manifest of an export: the description of the model, and a checksum of every other file.
 
 manifest.json  schema.json  vocabulary/  dense.safetensors  network.pt2  tables/NAME.safetensors
 """
@@ -25,10 +25,10 @@ class TableManifest:
 
     Attributes:
         features: fields that it serves.
-        rows: that it has.
-        collisionless: rows are found by the ids stored with them; otherwise an id is the number of its row.
+        rows: number of rows.
+        collisionless: whether rows are found by the ids stored with them; otherwise an id is the number of its row.
         max_error: largest absolute difference between a stored weight and the trained one.
-        hash_buckets: over which the ids are hashed to rows; 0 where they are not.
+        hash_buckets: number of buckets that ids are hashed into; 0 if they are not hashed.
     """
 
     features: tuple[str, ...]
@@ -43,15 +43,15 @@ class Manifest:
     """An exported model.
 
     Attributes:
-        model: its network.
+        model: configuration of the network.
         precision: of the tables.
         tables: by name.
         logits_error: largest absolute difference between the logits of network.pt2 on the stored tables and those of
-            the trained model, on a probe of random rows, one for each field; in the unit of a logit.
+            the trained model, on a probe of random rows, one for each field.
         step: training steps taken.
-        sample_time: newest sample trained on, Unix seconds; None where samples have no time.
+        sample_time: newest sample trained on, Unix seconds; None if samples have no time.
         files: size in bytes and SHA-256 of every other file, by its path in the folder.
-        versions: of the libraries that wrote it.
+        versions: of the libraries that wrote the export.
     """
 
     model: ModelConfig
@@ -69,28 +69,30 @@ class Manifest:
 
     @staticmethod
     def load(folder: Path) -> "Manifest":
-        """Reads ``folder/manifest.json`` and holds every other file against it.
+        """Reads ``folder/manifest.json`` and verifies the checksum of every other file.
 
         Raises:
-            ValueError: it is absent, damaged or of another format, or a file is not what was written.
+            ValueError: the manifest is missing, damaged or of another format, or another file is damaged.
         """
         path = folder / MANIFEST
         try:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
         except FileNotFoundError:
-            raise ValueError(f"{folder} is no export: it has no {MANIFEST}; make one by cowrec export") from None
+            raise ValueError(
+                f"{folder} is not an export: it has no {MANIFEST}; create one with cowrec export"
+            ) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read ({error}); export the model again") from error
         version = content.get("format") if isinstance(content, dict) else None
         if version != FORMAT:
-            raise ValueError(f"{path} is of format {version!r}, this cowrec reads {FORMAT}; export the model again")
+            raise ValueError(f"{path} has format {version!r}, but this cowrec reads {FORMAT}; export the model again")
         try:
             manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"{path} describes no model ({place}: {first['msg']}); export it again") from error
+            key = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{path} is invalid ({key}: {first['msg']}); export the model again") from error
         manifest._check_files(folder)
         return manifest
 
@@ -98,5 +100,5 @@ class Manifest:
         for name, (size, sha256) in self.files.items():
             file = folder / name
             if not file.is_file() or file.stat().st_size != size or checksum(file) != sha256:
-                what = "is not what was written" if file.is_file() else "is missing"
-                raise ValueError(f"{folder} is damaged: {name} {what}; export the model again")
+                problem = "does not match its checksum" if file.is_file() else "is missing"
+                raise ValueError(f"{folder} is damaged: {name} {problem}; export the model again")

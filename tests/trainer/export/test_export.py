@@ -1,4 +1,4 @@
-"""An export predicts what the trained model predicts, says how far it is off, and appears whole or not at all."""
+"""An export predicts what the trained model predicts, states its error, and appears complete or not at all."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ BAGS = {"weighted": tuple(COLUMNS), "unweighted": UNWEIGHTED, "single": ("price"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every model, and one data set for each kind of bags; "tags" are averaged where nothing is weighted."""
+    """Runs of every model, and one data set for each kind of bags; "tags" are averaged in the unweighted one."""
     folder = tmp_path_factory.mktemp("export")
     config = load_config(config_file(folder), ["train.epochs=1"])
     for bags, columns in BAGS.items():
@@ -59,15 +59,15 @@ def looked_up(exported: Path, data: Path) -> tuple[torch.Tensor, torch.Tensor]:
     (batch,) = Reader(data, "test", batch_size=1 << 20).epoch(0)
     bags = batch.sparse.to_dict()
     rows = torch.zeros(len(batch.label), len(schema.sparse), physical_dim(DIM))
-    for place, field in enumerate(schema.sparse):
+    for number, field in enumerate(schema.sparse):
         table = dequantise(**load_file(exported / "tables" / f"{field.name}.safetensors"))
         bag, start = bags[field.name], 0
         weights = bag.weights_or_none()
         for sample, length in enumerate(bag.lengths().tolist()):
-            for at in range(start, start + length):
-                rows[sample, place] += table[bag.values()[at]] * (1 if weights is None else weights[at])
+            for k in range(start, start + length):
+                rows[sample, number] += table[bag.values()[k]] * (1 if weights is None else weights[k])
             if field.pooling == "mean" and not schema.is_weighted:
-                rows[sample, place] /= max(length, 1)
+                rows[sample, number] /= max(length, 1)
             start += length
     return batch.dense, rows
 
@@ -80,7 +80,7 @@ def served(exported: Path, data: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_float32_predicts_what_the_trained_model_predicts(folder: Path, tmp_path: Path, model: str) -> None:
-    """To the rounding of sums in another order; bags have 0 to 4 ids, with weights, or averaged for wdl."""
+    """Up to the order of summation; bags have 0 to 4 ids, with weights, or averaged for wdl."""
     manifest = export_run(folder / model, tmp_path / "export")
     expected = predicted(folder / model, data_of(folder, model))
     np.testing.assert_allclose(served(tmp_path / "export", data_of(folder, model)), expected, rtol=2e-5, atol=2e-6)
@@ -97,9 +97,9 @@ def test_float32_predicts_what_the_trained_model_predicts(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_smaller_tables_are_as_far_off_as_stated(folder: Path, tmp_path: Path, precision: str) -> None:
-    """The stated errors of tables are maxima, recomputed here. That of logits is of random samples, of which there are
-    more than the data have ids to combine; the data's dense features may lie between, hence the half on top.
+def test_quantised_tables_have_the_stated_error(folder: Path, tmp_path: Path, precision: str) -> None:
+    """Errors of tables are maxima and are recomputed here. The error of logits is measured on random samples, which
+    cover more combinations of rows than the data; dense features differ, hence the tolerance of a half.
     """
     run, data = folder / "single" / "run", folder / "single" / "data"
     trained = export_run(run, tmp_path / "trained")
@@ -119,7 +119,7 @@ def test_smaller_tables_are_as_far_off_as_stated(folder: Path, tmp_path: Path, p
 
 
 def test_int8_rounds_to_half_a_scale() -> None:
-    """Of each row by itself, however large its neighbours are; a row of zeros stays one, and so does no row."""
+    """Each row has its own scale; rows of zeros stay zero, and no rows stay no rows."""
     rows = torch.tensor([[1.0, -127.0, 63.4], [0, 0, 0], [1e-6, -2e-6, 3e-6], [1e30, 0, -1e30]])
     stored = quantise(rows, "int8")
     assert stored["rows"].dtype == torch.int8
@@ -131,7 +131,7 @@ def test_int8_rounds_to_half_a_scale() -> None:
             quantise(torch.tensor([[value]]), precision)
 
 
-def test_a_changed_file_is_found(folder: Path, tmp_path: Path) -> None:
+def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
     exported = tmp_path / "export"
     export_run(folder / "deepfm", exported)
     content = json.loads((exported / "manifest.json").read_text())
@@ -143,18 +143,18 @@ def test_a_changed_file_is_found(folder: Path, tmp_path: Path) -> None:
         assert (len(written), hashlib.sha256(written).hexdigest()) == (size, sha256)
         for damaged in (written[:-1], bytes([written[0] ^ 1]) + written[1:]):
             file.write_bytes(damaged)
-            with pytest.raises(ValueError, match=f"{file.name} is not what was written"):
+            with pytest.raises(ValueError, match=f"{file.name} does not match its checksum"):
                 Manifest.load(exported)
         file.unlink()
         with pytest.raises(ValueError, match=f"{file.name} is missing"):
             Manifest.load(exported)
         file.write_bytes(written)
     Manifest.load(exported)
-    with pytest.raises(ValueError, match="is no export"):
+    with pytest.raises(ValueError, match="is not an export"):
         Manifest.load(folder / "deepfm")
 
 
-def test_a_folder_in_use_is_refused_and_a_full_disk_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "mine").touch()
     with pytest.raises(ValueError, match="exists and is not empty"):

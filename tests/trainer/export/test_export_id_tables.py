@@ -1,4 +1,4 @@
-"""Exports of runs whose ids were given rows: what is served is what the run predicts, from raw samples on."""
+"""Exports of runs with id tables: a served model predicts what the run does, from raw samples."""
 
 from pathlib import Path
 
@@ -33,8 +33,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["collisionless", "hash", "collisionless_shared", "hash_shared"],
 )
-def test_raw_samples_are_predicted_as_by_the_run(case: Path, tmp_path: Path, settings: list[str]) -> None:
-    """The data set's test rows are those that follow its training rows; float32 sums are taken in another order."""
+def test_raw_samples_get_the_predictions_of_the_run(case: Path, tmp_path: Path, settings: list[str]) -> None:
+    """The test split follows the training split in the generated samples; float32 sums are in another order."""
     config = load_config(case / "run.toml", ["train.epochs=1", *settings])
     train(config, case / "data", tmp_path / "run")
     predict_run(tmp_path / "run", case / "data", tmp_path / "predicted.parquet")
