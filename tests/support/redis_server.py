@@ -1,4 +1,4 @@
-"""A real Redis on loopback for tests: started, stopped, frozen and killed."""
+"""A real Redis server on loopback for tests, which can be frozen, killed and restarted."""
 
 import contextlib
 import signal
@@ -15,7 +15,7 @@ from trainer_cases import free_port
 
 
 class RedisServer:
-    """A server of its own, with its files in ``folder``; ``appendonly`` writes every command through to the disk."""
+    """A Redis process with its files in ``folder``; ``appendonly`` writes every command to the disk."""
 
     def __init__(self, folder: Path, *, appendonly: bool = False) -> None:
         self._folder, self._appendonly, self.port = folder, appendonly, free_port()
@@ -46,7 +46,7 @@ class RedisServer:
         raise AssertionError("the Redis server did not start")
 
     def send(self, number: signal.Signals) -> None:
-        """SIGSTOP freezes it, SIGCONT lets it go on, SIGKILL ends it."""
+        """Sends a signal: SIGSTOP freezes the server, SIGCONT resumes it, SIGKILL ends it."""
         assert self._process is not None
         self._process.send_signal(number)
         if number == signal.SIGKILL:

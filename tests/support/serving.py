@@ -1,4 +1,4 @@
-"""A real `cowrec serve` in a process of its own, for tests."""
+"""A real `cowrec serve` process for tests."""
 
 import contextlib
 import csv
@@ -27,27 +27,27 @@ DEADLINE = 60.0
 
 
 def trained_and_exported(folder: Path) -> None:
-    """Data, a run of one epoch and its export, in ``folder``."""
+    """Creates data, a run of one epoch and its export in ``folder``."""
     make_data(folder)
     train(load_config(config_file(folder), ["train.epochs=1"]), folder / "data", folder / "run")
     export_run(folder / "run", folder / "export")
 
 
 def raw_samples(folder: Path) -> list[dict[str, Any]]:
-    """The raw rows of the test split, as text."""
+    """Raw samples of the test split, as text."""
     with (folder / "raw.csv").open() as file:
         rows = list(csv.DictReader(file))[TRAIN_ROWS:]
     return [{key: value or None for key, value in row.items() if key != "click"} for row in rows]
 
 
 def predictions(folder: Path, run: str) -> np.ndarray:
-    """What `cowrec predict` says of the test split under a run of the folder."""
+    """Predictions of `cowrec predict` for the test split, with a run of the folder."""
     predict_run(folder / run, folder / "data", folder / "predictions.parquet")
     return pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy()
 
 
 class Serving:
-    """The process, and what one asks it."""
+    """The process, and requests to it."""
 
     def __init__(self, export_dir: Path, *options: str, port: int | None = None) -> None:
         self.port = port or free_port()
@@ -55,7 +55,7 @@ class Serving:
         self.process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Status and content of an answer; bytes are sent as they are, other bodies as JSON."""
+        """Status and content of a response; bytes are sent unchanged, other bodies as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
         try:
             sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -84,7 +84,7 @@ class Serving:
         return found
 
     def wait_for(self, key: str, value: Any) -> dict[str, Any]:
-        """Its health, once `key` has that value."""
+        """Waits until `key` of the health has that value; returns the health."""
         deadline = time.monotonic() + DEADLINE
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()[1]
@@ -96,15 +96,15 @@ class Serving:
         raise AssertionError(f"{key} did not become {value!r} in {DEADLINE:g} s")
 
     def send(self, number: signal.Signals) -> tuple[int, str]:
-        """Sends a signal that ends it; its exit code and what it had said."""
+        """Sends a signal that ends it; returns its exit code and stderr."""
         self.process.send_signal(number)
-        said = self.process.communicate(timeout=DEADLINE)[1]
-        return self.process.returncode, said
+        stderr = self.process.communicate(timeout=DEADLINE)[1]
+        return self.process.returncode, stderr
 
 
 @contextmanager
 def serving(export_dir: Path, *options: str, port: int | None = None) -> Iterator[Serving]:
-    """A service that is ready; it is killed at the end, if it still lives."""
+    """Starts a service and waits until it is ready; kills it at the end if it still runs."""
     server = Serving(export_dir, *options, port=port)
     try:
         server.wait_for("status", "ok")

@@ -1,4 +1,4 @@
-"""What a prediction service counts and times, for Prometheus."""
+"""Prometheus metrics of a prediction service."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 class State(Protocol):
-    """What of the service is read when metrics are asked for; times in Unix seconds, NaN where there is none yet."""
+    """State of the service that is read for each scrape; times in Unix seconds, NaN where there is none yet."""
 
     @property
     def version(self) -> int: ...
@@ -32,12 +32,12 @@ class State(Protocol):
     def following(self) -> float: ...
 
     def counters(self) -> dict[str, int]:
-        """Of the model: ids without a row of their own, rows written and removed, ids that have a row."""
+        """Counters of the model: ids without a row of their own, rows written and removed, ids that have a row."""
         ...
 
 
 class ServiceMetrics:
-    """The metrics of one service, in a registry of their own."""
+    """Metrics of one service, in their own registry."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -45,7 +45,7 @@ class ServiceMetrics:
         self._registry = registry = CollectorRegistry()
         self.latency = Histogram(
             "cowrec_request_seconds",
-            "Time from a request's head to its answer.",
+            "Time from a request's header to its response.",
             ["route", "status"],
             buckets=SECONDS,
             registry=registry,
@@ -54,24 +54,24 @@ class ServiceMetrics:
         self.batch_samples = Histogram(
             "cowrec_batch_samples", "Samples computed together.", buckets=SAMPLES, registry=registry
         )
-        self.rejected = Counter("cowrec_rejected_requests", "Requests refused.", ["reason"], registry=registry)
-        self.deltas_applied = Counter("cowrec_deltas_applied", "Publications applied.", registry=registry)
-        self.deltas_refused = Counter("cowrec_deltas_refused", "Publications refused.", registry=registry)
+        self.rejected = Counter("cowrec_rejected_requests", "Rejected requests.", ["reason"], registry=registry)
+        self.deltas_applied = Counter("cowrec_deltas_applied", "Published versions applied.", registry=registry)
+        self.deltas_refused = Counter("cowrec_deltas_refused", "Published versions refused.", registry=registry)
         self.delta_seconds = Histogram(
-            "cowrec_delta_apply_seconds", "Time to apply a publication.", buckets=SECONDS, registry=registry
+            "cowrec_delta_apply_seconds", "Time to apply a published version.", buckets=SECONDS, registry=registry
         )
         for name, help_, read in (
-            ("cowrec_model_version", "Version of the model that answers.", lambda: state.version),
-            ("cowrec_model_step", "Training step of the model that answers.", lambda: state.step),
+            ("cowrec_model_version", "Published version of the served model.", lambda: state.version),
+            ("cowrec_model_step", "Training step of the served model.", lambda: state.step),
             ("cowrec_model_age_seconds", "Now minus the newest sample time.", lambda: _since(state.sample_time)),
             (
                 "cowrec_last_delta_age_seconds",
-                "Time since a publication was applied.",
+                "Time since a published version was last applied.",
                 lambda: _since(state.applied_time),
             ),
             (
                 "cowrec_following",
-                "1 where the source of new versions is followed and answers.",
+                "1 if a publication target is followed without problems.",
                 lambda: state.following,
             ),
         ):
@@ -84,7 +84,7 @@ class ServiceMetrics:
 
 
 class _ModelCounters(Collector):
-    """What the model counts itself, read when metrics are asked for."""
+    """Counters that the model keeps itself, read for each scrape."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -92,9 +92,9 @@ class _ModelCounters(Collector):
     def collect(self) -> Iterator[Metric]:
         counts = self._state.counters()
         for name, help_ in (
-            ("unknown_ids", "Ids asked about that the model has no row for."),
-            ("applied_rows", "Rows that publications wrote."),
-            ("removed_rows", "Rows that publications removed."),
+            ("unknown_ids", "Requested ids without a row of their own."),
+            ("applied_rows", "Rows written by published versions."),
+            ("removed_rows", "Rows removed by published versions."),
         ):
             yield CounterMetricFamily(f"cowrec_{name}", help_, value=counts.get(name, 0))
         yield GaugeMetricFamily("cowrec_resident_ids", "Ids that have a row.", value=counts.get("resident_ids", 0))

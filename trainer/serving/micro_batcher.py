@@ -1,4 +1,4 @@
-"""Predictions that arrive while a batch is computed go into the next one together: no fixed wait, no lone rows."""
+"""Micro-batching: requests that arrive while a batch is computed are computed together next, without a fixed wait."""
 
 import asyncio
 from collections import deque
@@ -10,42 +10,42 @@ Result = TypeVar("Result")
 
 
 class MicroBatcher(Generic[Item, Result]):
-    """Calls of one event loop, answered in batches.
+    """Answers the calls of one event loop in batches.
 
-    A batch is computed in the event loop's own thread, as soon as the loop has seen what has arrived; what arrives
-    meanwhile waits in the sockets for the next one. A thread for it would cost more than it gives: it and the loop take
-    the interpreter lock from each other at every operation of a batch.
+    A batch is computed in the event loop's own thread, as soon as the loop has read what has arrived; later requests
+    wait in the sockets for the next batch. A separate thread would cost more than it saves: it and the loop would
+    compete for the interpreter lock at every operation of a batch.
 
     Args:
-        compute: results of a batch of items, in their order.
-        most: items in a batch, at most.
+        compute: computes the results of a batch of items, in their order.
+        max_items: items in a batch at most.
     """
 
-    def __init__(self, compute: Callable[[Sequence[Item]], Sequence[Result]], most: int) -> None:
-        self._compute, self._most = compute, most
-        self._waiting: deque[tuple[Sequence[Item], asyncio.Future[Sequence[Result]]]] = deque()
+    def __init__(self, compute: Callable[[Sequence[Item]], Sequence[Result]], max_items: int) -> None:
+        self._compute, self._max_items = compute, max_items
+        self._queue: deque[tuple[Sequence[Item], asyncio.Future[Sequence[Result]]]] = deque()
 
     async def results(self, items: Sequence[Item]) -> Sequence[Result]:
-        """The results of some items, `most` of them at most; those of one call are computed in one batch.
+        """Results of up to ``max_items`` items, which are computed in one batch.
 
         Raises:
-            What `compute` raised for the batch.
+            Exception: whatever ``compute`` raised for the batch.
         """
-        assert len(items) <= self._most
+        assert len(items) <= self._max_items
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence[Result]] = loop.create_future()
-        self._waiting.append((items, future))
-        if len(self._waiting) == 1:
-            loop.call_soon(self._work, loop)
+        self._queue.append((items, future))
+        if len(self._queue) == 1:
+            loop.call_soon(self._run_batch, loop)
         return await future
 
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
         calls, total = [], 0
-        while self._waiting and total + len(self._waiting[0][0]) <= self._most:
-            calls.append(self._waiting.popleft())
+        while self._queue and total + len(self._queue[0][0]) <= self._max_items:
+            calls.append(self._queue.popleft())
             total += len(calls[-1][0])
-        if self._waiting:  # the next batch, after the loop has had its turn
-            loop.call_soon(self._work, loop)
+        if self._queue:  # the next batch, after the loop has handled other events
+            loop.call_soon(self._run_batch, loop)
         items = [item for each, _ in calls for item in each]
         results: Sequence[Result] = ()
         failure: Exception | None = None
@@ -55,7 +55,7 @@ class MicroBatcher(Generic[Item, Result]):
             failure = error
         start = 0
         for each, future in calls:
-            if future.done():  # a client that went away has cancelled it
+            if future.done():  # cancelled, as the client has disconnected
                 pass
             elif failure:
                 future.set_exception(failure)

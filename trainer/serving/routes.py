@@ -1,4 +1,4 @@
-"""The HTTP side of a prediction service: what is asked, what is refused and why, what is answered."""
+"""HTTP routes of a prediction service: requests, limits, errors and responses."""
 
 import asyncio
 import math
@@ -19,16 +19,16 @@ from .service import Service
 Handler = Callable[[Request], Awaitable[Response]]
 
 BODY_SECONDS = 10.0
-"""How long a client may take to send a request's body."""
+"""Time that a client has to send a request's body."""
 
 
-class Refused(Exception):
-    """A request that is not answered with what it asked for.
+class Rejected(Exception):
+    """Raised for a request that is answered with an error.
 
     Attributes:
         status: HTTP status, 4xx or 503.
-        reason: one word for the metrics.
-        headers: of the answer.
+        reason: label for the metrics.
+        headers: of the response.
     """
 
     def __init__(self, status: int, reason: str, message: str, headers: dict[str, str] | None = None) -> None:
@@ -36,15 +36,15 @@ class Refused(Exception):
         self.status, self.reason, self.headers = status, reason, headers
 
 
-def service_app(service: Service, give_up: Callable[[], None]) -> Starlette:
-    """The application: POST /predict, GET /health, GET /metrics.
+def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
+    """Creates the application: POST /predict, GET /health, GET /metrics.
 
-    The service loads while the first requests come in; `give_up` is called where it cannot.
+    The service loads while the first requests arrive; ``stop`` is called if loading fails.
     """
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_load(service, give_up))
+        loading = asyncio.create_task(_load(service, stop))
         try:
             yield
         finally:
@@ -59,88 +59,88 @@ def service_app(service: Service, give_up: Callable[[], None]) -> Starlette:
             ("/metrics", "GET", lambda request: _metrics(service)),
         )
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _unknown})
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
 
 
-async def _load(service: Service, give_up: Callable[[], None]) -> None:
+async def _load(service: Service, stop: Callable[[], None]) -> None:
     await asyncio.to_thread(service.load)
     if service.failure:
-        give_up()
+        stop()
 
 
 class _Predict:
-    """POST /predict: a sample, or a list of them, to probabilities."""
+    """POST /predict: a sample or a list of samples to probabilities."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._under_way = service, 0
+        self._service, self._active = service, 0
 
     async def __call__(self, request: Request) -> Response:
         limits = self._service.limits
         if not self._service.ready:
-            raise Refused(503, "loading", "the model is being loaded; ask again later", {"Retry-After": "1"})
-        if self._under_way >= limits.concurrent_requests:
-            raise Refused(
-                503, "busy", f"{self._under_way} requests are under way, which is the most; ask again later",
+            raise Rejected(503, "loading", "the model is still loading; retry later", {"Retry-After": "1"})
+        if self._active >= limits.concurrent_requests:
+            raise Rejected(
+                503, "busy", f"{self._active} requests are in progress, which is the limit; retry later",
                 {"Retry-After": "1"},
             )  # fmt: skip
-        self._under_way += 1
+        self._active += 1
         try:
-            asked = _parsed(await _body(request, limits.request_bytes))
-            samples = asked if isinstance(asked, list) else [asked]
+            parsed = _parse(await _body(request, limits.request_bytes))
+            samples = parsed if isinstance(parsed, list) else [parsed]
             _check(samples, limits.samples)
             results = await self._service.predict(samples) if samples else []
         finally:
-            self._under_way -= 1
-        for place, result in enumerate(results):
+            self._active -= 1
+        for index, result in enumerate(results):
             if isinstance(result, str):
-                raise Refused(400, "bad_sample", result if samples is not asked else f"sample {place}: {result}")
-        answer: dict[str, Any] = {"version": self._service.version}
-        if samples is asked:
-            answer["probabilities"] = results
+                raise Rejected(400, "bad_sample", result if samples is not parsed else f"sample {index}: {result}")
+        response: dict[str, Any] = {"version": self._service.version}
+        if samples is parsed:
+            response["probabilities"] = results
         else:
-            answer["probability"] = results[0]
-        return _json(200, answer)
+            response["probability"] = results[0]
+        return _json(200, response)
 
 
-def _parsed(body: bytes) -> Any:
+def _parse(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refused(400, "bad_json", f"the body is not JSON: {error}") from None
+        raise Rejected(400, "bad_json", f"the body is not JSON: {error}") from None
 
 
-def _check(samples: list[Any], most: int) -> None:
-    if len(samples) > most:
-        message = f"{len(samples):,} samples in one request, the most are {most:,}; ask in several requests"
-        raise Refused(413, "too_many_samples", message)
-    for place, sample in enumerate(samples):
+def _check(samples: list[Any], limit: int) -> None:
+    if len(samples) > limit:
+        message = f"a request has {len(samples):,} samples, the limit is {limit:,}; split it into several requests"
+        raise Rejected(413, "too_many_samples", message)
+    for index, sample in enumerate(samples):
         if not isinstance(sample, dict):
             shown = repr(sample)[:80]
-            message = f"sample {place} must be a JSON object of fields and their values, got {shown}"
-            raise Refused(400, "bad_sample", message)
+            message = f"sample {index} must be a JSON object of fields and their values, got {shown}"
+            raise Rejected(400, "bad_sample", message)
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """The request's body. Raises Refused where it is longer than `most` bytes, or does not come."""
+async def _body(request: Request, limit: int) -> bytes:
+    """Reads the request's body. Raises Rejected if it is longer than ``limit`` bytes or does not arrive in time."""
     declared = request.headers.get("content-length", "")
     parts, total = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            if declared.isdecimal() and int(declared) > most:
-                raise _too_large(declared, most)
+            if declared.isdecimal() and int(declared) > limit:
+                raise _too_large(declared, limit)
             async for part in request.stream():
                 parts.append(part)
                 total += len(part)
-                if total > most:
-                    raise _too_large(f"more than {most}", most)
+                if total > limit:
+                    raise _too_large(f"more than {limit}", limit)
     except TimeoutError:
-        raise Refused(408, "slow", f"the body did not arrive within {BODY_SECONDS:g} seconds") from None
+        raise Rejected(408, "slow", f"the body did not arrive within {BODY_SECONDS:g} seconds") from None
     return b"".join(parts)
 
 
-def _too_large(size: str, most: int) -> Refused:
-    message = f"the body has {size} bytes, the most are {most:,}; ask in several requests"
-    return Refused(413, "too_large", message, {"Connection": "close"})
+def _too_large(size: str, limit: int) -> Rejected:
+    message = f"the body has {size} bytes, the limit is {limit:,}; split it into several requests"
+    return Rejected(413, "too_large", message, {"Connection": "close"})
 
 
 async def _health(service: Service) -> Response:
@@ -154,15 +154,15 @@ async def _metrics(service: Service) -> Response:
 
 
 def _timed(service: Service, path: str, handler: Handler) -> Handler:
-    """The handler, with refusals as answers, its latency in the metrics."""
+    """Wraps a handler: answers rejected requests with an error and records the latency."""
 
     async def handle(request: Request) -> Response:
         start = time.perf_counter()
         try:
             response = await handler(request)
-        except Refused as refused:
-            service.metrics.rejected.labels(refused.reason).inc()
-            response = _json(refused.status, {"error": str(refused)}, refused.headers)
+        except Rejected as rejected:
+            service.metrics.rejected.labels(rejected.reason).inc()
+            response = _json(rejected.status, {"error": str(rejected)}, rejected.headers)
         except ClientDisconnect:
             response = Response(status_code=499)
         service.metrics.latency.labels(path, str(response.status_code)).observe(time.perf_counter() - start)
@@ -171,9 +171,9 @@ def _timed(service: Service, path: str, handler: Handler) -> Handler:
     return handle
 
 
-async def _unknown(_: Request, error: Exception) -> Response:
+async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}; there are POST /predict, GET /health and GET /metrics"
+    message = f"{error.detail}; use POST /predict, GET /health or GET /metrics"
     return _json(error.status_code, {"error": message}, dict(error.headers or {}))
 
 

@@ -20,27 +20,29 @@ from cowrec.trainer.export.quantised_rows import Precision, quantise
 from .kernels import (
     EMPTY,
     HALVES,
-    copy_all,
-    entries_but,
+    Bag,
+    Store,
+    copy_to_larger,
+    entries_except,
     find,
     gather,
-    gather_bags,
+    gather_bag,
     insert,
-    insert_all,
-    put,
+    rehash,
     remove,
+    write_rows,
 )
 
 Ids = NDArray[np.int64]
 
-_SLICE = 8192
+_ROWS_AT_ONCE = 8192
 """Rows that change while predictions wait: less than a millisecond."""
-_SAMPLES = 512
+_SAMPLES_AT_ONCE = 512
 """Samples that are looked up while changes wait."""
 _NONE = np.empty(0, np.float32)
-_YIELD = 1e-4
-"""Seconds between two slices; the lock would otherwise be taken again before whoever waits for it wakes up."""
-_LOAD = 0.6
+_YIELD_SECONDS = 1e-4
+"""Pause between two chunks of a change; without it the lock is taken again before a waiting thread wakes up."""
+_MAX_LOAD = 0.6
 """Share of the slots that may be in use."""
 _STORED = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 
@@ -48,15 +50,15 @@ _STORED = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 class ServedRows:
     """Rows by field and id.
 
-    Looking up and writing may go on at the same time in several threads, writing in one: a lookup sees of each row what
-    it was before or after. Memory grows by a quarter at a time, beside what is there, and is then exchanged.
+    Several threads may look up rows while one thread changes them: a lookup sees each row either before or after a
+    change. Memory grows by a quarter at a time, in a copy that then replaces the original.
 
     Args:
         schema: of the data.
-        sizes: rows of each field's table, which fields may share by ``table_of``; -1 where it is collisionless.
+        sizes: rows of each field's table, which fields may share by ``table_of``; -1 if it is collisionless.
         table_of: number of each field's table.
         width: P.
-        precision: of what is stored.
+        precision: of the stored rows.
     """
 
     def __init__(self, schema: Schema, sizes: Ids, table_of: Ids, width: int, precision: Precision) -> None:
@@ -65,18 +67,22 @@ class ServedRows:
         for table, size in zip(table_of.tolist(), sizes.tolist(), strict=True):
             lengths[table] = size if size >= 0 else RESERVED_ROWS
         starts = dict(zip(lengths, np.cumsum([0, *lengths.values()]).tolist(), strict=False))
-        self._bases = np.array([starts[table] for table in table_of.tolist()], np.int64)
-        self._sizes, self._width = sizes, width
         self._used = sum(lengths.values())  # rows from here on are free
-        self._rows = np.zeros((self._used, width), _STORED[precision])
-        self._scales = np.zeros(self._used if precision == "int8" else 0, np.float32)
-        self._slots = np.full((64, 2), EMPTY, np.int64)
+        self._store = Store(
+            np.array([starts[table] for table in table_of.tolist()], np.int64),
+            sizes,
+            np.full((64, 2), EMPTY, np.int64),
+            np.zeros((self._used, width), _STORED[precision]),
+            np.zeros(self._used if precision == "int8" else 0, np.float32),
+            HALVES,
+        )
         self._resident = 0
         self._free = np.empty(0, np.int64)
         self._lock = threading.Lock()
-        place = {field.name: number for number, field in enumerate(schema.sparse)}
-        self._singles = np.array([place[each.name] for each in schema.sparse if each.kind == "categorical"], np.int64)
-        self._bags = [(place[each.name], each) for each in schema.sparse if each.kind != "categorical"]
+        numbers = {field.name: number for number, field in enumerate(schema.sparse)}
+        singles = [numbers[field.name] for field in schema.sparse if field.kind == "categorical"]
+        self._singles = np.array(singles, np.int64)
+        self._bags = [(numbers[field.name], field) for field in schema.sparse if field.kind != "categorical"]
         self._compile()
 
     @property
@@ -86,31 +92,24 @@ class ServedRows:
 
     def gather(self, samples: SampleBlock) -> tuple[Tensor, int]:
         """Pooled rows, float32 [B, F, P], and how many ids had no row of their own."""
-        out = np.empty((len(samples), len(self._bases), self._width), np.float32)
+        out = np.empty((len(samples), len(self._store.bases), self._store.rows.shape[1]), np.float32)
         ids = np.ascontiguousarray(samples.ids.numpy())
-        bags = [(number, field.pooling == "mean", samples.bags[field.name]) for number, field in self._bags]
-        lists = [
-            (
-                bag.values.numpy(),
-                bag.offsets.numpy(),
-                _NONE if bag.weights is None else bag.weights.numpy(),
-                mean,
-                number,
-            )
-            for number, mean, bag in bags
-        ]
+        bags = []
+        for number, field in self._bags:
+            bag = samples.bags[field.name]
+            weights = _NONE if bag.weights is None else bag.weights.numpy()
+            bags.append(Bag(number, bag.values.numpy(), bag.offsets.numpy(), weights, field.pooling == "mean"))
         unknown = 0
-        for start in range(0, len(samples), _SAMPLES):
-            stop = min(start + _SAMPLES, len(samples))
+        for start in range(0, len(samples), _SAMPLES_AT_ONCE):
+            stop = min(start + _SAMPLES_AT_ONCE, len(samples))
             with self._lock:
-                held = (self._bases, self._sizes, self._slots, self._rows, self._scales, HALVES, out)
-                unknown += gather(start, stop, ids, self._singles, *held)
-                for each in lists:
-                    unknown += gather_bags(start, stop, *each, *held)
+                unknown += gather(start, stop, ids, self._singles, self._store, out)
+                for each in bags:
+                    unknown += gather_bag(start, stop, each, self._store, out)
         return torch.from_numpy(out), unknown
 
     def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
-        """As :meth:`write`, of rows as they are stored, [n, P] and for int8 with scales [n]."""
+        """Sets rows as :meth:`write` does, from their stored form: [n, P], for int8 with scales [n]."""
 
         def stored(part: slice) -> dict[str, Tensor]:
             return {"rows": rows[part]} | ({} if scale is None else {"scale": scale[part]})
@@ -118,105 +117,99 @@ class ServedRows:
         self._write(ids, fields, stored)
 
     def write(self, ids: Ids, fields: Ids, rows: NDArray[np.float32]) -> None:
-        """Sets the rows [n, P] of ids [n], no id twice, of the fields with the numbers ``fields`` [n]; new ids get one.
+        """Sets the rows [n, P] of distinct ids [n]; new ids are inserted.
 
-        Of a table with numbered rows any field that it serves will do.
+        ``fields`` [n] are the numbers of the ids' fields. For a table of numbered rows any field that it serves will
+        do.
         """
         self._write(ids, fields, lambda part: quantise(torch.tensor(rows[part]), self._precision))
 
     def _write(self, ids: Ids, fields: Ids, stored: Callable[[slice], dict[str, Tensor]]) -> None:
-        ids, found = np.array(ids), np.empty(len(ids), np.int64)  # kernels are compiled for arrays that may be written
-        missing = find(ids, fields, self._bases, self._sizes, self._slots, found)
+        ids, found = np.array(ids), np.empty(len(ids), np.int64)  # kernels are compiled for writable arrays
+        missing = find(ids, fields, self._store, found)
         new = np.flatnonzero(found < 0)
-        found[new] = self._room_for(missing)
-        for part in _slices(len(ids)):
+        found[new] = self._take_rows(missing)
+        for part in _chunks(len(ids)):
             content = {key: each.numpy() for key, each in stored(part).items()}
-            whole = content["rows"].view(self._rows.dtype)
+            rows = content["rows"].view(self._store.rows.dtype)
             with self._lock:
-                put(found[part], whole, content.get("scale", _NONE), self._rows, self._scales)
-        # An id is found once its row is what it is to be.
-        for part in _slices(missing):
+                write_rows(found[part], rows, content.get("scale", _NONE), self._store)
+        # Ids are inserted after their rows are written.
+        for part in _chunks(missing):
             entered = new[part]
             with self._lock:
-                insert(ids[entered], fields[entered], found[entered], self._slots)
+                insert(ids[entered], fields[entered], found[entered], self._store.slots)
         self._resident += missing
 
     def remove(self, ids: Ids, fields: Ids) -> int:
-        """Takes ids [n] of the fields with the numbers ``fields`` [n] out; returns how many were there."""
+        """Removes ids [n] of the fields with the numbers ``fields`` [n]; returns how many were present."""
         ids, freed = np.array(ids), np.empty(len(ids), np.int64)
         total = 0
-        for part in _slices(len(ids)):
+        for part in _chunks(len(ids)):
             with self._lock:
-                total += remove(ids[part], fields[part], self._slots, freed[total:])
+                total += remove(ids[part], fields[part], self._store.slots, freed[total:])
         self._free = np.concatenate([self._free, freed[:total]])
         self._resident -= total
         return total
 
     def remove_others(self, ids: Ids, fields: Ids) -> int:
-        """Takes all ids of collisionless tables out but these; returns how many."""
+        """Removes all ids of collisionless tables except these; returns how many."""
         ids, found = np.array(ids), np.empty(len(ids), np.int64)
-        find(ids, fields, self._bases, self._sizes, self._slots, found)
-        kept = np.zeros(len(self._rows), np.bool_)
+        find(ids, fields, self._store, found)
+        kept = np.zeros(len(self._store.rows), np.bool_)
         kept[found[found >= 0]] = True
-        others, of_fields = np.empty(self._resident, np.int64), np.empty(self._resident, np.int64)
-        count = entries_but(kept, self._slots, others, of_fields)
-        return self.remove(others[:count], of_fields[:count])
+        other_ids, other_fields = np.empty(self._resident, np.int64), np.empty(self._resident, np.int64)
+        count = entries_except(kept, self._store.slots, other_ids, other_fields)
+        return self.remove(other_ids[:count], other_fields[:count])
 
     def _compile(self) -> None:
-        """Compiles every kernel for the types it will meet: no other thread could run meanwhile."""
-        none = np.empty(0, np.int64)
-        held = (
-            self._bases,
-            self._sizes,
-            self._slots,
-            self._rows,
-            self._scales,
-            HALVES,
-            np.empty((0, 1, 1), np.float32),
-        )
+        """Compiles every kernel for the types it will be called with, because compiling blocks all other threads."""
+        none, store, out = np.empty(0, np.int64), self._store, np.empty((0, 1, 1), np.float32)
         for kind in (np.int32, np.int64):
-            gather(0, 0, np.empty((0, 0), kind), none, *held)
-            gather_bags(0, 0, np.empty(0, kind), none, _NONE, False, 0, *held)
-        find(none, none, self._bases, self._sizes, self._slots, none)
-        put(none, self._rows[:0], _NONE, self._rows, self._scales)
-        insert(none, none, none, self._slots)
-        insert_all(self._slots, self._slots.copy())
-        _longer(self._rows, len(self._rows)), _longer(self._scales, len(self._scales))
-        remove(none, none, self._slots, none)
-        entries_but(np.zeros(0, np.bool_), self._slots, none, none)
+            gather(0, 0, np.empty((0, 0), kind), none, store, out)
+            gather_bag(0, 0, Bag(0, np.empty(0, kind), none, _NONE, False), store, out)
+        find(none, none, store, none)
+        write_rows(none, store.rows[:0], _NONE, store)
+        insert(none, none, none, store.slots)
+        rehash(store.slots, store.slots.copy())
+        _enlarged(store.rows, len(store.rows)), _enlarged(store.scales, len(store.scales))
+        remove(none, none, store.slots, none)
+        entries_except(np.zeros(0, np.bool_), store.slots, none, none)
 
-    def _room_for(self, count: int) -> Ids:
-        """Rows for new ids, and slots for them; predictions go on while what is there is copied, and then freed."""
-        needed = int((self._resident + count) / _LOAD)
-        if needed > len(self._slots):
+    def _take_rows(self, count: int) -> Ids:
+        """Rows for new ids, and slots for them; predictions continue while existing ones are copied."""
+        needed = int((self._resident + count) / _MAX_LOAD)
+        if needed > len(self._store.slots):
             slots = np.empty((1 << needed.bit_length(), 2), np.int64)
-            insert_all(self._slots, slots)
-            with self._lock:
-                replaced, self._slots = self._slots, slots
-            del replaced
-        taken, self._free = self._free[:count], self._free[count:]
-        fresh = np.arange(self._used, self._used + count - len(taken))
+            rehash(self._store.slots, slots)
+            self._replace(slots=slots)
+        reused, self._free = self._free[:count], self._free[count:]
+        fresh = np.arange(self._used, self._used + count - len(reused))
         self._used += len(fresh)
-        if self._used > len(self._rows):
-            capacity = max(self._used, len(self._rows) + len(self._rows) // 4)
-            rows, scales = _longer(self._rows, capacity), _longer(self._scales, capacity)
-            with self._lock:
-                replaced, self._rows, self._scales = self._rows, rows, scales
-            del replaced
-        return np.concatenate([taken, fresh])
+        available = len(self._store.rows)
+        if self._used > available:
+            capacity = max(self._used, available + available // 4)
+            rows, scales = _enlarged(self._store.rows, capacity), _enlarged(self._store.scales, capacity)
+            self._replace(rows=rows, scales=scales)
+        return np.concatenate([reused, fresh])
+
+    def _replace(self, **arrays: NDArray[Any]) -> None:
+        replaced = self._store  # the reference frees the old arrays only after the lock is released
+        with self._lock:
+            self._store = replaced._replace(**arrays)
 
 
-def _longer(array: NDArray[Any], capacity: int) -> NDArray[Any]:
-    """The array in the first part of one of ``capacity`` rows; none stays none."""
+def _enlarged(array: NDArray[Any], capacity: int) -> NDArray[Any]:
+    """Copy of an array with ``capacity`` rows; an empty one stays empty."""
     if not len(array):
         return array
-    longer = np.empty((capacity, *array.shape[1:]), array.dtype)
-    copy_all(array, longer)
-    return longer
+    larger = np.empty((capacity, *array.shape[1:]), array.dtype)
+    copy_to_larger(array, larger)
+    return larger
 
 
-def _slices(count: int) -> Iterator[slice]:
-    for start in range(0, count, _SLICE):
+def _chunks(count: int) -> Iterator[slice]:
+    for start in range(0, count, _ROWS_AT_ONCE):
         if start:
-            time.sleep(_YIELD)
-        yield slice(start, start + _SLICE)
+            time.sleep(_YIELD_SECONDS)
+        yield slice(start, start + _ROWS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""`cowrec serve` answers as `cowrec predict` does, refuses what it must with a reason, and ends and starts cleanly."""
+"""`cowrec serve` predicts what `cowrec predict` does, rejects bad requests with a reason, and stops cleanly."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ LIMITS = ("--max-request-bytes", "20000", "--max-samples", "60", "--max-concurre
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, its export, and its data with the raw file that they were made of."""
+    """A run, its export, and its data with the raw file they were prepared from."""
     folder = tmp_path_factory.mktemp("service")
     trained_and_exported(folder)
     return folder
@@ -40,8 +40,8 @@ def server(folder: Path) -> Iterator[Serving]:
         yield server
 
 
-def test_predictions_are_those_of_predict_one_by_one_and_together(folder: Path, server: Serving) -> None:
-    """Float32 sums in another order: 1e-6 is some ten units in the last place of a probability."""
+def test_predictions_match_predict_one_by_one_and_together(folder: Path, server: Serving) -> None:
+    """float32 sums in another order: 1e-6 is about ten units in the last place of a probability."""
     samples, expected = raw_samples(folder), predictions(folder, "run")
     status, together = server.predict(samples)
     assert status == 200
@@ -59,9 +59,9 @@ def test_concurrent_requests_each_get_their_own_answer(folder: Path, server: Ser
     wrong: list[Any] = []
 
     def ask(first: int) -> None:
-        for place in range(first, 40, 4):
-            status, answer = server.predict(samples[place])
-            if status != 200 or abs(answer["probability"] - expected[place]) > 1e-6:
+        for index in range(first, 40, 4):
+            status, answer = server.predict(samples[index])
+            if status != 200 or abs(answer["probability"] - expected[index]) > 1e-6:
                 wrong.append((status, answer))
 
     threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
@@ -82,7 +82,7 @@ def test_concurrent_requests_each_get_their_own_answer(folder: Path, server: Ser
         (b"[" * 5000, "the body is not JSON"),
         (3, "sample 0 must be a JSON object of fields and their values, got 3"),
         ([GOOD, "x"], "sample 1 must be a JSON object"),
-        ({}, "column price is not there; give null where the value is missing"),
+        ({}, "column price is missing; use null for a missing value"),
         ([GOOD, {**GOOD, "city": {}}], "sample 1: column city: must be a string, an integer or null, got {}"),
         ({**GOOD, "price": "much"}, "column price: must be a number"),
         ({**GOOD, "price": [3]}, "column price: must be a number"),
@@ -91,7 +91,7 @@ def test_concurrent_requests_each_get_their_own_answer(folder: Path, server: Ser
         ({**GOOD, "history": [{"id": "h1"}]}, "column history"),
     ],
 )
-def test_bad_input_is_named(server: Serving, body: Any, message: str) -> None:
+def test_bad_input_is_rejected_with_a_reason(server: Serving, body: Any, message: str) -> None:
     status, answer = server.predict(body)
     assert status == 400
     assert message in answer["error"]
@@ -108,8 +108,8 @@ fields = st.fixed_dictionaries({}, optional=dict.fromkeys((*GOOD, "label", "time
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=40) | json_values | fields | st.lists(fields, max_size=3) | st.lists(
     st.fixed_dictionaries(dict.fromkeys(GOOD, json_values)), min_size=1, max_size=3))  # fmt: skip
-def test_nothing_that_is_sent_breaks_the_service(server: Serving, body: Any) -> None:
-    """Any bytes and any JSON: predictions or a reason, never a server's error; and the good sample is answered."""
+def test_no_request_breaks_the_service(server: Serving, body: Any) -> None:
+    """Any bytes and any JSON get predictions or a reason, never a server error; a good sample still gets its answer."""
     status, answer = server.predict(body)
     assert status in (200, 400)
     assert ("error" in answer) == (status == 400)
@@ -117,12 +117,12 @@ def test_nothing_that_is_sent_breaks_the_service(server: Serving, body: Any) -> 
     assert mixed[0] == 200
 
 
-def test_large_requests_are_refused(server: Serving) -> None:
+def test_large_requests_are_rejected(server: Serving) -> None:
     status, answer = server.predict([GOOD] * 61)
-    assert (status, "61 samples in one request, the most are 60" in answer["error"]) == (413, True)
+    assert (status, "61 samples, the limit is 60" in answer["error"]) == (413, True)
     status, answer = server.predict([{**GOOD, "city": "x" * 20_000}])
-    assert (status, "the most are 20,000" in answer["error"]) == (413, True)
-    with socket.create_connection(("127.0.0.1", server.port)) as raw:  # a body whose length is not told before
+    assert (status, "the limit is 20,000" in answer["error"]) == (413, True)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:  # a body of unknown length
         raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(30):
@@ -132,24 +132,24 @@ def test_large_requests_are_refused(server: Serving) -> None:
 
 
 def unfinished(server: Serving) -> tuple[socket.socket, bytes]:
-    """A request whose body has begun to arrive, and the rest of it."""
+    """A request of which part of the body was sent, and the remainder."""
     body = json.dumps(GOOD).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     connection.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:9])
     return connection, body[9:]
 
 
-def test_more_requests_than_can_be_under_way_are_sent_away(folder: Path, server: Serving) -> None:
-    """Four whose bodies are still arriving are all that may be; as soon as one is answered there is room."""
+def test_requests_beyond_the_concurrency_limit_are_rejected(folder: Path, server: Serving) -> None:
+    """Four requests whose bodies are still arriving reach the limit; once they are answered others are accepted."""
     held = [unfinished(server) for _ in range(4)]
     try:
         while (refused := server.predict(GOOD))[0] == 200:  # until all four have begun
             pass
         assert refused[0] == 503
-        assert "4 requests are under way" in refused[1]["error"]
+        assert "4 requests are in progress" in refused[1]["error"]
         assert server.health()["status"] == "ok"
-        for connection, rest in held:
-            connection.sendall(rest)
+        for connection, remainder in held:
+            connection.sendall(remainder)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         assert server.predict(GOOD)[0] == 200
     finally:
@@ -159,11 +159,11 @@ def test_more_requests_than_can_be_under_way_are_sent_away(folder: Path, server:
 
 def test_wrong_paths_and_methods(server: Serving) -> None:
     status, answer = server.ask("GET", "/nothing")
-    assert (status, "POST /predict, GET /health and GET /metrics" in answer["error"]) == (404, True)
+    assert (status, "POST /predict, GET /health or GET /metrics" in answer["error"]) == (404, True)
     assert server.ask("GET", "/predict")[0] == 405
 
 
-def test_metrics_count_what_happened(folder: Path) -> None:
+def test_metrics(folder: Path) -> None:
     with serving(folder / "export") as server:
         before = server.metrics()
         for body in (GOOD, [GOOD, {**GOOD, "city": "nowhere"}], b"{", [GOOD, 3]):
@@ -186,34 +186,34 @@ def test_metrics_count_what_happened(folder: Path) -> None:
     assert after["cowrec_following"] == 0
 
 
-def test_sigterm_lets_requests_under_way_finish(folder: Path) -> None:
+def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
     with serving(folder / "export") as server:
-        connection, rest = unfinished(server)
-        server.metrics()  # has been answered, so the request before it is under way
+        connection, remainder = unfinished(server)
+        server.metrics()  # answered, so the request before it is in progress
         server.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(ConnectionError):
-            while True:  # until nobody else is let in
+            while True:  # until no connection is accepted
                 socket.create_connection(("127.0.0.1", server.port), timeout=30).close()
         with connection:
-            connection.sendall(rest)
+            connection.sendall(remainder)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-        said = server.process.communicate(timeout=30)[1]
-        assert (server.process.returncode, "Traceback" in said) == (0, False), said
+        stderr = server.process.communicate(timeout=30)[1]
+        assert (server.process.returncode, "Traceback" in stderr) == (0, False), stderr
 
 
-def test_what_cannot_be_served_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_export_is_reported(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cowrec.trainer", "serve", str(tmp_path), "--port", str(free_port())]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"cowrec: error: {tmp_path}" in done.stderr
-    with pytest.raises(ValueError, match="'ftp://x' is not known"):
+    with pytest.raises(ValueError, match="'ftp://x' is not supported"):
         Service(folder / "export", "ftp://x")
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         Limits(samples=0)
 
 
-def test_calls_that_wait_are_computed_together() -> None:
-    """Five calls come while the first is computed: they are in the batches that follow, and get their own results."""
+def test_waiting_calls_are_computed_together() -> None:
+    """Five calls arrive while the first is computed: the next batches contain them, and each gets its own results."""
     batches: list[list[int]] = []
 
     async def calls() -> list[Any]:
@@ -222,39 +222,39 @@ def test_calls_that_wait_are_computed_together() -> None:
         def compute(items: Any) -> list[int]:
             batches.append(list(items))
             if not later:
-                later.extend(asyncio.create_task(gathering.results([item, item])) for item in range(1, 6))
+                later.extend(asyncio.create_task(batcher.results([item, item])) for item in range(1, 6))
             return [10 * item for item in items]
 
-        gathering = MicroBatcher(compute, 7)
-        first = await gathering.results([0])
+        batcher = MicroBatcher(compute, 7)
+        first = await batcher.results([0])
         return [first, *await asyncio.gather(*later)]
 
     assert asyncio.run(calls()) == [[0], *([10 * item, 10 * item] for item in range(1, 6))]
-    # Seven at most: three calls of two, and then the other two.
+    # At most seven items: three calls of two, then the other two.
     assert batches == [[0], [1, 1, 2, 2, 3, 3], [4, 4, 5, 5]]
 
 
-def test_a_batch_that_fails_fails_its_own_calls_only() -> None:
+def test_a_failing_batch_fails_only_its_own_calls() -> None:
     def compute(items: Any) -> list[int]:
         if 0 in items:
             raise ValueError("zero")
         return list(items)
 
     async def calls() -> None:
-        gathering = MicroBatcher(compute, 4)
+        batcher = MicroBatcher(compute, 4)
         with pytest.raises(ValueError, match="zero"):
-            await gathering.results([0])
-        assert await gathering.results([1]) == [1]
+            await batcher.results([0])
+        assert await batcher.results([1]) == [1]
 
     asyncio.run(calls())
 
 
-def test_a_call_that_was_given_up_takes_nothing_from_the_others() -> None:
+def test_a_cancelled_call_does_not_affect_others() -> None:
     async def calls() -> Any:
-        gathering = MicroBatcher(list, 4)
-        given_up, kept = (asyncio.create_task(gathering.results([item])) for item in (1, 2))
+        batcher = MicroBatcher(list, 4)
+        cancelled, kept = (asyncio.create_task(batcher.results([item])) for item in (1, 2))
         await asyncio.sleep(0)
-        given_up.cancel()
+        cancelled.cancel()
         return await kept
 
     assert asyncio.run(calls()) == [2]

@@ -1,4 +1,4 @@
-"""`cowrec serve --follow` takes over what is published while it answers, and goes on answering when nothing comes."""
+"""`cowrec serve --follow` applies published versions while it answers, and keeps answering if the target fails."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ from serving import DEADLINE, Serving, predictions, raw_samples, serving, traine
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run and its export, and a run of one epoch more and its export."""
+    """A run and its export, and a run of one more epoch and its export."""
     folder = tmp_path_factory.mktemp("following")
     trained_and_exported(folder)
     longer = load_config(folder / "run.toml", ["train.epochs=2"])
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(export: Path, step: int, sample_time: int | None = None) -> Change:
-    """A whole model, as a trainer publishes it."""
+    """A complete model, as a trainer publishes it."""
     rows = {file.stem: load_file(file)["rows"].numpy() for file in sorted((export / "tables").iterdir())}
     tables = {name: TableChange(np.arange(len(each)), each) for name, each in rows.items()}
     dense = {name: each.numpy() for name, each in load_file(export / "dense.safetensors").items()}
@@ -39,7 +39,7 @@ def everything(export: Path, step: int, sample_time: int | None = None) -> Chang
 
 
 def published(publisher: Publisher, change: Change) -> int:
-    """Publishes a whole model as the next version, again where the target has failed in between; its number."""
+    """Publishes a complete model as the next version, again if the target failed meanwhile; returns its number."""
     publisher.publish(change, change)
     deadline = time.monotonic() + DEADLINE
     while not publisher.finish(2):
@@ -50,7 +50,7 @@ def published(publisher: Publisher, change: Change) -> int:
 
 
 def answers_as(server: Serving, folder: Path, run: str, version: int) -> None:
-    """Tolerance as in test_service.py."""
+    """Compares predictions, with the tolerance of test_service.py."""
     status, answer = server.predict(raw_samples(folder))
     assert (status, answer["version"]) == (200, version)
     np.testing.assert_allclose(answer["probabilities"], predictions(folder, run), atol=1e-6)
@@ -62,8 +62,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
         yield server
 
 
-def test_versions_that_arrive_are_served(folder: Path, tmp_path: Path) -> None:
-    """Through a directory that is made later, one after the other; and by a server that was killed, once it is back."""
+def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
+    """From a directory that is created later, one after the other; also by a server that was killed and restarted."""
     target = tmp_path / "published"
     with serving(folder / "export", "--follow", str(target)) as server:
         answers_as(server, folder, "run", 0)
@@ -88,8 +88,8 @@ def test_versions_that_arrive_are_served(folder: Path, tmp_path: Path) -> None:
         answers_as(server, folder, "run", back)
 
 
-def test_a_source_that_dies_costs_freshness_only(folder: Path, redis) -> None:
-    """Redis killed and started again, empty: what was applied last is served on, and what comes then is applied."""
+def test_a_target_that_fails_only_delays_versions(folder: Path, redis) -> None:
+    """Redis is killed and restarted, empty: the last applied version is served, and later ones are applied."""
     with (
         serving(folder / "export", "--follow", redis.url) as server,
         Publisher(open_target(redis.url, publishing=True)) as publisher,
