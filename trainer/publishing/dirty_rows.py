@@ -33,10 +33,6 @@ class DirtyRows:
         counts = torch.tensor(rows.length_per_key())
         self._dirty[rows.values().cpu() + torch.repeat_interleave(self._first_of_field, counts)] = True
 
-    def mark_all(self) -> None:
-        """Marks every row."""
-        self._dirty.fill_(True)
-
     def take(self) -> dict[str, Tensor]:
         """Returns the marked rows of each table, int64 [n], ascending, and clears all flags."""
         found, first = {}, 0

@@ -1,10 +1,8 @@
 """Prometheus metrics of a prediction service."""
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -12,36 +10,32 @@ from prometheus_client.registry import Collector
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
-
-class State(Protocol):
-    """State of the service that is read for each scrape; times in Unix seconds, NaN where there is none yet."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def sample_time(self) -> float: ...
-
-    @property
-    def applied_time(self) -> float: ...
-
-    @property
-    def following(self) -> float: ...
-
-    def counters(self) -> dict[str, int]:
-        """Counters of the model: ids without a row of their own, rows written and removed, ids that have a row."""
-        ...
+# Values that the service reports for each scrape.
+GAUGES = {
+    "model_version": "Published version of the served model.",
+    "model_step": "Training step of the served model.",
+    "model_age_seconds": "Now minus the newest sample time.",
+    "last_delta_age_seconds": "Time since a published version was last applied.",
+    "following": "1 if a publication target is followed without problems.",
+    "resident_ids": "Ids that have a row.",
+}
+COUNTERS = {
+    "unknown_ids": "Requested ids without a row of their own.",
+    "applied_rows": "Rows written by published versions.",
+    "removed_rows": "Rows removed by published versions.",
+}
 
 
 class ServiceMetrics:
-    """Metrics of one service, in their own registry."""
+    """Metrics of one service, in their own registry.
+
+    Args:
+        read: returns the current values of GAUGES and COUNTERS; NaN for unknown ones, absent ones are 0.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         self._registry = registry = CollectorRegistry()
         self.latency = Histogram(
             "cowrec_request_seconds",
@@ -60,49 +54,20 @@ class ServiceMetrics:
         self.delta_seconds = Histogram(
             "cowrec_delta_apply_seconds", "Time to apply a published version.", buckets=SECONDS, registry=registry
         )
-        for name, help_, read in (
-            ("cowrec_model_version", "Published version of the served model.", lambda: state.version),
-            ("cowrec_model_step", "Training step of the served model.", lambda: state.step),
-            ("cowrec_model_age_seconds", "Now minus the newest sample time.", lambda: _since(state.sample_time)),
-            (
-                "cowrec_last_delta_age_seconds",
-                "Time since a published version was last applied.",
-                lambda: _since(state.applied_time),
-            ),
-            (
-                "cowrec_following",
-                "1 if a publication target is followed without problems.",
-                lambda: state.following,
-            ),
-        ):
-            _gauge(registry, name, help_, read)
-        registry.register(_ModelCounters(state))
+        registry.register(_ServiceValues(read))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _ModelCounters(Collector):
-    """Counters that the model keeps itself, read for each scrape."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
+class _ServiceValues(Collector):
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._state.counters()
-        for name, help_ in (
-            ("unknown_ids", "Requested ids without a row of their own."),
-            ("applied_rows", "Rows written by published versions."),
-            ("removed_rows", "Rows removed by published versions."),
-        ):
-            yield CounterMetricFamily(f"cowrec_{name}", help_, value=counts.get(name, 0))
-        yield GaugeMetricFamily("cowrec_resident_ids", "Ids that have a row.", value=counts.get("resident_ids", 0))
-
-
-def _gauge(registry: CollectorRegistry, name: str, help_: str, read: Callable[[], float]) -> None:
-    Gauge(name, help_, registry=registry).set_function(read)
-
-
-def _since(moment: float) -> float:
-    return time.time() - moment
+        values = self._read()
+        for name, description in GAUGES.items():
+            yield GaugeMetricFamily(f"cowrec_{name}", description, value=values.get(name, 0))
+        for name, description in COUNTERS.items():
+            yield CounterMetricFamily(f"cowrec_{name}", description, value=values.get(name, 0))

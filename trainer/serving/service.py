@@ -64,7 +64,7 @@ class Service:
 
     def __init__(self, export_dir: Path, follow: str | None = None, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self.metrics = ServiceMetrics(self)
+        self.metrics = ServiceMetrics(self._values)
         self.ready = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
@@ -95,6 +95,11 @@ class Service:
         """The click probability or an error message for each sample."""
         return await self._batcher.results(samples)
 
+    @property
+    def version(self) -> int:
+        """Published version of the served model; 0 for the export itself."""
+        return self._model.version if self.ready else 0
+
     def health(self) -> dict[str, Any]:
         """Status of the service and of its model; times in seconds."""
         if not self.ready:
@@ -106,38 +111,20 @@ class Service:
             "version": self.version,
             "step": self._model.step,
             "sample_time": self._model.sample_time,
-            "age_seconds": time.time() - self.sample_time,
+            "age_seconds": _seconds_since(self._model.sample_time),
         }
 
-    @property
-    def version(self) -> int:
-        """Published version of the served model; 0 for the export itself."""
-        return self._model.version if self.ready else 0
-
-    @property
-    def step(self) -> int:
-        """Training steps of the served model."""
-        return self._model.step if self.ready else 0
-
-    @property
-    def sample_time(self) -> float:
-        """Newest sample trained on, Unix seconds; NaN if unknown."""
-        known = self._model.sample_time if self.ready else None
-        return math.nan if known is None else float(known)
-
-    def counters(self) -> dict[str, int]:
-        """Counters of :meth:`ServedModel.counters`."""
-        return self._model.counters() if self.ready else {}
-
-    @property
-    def applied_time(self) -> float:
-        """Time at which a version was last applied, Unix seconds; NaN before the first."""
-        return self._follower.applied_time if self._follower else math.nan
-
-    @property
-    def following(self) -> float:
-        """1 if a publication target is followed without problems, else 0."""
-        return float(self._follower is not None and not self._follower.problem)
+    def _values(self) -> dict[str, float]:
+        """Values of metrics.py's GAUGES and COUNTERS."""
+        follower = self._follower
+        ages = {
+            "model_age_seconds": _seconds_since(self._model.sample_time if self.ready else None),
+            "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
+            "following": float(follower is not None and not follower.problem),
+        }
+        if not self.ready:
+            return ages
+        return {**ages, "model_version": self.version, "model_step": self._model.step, **self._model.counters()}
 
     def _compute(self, samples: Sequence[Mapping[str, Any]]) -> Sequence[Result]:
         columns = self._codec.columns
@@ -158,6 +145,10 @@ class Service:
         with self.metrics.delta_seconds.time():
             self._model.apply(blob)
         self.metrics.deltas_applied.inc()
+
+
+def _seconds_since(moment: float | None) -> float:
+    return math.nan if moment is None else time.time() - moment
 
 
 def _missing(sample: Mapping[str, Any], columns: Sequence[str]) -> str:
