@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
-from .kernels.sorting import find_segments_of_ids
+from .kernels.sorting import segments_of_ids
 from .layout import IdLayout
 
 _NO_TIMES = np.empty(0, np.int64)
@@ -85,13 +85,9 @@ class IdExchange:
 
     def _owners(self, ids: np.ndarray, splits: np.ndarray) -> np.ndarray:
         """Ranks that own the ids that a table translates; remembers which those are, and the rows of the others."""
-        layout = self._layout
-        self._rows = np.empty(len(ids), np.int64)
-        segment, counts = np.empty(len(ids), np.int32), np.zeros(len(layout.segment_numbers) + 1, np.int64)
-        mapping = (layout.feature_table, layout.tables, layout.segment_numbers, 0)
-        find_segments_of_ids(ids, splits, *mapping, np.empty(len(ids), np.uint64), segment, self._rows, counts)
-        self._held = (segment >= 0).nonzero()[0]
-        owner = np.searchsorted(layout.first_segments[1:], segment[self._held], side="right")
+        segments, _, self._rows = segments_of_ids(ids, splits, self._layout.mapping, 0)
+        self._held = (segments >= 0).nonzero()[0]
+        owner = np.searchsorted(self._layout.first_segments[1:], segments[self._held], side="right")
         self._sent_order = np.argsort(owner.astype(np.uint16), kind="stable")
         return owner
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from .config import IdTableConfig
 from .kernels.assignment import ADMIT_ALL, ADMIT_BY_COUNT, ADMIT_BY_DRAW
-from .kernels.memory import RESERVED_ROWS, SEGMENT_LOCATION, TABLE_SETTINGS
+from .kernels.memory import RESERVED_ROWS, SEGMENT_LOCATION, TABLE_SETTINGS, IdMapping
 from .kernels.sketch import DEPTH, LINE
 from .kernels.slots import MAX_LOAD
 
@@ -36,9 +36,7 @@ class IdLayout:
     """Segments of all tables, their order, and the location of this rank's in its memory.
 
     Attributes:
-        tables: settings that each table's segments share, TABLE_SETTINGS [T].
-        segment_numbers: number of each table's segments among all, int32; a table's begin at its ``first_segment``.
-        feature_table: table of each feature, -1 where none serves it, and the feature's number in it, int64 [F, 2].
+        mapping: from ids to segments.
         first_segments: the first segment of each rank, and the number of all segments, int64 [ranks + 1].
         rank: of this process.
         locations: this rank's segments, SEGMENT_LOCATION.
@@ -62,10 +60,9 @@ class IdLayout:
                 " max_segments"
             )
         self.rank = rank
-        self.feature_table = _feature_table(configs, features)
         counts = [_segments_for(config.capacity, max_segments) for config in configs.values()]
         first = np.cumsum([0, *counts])
-        self.tables = np.array(
+        tables = np.array(
             [_settings(*each) for each in zip(configs.items(), counts, first[:-1].tolist(), strict=True)],
             TABLE_SETTINGS,
         )
@@ -74,23 +71,23 @@ class IdLayout:
         # Segments take positions in [0, max_segments), which are divided among the ranks. Tables begin at different
         # positions, so that small ones are not all stored on one rank.
         start = table * max_segments // max(len(counts), 1)
-        position = (number * max_segments // self.tables["segments"][table] + start) % max_segments
+        position = (number * max_segments // tables["segments"][table] + start) % max_segments
         order = np.lexsort((table, position))
-        self.segment_numbers = np.argsort(order).astype(np.int32)
+        self.mapping = IdMapping(_features(configs, features), tables, np.argsort(order).astype(np.int32))
         self.first_segments = np.searchsorted(position[order], np.arange(ranks + 1) * max_segments // ranks)
-        sketch = self.tables["lines"] * LINE * DEPTH
-        widths = np.stack([np.ones(len(counts), np.int64), self.tables["capacity"], self.tables["slots"], sketch], 1)
+        sketch = tables["lines"] * LINE * DEPTH
+        widths = np.stack([np.ones(len(counts), np.int64), tables["capacity"], tables["slots"], sketch], 1)
         begins = np.concatenate([np.zeros((1, 4), np.int64), np.cumsum(widths[table[order]], axis=0)])
         self.sizes = np.diff(begins[self.first_segments], axis=0)
         own = order[self.first_segments[rank] : self.first_segments[rank + 1]]
         self.locations = np.zeros(len(own), SEGMENT_LOCATION)
         self.locations["number"] = np.arange(len(own)) + self.first_segments[rank]
         self.locations["table"] = table[own]
-        self.locations["first_row"] = RESERVED_ROWS + number[own] * self.tables["capacity"][table[own]]
+        self.locations["first_row"] = RESERVED_ROWS + number[own] * tables["capacity"][table[own]]
         offsets = begins[self.first_segments[rank] :][: len(own)] - begins[self.first_segments[rank]]
         for column, name in enumerate(("first_record", "first_slot", "first_cell"), 1):
             self.locations[name] = offsets[:, column]
-        rows = RESERVED_ROWS + self.tables["segments"] * self.tables["capacity"]
+        rows = RESERVED_ROWS + tables["segments"] * tables["capacity"]
         self.num_embeddings = dict(zip(configs, rows.tolist(), strict=True))
         described = [(name, config.capacity, config.features) for name, config in configs.items()]
         described_sizes = repr((max_segments, described, widths.tolist()))
@@ -123,7 +120,7 @@ def _settings(named: tuple[str, IdTableConfig], segments: int, first_segment: in
     )
 
 
-def _feature_table(configs: Mapping[str, IdTableConfig], features: Sequence[str]) -> np.ndarray:
+def _features(configs: Mapping[str, IdTableConfig], features: Sequence[str]) -> np.ndarray:
     """Table of each feature, -1 where none serves it, and the feature's number in it, int64 [F, 2]."""
     served: dict[str, tuple[int, int]] = {}
     for t, (name, config) in enumerate(configs.items()):

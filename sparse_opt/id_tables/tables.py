@@ -23,7 +23,7 @@ from .kernels.assignment import NewRowsOfSegments, assign_segments, collect_new_
 from .kernels.memory import COUNTERS, FREE, RECORD, RESERVED_ROWS, SEGMENT_STATE, Clock, Memory, Occurrences, lazy_zeros
 from .kernels.rows import rows_freed_in
 from .kernels.slots import rebuild_segments
-from .kernels.sorting import find_segments_of_ids, sort_by_segment
+from .kernels.sorting import segments_of_ids, sort_by_segment
 from .layout import MAX_SEGMENTS, IdLayout
 
 _MIN_IDS_OF_THREAD = 1 << 14
@@ -97,7 +97,7 @@ class IdTables:
         self._memory = Memory(
             np.zeros(segments, SEGMENT_STATE),
             layout.locations,
-            layout.tables,
+            layout.mapping.tables,
             lazy_zeros(records, RECORD),
             lazy_zeros(slots, np.dtype(np.uint32)),
             lazy_zeros(cells, np.dtype(np.uint16)),
@@ -160,7 +160,7 @@ class IdTables:
         locations = self._layout.locations
         segments = (locations["table"] == number).nonzero()[0]
         segments = segments[np.argsort(locations["first_row"][segments])]  # in the order of their rows
-        segment, row = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), self._layout.tables["capacity"][number])
+        segment, row = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), self._layout.mapping.tables["capacity"][number])
         records = self._memory.records[locations["first_record"][segments[segment]] + row]
         used = self._memory.states["used"][segments[segment]]
         resident = (rows >= RESERVED_ROWS) & (row < used) & (records["feature"] != FREE)
@@ -202,7 +202,9 @@ class IdTables:
         for column, name in enumerate(COUNTERS, 1):
             np.add.at(local[:, column], tables, states[name])
         counted = states["counted"].sum(1)
-        for t, (config, lines) in enumerate(zip(self._configs.values(), self._layout.tables["lines"], strict=True)):
+        for t, (config, lines) in enumerate(
+            zip(self._configs.values(), self._layout.mapping.tables["lines"], strict=True)
+        ):
             largest = max(counted[tables == t], default=0)
             excess[t] = ceil(config.admission.excess_bound(int(largest), int(lines)))
         total = self._exchange.all_gather(local.reshape(-1)).sum(0).reshape(local.shape)
@@ -259,14 +261,12 @@ class IdTables:
 
     def _sorted(self, own: OwnedIds) -> tuple[np.ndarray, np.ndarray, Occurrences]:
         """Rows to fill, those of ids that pass through filled; begin of each segment's ids; the ids by segment."""
-        layout, count = self._layout, len(own.ids)
-        rows, hashes, segments = np.empty(count, np.int64), np.empty(count, np.uint64), np.empty(count, np.int32)
-        begins = np.zeros(len(self._memory.states) + 1, np.int64)
-        mapping = (layout.feature_table, layout.tables, layout.segment_numbers, layout.first_segments[layout.rank])
-        find_segments_of_ids(own.ids, own.splits, *mapping, hashes, segments, rows, begins)
-        np.cumsum(begins, out=begins)
-        positions, sorted_hashes, numbers = sort_by_segment(own.splits, layout.feature_table, hashes, segments, begins)
-        return rows, begins, Occurrences(positions, sorted_hashes, numbers, own.ids, own.times)
+        mapping, first = self._layout.mapping, self._layout.first_segments[self._layout.rank]
+        segments, hashes, rows = segments_of_ids(own.ids, own.splits, mapping, first)
+        begins, positions, sorted_hashes, features = sort_by_segment(
+            own.splits, mapping, segments, hashes, len(self._memory.states)
+        )
+        return rows, begins, Occurrences(positions, sorted_hashes, features, own.ids, own.times)
 
     def _in_threads(self, kernel: Callable[..., None], begins: np.ndarray, *arguments: Any) -> None:
         """Runs a kernel on all segments, split among threads into ranges of about as many ids."""

@@ -62,6 +62,8 @@ class ServiceMetrics:
 
 
 class _ServiceValues(Collector):
+    """Values that the service reports, read for each scrape."""
+
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         self._read = read
 

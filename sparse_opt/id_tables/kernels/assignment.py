@@ -25,17 +25,14 @@ NO_ROW, WANTED = -1, -2
 
 
 class NewRowsOfSegments(NamedTuple):
-    """Rows that :func:`assign_segments` gave to ids.
-
-    Attributes:
-        counts: of each segment, int64 [segments].
-        rows: in the table, int64 [n]; a segment's begin where its occurrences do.
-        first: first occurrence of each row's id, int64 [n].
-    """
+    """Rows that :func:`assign_segments` gave to ids."""
 
     counts: np.ndarray
+    """Of each segment, int64 [segments]."""
     rows: np.ndarray
+    """In the table, int64 [n]; a segment's begin where its occurrences do."""
     first: np.ndarray
+    """First occurrence of each row's id, int64 [n]."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -53,17 +53,19 @@ TABLE_SETTINGS = np.dtype(
 a row of the sketch) are those of one segment; every ``sweep_interval`` batches it is swept by ``sweep_records``."""
 
 
-class Memory(NamedTuple):
-    """All segments of a rank.
+class IdMapping(NamedTuple):
+    """Mapping of ids to segments."""
 
-    Attributes:
-        states: SEGMENT_STATE [segments].
-        locations: SEGMENT_LOCATION [segments].
-        tables: TABLE_SETTINGS [T].
-        records: RECORD [rows].
-        slots: uint32.
-        cells: uint16.
-    """
+    features: np.ndarray
+    """Table of each feature, -1 if none serves it, and the feature's number in it, int64 [F, 2]."""
+    tables: np.ndarray
+    """TABLE_SETTINGS [T]."""
+    segment_numbers: np.ndarray
+    """Number of each table's segments among all, int32; a table's begin at its ``first_segment``."""
+
+
+class Memory(NamedTuple):
+    """All segments of a rank, and the memory that they share."""
 
     states: np.ndarray
     locations: np.ndarray
@@ -85,35 +87,27 @@ class Segment(NamedTuple):
 
 
 class Occurrences(NamedTuple):
-    """Ids of a batch, sorted by segment; in each segment they keep the order of the batch.
-
-    Attributes:
-        position: in the batch, int32 [n].
-        hash: of the id, uint64 [n].
-        feature: number of the feature in its table, uint16 [n].
-        ids: of the batch in its own order, int64 [V].
-        times: likewise, empty where samples have no time.
-    """
+    """Ids of a batch, stably sorted by segment."""
 
     position: np.ndarray
+    """In the batch, int32 [n]."""
     hash: np.ndarray
+    """Of the id, uint64 [n]."""
     feature: np.ndarray
+    """Number of the feature in its table, uint16 [n]."""
     ids: np.ndarray
+    """Of the batch in its own order, int64 [V]."""
     times: np.ndarray
+    """Likewise, empty where samples have no time."""
 
 
 class Clock(NamedTuple):
-    """Time of a batch.
-
-    Attributes:
-        now: newest sample time, or the number of the batch.
-        batch: number of the batch.
-        seed: of probabilistic admission, uint64.
-    """
-
     now: int
+    """Newest sample time, or the number of the batch."""
     batch: int
+    """Number of the batch."""
     seed: np.uint64
+    """Of probabilistic admission."""
 
 
 def lazy_zeros(count: int, dtype: np.dtype) -> np.ndarray:
