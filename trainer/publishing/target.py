@@ -84,9 +84,7 @@ class DirectoryTarget:
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
         path = self._path(version, kind)
         if path.exists():
-            raise FileExistsError(
-                f"{path} exists already, written by another publisher; stop it or use another target"
-            )
+            raise FileExistsError(f"{path} exists already, written by another publisher; stop it or use another target")
         replace_file(path, blob)
 
     def remove(self, version: int, kind: Kind) -> None:
