@@ -194,10 +194,10 @@ def train_on(trained: TrainState, batch: Batch) -> Tensor:
 def shard_rows(adam: EmbeddingAdam, shard: int) -> list[Tensor]:
     """Returns views of the weights and moments of a shard's rows in each table, float32 [n, P]."""
     return [
-        tables.rows.lookup.view_of(flat, number)[shard::SHARDS]
+        tables.lookup.view_of(flat, number)[shard::SHARDS]
         for tables in adam.lookups
-        for flat in (tables.rows.lookup.flat_weights(), tables.exp_avg, tables.exp_avg_sq)
-        for number in range(len(tables.rows.lookup.shards))
+        for flat in (tables.lookup.flat_weights(), tables.exp_avg, tables.exp_avg_sq)
+        for number in range(len(tables.lookup.shards))
     ]
 
 

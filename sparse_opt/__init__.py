@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from .algorithm.scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
     from .clipping.attach import LookupsHandle, attach_cowclip
-    from .clipping.clipped_lookup import TableStats
+    from .clipping.statistics import TableStats
     from .id_tables.bucket_rows import hashed_ids, id_bucket_rows
     from .id_tables.config import Admission, IdTableConfig
     from .id_tables.entries import Entries, NewRows
@@ -63,7 +63,7 @@ _MODULE_OF = {
     "RowInitializer": ".optim.row_init",
     "RowLimit": ".algorithm.clip",
     "SCALING_RULES": ".algorithm.scaling",
-    "TableStats": ".clipping.clipped_lookup",
+    "TableStats": ".clipping.statistics",
     "attach_cowclip": ".clipping.attach",
     "clip_rows": ".algorithm.clip",
     "clip_scales": ".algorithm.clip",

@@ -1,13 +1,13 @@
-"""Adam for embedding rows, defined once: settings, the scalars of a step, and the update of one element.
+"""Adam for embedding rows: settings, the scalars of a step, and the update of one element.
 
-Every back end runs :func:`adam_element` itself (torch, numba and Triton), in float32 and in the order written here,
-with a correctly rounded root and quotient. So the dense oracle, the replay of missed steps and the lazy update agree to
-the last bit wherever they do the same steps.
+Every back end (torch, numba and Triton) runs :func:`adam_element` in float32, in the order of operations written here,
+with a correctly rounded square root and division. The dense update, the replay of missed steps and the lazy update are
+therefore bit-identical wherever they take the same steps.
 """
 
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -15,19 +15,19 @@ class AdamConfig:
     """Adam's settings.
 
     Attributes:
-        lr: learning rate, per step, >= 0; under a schedule its largest.
+        lr: learning rate, per step, >= 0; the largest one of a schedule.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, > 0.
         adam_epsilon: where eps goes. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
             ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
         l2: coefficient of ``l2 * sum(w^2)`` in the loss: ``2 * l2 * w`` joins the gradient before the clip, >= 0.
-        absent_rows: what becomes of rows without an id in the batch. "lazy": nothing, until their ids come. "dense":
-            they take the step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence (the published
-            algorithm; every step costs the whole table). "replay": the same numbers at the cost of the batch's rows: a
-            row takes the steps that it missed when its id comes next, or when it is read.
+        absent_rows: treatment of rows without an id in the batch. "lazy": they do not change. "dense": they take the
+            step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence (the published algorithm; every
+            step updates the whole table). "replay": the results of "dense" at the cost of the batch's rows; a row takes
+            its missed steps when its id occurs again or when it is read.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     lr: float = 1e-3
@@ -50,9 +50,8 @@ class AdamConfig:
                 raise ValueError(f"adam {key} is out of range, got {value!r}; see AdamConfig")
 
 
-@dataclass(frozen=True)
-class AdamScalars:
-    """One step's Adam in the form ``w -= step_size * m / (sqrt(v) * denominator_scale + eps)``."""
+class AdamScalars(NamedTuple):
+    """Adam in step t, in the form ``w -= step_size * m / (sqrt(v) * denominator_scale + eps)``."""
 
     step_size: float
     denominator_scale: float
@@ -66,52 +65,40 @@ def adam_scalars(config: AdamConfig, lr: float, step: int) -> AdamScalars:
     return AdamScalars(lr / first, 1 / sqrt(second))
 
 
-@dataclass(frozen=True)
-class AdamConstants:
-    """What does not change from step to step.
+class AdamConstants(NamedTuple):
+    """Numbers that are the same in every step.
 
-    ``rest`` is ``1 - beta`` rounded from double: in float32, 1 - 0.999 is already 1e-5 off.
+    ``one_minus_beta1`` and ``one_minus_beta2`` are rounded from double: in float32, 1 - 0.999 is already 1e-5 off.
     """
 
     beta1: float
-    rest1: float
+    one_minus_beta1: float
     beta2: float
-    rest2: float
+    one_minus_beta2: float
     eps: float
     twice_l2: float
 
 
 def adam_constants(config: AdamConfig) -> AdamConstants:
-    """The constants of a configuration, in double; back ends round each to float32."""
+    """Constants of a configuration, in double; back ends round each to float32."""
     beta1, beta2 = config.betas
     return AdamConstants(beta1, 1 - beta1, beta2, 1 - beta2, config.eps, 2 * config.l2)
 
 
 def adam_element(
-    weight: Any,
-    first: Any,
-    second: Any,
-    gradient: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    step_size: Any,
-    denominator_scale: Any,
-    root: Any,
-    divide: Any,
+    weight: Any, first: Any, second: Any, gradient: Any, constants: Any, scalars: Any, root: Any, divide: Any
 ) -> Any:
-    """One step of one element, or of tensors of them: (weight, first moment, second moment) after it.
+    """Takes one Adam step on one element, or on tensors of them; returns weight, first and second moment after it.
 
     Args:
         weight, first, second: before the step.
-        gradient: with L2 in it, clipped.
-        beta1, rest1, beta2, rest2, eps: of :class:`AdamConstants`.
-        step_size, denominator_scale: of :class:`AdamScalars`.
+        gradient: clipped, L2 included.
+        constants: :class:`AdamConstants`, in the precision of the weight.
+        scalars: :class:`AdamScalars`, likewise.
         root, divide: the back end's correctly rounded square root and division.
     """
-    first = beta1 * first + rest1 * gradient
-    second = beta2 * second + rest2 * (gradient * gradient)
-    weight = weight - divide(step_size * first, root(second) * denominator_scale + eps)
+    first = constants.beta1 * first + constants.one_minus_beta1 * gradient
+    second = constants.beta2 * second + constants.one_minus_beta2 * (gradient * gradient)
+    denominator = root(second) * scalars.denominator_scale + constants.eps
+    weight = weight - divide(scalars.step_size * first, denominator)
     return weight, first, second

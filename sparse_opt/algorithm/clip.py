@@ -1,28 +1,26 @@
-"""CowClip and its relatives: how large the gradient of an embedding row may be, as pure functions on tensors.
+"""Gradient clipping of embedding rows: CowClip and the paper's other rules, as pure functions on tensors.
 
-CowClip (arXiv 2204.06240) bounds each row's gradient by the row's own weight norm, once for every occurrence of the
-row's id in the global batch. The other rules are those that the paper holds it against (Table 6). A table's row is what
-the paper calls a column, and a table what it calls a field. U is the number of distinct rows, D the width of the
-embedding, T the number of tables.
+CowClip (arXiv 2204.06240) bounds each row's gradient by the row's weight norm, once for every occurrence of the row's
+id in the global batch. The other rules are the paper's baselines (Table 6). The paper calls a row a column and a table
+a field. Sizes: U distinct rows, D the width of the embedding.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 Scope = Literal["row", "field", "global"]
-"""Whose norm a rule bounds: one row's, that of a table's rows together, or that of all tables' rows together."""
+"""Rows whose gradients share one norm under a rule: a single row, a table's rows, or the rows of all tables."""
 
 
-@dataclass(frozen=True)
-class RowLimit:
-    """A limit in the one form that all rules share: ``count^p * max(r * ||w||, floor)``, p in {0, 1}.
+class RowLimit(NamedTuple):
+    """Parameters of the limit that all rules share: ``count^p * max(r * ||w||, floor)``, p in {0, 1}.
 
-    It is a row's; under a rule for fields or for all tables, their rows' together, and then p = 0.
+    The norm is a row's; under a rule for a table or for all tables it is their rows' together, and p = 0.
 
     Attributes:
         r: share of the weight norm; dimensionless, >= 0.
@@ -34,14 +32,25 @@ class RowLimit:
     floor: float
     per_occurrence: bool
 
-    def of(self, weight_norms: Tensor, counts: Tensor) -> Tensor:
-        """Limits of rows with the given weight norms, float [U], and occurrences, int [U]; float [U]."""
-        limits = (self.r * weight_norms).clamp_min(self.floor)
-        return limits * counts if self.per_occurrence else limits
+
+def limits_of_norms(
+    weight_norms: Tensor, counts: Tensor, r: float | Tensor, floor: float | Tensor, per_occurrence: bool | Tensor
+) -> Tensor:
+    """Largest allowed gradient norms: ``counts^p * max(r * weight_norms, floor)``.
+
+    Args:
+        weight_norms: norms before the update, float [U].
+        counts: occurrences in the global batch, int [U].
+        r, floor, per_occurrence: as in :class:`RowLimit`, for all rows or one of each, [U].
+
+    Returns:
+        float [U].
+    """
+    return (r * weight_norms).clamp_min(floor) * counts**per_occurrence
 
 
 class ClipRule(Protocol):
-    """What a clip rule must offer: whose norm it bounds, and the limit for embeddings of a given width."""
+    """Interface of a clip rule: the scope of its norm, and the limit for embeddings of a given width."""
 
     name: ClassVar[str]
     scope: ClassVar[Scope]
@@ -51,7 +60,7 @@ class ClipRule(Protocol):
 
 @dataclass(frozen=True)
 class NoClip:
-    """No limit: the gradient passes as it is."""
+    """No limit: the gradient is not changed."""
 
     name: ClassVar[str] = "none"
     scope: ClassVar[Scope] = "row"
@@ -62,14 +71,14 @@ class NoClip:
 
 @dataclass(frozen=True)
 class CowClip:
-    """The paper's form: ``count * max(r * ||w||, zeta)``. Source: arXiv 2204.06240, Algorithm 1, line 8.
+    """CowClip as in the paper: ``count * max(r * ||w||, zeta)``. Source: arXiv 2204.06240, Algorithm 1, line 8.
 
     Attributes:
-        r: share of the weight norm that one occurrence may move; dimensionless, > 0.
+        r: share of the weight norm allowed for each occurrence; dimensionless, > 0.
         zeta: floor of that bound, in units of the weight norm, >= 0.
 
     Raises:
-        ValueError: r or zeta out of range.
+        ValueError: r or zeta is out of range.
     """
 
     r: float = 1.0
@@ -87,16 +96,16 @@ class CowClip:
 
 @dataclass(frozen=True)
 class ReferenceCowClip:
-    """The reference code's form: ``r * count * max(||w||, r * sqrt(D) * bound)``.
+    """CowClip as in the reference code: ``r * count * max(||w||, r * sqrt(D) * bound)``.
 
-    It is the paper's with zeta = r^2 * sqrt(D) * bound; the published accuracies were measured with it.
+    Equal to the paper's form with zeta = r^2 * sqrt(D) * bound; the published accuracies were measured with it.
 
     Attributes:
         r: the reference's ``--clip``; dimensionless, > 0.
         bound: the reference's ``--bound``, in units of one weight, >= 0.
 
     Raises:
-        ValueError: r or bound out of range.
+        ValueError: r or bound is out of range.
     """
 
     r: float = 1.0
@@ -114,14 +123,14 @@ class ReferenceCowClip:
 
 @dataclass(frozen=True)
 class ConstantClip:
-    """The paper's column-wise constant threshold (Table 6): every row's gradient norm is at most ``max_norm``.
+    """Constant threshold for each row (the paper's Table 6, column-wise): a gradient norm of at most ``max_norm``.
 
     Attributes:
         max_norm: the threshold, in units of the gradient norm, > 0. The paper scales it by sqrt(s) with the batch, as
             :func:`scale_clip` does.
 
     Raises:
-        ValueError: max_norm out of range.
+        ValueError: max_norm is out of range.
     """
 
     max_norm: float
@@ -137,10 +146,9 @@ class ConstantClip:
 
 @dataclass(frozen=True)
 class FieldClip(ConstantClip):
-    """The paper's field-wise threshold (Table 6): a table's gradient, over its rows, has a norm of at most max_norm.
+    """Constant threshold for each table (the paper's Table 6, field-wise): a gradient norm of at most ``max_norm``.
 
-    The rows are those present in the batch, unless ``absent_rows = "dense"`` moves them all: without L2 the others have
-    no gradient, and with it they cost the whole table at every step.
+    The norm is over the rows present in the batch, or over all rows where ``absent_rows = "dense"`` updates them all.
     """
 
     name: ClassVar[str] = "field"
@@ -149,9 +157,9 @@ class FieldClip(ConstantClip):
 
 @dataclass(frozen=True)
 class GlobalClip(ConstantClip):
-    """The paper's global threshold (Table 6): all tables' gradients together have a norm of at most max_norm.
+    """Constant threshold for all tables together (the paper's Table 6, global): a norm of at most ``max_norm``.
 
-    The rows are those present in the batch, as in :class:`FieldClip`. Dense weights are no part of it.
+    The norm is over the rows present in the batch, as in :class:`FieldClip`; dense weights do not count.
     """
 
     name: ClassVar[str] = "global"
@@ -160,17 +168,17 @@ class GlobalClip(ConstantClip):
 
 @dataclass(frozen=True)
 class AdaptiveFieldClip:
-    """The paper's adaptive field-wise threshold (Table 6): ``max(r * ||w||, zeta)`` for a table's gradient.
+    """Adaptive threshold for each table (the paper's Table 6, adaptive field-wise): ``max(r * ||w||, zeta)``.
 
-    Read here as CowClip's bracket with the table in the place of the row. Both norms are over the table's present rows,
-    as in :class:`FieldClip`. No count is in it: a table's ids are about as many at every step, so that r holds them.
+    This is CowClip's bracket for a table instead of a row. Both norms are over the table's rows present in the batch,
+    as in :class:`FieldClip`. There is no count, since a table has about as many ids in every batch: r includes it.
 
     Attributes:
-        r: share of the weight norm that a step may move; dimensionless, > 0.
+        r: share of the weight norm allowed in a step; dimensionless, > 0.
         zeta: floor of that bound, in units of the weight norm, >= 0.
 
     Raises:
-        ValueError: r or zeta out of range.
+        ValueError: r or zeta is out of range.
     """
 
     r: float = 1.0
@@ -198,13 +206,13 @@ def cowclip_limits(weights: Tensor, counts: Tensor, *, r: float, zeta: float) ->
     Args:
         weights: rows before the update, float [U, D]; half precisions are measured in float32.
         counts: occurrences of each row in the global batch, int [U], at least 1.
-        r: share of the weight norm that one occurrence may move; dimensionless, > 0.
+        r: share of the weight norm allowed for each occurrence; dimensionless, > 0.
         zeta: floor of that bound, in units of the weight norm, >= 0.
 
     Returns:
         float [U], float32 or the weights' own type if wider. Source: arXiv 2204.06240, Algorithm 1, line 8.
     """
-    return CowClip(r, zeta).limit(weights.shape[-1]).of(row_norms(weights), counts)
+    return limits_of_norms(row_norms(weights), counts, *CowClip(r, zeta).limit(weights.shape[-1]))
 
 
 def reference_cowclip_limits(weights: Tensor, counts: Tensor, *, r: float, bound: float) -> Tensor:
@@ -212,18 +220,18 @@ def reference_cowclip_limits(weights: Tensor, counts: Tensor, *, r: float, bound
 
     Args and returns as in :func:`cowclip_limits`; ``r`` is the reference's ``--clip``, ``bound`` its ``--bound``.
     """
-    return ReferenceCowClip(r, bound).limit(weights.shape[-1]).of(row_norms(weights), counts)
+    return limits_of_norms(row_norms(weights), counts, *ReferenceCowClip(r, bound).limit(weights.shape[-1]))
 
 
 def clip_scales(grads: Tensor, limits: Tensor) -> Tensor:
-    """Factor that brings each row's gradient within its limit: ``min(1, limit / ||g||)``; 1 for a zero gradient.
+    """Factor that scales each row's gradient to its limit: ``min(1, limit / ||g||)``; 1 for a zero gradient.
 
     Args:
         grads: gradient of each row, float [U, D].
         limits: largest allowed norm of each, float [U], >= 0.
 
     Returns:
-        float [U] in (0, 1]; float32 or the gradients' own type if wider. A gradient that is not finite stays so.
+        float [U] in (0, 1]; float32 or the gradients' own type if wider; not finite where the gradient is not.
     """
     return scales_of_norms(row_norms(grads), limits)
 
@@ -234,7 +242,7 @@ def scales_of_norms(norms: Tensor, limits: Tensor) -> Tensor:
 
 
 def clip_rows(grads: Tensor, weights: Tensor, counts: Tensor, rule: ClipRule) -> Tensor:
-    """Row gradients clipped by a rule; the gradients' shape and type.
+    """Clips row gradients by a rule; returns the gradients' shape and type.
 
     Args:
         grads: gradient of the mean loss over the global batch, summed over each row's occurrences, float [U, D].
@@ -243,7 +251,7 @@ def clip_rows(grads: Tensor, weights: Tensor, counts: Tensor, rule: ClipRule) ->
         rule: one of :data:`CLIP_RULES` whose scope is a row.
 
     Raises:
-        ValueError: shapes that do not fit together, or a rule for more than a row.
+        ValueError: the shapes do not match, or the rule bounds more than one row's norm.
     """
     if rule.scope != "row":
         raise ValueError(f"clip.rule = {rule.name!r} bounds more than one row's norm; use clip_tables")
@@ -252,14 +260,14 @@ def clip_rows(grads: Tensor, weights: Tensor, counts: Tensor, rule: ClipRule) ->
             f"clip_rows needs grads [U, D], weights [U, D] and counts [U], "
             f"got {list(grads.shape)}, {list(weights.shape)} and {list(counts.shape)}"
         )
-    limits = rule.limit(grads.shape[1]).of(row_norms(weights), counts)
+    limits = limits_of_norms(row_norms(weights), counts, *rule.limit(grads.shape[1]))
     return (grads * clip_scales(grads, limits)[:, None]).to(grads.dtype)
 
 
 def clip_tables(
     grads: Sequence[Tensor], weights: Sequence[Tensor], counts: Sequence[Tensor], rule: ClipRule
 ) -> list[Tensor]:
-    """The present rows' gradients of several tables, clipped by a rule of any scope.
+    """Clips the gradients of several tables' rows present in the batch, by a rule of any scope.
 
     Args:
         grads, weights, counts: of each table, as in :func:`clip_rows`.
@@ -273,7 +281,7 @@ def clip_tables(
         squares = squares.sum(0, keepdim=True).expand_as(squares)
     clipped = []
     for grad, (grad_norm, weight_norm) in zip(grads, squares.sqrt(), strict=True):
-        limit = rule.limit(grad.shape[1]).of(weight_norm, torch.ones_like(weight_norm))
+        limit = limits_of_norms(weight_norm, torch.ones_like(weight_norm), *rule.limit(grad.shape[1]))
         clipped.append((grad * scales_of_norms(grad_norm, limit)).to(grad.dtype))
     return clipped
 
@@ -281,7 +289,7 @@ def clip_tables(
 def row_norms(rows: Tensor) -> Tensor:
     """L2 norm of each row of [U, D]; [U], in float32 or the rows' own type if wider.
 
-    Summed in float64: the norm then depends on neither order nor back end, and neither does what is clipped.
+    Summed in float64, so that neither the norm nor the set of clipped rows depends on the order or the back end.
     """
     norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return norms.to(torch.promote_types(rows.dtype, torch.float32))

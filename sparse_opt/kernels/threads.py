@@ -1,4 +1,4 @@
-"""Work in threads: kernels that numba compiled without the GIL run side by side in them."""
+"""Threads for kernels that numba compiled without the GIL."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ import torch
 
 
 def balanced_groups(work: np.ndarray) -> list[np.ndarray]:
-    """Table numbers in groups of about the same work, one a thread: the largest next to the least loaded."""
+    """Splits table numbers into groups of about equal work, one for each thread: largest first, to the least loaded."""
     members: list[list[int]] = [[] for _ in range(min(torch.get_num_threads(), len(work)))]
     load = np.zeros(len(members))
     for table in np.argsort(work, kind="stable")[::-1]:
@@ -26,7 +26,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Results of the jobs, each run in a thread of its own."""
+    """Runs each job in its own thread and returns their results."""
     if len(jobs) == 1:
         return [jobs[0]()]
     others = [_threads(len(jobs) - 1).submit(job) for job in jobs[1:]]

@@ -1,6 +1,6 @@
-"""From the output gradient of a lookup to the gradients of its distinct rows: the plain torch form, on any device.
+"""Gradients of a lookup's distinct rows from the gradient of its output, in plain torch, on any device.
 
-No step waits for the device: the number of distinct rows U stays on it, and all rows' tensors are padded to the number
+No step waits for the device: the number of distinct rows U stays there, and all rows' tensors are padded to the number
 of ids, ``nnz``. Sizes: T features, B bags each, D the widest table, nnz ids in all.
 """
 
@@ -11,16 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .layout import LookupLayout
+
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The distinct rows behind a list of ids.
+    """Distinct rows of a list of ids.
 
     Attributes:
-        slot: place of each id's row among the distinct rows, int64 [nnz].
+        slot: index of each id's row among the distinct rows, int64 [nnz].
         occurrence: one occurrence of each distinct row, int64 [nnz].
         count: occurrences of each distinct row, int64 [nnz].
-        real: True for the first U places, bool [nnz]. The padding behind them repeats the row at place 0.
+        real: True for the first U entries, bool [nnz]. The padding after them repeats row 0.
     """
 
     slot: Tensor
@@ -30,7 +32,7 @@ class RowCounts:
 
 
 def count_rows(keys: Tensor) -> RowCounts:
-    """Distinct values of ``keys``, int [nnz], and how often each occurs."""
+    """Finds the distinct values of ``keys``, int [nnz], and their occurrences."""
     ordered, order = torch.sort(keys)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
@@ -43,37 +45,14 @@ def count_rows(keys: Tensor) -> RowCounts:
 
 
 @dataclass(frozen=True)
-class LookupLayout:
-    """Where the features and tables of a lookup lie in its output and its weights; int64 tensors on its device.
-
-    Attributes:
-        feature_table: table of each feature, [T].
-        feature_column: first output column of each feature, [T].
-        rows: rows of each table, [tables].
-        dim: columns of each table, [tables].
-        start: first weight of each table in the flat weights, [tables].
-        max_dim: the widest table's columns.
-        size: elements of the flat weights.
-    """
-
-    feature_table: Tensor
-    feature_column: Tensor
-    rows: Tensor
-    dim: Tensor
-    start: Tensor
-    max_dim: int
-    size: int
-
-
-@dataclass(frozen=True)
 class LookupIds:
-    """The ids of one lookup and the rows behind them; found once, for its forward and its backward pass.
+    """Ids of one lookup and their rows; found once, for the forward and the backward pass.
 
     Attributes:
         bag: bag of each id over all features, feature-major, int64 [nnz].
         table: table of each id, int64 [nnz].
-        start: index of the first element of each id's row in the flat weights, int64 [nnz].
-        counts: the distinct rows.
+        start: offset of the first element of each id's row in the flat weights, int64 [nnz].
+        counts: their distinct rows.
     """
 
     bag: Tensor
@@ -83,12 +62,12 @@ class LookupIds:
 
 
 def rows_of_ids(layout: LookupLayout, indices: Tensor, offsets: Tensor) -> LookupIds:
-    """The rows of a lookup's ids.
+    """Finds the rows of a lookup's ids.
 
     Args:
         layout: the lookup's geometry.
         indices: row of each id in its table, int [nnz].
-        offsets: start of each bag in ``indices``, feature-major, int [T * B + 1].
+        offsets: offset of each bag in ``indices``, feature-major, int [T * B + 1].
     """
     bag = bag_of_ids(offsets, indices.numel())
     table = layout.feature_table[bag // ((len(offsets) - 1) // len(layout.feature_table))]
@@ -102,12 +81,12 @@ class RowSums:
     """The distinct rows of one backward pass and their summed gradients, padded as :class:`RowCounts` says.
 
     Attributes:
-        counts: the rows' occurrences.
+        counts: occurrences of the rows.
         bag: bag of each id over all features, feature-major, int64 [nnz]; empty where rows come from several ranks.
         table: table of each row, int64 [nnz].
-        start: index of each row's first element in the flat weights, int64 [nnz].
-        sums: gradients, float64 [nnz, D], zero outside of narrower rows.
-        dtype: that the gradients are to have.
+        start: offset of each row's first element in the flat weights, int64 [nnz].
+        sums: gradients, float64 [nnz, D], zero in the columns that a row does not have.
+        dtype: type to round the gradients to.
     """
 
     counts: RowCounts
@@ -123,19 +102,19 @@ class RowGradients:
     """The distinct rows of one backward pass, padded as :class:`RowCounts` says.
 
     Attributes:
-        counts: the rows' occurrences.
+        counts: occurrences of the rows.
         bag: as in :class:`RowSums`.
         table: table of each row, int64 [nnz].
-        place: index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element.
+        element: index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element.
         inside: False where a row is narrower than D, bool [nnz, D].
-        weight: the rows, float [nnz, D], zero outside.
-        grad: their gradients, float [nnz, D], zero outside.
+        weight: weights of the rows, float [nnz, D], zero outside.
+        grad: gradients of the rows, float [nnz, D], zero outside.
     """
 
     counts: RowCounts
     bag: Tensor
     table: Tensor
-    place: Tensor
+    element: Tensor
     inside: Tensor
     weight: Tensor
     grad: Tensor
@@ -152,10 +131,9 @@ def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, ou
     """
     batch = output_grad.shape[0]
     feature, sample = ids.bag // batch, ids.bag % batch
-    lane = torch.arange(layout.max_dim, device=output_grad.device)
-
-    inside = lane < layout.dim[ids.table][:, None]
-    column = (layout.feature_column[feature][:, None] + lane).clamp_max(output_grad.shape[1] - 1)
+    inside = torch.arange(layout.max_dim, device=output_grad.device) < layout.dim[ids.table][:, None]
+    column = layout.feature_column[feature][:, None] + torch.arange(layout.max_dim, device=output_grad.device)
+    column = column.clamp_max(output_grad.shape[1] - 1)
     # Summed in float64, so that a row's gradient does not depend on the order of its occurrences.
     contribution = torch.where(inside, output_grad[sample[:, None], column].double(), 0)
     if id_weights is not None:
@@ -169,10 +147,9 @@ def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, ou
 
 
 def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
-    """The rows of all ranks of a group, with their occurrences added up and their gradients averaged over the ranks.
+    """Combines the rows of all ranks of a group: adds up their occurrences and averages their gradients.
 
-    Each rank gives its distinct rows, so what is sent grows with them. All ranks must call together, and wait for each
-    other's number of rows.
+    Each rank sends its distinct rows. All ranks must call together; they wait for each other's number of rows.
     """
     own = torch.stack([rows.start, rows.table, rows.counts.count], dim=1).double()
     packed = torch.cat([own, rows.sums], dim=1)[rows.counts.real]
@@ -183,12 +160,12 @@ def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
     padded[: len(packed)] = packed
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
-    everyones = torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
+    of_ranks = torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
 
-    start, table, occurrences = everyones[:, :3].long().unbind(1)
+    start, table, occurrences = of_ranks[:, :3].long().unbind(1)
     counts = count_rows(start)
     count = torch.zeros_like(counts.count).index_add_(0, counts.slot, occurrences)
-    sums = torch.zeros_like(everyones[:, 3:]).index_add_(0, counts.slot, everyones[:, 3:]) / len(lengths)
+    sums = torch.zeros_like(of_ranks[:, 3:]).index_add_(0, counts.slot, of_ranks[:, 3:]) / len(lengths)
     return RowSums(
         replace(counts, count=torch.where(counts.real, count, count[:1])),
         rows.bag[:0],
@@ -200,16 +177,16 @@ def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
 
 
 def with_weights(rows: RowSums, layout: LookupLayout, weights: Tensor) -> RowGradients:
-    """Rows' gradients beside the rows themselves, from the flat weights of the lookup, float [sum rows * D]."""
-    lane = torch.arange(layout.max_dim, device=weights.device)
-    inside = lane < layout.dim[rows.table][:, None]
-    first = rows.start[:, None]
-    place = torch.where(inside, first + lane, first)
-    weight = torch.where(inside, weights[place].to(rows.dtype), 0)
-    return RowGradients(rows.counts, rows.bag, rows.table, place, inside, weight, rows.sums.to(rows.dtype))
+    """Rounds rows' gradients and gathers the rows from the lookup's flat weights, float [sum rows * D]."""
+    column = torch.arange(layout.max_dim, device=weights.device)
+    inside = column < layout.dim[rows.table][:, None]
+    start = rows.start[:, None]
+    element = torch.where(inside, start + column, start)
+    weight = torch.where(inside, weights[element].to(rows.dtype), 0)
+    return RowGradients(rows.counts, rows.bag, rows.table, element, inside, weight, rows.sums.to(rows.dtype))
 
 
 def bag_of_ids(offsets: Tensor, nnz: int) -> Tensor:
-    """Bag of each id over all features, feature-major, int64 [nnz]; ``offsets`` int [T * B + 1]."""
+    """Finds the bag of each id over all features, feature-major, int64 [nnz]; ``offsets`` int [T * B + 1]."""
     bags = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(bags, (offsets[1:] - offsets[:-1]).long(), output_size=nnz)

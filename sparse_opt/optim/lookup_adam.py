@@ -1,171 +1,124 @@
-"""Adam on the rows of one lookup: in numba on CPU, elsewhere in torch, and on all rows for the dense oracle."""
+"""Adam on the rows of one lookup: the step that its backward pass takes.
 
-from collections.abc import Iterator
-from dataclasses import astuple, replace
-from itertools import repeat
+The step of the batch's rows runs in numba on CPU, in Triton on CUDA and otherwise in torch; all_rows.py has the step of
+all rows of the tables.
+"""
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
-from cowrec.sparse_opt.clipping.clipped_lookup import Backward, LookupRows
-from cowrec.sparse_opt.kernels import cpu_rows
-from cowrec.sparse_opt.kernels.dense_adam import dense_adam_, dense_gradient, exact_root, row_squares
-from cowrec.sparse_opt.kernels.torch_rows import LookupIds, RowGradients
+from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.kernels.cpu_adam import adam_rows
+from cowrec.sparse_opt.kernels.dense_adam import exact_root
+from cowrec.sparse_opt.kernels.layout import AdamState, LastSteps, to_float32, to_numpy
+from cowrec.sparse_opt.kernels.torch_rows import LookupIds
+from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
-from .replay import Replay, StepHistory
+from .all_rows import update_all_rows
+from .replay import Replay
+from .step_history import StepHistory
 
-_NO_ROWS = np.empty(0, np.int32)
-_ROWS_AT_ONCE = 1 << 20
+_NO_ROWS = torch.empty(0, dtype=torch.int32)
 
 
 class LookupAdam:
-    """Moments and step count of one lookup.
+    """Moments and step count of one lookup, and its Adam step.
 
     Args:
-        rows: the lookup under its clip rule.
+        clipped: the lookup under its clip rule.
         config: Adam's settings.
         history: the optimizer's steps.
 
     Attributes:
-        exp_avg, exp_avg_sq: flat, float32, laid out like the weights.
+        exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
         step: steps taken.
-        uses_triton: whether a Triton kernel updates whole rows, as on CUDA those of float32.
-        replay: brings rows up to date under "replay", else None.
-        ids: rows behind the ids of the latest lookup, from its replay to its output; None where nothing found them.
+        uses_triton: whether a Triton kernel updates the rows, as on CUDA for float32.
+        replay: last steps of the rows under "replay", else None.
     """
 
-    def __init__(self, rows: LookupRows, config: AdamConfig, history: StepHistory):
-        self.rows = rows
-        self.ids: LookupIds | None = None
+    def __init__(self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory):
+        self.clipped = clipped
         self._config, self._history = config, history
-        weights = rows.lookup.flat_weights()
-        self.exp_avg, self.exp_avg_sq = rows.lookup.zeros_of_weights(), rows.lookup.zeros_of_weights()
+        self._constants = adam_constants(config)
+        weights = self.lookup.flat_weights()
+        self.exp_avg, self.exp_avg_sq = self.lookup.zeros_of_weights(), self.lookup.zeros_of_weights()
         self.step = 0
         self.uses_triton = weights.is_cuda and weights.dtype == torch.float32
-        self.replay: Replay | None = None
-        if config.absent_rows == "replay":
-            self.replay = Replay(rows, config, history, self.exp_avg, self.exp_avg_sq)
+        self.replay = Replay(clipped, config, history, self.state) if config.absent_rows == "replay" else None
 
-    def update(self, backward: Backward, lr: float, step_of_lookup: int) -> None:
-        """Takes a step; ``step_of_lookup`` is the one that its forward pass brought the rows to."""
-        config, replay = self._config, self.replay
-        if replay and step_of_lookup < self.step:
-            replay.catch_up(backward.indices, backward.offsets, self.step)
+    @property
+    def lookup(self) -> TbeLookup:
+        """The lookup that holds the tables."""
+        return self.clipped.lookup
+
+    @property
+    def state(self) -> AdamState:
+        """Weights and moments, which share the lookup's and this object's memory."""
+        return AdamState(self.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)
+
+    def catch_up(self, indices: Tensor, offsets: Tensor) -> LookupIds | None:
+        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
+        return self.replay.catch_up(indices, offsets, self.step) if self.replay else None
+
+    def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
+        """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
+        if self.replay and step_of_forward < self.step:
+            self.replay.catch_up(backward.indices, backward.offsets, self.step)
         self.step += 1
-        scalars = adam_scalars(config, lr, self.step)
-        if config.absent_rows == "dense":
-            self._update_all_rows(backward, scalars)
-        elif self.rows.runs_compiled(backward) and not self.uses_triton:
-            moments = (self.exp_avg.numpy(), self.exp_avg_sq.numpy())
-            numbers = map(np.float32, (*astuple(adam_constants(config)), *astuple(scalars)))
-            tracked = (_NO_ROWS, _NO_ROWS.astype(np.int64), self.step, 0.0)
-            if replay:
-                tracked = (replay.last_step.numpy(), replay.first_rows, self.step, replay.log_beta2)
-            self.rows.run_kernel(cpu_rows.adam_rows, backward, *moments, *numbers, *tracked)
-        elif backward.indices.numel() or self.rows.waits_for_ranks:
+        scalars = adam_scalars(self._config, lr, self.step)
+        if self._config.absent_rows == "dense":
+            update_all_rows(self.clipped, self.state, backward, self._config, scalars)
+        elif self.clipped.runs_compiled(backward) and not self.uses_triton:
+            self._update_compiled(backward, scalars)
+        elif backward.indices.numel() or self.clipped.waits_for_ranks:
             self._update_in_torch(backward, scalars)
-        if replay:
+        if self.replay:
             self._history.record(self.step, lr)
 
     def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
-        """Makes rows that were given to new ids those of ids that have taken no step.
+        """Resets the state of rows that were given to new ids to that of rows that have taken no step.
 
         Args:
-            elements: places of their weights in the flat tensors, int64 [n, D].
-            shard: numbers of their shards in the lookup, int64 [n], on the CPU.
-            row: their places in those, int64 [n], on the CPU.
+            elements: indices of their weights in the flat tensors, int64 [n, D].
+            shard: indices of their shards in the lookup, int64 [n], on the CPU.
+            row: their indices in those shards, int64 [n], on the CPU.
         """
         self.exp_avg[elements] = 0
         self.exp_avg_sq[elements] = 0
         if self.replay:
-            places = torch.from_numpy(self.replay.first_rows)[shard] + row
-            self.replay.last_step[places.to(elements.device)] = self.step
+            rows = self.clipped.layout.first_row[shard.to(elements.device)] + row.to(elements.device)
+            self.replay.last_step[rows] = self.step
 
-    def _update_in_torch(self, backward: Backward, scalars: AdamScalars) -> None:
-        sums, constants = self.rows.torch_sums(backward), adam_constants(self._config)
-        if self.replay and self.rows.gathers_rows:
-            self.replay.bring_rows_current(sums, self.step - 1)
+    def _update_compiled(self, backward: LookupBackward, scalars: AdamScalars) -> None:
+        progress = self.replay.progress(self.step) if self.replay else LastSteps(_NO_ROWS, self.step, 0.0)
+        numbers = (to_float32(self._constants), to_float32(scalars))
+        sums = self.clipped.compiled.sum_rows(backward)
+        self.clipped.compiled.run(adam_rows, sums, to_numpy(self.state), *numbers, to_numpy(progress))
+
+    def _update_in_torch(self, backward: LookupBackward, scalars: AdamScalars) -> None:
+        clipped, state = self.clipped, self.state
+        sums = clipped.sum_rows(backward)
+        if self.replay and clipped.gathers_rows:
+            self.replay.catch_up_sums(sums, self.step - 1)
         decays = self.replay.take_step(sums, self.step) if self.replay else None
-        if self.uses_triton and self.rows.decides_alone:
+        if self.uses_triton and clipped.is_local:
             from cowrec.sparse_opt.kernels.triton_rows import update_rows_on_device
 
-            flats = (self.rows.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)
-            numbers = (*astuple(constants), *astuple(scalars))
             ratios = update_rows_on_device(
-                sums, self.rows.layout, self.rows.limit_tensors, decays, *flats, scalars=numbers
+                sums, clipped.layout, clipped.limits.clips, decays, state, self._constants, scalars
             )
-            self.rows.keep_ratios(ratios, sums)
+            clipped.statistics.record(ratios, sums)
             return
-        rows = self.rows.torch_gradients(sums)
-        rows.grad.add_(constants.twice_l2 * rows.weight)
-        factors = self.rows.torch_factors(rows)[:, None]
-        grad = torch.where(self.rows.clipped_lanes(rows), rows.grad * factors, rows.grad)
-        exp_avg_sq = self.exp_avg_sq[rows.place]
+        rows = clipped.row_gradients(sums)
+        rows.grad.add_(self._constants.twice_l2 * rows.weight)
+        factors = clipped.factors.of_rows(rows)[:, None]
+        grad = torch.where(clipped.factors.clipped_columns(rows), rows.grad * factors, rows.grad)
+        exp_avg, exp_avg_sq = state.exp_avg[rows.element], state.exp_avg_sq[rows.element]
         if decays is not None:
             exp_avg_sq *= decays[:, None]
-        stepped = adam_element(
-            rows.weight,
-            self.exp_avg[rows.place],
-            exp_avg_sq,
-            grad,
-            *(constants.beta1, constants.rest1, constants.beta2, constants.rest2, constants.eps),
-            *(scalars.step_size, scalars.denominator_scale),
-            exact_root,
-            torch.div,
-        )
-        for flat, value in zip((self.rows.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq), stepped, strict=True):
-            # Padding repeats a real row and its values, so that a place written twice is written the same.
-            flat[rows.place] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)
-
-    def _update_all_rows(self, backward: Backward, scalars: AdamScalars) -> None:
-        """The dense oracle on every table, a part of its rows at a time."""
-        mine, config = self.rows, self._config
-        of_batch = None
-        if backward.indices.numel() or mine.gathers_rows:
-            of_batch = mine.torch_gradients(mine.torch_sums(backward))
-        norms = self._norms_beyond_columns(of_batch)
-        if of_batch:
-            self._count_clipped(replace(of_batch, grad=of_batch.grad + 2 * config.l2 * of_batch.weight), norms)
-        for table, shard in enumerate(mine.lookup.shards):
-            limit, columns = mine.limits[table], mine.clip_columns[table]
-            of_rows = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
-            for part, of_part in zip(self._parts_of(table, of_batch), of_rows, strict=False):
-                dense_adam_(*part, limit=limit, clip_columns=columns, config=config, scalars=scalars, norms=of_part)
-
-    def _norms_beyond_columns(self, of_batch: RowGradients | None) -> list[Tensor] | None:
-        """Norms of gradients and weights that limits hold for, float32 [2, V] or [2, 1] of each table.
-
-        None where a row's columns here are all that decides its norm.
-        """
-        mine = self.rows
-        if mine.scope == "row" and mine.columns is None:
-            return None
-        squares = [
-            torch.cat(
-                [
-                    row_squares(weights, grad, clip_columns=columns, l2=self._config.l2)
-                    for weights, _, _, grad, _ in self._parts_of(table, of_batch)
-                ],
-                dim=1,
-            )
-            for table, columns in enumerate(mine.clip_columns)
-        ]
-        if mine.columns:
-            return [each.sqrt().float() for each in mine.columns.add_up_tables(squares)]
-        return list(mine.group_norms(torch.stack([each.sum(1) for each in squares], dim=1)).float().split(1, dim=1))
-
-    def _parts_of(self, table: int, of_batch: RowGradients | None) -> Iterator[tuple[Tensor, ...]]:
-        """Weights, moments, gradient and counts of a whole table, as dense_adam_ wants them, a part at a time."""
-        lookup = self.rows.lookup
-        views = [lookup.view_of(flat, table) for flat in (lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)]
-        whole = (*views, *dense_gradient(of_batch, table, lookup.weight_offsets[table], views[1]))
-        yield from zip(*(each.split(_ROWS_AT_ONCE) for each in whole), strict=True)
-
-    def _count_clipped(self, of_batch: RowGradients, norms: list[Tensor] | None) -> None:
-        """Statistics of the batch's rows, whose gradients have their L2; dense_adam_ clips all rows by itself."""
-        if norms is None or self.rows.scope == "row":
-            self.rows.torch_factors(of_batch)
-        else:
-            self.rows.factors_of_norms(of_batch, *torch.cat(norms, dim=1)[:, of_batch.table])
+        stepped = adam_element(rows.weight, exp_avg, exp_avg_sq, grad, self._constants, scalars, exact_root, torch.div)
+        for flat, value in zip(state, stepped, strict=True):
+            # Padding repeats a real row, whose elements are then written twice with the same values.
+            flat[rows.element] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)

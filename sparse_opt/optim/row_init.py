@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from cowrec.sparse_opt.id_tables.entries import NewRows
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
-from cowrec.sparse_opt.tbe.lookup import TbeLookup, find_lookups
+from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from .embedding_adam import EmbeddingAdam
 from .lookup_adam import LookupAdam
@@ -53,7 +54,7 @@ class RowInitializer:
         self._columns, self._std = columns, std
         self._keys = np.array([_table_key(seed, table) for table in tables], np.uint64)
         if optimizer:
-            pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.rows.lookup, each) for each in optimizer.lookups]
+            pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.lookup, each) for each in optimizer.lookups]
         else:
             pairs = [(lookup, None) for lookup in find_lookups(model)[0]]
         self._groups = [

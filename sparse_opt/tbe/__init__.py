@@ -1,1 +1,6 @@
-"""FBGEMM lookups (TBEs) of a TorchRec model: finding them, their sharded state, norms over column shards."""
+"""Lookups of sharded TorchRec models: their discovery, geometry, column shards, and state laid out like the weights."""
+
+from cowrec.sparse_opt.versions import require_matched_set
+
+# Before the modules here import torchrec and fbgemm, which fail with an unclear error if versions do not match.
+require_matched_set()

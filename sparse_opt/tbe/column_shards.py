@@ -1,8 +1,8 @@
-"""Norms of rows whose columns are sharded: squares are added up over the shards, on one rank and over the ranks.
+"""Norms of rows whose columns are sharded: squares are added up over the shards of a rank and over the ranks.
 
-Every column shard of a table sees the same ids in the same order, so the ranks that hold its shards have the same
-distinct rows, and one all-reduce among them adds up what each measured. Norms are summed in float64: the result does
-not depend on how the columns are cut.
+Every column shard of a table gets the same ids in the same order, so the ranks that hold its shards have the same
+distinct rows, and one all-reduce among them adds up their squares. Sums are in float64, so that the result does not
+depend on the sharding of the columns.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.sparse_opt.kernels.torch_rows import LookupLayout, RowGradients, count_rows
+from cowrec.sparse_opt.kernels.layout import LookupLayout
+from cowrec.sparse_opt.kernels.torch_rows import RowGradients, count_rows
 
 from .lookup import TableShard, TbeLookup
 
@@ -21,7 +22,7 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def groups_of_columns(tables: Mapping[str, Sequence[int]]) -> Groups:
-    """The process groups in which the column shards of some tables lie. All ranks must call together.
+    """Creates the process groups that hold the column shards of some tables. All ranks must call together.
 
     Args:
         tables: ranks of each table's column shards.
@@ -32,8 +33,8 @@ def groups_of_columns(tables: Mapping[str, Sequence[int]]) -> Groups:
     return {ranks: everyone if ranks == world else dist.new_group(list(ranks)) for ranks in several}
 
 
-def take_from_first_shards(tables: Mapping[str, Sequence[int]], parts: Sequence[tuple[TableShard, Tensor]]) -> None:
-    """Gives all column shards of a row the value of the shard with its first column. All ranks must call together.
+def copy_from_first_shards(tables: Mapping[str, Sequence[int]], parts: Sequence[tuple[TableShard, Tensor]]) -> None:
+    """Copies a value of the shard with a row's first column to all its column shards. All ranks must call together.
 
     Args:
         tables: ranks of each table's column shards.
@@ -58,11 +59,11 @@ class ColumnShards:
     """Adds up squared norms over the column shards of one lookup's rows.
 
     Args:
-        lookup: some of whose tables are column shards.
+        lookup: a lookup that holds column shards.
         layout: its geometry.
         groups: of :func:`groups_of_columns`.
-        clipped: names of its tables whose norms matter. Ranks that hold no other have no ColumnShards, so that nobody
-            may wait for theirs.
+        clipped: names of its tables that are clipped. The norms of others must not be exchanged: a rank that holds
+            only those has no ColumnShards and takes no part.
     """
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, groups: Groups, clipped: Set[str]):
@@ -73,8 +74,8 @@ class ColumnShards:
             for shard in lookup.shards
         }
         self._group_of = {name: groups.get(ranks) for name, ranks in holders.items()}
-        self._of_all = next((group for group in self._group_of.values() if group), None)
-        self._in_one_go = lookup.has_like_partners
+        self._first_group = next((group for group in self._group_of.values() if group), None)
+        self._has_equal_partners = lookup.has_equal_partners
         # Rows in the order in which they are added up: tables of the same ranks together, shards of a table as one.
         tables = sorted(holders, key=lambda name: (holders[name], name))
         rows = {shard.name: shard.rows for shard in lookup.shards}
@@ -84,36 +85,36 @@ class ColumnShards:
         self._first_row = torch.tensor([first[name] for name in self._names], device=device)
         ranks = list(dict.fromkeys(holders[name] for name in tables))
         self._groups = [groups.get(each) for each in ranks]
-        self._place_of_group = torch.tensor([ranks.index(holders[name]) for name in self._names], device=device)
+        self._group_index = torch.tensor([ranks.index(holders[name]) for name in self._names], device=device)
 
     def add_up(self, rows: RowGradients, squares: Tensor) -> Tensor:
-        """Squares over whole rows from those over their columns here, float64 [2, nnz], padded like the rows.
+        """Adds up squares over the columns here to those of complete rows, float64 [2, nnz], padded like the rows.
 
         Waits for the device only where ranks hold shards of different tables or several of one.
         """
-        if self._in_one_go:
-            return _over_ranks(squares.contiguous(), self._of_all)
+        if self._has_equal_partners:
+            return _over_ranks(squares.contiguous(), self._first_group)
         layout, table = self._layout, rows.table
-        row = (rows.place[:, 0] - layout.start[table]) // layout.dim[table]
-        whole = count_rows(self._first_row[table] + row)
-        added = torch.zeros_like(squares).index_add_(1, whole.slot, squares.where(rows.counts.real, 0))
-        group = self._place_of_group[table[whole.occurrence]]
-        sizes = group.new_zeros(len(self._groups)).index_add_(0, group, whole.real.long()).tolist()
+        row = (rows.element[:, 0] - layout.start[table]) // layout.dim[table]
+        complete = count_rows(self._first_row[table] + row)
+        added = torch.zeros_like(squares).index_add_(1, complete.slot, squares.where(rows.counts.real, 0))
+        group = self._group_index[table[complete.occurrence]]
+        sizes = group.new_zeros(len(self._groups)).index_add_(0, group, complete.real.long()).tolist()
         parts = added[:, : sum(sizes)].split(sizes, dim=1)
         summed = [_over_ranks(part.contiguous(), to) for part, to in zip(parts, self._groups, strict=True)]
-        return torch.cat(summed, dim=1)[:, whole.slot]
+        return torch.cat(summed, dim=1)[:, complete.slot]
 
     def add_up_tables(self, squares: Sequence[Tensor]) -> list[Tensor]:
-        """As :meth:`add_up` for all rows of each table, each float64 [2, V]."""
+        """Adds up squares as :meth:`add_up`, for all rows of each table, each float64 [2, V]."""
         added: dict[str, Tensor] = {}
-        for name, of_shard in sorted(zip(self._names, squares, strict=True), key=lambda each: each[0]):
-            added[name] = added[name] + of_shard if name in added else of_shard
-        whole = {name: _over_ranks(of_table.contiguous(), self._group_of[name]) for name, of_table in added.items()}
-        return [whole[name] for name in self._names]
+        for name, shard_squares in sorted(zip(self._names, squares, strict=True), key=lambda each: each[0]):
+            added[name] = added[name] + shard_squares if name in added else shard_squares
+        summed = {name: _over_ranks(table.contiguous(), self._group_of[name]) for name, table in added.items()}
+        return [summed[name] for name in self._names]
 
 
 def _over_ranks(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Added up over a group, in place; ``group`` is None where this rank holds all shards."""
+    """Adds up squares over a group, in place; ``group`` is None where this rank holds all shards."""
     if group is not None and squares.numel():
         dist.all_reduce(squares, group=group)
     return squares

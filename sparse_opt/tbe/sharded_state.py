@@ -1,4 +1,4 @@
-"""State of embedding rows as sharded tensors, cut over the processes as the weights are, for checkpoints."""
+"""State of embedding rows as sharded tensors with the sharding of the weights, for checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +20,14 @@ def sharded_like_weights(
     *,
     per_row: bool = False,
 ) -> dict[str, ShardedTensor | Tensor]:
-    """State of the rows as sharded tensors, cut over the processes just as the weights are, or whole as they are.
+    """Wraps state of the rows into tensors that are sharded, or replicated, like the weights.
 
     Args:
-        collections: all of a model; a rank may hold no lookup of some.
-        lookups: every lookup of them on this rank.
-        flats: for each of them a flat tensor as :meth:`TbeLookup.view_of` takes it; the result shares its memory.
-        dtype: of the flat tensors.
-        per_row: whether they hold one value a row; of column shards the first one's stands for the row.
+        collections: all collections of a model; a rank may hold no lookup of some.
+        lookups: all their lookups on this rank.
+        flats: for each lookup a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its memory.
+        dtype: type of the flat tensors.
+        per_row: whether they hold one value for each row; of column shards only the first one's is used.
 
     Returns:
         One tensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
@@ -42,7 +42,7 @@ def sharded_like_weights(
             if isinstance(weight, ShardedTensor):
                 width = 1 if per_row else None
                 parts = [
-                    # Without rows a shard has no address of its own.
+                    # Shards without rows have no distinct address.
                     by_address[shard.tensor.data_ptr()] if len(shard.tensor) else shard.tensor.to(dtype)[:, :width]
                     for shard in weight.local_shards()
                 ]
@@ -53,7 +53,7 @@ def sharded_like_weights(
 
 
 def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
-    """A sharded tensor cut over the rows and columns like a weight, or over the rows alone."""
+    """Builds a tensor that is sharded like a weight, or over the rows alone."""
 
     def narrow(shard: ShardMetadata) -> ShardMetadata:
         return replace(shard, shard_sizes=[shard.shard_sizes[0], 1]) if per_row else shard
@@ -61,11 +61,11 @@ def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.d
     def holds_rows(shard: ShardMetadata) -> bool:
         return not per_row or shard.shard_offsets[1] == 0
 
-    whole = weight.metadata()
+    complete = weight.metadata()
     metadata = ShardedTensorMetadata(
-        shards_metadata=[narrow(each) for each in whole.shards_metadata if holds_rows(each)],
-        size=torch.Size([whole.size[0], 1]) if per_row else whole.size,
-        tensor_properties=replace(whole.tensor_properties, dtype=dtype),
+        shards_metadata=[narrow(each) for each in complete.shards_metadata if holds_rows(each)],
+        size=torch.Size([complete.size[0], 1]) if per_row else complete.size,
+        tensor_properties=replace(complete.tensor_properties, dtype=dtype),
     )
     shards = [
         Shard(part, narrow(each.metadata))

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cowrec.sparse_opt.clipping.clipped_lookup import ROW_GRADIENTS
+from cowrec.sparse_opt.clipping.compiled_rows import ROW_GRADIENTS
 from cowrec.sparse_opt.optim.embedding_adam import EMBEDDING_UPDATE
 
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")

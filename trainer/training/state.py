@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
-from cowrec.sparse_opt.tbe.lookup import find_lookups
+from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.config.run import RunConfig, to_plain
 from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress

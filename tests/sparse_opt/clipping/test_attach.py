@@ -24,9 +24,10 @@ from cowrec.sparse_opt import (
     NoClip,
     attach_cowclip,
 )
-from cowrec.sparse_opt.clipping.attach import check_lookup_inputs
-from cowrec.sparse_opt.clipping.clipped_lookup import Backward, LookupRows
-from cowrec.sparse_opt.tbe.lookup import find_lookups
+from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.clipping.requirements import check_lookup_inputs
+from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.layout import LookupBackward
 from sharded_case import (
     Case,
     batch_of,
@@ -234,7 +235,7 @@ class TestBackEnds:
     @pytest.mark.parametrize("optimizer", ["sgd", "adam", "keras_adam"])
     @pytest.mark.parametrize("kind", KINDS)
     def test_torch_form_equals_plain_loops(self, kind: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cowrec.sparse_opt.clipping.clipped_lookup.LookupRows.runs_compiled", lambda *_: False)
+        monkeypatch.setattr("cowrec.sparse_opt.clipping.clipped_lookup.ClippedLookup.runs_compiled", lambda *_: False)
         case = case_of(kind, optimizer)
         model = sharded_model(case, case.draw()["tables"])
         handle = attach(model, case)
@@ -266,9 +267,9 @@ class TestBackEnds:
     def test_an_id_outside_its_table_is_named(self) -> None:
         case = Case(steps=1, max_ids=1)
         model = sharded_model(case, case.draw()["tables"])
-        lookup_rows = LookupRows(find_lookups(model)[0][0], RULE, {})
+        clipped = ClippedLookup(find_lookups(model)[0][0], RULE, {})
         with pytest.raises(ValueError, match=r"id 99 is outside table 't1', which holds 7 rows here"):
-            lookup_rows.id_factors(Backward(torch.tensor([0, 99, 0, 0]), torch.arange(5), None, torch.ones(1, 32)))
+            clipped.id_factors(LookupBackward(torch.tensor([0, 99, 0, 0]), torch.arange(5), None, torch.ones(1, 32)))
 
 
 @pytest.mark.usefixtures("group")
@@ -299,7 +300,7 @@ class TestRefusals:
 
     def test_column_wise_tables(self) -> None:
         model = self.model(sharding="column_wise")
-        self.check("needs the norm of the whole table 't0', which is sharded column-wise", model, FieldClip(1.0))
+        self.check("needs the norm of the complete table 't0', which is sharded column-wise", model, FieldClip(1.0))
         replay = AdamConfig(l2=0.3, absent_rows="replay")
         with pytest.raises(ValueError, match=r"an absent row's L2 may exceed its limit alone .*; lower l2, shard"):
             EmbeddingAdam(model, replay, CowClip(r=0.5))

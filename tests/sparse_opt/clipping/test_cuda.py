@@ -9,8 +9,9 @@ import torch
 from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
-from cowrec.sparse_opt.clipping.clipped_lookup import Backward, LookupRows
-from cowrec.sparse_opt.tbe.lookup import find_lookups
+from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.layout import LookupBackward
 from cowrec.trainer.sharded_model.build import set_product_precision
 from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
 
@@ -70,18 +71,18 @@ def test_row_work_never_waits_for_the_device() -> None:
     case = case_of("weights", "adam")
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"], device=CUDA)
-    rows = LookupRows(find_lookups(model)[0][0], RULE, {})
-    features = len(rows.lookup.feature_table)
-    backward = Backward(
+    clipped = ClippedLookup(find_lookups(model)[0][0], RULE, {})
+    features = len(clipped.lookup.feature_table)
+    backward = LookupBackward(
         indices=torch.tensor([0, 1, 0, 2], device=CUDA),
         offsets=torch.tensor([0, 1, 2, 3, 4], device=CUDA),
         id_weights=None,
         output_grad=torch.randn(4 // features, features * case.dim, device=CUDA),
     )
-    rows.id_factors(backward)
+    clipped.id_factors(backward)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows.id_factors(backward)
+        clipped.id_factors(backward)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -133,7 +134,7 @@ def test_tables_in_unified_memory_train_as_those_on_the_device(absent_rows: str)
         for bags, targets in drawn["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         optimizer.flush()
-        flats = [each for tables in optimizer._tables for each in (tables.exp_avg, tables.exp_avg_sq)]
+        flats = [each for adam in optimizer.lookups for each in (adam.exp_avg, adam.exp_avg_sq)]
         assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding == "uvm") for each in flats)
         trained.append(gather_tables(case, model))
     for mine, expected in zip(*trained, strict=True):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from cowrec.sparse_opt import CowClip, NoClip, attach_cowclip, clip_rows
-from cowrec.sparse_opt.clipping.clipped_lookup import Backward, LookupRows
+from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.single_id_bags import clipped_output_grad
-from cowrec.sparse_opt.tbe.lookup import find_lookups
+from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.layout import LookupBackward
 from sharded_case import Case, gather_tables, process_group, sharded_model, train_step
 
 BACK_ENDS = ["compiled", "torch"]
@@ -24,13 +25,13 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(params=BACK_ENDS)
 def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr("cowrec.sparse_opt.clipping.clipped_lookup.LookupRows.runs_compiled", lambda *_: False)
+        monkeypatch.setattr("cowrec.sparse_opt.clipping.clipped_lookup.ClippedLookup.runs_compiled", lambda *_: False)
     return str(request.param)
 
 
-def lookup_rows(case: Case, rule: CowClip | NoClip, columns: int) -> LookupRows:
+def lookup_rows(case: Case, rule: CowClip | NoClip, columns: int) -> ClippedLookup:
     model = sharded_model(case, case.draw()["tables"])
-    return LookupRows(find_lookups(model)[0][0], rule, {f"t{t}": columns for t in range(len(case.rows))})
+    return ClippedLookup(find_lookups(model)[0][0], rule, {f"t{t}": columns for t in range(len(case.rows))})
 
 
 @pytest.mark.usefixtures("back_end")
@@ -44,7 +45,7 @@ def test_sums_over_ids_are_the_row_gradients() -> None:
     offsets = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
     grad = torch.from_numpy(rng.normal(size=(case.batch, 4 * case.dim)).astype(np.float32))
     indices = torch.from_numpy(np.concatenate(ids))
-    placed = clipped_output_grad(rows, Backward(indices, offsets, None, grad), 0.1)
+    placed = clipped_output_grad(rows, LookupBackward(indices, offsets, None, grad), 0.1)
     assert placed.shape == grad.shape
 
     features = ((0,), (1,), (2, 3))
@@ -79,7 +80,7 @@ def test_the_l2_of_a_frequent_id_is_not_lost() -> None:
     grad = torch.ones(case.batch, case.dim)
     grad[1::2] = -1
     ids, offsets = torch.zeros(case.batch, dtype=torch.int64), torch.arange(case.batch + 1)
-    placed = clipped_output_grad(rows, Backward(ids, offsets, None, grad), 1e-4)
+    placed = clipped_output_grad(rows, LookupBackward(ids, offsets, None, grad), 1e-4)
     torch.testing.assert_close(placed.sum(0), 2e-4 * weight, rtol=1e-6, atol=0)
 
 
@@ -88,7 +89,7 @@ def test_no_ids_at_all() -> None:
     case = Case(rows=(5,), features=(("a",),))
     rows = lookup_rows(case, CowClip(), case.dim)
     none, grad = torch.zeros(0, dtype=torch.int64), torch.ones(4, case.dim)
-    assert not clipped_output_grad(rows, Backward(none, torch.zeros(5, dtype=torch.int64), None, grad), 0.1).any()
+    assert not clipped_output_grad(rows, LookupBackward(none, torch.zeros(5, dtype=torch.int64), None, grad), 0.1).any()
 
 
 def test_excluded_tables_keep_their_l2() -> None:

@@ -1,4 +1,4 @@
-"""The CUDA kernel gives the CPU kernel's bits: by Triton's interpreter everywhere, compiled where there is a GPU."""
+"""The CUDA kernels are bit-identical to the CPU kernels: in Triton's interpreter, and compiled where there is a GPU."""
 
 import os
 import subprocess
@@ -14,7 +14,17 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam
 from cowrec.sparse_opt.algorithm.adam import adam_constants
 from cowrec.sparse_opt.kernels.cpu_replay import replay_clipped_rows, replay_rows
-from cowrec.sparse_opt.optim.replay import StepHistory
+from cowrec.sparse_opt.kernels.layout import (
+    AdamState,
+    DecayThresholds,
+    LastSteps,
+    LookupLayout,
+    StaleRows,
+    TableClips,
+    to_float32,
+    to_numpy,
+)
+from cowrec.sparse_opt.optim.step_history import StepHistory
 from sharded_case import Case, process_group, sharded_model, train_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -28,7 +38,7 @@ STEPS, ROWS, DIM = 330, 45, 12
 
 
 def test_interpreted() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    """Runs in a subprocess, because Triton reads TRITON_INTERPRET when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     script = [sys.executable, __file__]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
@@ -45,50 +55,53 @@ def test_compiled(case: str, clipped: bool) -> None:
 
 
 def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
-    """Both kernels on rows of two widths with gaps from 0 to all steps, some at zero, some dying on the way."""
+    """Replays rows that missed 0 to all steps with both kernels; some are zero, some decay on the way."""
     from cowrec.sparse_opt.kernels.triton_rows import replay_rows_on_device
 
     rng = np.random.default_rng(0)
     weights = (rng.normal(0, 1, (ROWS, DIM)) * 10.0 ** rng.uniform(-9, 0, (ROWS, 1))).astype(np.float32)
     weights[::9] = 0
-    state = [weights, (weights * 1e-3).astype(np.float32), (weights**2 * 1e-3).astype(np.float32)]
-    lasts = np.sort(rng.integers(0, STEPS + 1, ROWS)).astype(np.int32)
-    lasts[:5], lasts[-3:] = 0, STEPS
+    arrays = [weights, (weights * 1e-3).astype(np.float32), (weights**2 * 1e-3).astype(np.float32)]
+    state = AdamState(*(torch.from_numpy(each.ravel()) for each in arrays))
+    last = np.sort(rng.integers(0, STEPS + 1, ROWS)).astype(np.int32)
+    last[:5], last[-3:] = 0, STEPS
+    progress = LastSteps(torch.from_numpy(last), STEPS, 0.0)
     constants = adam_constants(config)
-    scalars = (*vars(constants).values(), config.lr, 1e-11, 1e-11 * config.eps * constants.rest1)
+    thresholds = DecayThresholds(config.lr, 1e-11, 1e-11 * config.eps * constants.one_minus_beta1)
     history = StepHistory(config, torch.device("cpu"))
     history.replace(config.lr * np.linspace(0.2, 1, STEPS))
-    places, starts = np.arange(ROWS), np.arange(ROWS) * DIM
-    limits = (np.full(ROWS, 10), np.full(ROWS, 1e-5, np.float32), np.full(ROWS, 1e-9, np.float32), np.full(ROWS, True))
+    row = torch.arange(ROWS)
+    rows = StaleRows(torch.zeros_like(row), row * DIM, row, progress.last_step.clone())
+    one = torch.ones(1, dtype=torch.int64)
+    layout = LookupLayout(one, one, one, one, one * ROWS, one * DIM, one - 1, one - 1, DIM, ROWS * DIM)
+    clips = TableClips(torch.tensor([10]), torch.tensor([1e-5]), torch.tensor([1e-9]), torch.tensor([True]))
 
-    on_cpu = [each.copy().ravel() for each in state]
-    last_on_cpu = lasts.copy()
-    behind = lasts < STEPS
-    common = (DIM, starts[behind], places[behind], lasts[behind], *on_cpu, last_on_cpu, STEPS)
-    numbers = (history.step_sizes.numpy(), history.denominator_scales.numpy(), *map(np.float32, scalars))
+    def copied(values: Any, to: torch.device) -> Any:
+        return values._make(each.clone().to(to) if isinstance(each, torch.Tensor) else each for each in values)
+
+    on_cpu, progress_on_cpu = copied(state, torch.device("cpu")), copied(progress, torch.device("cpu"))
+    behind = StaleRows(*(each[rows.last < STEPS] for each in rows))
+    tuples = map(to_numpy, (behind, on_cpu, progress_on_cpu, history.schedule))
+    arguments = (0, 1, DIM, *tuples, to_float32(constants), to_float32(thresholds))
     if clipped:
-        replay_clipped_rows(0, 1, np.arange(ROWS)[behind], *limits, *common, *numbers)
+        replay_clipped_rows(*arguments, to_numpy(clips))
     else:
-        replay_rows(0, 1, *common, *numbers)
+        replay_rows(*arguments)
 
-    def there(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.copy()).to(device)
-
-    on_device, last_on_device = [there(each.ravel()) for each in state], there(lasts)
-    replay_rows_on_device(
-        *(there(starts), there(places), there(lasts), there(np.full(ROWS, DIM)), DIM),
-        *(*on_device, last_on_device, STEPS),
-        *(history.step_sizes.to(device), history.denominator_scales.to(device), scalars),
-        limits=[there(each) for each in limits] if clipped else None,
+    rows, layout, clips, on_device, progress_on_device, schedule = (
+        copied(each, device) for each in (rows, layout, clips, state, progress, history.schedule)
     )
-    assert (last_on_cpu < 0).any(), "no row came to rest"
-    np.testing.assert_array_equal(last_on_device.cpu().numpy(), last_on_cpu)
-    for mine, expected in zip(on_device, on_cpu, strict=True):
-        np.testing.assert_array_equal(mine.cpu().numpy(), expected)
+    replay_rows_on_device(
+        rows, layout, clips if clipped else None, on_device, progress_on_device, schedule, constants, thresholds
+    )
+    assert (progress_on_cpu.last_step < 0).any(), "no row decayed"
+    np.testing.assert_array_equal(progress_on_device.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
+    for got, expected in zip(on_device, on_cpu, strict=True):
+        np.testing.assert_array_equal(got.cpu().numpy(), expected.numpy())
 
 
 def compare_training(absent_rows: str, **clip: Any) -> None:
-    """Training with either back end's kernels: batches with repeated and no ids, tables of several features."""
+    """Trains with the kernels of either back end: batches with repeated and no ids, tables of several features."""
 
     def train(uses_triton: bool) -> list[torch.Tensor]:
         case = Case(rows=(20, 5, 60), batch=8, steps=40)
@@ -96,10 +109,10 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
         model = sharded_model(case, drawn["tables"])
         config = AdamConfig(lr=1e-3, l2=1e-2, absent_rows=absent_rows)
         optimizer = EmbeddingAdam(model, config, clip_columns=6, **clip)
-        for tables in optimizer._tables:
-            tables.uses_triton = uses_triton
-            if tables.replay:
-                tables.replay.uses_triton = uses_triton
+        for adam in optimizer.lookups:
+            adam.uses_triton = uses_triton
+            if adam.replay:
+                adam.replay.uses_triton = uses_triton
         for bags, targets in drawn["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         optimizer.flush()
@@ -108,8 +121,8 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
         return [each.local_shards()[0].tensor for each in state if isinstance(each, ShardedTensor)]
 
     with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
-        for mine, expected in zip(train(True), train(False), strict=True):
-            np.testing.assert_array_equal(mine.numpy(), expected.numpy())
+        for got, expected in zip(train(True), train(False), strict=True):
+            np.testing.assert_array_equal(got.numpy(), expected.numpy())
 
 
 TRAININGS = (

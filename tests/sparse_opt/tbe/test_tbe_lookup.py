@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cowrec.sparse_opt.tbe.lookup import (
+from cowrec.sparse_opt.tbe.discovery import (
     all_table_names,
     column_split_tables,
-    contrary_lookups,
     find_lookups,
+    inconsistent_lookups,
     leave_ddp,
     lookups_of_ranks,
-    partly_spread_tables,
     replicated_tables,
     sharded_collections,
+    tables_on_some_ranks,
 )
 from cowrec.sparse_opt.tbe.sharded_state import sharded_like_weights
 from sharded_case import Case, process_group, sharded_model
@@ -50,7 +50,7 @@ def test_places(model: nn.Module) -> None:
     (lookup,) = find_lookups(model)[0]
     assert lookups_of_ranks(model) == [[["t0", "t1", "t2"]]]
     assert (lookup.num_ranks, lookup.is_split) == (1, False)
-    assert not partly_spread_tables(model)
+    assert not tables_on_some_ranks(model)
     separate = sharded_model(Case(sharding="data_parallel"), Case().draw()["tables"])
     assert lookups_of_ranks(nn.ModuleList([model, separate])) == [[["t0", "t1", "t2"]]]
     assert lookups_of_ranks(nn.Linear(1, 1)) == []
@@ -91,7 +91,7 @@ def test_column_shards() -> None:
     assert {shard.table_dim for shard in split.shards} == {8}
     assert not split.has_like_partners
     assert not whole.splits_columns
-    assert contrary_lookups(cut) is None
+    assert inconsistent_lookups(cut) is None
     rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (whole, split)]
     last = sharded_like_weights(list(sharded_collections(cut)), [whole, split], rows, torch.int32, per_row=True)
     (first,) = last["t0"].local_shards()

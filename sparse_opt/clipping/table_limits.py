@@ -1,0 +1,66 @@
+"""Limits that a clip rule sets for the tables of one lookup."""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+
+import torch
+
+from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
+from cowrec.sparse_opt.kernels.layout import TableClips
+from cowrec.sparse_opt.tbe.lookup import TableShard, TbeLookup
+
+
+class TableLimits:
+    """A rule's limits for the tables of a lookup.
+
+    Args:
+        lookup: lookup that holds the tables.
+        rule: clip rule.
+        clip_columns: by table name, leading columns that are measured and clipped; all where there is none.
+        exclude: tables left unclipped.
+
+    Attributes:
+        scope: the rule's.
+        of_table: limit of each table.
+        columns: columns of each table here that are measured and clipped.
+        clips: limits and columns of the tables, as tensors.
+        excluded: whether each table is excluded, bool [tables].
+        clipped_column_shards: names of tables that are sharded column-wise and clipped.
+
+    Raises:
+        ValueError: clip_columns out of range.
+    """
+
+    def __init__(self, lookup: TbeLookup, rule: ClipRule, clip_columns: Mapping[str, int], exclude: Sequence[str]):
+        shards, device = lookup.shards, lookup.flat_weights().device
+        self.scope = rule.scope
+        of_rows = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
+        self.columns = [
+            min(max(columns - shard.first_column, 0), shard.embedding_dim)
+            for shard, columns in zip(shards, of_rows, strict=True)
+        ]
+        self.of_table = [
+            (NoClip() if shard.name in exclude else rule).limit(columns)
+            for shard, columns in zip(shards, of_rows, strict=True)
+        ]
+        r, floor, per_occurrence = zip(*self.of_table, strict=True)
+        self.clips = TableClips(
+            torch.tensor(self.columns, device=device),
+            torch.tensor(r, dtype=torch.float32, device=device),
+            torch.tensor(floor, dtype=torch.float32, device=device),
+            torch.tensor(per_occurrence, device=device),
+        )
+        self.excluded = torch.tensor([shard.name in exclude for shard in shards], device=device)
+        self.clipped_column_shards = {
+            shard.name
+            for shard, limit in zip(shards, self.of_table, strict=True)
+            if shard.column_ranks and limit.floor < inf
+        }
+
+
+def _checked_columns(shard: TableShard, columns: int) -> int:
+    if not 1 <= columns <= shard.table_dim:
+        raise ValueError(
+            f"clip_columns of table {shard.name!r} must be in [1, {shard.table_dim}], its width, got {columns}"
+        )
+    return columns

@@ -1,0 +1,121 @@
+"""Arguments that the row kernels share: the geometry of a lookup, the limits of its tables, and Adam's state.
+
+The tuples hold torch tensors, or numpy arrays on the same memory for numba; :func:`to_numpy` converts them.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+
+class LookupLayout(NamedTuple):
+    """Offsets of a lookup's features and tables in its output and its weights; int64, on its device.
+
+    Attributes:
+        feature_table: table of each feature, [T]; the features of a table are neighbours.
+        feature_column: first output column of each feature, [T].
+        first_feature, end_feature: first and one past the last feature of each table, [tables].
+        rows: rows of each table, [tables].
+        dim: columns of each table, [tables].
+        start: offset of each table's first weight in the flat weights, [tables].
+        first_row: index of each table's first row among the rows of all tables, [tables].
+        max_dim: columns of the widest table.
+        size: elements of the flat weights.
+    """
+
+    feature_table: Tensor
+    feature_column: Tensor
+    first_feature: Tensor
+    end_feature: Tensor
+    rows: Tensor
+    dim: Tensor
+    start: Tensor
+    first_row: Tensor
+    max_dim: int
+    size: int
+
+
+class TableClips(NamedTuple):
+    """Clip limits of a lookup's tables, each [tables].
+
+    Attributes:
+        columns: leading columns that are measured and clipped, int64.
+        r, floor: as in :class:`RowLimit`, float32.
+        per_occurrence: as in :class:`RowLimit`, bool.
+    """
+
+    columns: Tensor
+    r: Tensor
+    floor: Tensor
+    per_occurrence: Tensor
+
+
+class AdamState(NamedTuple):
+    """Weights and moments of a lookup's tables, flat, in the same order; the moments in float32."""
+
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class LastSteps(NamedTuple):
+    """Progress of a lookup's rows under ``absent_rows = "replay"``.
+
+    Attributes:
+        last_step: last step that each row took, int32 [rows of all tables]; ``~t`` (negative) for a row that decayed in
+            step t. Empty where rows are not replayed.
+        step: the step to bring rows to, or the step that they take.
+        log_beta2: logarithm of the decay of the second moment.
+    """
+
+    last_step: Tensor
+    step: int
+    log_beta2: float
+
+
+class Schedule(NamedTuple):
+    """:class:`AdamScalars` of steps 1, 2, ..., float32 [at least the steps so far]."""
+
+    step_sizes: Tensor
+    denominator_scales: Tensor
+
+
+class DecayThresholds(NamedTuple):
+    """Thresholds below which an element has decayed (see replay.py).
+
+    Attributes:
+        lr: the configured learning rate; a first moment is judged by it or by the step's, if larger.
+        weight: largest weight.
+        motion: largest product of first moment and learning rate.
+    """
+
+    lr: float
+    weight: float
+    motion: float
+
+
+class StaleRows(NamedTuple):
+    """Distinct rows to be brought up to date, each [n].
+
+    Attributes:
+        table: their tables.
+        start: offset of each row's first element in the flat weights.
+        row: index of each row among the rows of all tables.
+        last: step that each took last.
+    """
+
+    table: Tensor
+    start: Tensor
+    row: Tensor
+    last: Tensor
+
+
+def to_numpy(values: Any) -> Any:
+    """The named tuple with its CPU tensors as numpy arrays on the same memory."""
+    return values._make(value.numpy() if isinstance(value, Tensor) else value for value in values)
+
+
+def to_float32(values: Any) -> Any:
+    """The named tuple with its numbers as numpy.float32."""
+    return values._make(map(np.float32, values))

@@ -1,0 +1,191 @@
+"""Search of a TorchRec model for its lookups, for tables that have none that can be clipped, and for sharding plans.
+
+Like lookup.py, this file uses private attributes of TorchRec and FBGEMM.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any
+
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag, BatchedFusedEmbeddingBag
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+from .lookup import TbeLookup, groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A table without a lookup that can be clipped, and the reason."""
+
+    table: str
+    reason: str
+
+
+def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[TbeLookup], list[Refusal]]:
+    """Finds the lookups of every sharded EmbeddingBagCollection in a model, and the tables that cannot be clipped.
+
+    Lookups of data-parallel tables are included if ``replicated`` is set.
+    """
+    lookups: list[TbeLookup] = []
+    refusals: list[Refusal] = []
+    for module in _outermost_collections(model):
+        if not isinstance(module, ShardedEmbeddingBagCollection):
+            refusals += [Refusal(table, _why_not(module)) for table in _table_names(module)]
+            continue
+        for kernel in _kernels(module):
+            reason = _why_not_kernel(kernel, replicated)
+            if reason:
+                refusals += [Refusal(table.name, reason) for table in kernel._config.embedding_tables]
+            else:
+                lookups.append(TbeLookup(kernel, module))
+    return lookups, refusals
+
+
+def sharded_collections(model: nn.Module) -> Iterator[ShardedEmbeddingBagCollection]:
+    """Yields the sharded EmbeddingBagCollections of a model."""
+    yield from (each for each in _outermost_collections(model) if isinstance(each, ShardedEmbeddingBagCollection))
+
+
+def all_table_names(model: nn.Module) -> set[str]:
+    """Names of all tables of a model, on all ranks."""
+    return {name for module in _outermost_collections(model) for name in _table_names(module)}
+
+
+def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
+    """Table names of each fused lookup of each rank, [rank][lookup][table]; the same on all ranks."""
+    ranks: list[list[list[str]]] = []
+    for collection in sharded_collections(model):
+        ranks += [[] for _ in range(collection._env.world_size - len(ranks))]
+        for rank, group in groups_of_ranks(collection):
+            if group.compute_kernel == EmbeddingComputeKernel.FUSED:
+                ranks[rank].append(table_names_of(group))
+    return ranks
+
+
+def tables_on_some_ranks(model: nn.Module) -> set[str]:
+    """Tables whose rows are sharded over several ranks, but not over all; the same on all ranks."""
+    return {
+        name
+        for collection in sharded_collections(model)
+        for name, table in collection.module_sharding_plan.items()
+        if has_row_shards(collection, name) and len(set(table.ranks)) != collection._env.world_size
+    }
+
+
+def column_split_tables(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Tables that are sharded column-wise, and the ranks of their shards; the same on all ranks."""
+    return {
+        name: ranks
+        for collection in sharded_collections(model)
+        for name in collection.module_sharding_plan
+        if (ranks := ranks_of_columns(collection, name))
+    }
+
+
+def replicated_tables(model: nn.Module) -> set[str]:
+    """Tables that every rank holds a copy of (data-parallel); the same on all ranks."""
+    return {
+        name
+        for collection in sharded_collections(model)
+        for name, table in collection.module_sharding_plan.items()
+        if table.sharding_type == ShardingType.DATA_PARALLEL.value
+    }
+
+
+def inconsistent_lookups(model: nn.Module) -> tuple[str, str] | None:
+    """Two column-wise tables whose lookups do not run in the same order on all ranks; None if there are none."""
+    order: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for module in sharded_collections(model):
+        lookups_of_rank: dict[int, list[tuple[Any, str]]] = {}
+        for rank, group in groups_of_ranks(module):
+            split = [name for name in table_names_of(group) if ranks_of_columns(module, name)]
+            if split:
+                lookups_of_rank.setdefault(rank, []).append(((module, group.data_type, group.pooling), split[0]))
+        for (one, name), (other, other_name) in chain(*(combinations(each, 2) for each in lookups_of_rank.values())):
+            if one == other or (other, one) in order:
+                return name, other_name
+            order[one, other] = name, other_name
+    return None
+
+
+def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
+    """Unwraps replicated lookups from the DDP that all-reduces their complete tables; returns a function to undo it."""
+    wrapped = {n: each for n, each in enumerate(collection._lookups) if isinstance(each, DistributedDataParallel)}
+
+    def rejoin() -> None:
+        for index, lookup in wrapped.items():
+            collection._lookups[index] = lookup
+
+    for index, lookup in wrapped.items():
+        collection._lookups[index] = lookup.module
+    return rejoin
+
+
+_UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
+
+
+def _outermost_collections(model: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(model, _UNSHARDED) or hasattr(model, "_lookups"):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost_collections(child)
+
+
+def _kernels(collection: Any) -> Iterator[Any]:
+    for lookup in collection._lookups:
+        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        yield from inner._emb_modules
+
+
+def _table_names(collection: nn.Module) -> list[str]:
+    for attribute in ("_embedding_bag_configs", "_embedding_configs"):
+        if hasattr(collection, attribute):
+            return [config.name for config in getattr(collection, attribute)]
+    return [type(collection).__name__]
+
+
+def _why_not(collection: nn.Module) -> str:
+    kind = type(collection).__name__
+    if isinstance(collection, _UNSHARDED):
+        return f"{kind} is not sharded; wrap the model in torchrec.distributed.DistributedModelParallel first"
+    return f"{kind} does not pool bags of ids; only a ShardedEmbeddingBagCollection can be clipped"
+
+
+def _why_not_kernel(kernel: Any, replicated: bool) -> str | None:
+    if isinstance(kernel, BatchedDenseEmbeddingBag) and kernel._config.embedding_tables[0].local_metadata is None:
+        if replicated:
+            return None
+        return (
+            "it is data-parallel and has no fused optimizer, so its gradient is out of reach; train it with cowrec's"
+            ' EmbeddingAdam, or shard it row-, column- or table-wise with compute_kernel="fused"'
+        )
+    if not isinstance(kernel, BatchedFusedEmbeddingBag) or not isinstance(
+        kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen
+    ):
+        return f'its compute kernel is {type(kernel).__name__}; shard it row- or table-wise with compute_kernel="fused"'
+    tables = kernel._config.embedding_tables
+    if any(table.local_cols < table.embedding_dim and table.local_rows < table.num_embeddings for table in tables):
+        return "its rows and its columns are both sharded (grid sharding); shard it row-, column- or table-wise"
+    tbe = kernel.emb_module
+    if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
+        return (
+            "its rows are cached on the device, so that norms read from their memory would be out of date;"
+            ' shard it with compute_kernel="fused", or "fused_uvm" if the device has no room for it'
+        )
+    if len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1:
+        return "tables of its lookup are in different kinds of memory; give them one placement"
+    if len({view.dtype for view in tbe.split_embedding_weights()}) != 1 or not all(
+        view.dtype.is_floating_point and view.element_size() > 1 for view in tbe.split_embedding_weights()
+    ):
+        return "its weights are quantised; use float32, float16 or bfloat16"
+    return None
