@@ -7,7 +7,7 @@ therefore bit-identical wherever they take the same steps.
 
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,8 @@ def adam_constants(config: AdamConfig) -> AdamConstants:
     return AdamConstants(beta1, 1 - beta1, beta2, 1 - beta2, config.eps, 2 * config.l2)
 
 
-def adam_element(
-    weight: Any, first: Any, second: Any, gradient: Any, constants: Any, scalars: Any, root: Any, divide: Any
-) -> Any:
+# Triton evaluates annotations, in which it knows no Python types; hence none here.
+def adam_element(weight, first, second, gradient, constants, scalars, root, divide):  # type: ignore[no-untyped-def]
     """Takes one Adam step on one element, or on tensors of them; returns weight, first and second moment after it.
 
     Args:
