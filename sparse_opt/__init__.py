@@ -1,7 +1,7 @@
-"""CowClip and the embedding optimizers, usable alone in any TorchRec job.
+"""CowClip and the embedding optimizers, for use in any TorchRec job.
 
-Names are loaded when they are first used: the clip and scaling functions need torch alone, ``attach_cowclip``,
-``EmbeddingAdam`` and ``IdTableModule`` need TorchRec and FBGEMM, and these and ``IdTables`` compiled kernels.
+Names are imported on first use: the clip and scaling functions need only torch; ``attach_cowclip``, ``EmbeddingAdam``
+and ``IdTableModule`` need TorchRec and FBGEMM; these three and ``IdTables`` need numba.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Checks that torch, fbgemm and torchrec belong together, before torchrec is imported and fails in a riddle.
+"""Check that the installed torch, fbgemm and torchrec match, before torchrec is imported.
 
-fbgemm and torchrec are built against one torch each; any other pairing ends in an undefined symbol or an operator that
-is not there. The check reads installed metadata only, so it costs nothing and cannot fail itself.
+fbgemm and torchrec are each built for one torch; other combinations fail at import with an undefined symbol or a
+missing operator. The check reads package metadata only.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -23,10 +23,10 @@ MATCHED_SETS = (MatchedSet("2.13.0", "1.8.0", "1.8.0"), MatchedSet("2.11.0", "1.
 
 
 def require_matched_set() -> None:
-    """Returns if the installed torch, fbgemm and torchrec are one of ``MATCHED_SETS``.
+    """Checks that the installed torch, fbgemm and torchrec are one of ``MATCHED_SETS``.
 
     Raises:
-        ImportError: they are not, or one is missing; the message says what was found and what to install.
+        ImportError: they are not, or one is missing; the message names the versions found and the commands to run.
     """
     torch, torchrec = _installed("torch"), _installed("torchrec")
     builds = {name: number for name in (CPU_BUILD, CUDA_BUILD) if (number := _installed(name))}
@@ -48,7 +48,7 @@ def require_matched_set() -> None:
 
 
 def _installed(distribution: str) -> str:
-    """Its version, or the empty string where it is not installed."""
+    """Version of a distribution; empty if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -60,13 +60,13 @@ def _same_series(found: str, wanted: str) -> bool:
 
 
 def _remedy(wanted: MatchedSet, torch: str, builds: dict[str, str]) -> str:
-    """The pip commands that lead from what is installed to ``wanted``."""
+    """Builds the pip commands that install ``wanted``."""
     keeps_cuda_build = list(builds) == [CUDA_BUILD] and not torch.endswith("+cpu")
     build, other = (CUDA_BUILD, CPU_BUILD) if keeps_cuda_build else (CPU_BUILD, CUDA_BUILD)
     hint = "" if keeps_cuda_build else f" (on an NVIDIA GPU {CUDA_BUILD} instead of {CPU_BUILD})"
-    # Both builds own the same folder: removing one that is unwanted breaks the other, so both go first.
+    # Both builds install the same folder: uninstalling one breaks the other, so both are uninstalled first.
     clear = f"pip uninstall -y {CPU_BUILD} {CUDA_BUILD} && " if other in builds else ""
-    # Without --no-deps torchrec would bring the CUDA build of fbgemm along.
+    # Without --no-deps torchrec would install the CUDA build of fbgemm.
     return (
         f"{clear}pip install torch=={wanted.torch} {build}=={wanted.fbgemm} && "
         f"pip install --no-deps torchrec=={wanted.torchrec}{hint}"

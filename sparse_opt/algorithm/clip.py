@@ -1,8 +1,7 @@
 """Gradient clipping of embedding rows: CowClip and the paper's other rules, as pure functions on tensors.
 
 CowClip (arXiv 2204.06240) bounds each row's gradient by the row's weight norm, once for every occurrence of the row's
-id in the global batch. The other rules are the paper's baselines (Table 6). The paper calls a row a column and a table
-a field. Sizes: U distinct rows, D the width of the embedding.
+id in the global batch; the paper calls a row a column and a table a field. Sizes: U distinct rows, D embedding width.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ Scope = Literal["row", "field", "global"]
 class RowLimit(NamedTuple):
     """Parameters of the limit that all rules share: ``count^p * max(r * ||w||, floor)``, p in {0, 1}.
 
-    The norm is a row's; under a rule for a table or for all tables it is their rows' together, and p = 0.
+    Under a rule for a table or for all tables the norm is that of their rows together, and p = 0.
 
     Attributes:
         r: share of the weight norm; dimensionless, >= 0.
@@ -126,8 +125,7 @@ class ConstantClip:
     """Constant threshold for each row (the paper's Table 6, column-wise): a gradient norm of at most ``max_norm``.
 
     Attributes:
-        max_norm: the threshold, in units of the gradient norm, > 0. The paper scales it by sqrt(s) with the batch, as
-            :func:`scale_clip` does.
+        max_norm: the threshold, in units of the gradient norm, > 0. Scales with sqrt(s), see :func:`scale_clip`.
 
     Raises:
         ValueError: max_norm is out of range.
@@ -170,8 +168,8 @@ class GlobalClip(ConstantClip):
 class AdaptiveFieldClip:
     """Adaptive threshold for each table (the paper's Table 6, adaptive field-wise): ``max(r * ||w||, zeta)``.
 
-    This is CowClip's bracket for a table instead of a row. Both norms are over the table's rows present in the batch,
-    as in :class:`FieldClip`. There is no count, since a table has about as many ids in every batch: r includes it.
+    Both norms are over the table's rows present in the batch, as in :class:`FieldClip`. There is no count, because a
+    table has about as many ids in every batch: r includes it.
 
     Attributes:
         r: share of the weight norm allowed in a step; dimensionless, > 0.
@@ -271,7 +269,7 @@ def clip_tables(
 
     Args:
         grads, weights, counts: of each table, as in :func:`clip_rows`.
-        rule: one of :data:`CLIP_RULES`.
+        rule: any clip rule.
     """
     if rule.scope == "row":
         return [clip_rows(*table, rule) for table in zip(grads, weights, counts, strict=True)]

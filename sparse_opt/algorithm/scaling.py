@@ -1,7 +1,7 @@
-"""From batch size to hyperparameters: the scaling rules of the CowClip paper and its presets, as pure functions.
+"""Hyperparameters for a batch size: the scaling rules of the CowClip paper and its presets, as pure functions.
 
-A rule says how the values found at a base batch change at s times that batch (arXiv 2204.06240, sections 3 and 5;
-where its reference code differs, the code's values are used, because the published accuracies come from it).
+A rule sets how values for a base batch change at s times that batch (arXiv 2204.06240, sections 3 and 5; where the
+reference code differs, its values are used, because the published accuracies come from it).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .clip import ClipRule, ConstantClip, ReferenceCowClip
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What changes with the batch size.
+    """Hyperparameters that depend on the batch size.
 
     Attributes:
         embedding_lr: learning rate of the embedding tables, per step, >= 0.
@@ -21,7 +21,7 @@ class Hyperparameters:
         l2: coefficient of ``l2 * sum(w^2)`` over embeddings and wide weights, >= 0.
 
     Raises:
-        ValueError: a value that is negative or not finite.
+        ValueError: a value is negative or not finite.
     """
 
     embedding_lr: float
@@ -54,22 +54,22 @@ SCALING_RULES: dict[str, _Factors] = {
     "cowclip": _Factors(0, 1, 0.5),
 }
 """How each value grows with the batch, as a power of s. `sqrt_star` is DeepFM's variant of `sqrt`; of the empirical
-n^2-lambda rule the paper's text and its Table 8 give different dense exponents, so both are here under their names."""
+n^2-lambda rule the paper's text and its Table 8 give different dense exponents; both are offered."""
 
 
 def scale_hyperparameters(
     base: Hyperparameters, *, base_batch_size: int, batch_size: int, rule: str
 ) -> Hyperparameters:
-    """The base values carried to another batch size by a scaling rule.
+    """Scales hyperparameters to another batch size.
 
     Args:
-        base: values found good at ``base_batch_size``.
-        base_batch_size: samples per step, over all processes, that ``base`` belongs to.
+        base: values for ``base_batch_size``.
+        base_batch_size: samples per step of ``base``, over all processes.
         batch_size: samples per step to scale to; smaller than the base is allowed.
         rule: a key of :data:`SCALING_RULES`.
 
     Raises:
-        ValueError: an unknown rule, or a batch size below 1.
+        ValueError: the rule is unknown or a batch size is below 1.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     factors = SCALING_RULES[rule]
@@ -81,12 +81,12 @@ def scale_hyperparameters(
 
 
 def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str) -> ClipRule:
-    """A clip rule carried to another batch size: a constant threshold grows with sqrt(s), the other rules stay.
+    """Scales a clip rule to another batch size: a constant threshold grows with sqrt(s), other rules do not change.
 
-    The paper scales the thresholds of its constant clips so (at Table 6), whatever scales the rest. Under the scaling
-    rule "none", which keeps every value, they stay too.
+    The paper scales its constant thresholds this way (Table 6) under every scaling rule. The rule "none" leaves them
+    unchanged.
 
-    Args and raises as :func:`scale_hyperparameters`.
+    Arguments and errors are those of :func:`scale_hyperparameters`.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     if rule == "none" or not isinstance(clip, ConstantClip):
@@ -105,7 +105,7 @@ def _checked_scale(base_batch_size: int, batch_size: int, rule: str) -> float:
 
 @dataclass(frozen=True)
 class Preset:
-    """The published settings of a data set at one batch size: hyperparameters, clip and schedule."""
+    """Published settings for a data set at one batch size: hyperparameters, clip and schedule."""
 
     batch_size: int
     hyperparameters: Hyperparameters
@@ -125,7 +125,7 @@ def criteo_preset(batch_size: int) -> Preset:
 def avazu_preset(batch_size: int) -> Preset:
     """CowClip's settings for Avazu: base 1K, both lr 1e-4, l2 1e-5; r 10 and bound 1e-3 up to 2K, then r 1, bound 1e-4.
 
-    At 128K and above the reference leaves the rule: dense lr 16e-4 and l2 96e-5.
+    At 128K and above the reference deviates from the rule: dense lr 16e-4 and l2 96e-5.
     """
     base = Hyperparameters(embedding_lr=1e-4, dense_lr=1e-4, l2=1e-5)
     scaled = scale_hyperparameters(base, base_batch_size=1024, batch_size=batch_size, rule="cowclip")

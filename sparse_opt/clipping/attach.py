@@ -98,7 +98,7 @@ def attach_cowclip(
     if clip_columns is not None and not single_id_bags:
         raise ValueError(
             "clip_columns under a stock fused optimizer needs single_id_bags=True (a bag of several ids can only be"
-            " scaled by whole rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
+            " scaled by complete rows); for other bags use cowrec's EmbeddingAdam, or clip all columns"
         )
     lookups = clipped_lookups(model, rule, exclude, clip_columns, optional=() if l2 > 0 else exclude)
 

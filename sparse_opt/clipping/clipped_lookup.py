@@ -1,7 +1,7 @@
-"""One lookup under a clip rule: CowClip and the embedding optimizers get row gradients and clip factors from it.
+"""One lookup under a clip rule: row gradients and clip factors for CowClip and the embedding optimizers.
 
-On CPU in float32 numba kernels do the work on rows (compiled_rows.py); elsewhere, and for rules that bound more than
-one row's norm, torch does (kernels/torch_rows.py and row_factors.py).
+On CPU in float32 numba kernels compute them (compiled_rows.py); elsewhere, and for rules that bound more than one row's
+norm, torch does (kernels/torch_rows.py and row_factors.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from .table_limits import TableLimits
 
 
 class ClippedLookup:
-    """A lookup, the limits of its tables, and the work on the rows of its backward passes.
+    """Lookup under a clip rule: limits of its tables, and row gradients and clip factors of its backward passes.
 
     Args:
         lookup: the lookup.
@@ -49,7 +49,7 @@ class ClippedLookup:
         gathers_rows: whether the ranks hold copies of the tables and exchange the rows of their batches.
 
     Raises:
-        ValueError: clip_columns out of range.
+        ValueError: clip_columns is out of range.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class RowFactors:
         self._lookup, self._limits, self._statistics = lookup, limits, statistics
 
     def of_rows(self, rows: RowGradients) -> Tensor:
-        """Clip factor of each row, float [nnz], padded like the rows."""
+        """Computes the clip factor of each row, float [nnz], padded like the rows."""
         measured = self.clipped_columns(rows)
         if self._limits.scope != "row":
             return self.of_norms(rows, *self.group_norms(self._table_squares(rows, measured))[:, rows.table])
@@ -48,7 +48,7 @@ class RowFactors:
         return self.of_norms(rows, *norms)
 
     def of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
-        """As :meth:`of_rows`, from the norms of the gradient and weights that bound each row, float [nnz]."""
+        """Computes :meth:`of_rows` from the norms of gradients and weights that bound each row, float [nnz]."""
         norms, weight_norms = norms.to(rows.grad.dtype), weight_norms.to(rows.grad.dtype)
         _, r, floor, per_occurrence = (each[rows.table] for each in self._limits.clips)
         limits = limits_of_norms(weight_norms, rows.counts.count, r, floor, per_occurrence)
@@ -56,7 +56,7 @@ class RowFactors:
         return scales_of_norms(norms, limits)
 
     def group_norms(self, squares: Tensor) -> Tensor:
-        """Norms of each table, or of all tables together, over all ranks, from the tables' squared norms here.
+        """Adds up the tables' squared norms here to norms of each table, or of all together, over all ranks.
 
         ``squares`` is float64 [2, T], of gradients and of weights; returns [2, T]. Excluded tables do not count.
         """

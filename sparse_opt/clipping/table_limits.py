@@ -11,7 +11,7 @@ from cowrec.sparse_opt.tbe.lookup import TableShard, TbeLookup
 
 
 class TableLimits:
-    """A rule's limits for the tables of a lookup.
+    """Limits of a clip rule for the tables of a lookup.
 
     Args:
         lookup: lookup that holds the tables.
@@ -28,7 +28,7 @@ class TableLimits:
         clipped_column_shards: names of tables that are sharded column-wise and clipped.
 
     Raises:
-        ValueError: clip_columns out of range.
+        ValueError: clip_columns is out of range.
     """
 
     def __init__(self, lookup: TbeLookup, rule: ClipRule, clip_columns: Mapping[str, int], exclude: Sequence[str]):

@@ -142,7 +142,7 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
 
 @njit(nogil=True, cache=True)
 def replay_clipped_rows(part, parts, dim, rows, state, progress, schedule, constants, thresholds, clips):
-    """As :func:`replay_rows`, one row after the other, where L2's gradient of an absent row may exceed its limit."""
+    """Does the work of :func:`replay_rows` row by row, where L2's gradient of an absent row may exceed its limit."""
     last_step, step = progress.last_step, progress.step
     for i in range(part, len(rows.start), parts):
         t, start = rows.table[i], rows.start[i]

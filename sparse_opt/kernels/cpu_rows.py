@@ -63,7 +63,7 @@ class Ratios(NamedTuple):
 
 
 def bags_of(layout: Any, indices: Tensor, offsets: Tensor) -> Bags:
-    """The ids of a lookup, as FBGEMM gets them, with a :class:`LookupLayout` of numpy arrays."""
+    """Converts the ids of a lookup, as FBGEMM gets them; ``layout`` is a :class:`LookupLayout` of numpy arrays."""
     ends = offsets.long().numpy()
     size = (len(ends) - 1) // len(layout.feature_table)
     begins = ends[np.append(layout.first_feature, layout.end_feature[-1]) * size]

@@ -1,4 +1,4 @@
-"""The published algorithm in plain form: Adam over every row of a table at every step.
+"""Published algorithm in plain form: Adam over every row of a table at every step.
 
 ``absent_rows = "dense"`` runs it, and tests compare the faster updates with it. V is the number of a table's rows, D
 its width.
@@ -26,7 +26,7 @@ def dense_adam_(
     scalars: AdamScalars,
     norms: Tensor | None = None,
 ) -> None:
-    """Takes one step on a whole table, in place: adds L2 to the gradient, clips it, updates moments and weights.
+    """Takes one step on a complete table, in place: adds L2 to the gradient, clips it, updates moments and weights.
 
     Source: the CowClip reference, whose loss includes the L2 term, so that every row has a gradient in every step, and
     whose clip counts an absent row once.
@@ -72,7 +72,7 @@ def row_squares(weights: Tensor, grad: Tensor, *, clip_columns: int, l2: float) 
 
 
 def dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Spreads row gradients over a whole table: gradient, float32 [V, D], and counts, int64 [V], for dense_adam_."""
+    """Spreads row gradients over a complete table: gradient, float32 [V, D], and counts, int64 [V], for dense_adam_."""
     grad, counts = torch.zeros_like(like), torch.ones(len(like), dtype=torch.int64, device=like.device)
     if rows:
         here = rows.counts.real & (rows.table == table)

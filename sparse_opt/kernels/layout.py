@@ -112,10 +112,10 @@ class StaleRows(NamedTuple):
 
 
 def to_numpy(values: Any) -> Any:
-    """The named tuple with its CPU tensors as numpy arrays on the same memory."""
+    """Converts the CPU tensors of a named tuple to numpy arrays on the same memory."""
     return values._make(value.numpy() if isinstance(value, Tensor) else value for value in values)
 
 
 def to_float32(values: Any) -> Any:
-    """The named tuple with its numbers as numpy.float32."""
+    """Converts the numbers of a named tuple to numpy.float32."""
     return values._make(map(np.float32, values))

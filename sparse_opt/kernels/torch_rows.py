@@ -78,7 +78,7 @@ def rows_of_ids(layout: LookupLayout, indices: Tensor, offsets: Tensor) -> Looku
 
 @dataclass(frozen=True)
 class RowSums:
-    """The distinct rows of one backward pass and their summed gradients, padded as :class:`RowCounts` says.
+    """Distinct rows of one backward pass and their summed gradients, padded like :class:`RowCounts`.
 
     Attributes:
         counts: occurrences of the rows.
@@ -99,7 +99,7 @@ class RowSums:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """The distinct rows of one backward pass, padded as :class:`RowCounts` says.
+    """Distinct rows of one backward pass and their gradients, padded like :class:`RowCounts`.
 
     Attributes:
         counts: occurrences of the rows.

@@ -152,7 +152,7 @@ class _SummedRows(NamedTuple):
 
     start: Tensor
     table: Tensor
-    count: Tensor
+    occurrences: Tensor
     real: Tensor
     sums: Tensor
 
@@ -179,7 +179,7 @@ def _update(
     measured = inside & (column[None, :] < tl.load(clips.columns + table, mask=exists, other=0)[:, None])
     r = tl.load(clips.r + table, mask=exists, other=0.0)
     floor = tl.load(clips.floor + table, mask=exists, other=0.0)
-    occurrences = tl.load(rows.count + row, mask=exists, other=1).to(tl.float32)
+    occurrences = tl.load(rows.occurrences + row, mask=exists, other=1).to(tl.float32)
     occurrences = tl.where(tl.load(clips.per_occurrence + table, mask=exists, other=0) != 0, occurrences, 1.0)
     g, ratio = _clip(w, g, measured, r, floor, occurrences)
     tl.store(ratios + row, ratio, mask=exists)

@@ -50,7 +50,7 @@ class LookupAdam:
 
     @property
     def lookup(self) -> TbeLookup:
-        """The lookup that holds the tables."""
+        """Lookup that holds the tables."""
         return self.clipped.lookup
 
     @property

@@ -8,6 +8,7 @@ occurs again, when the row is evaluated, or when the table is read.
 from collections.abc import Sequence
 from functools import partial
 from math import inf, log
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class Replay:
         self._thresholds = DecayThresholds(config.lr, weight, motion)
 
     def progress(self, step: int) -> LastSteps:
-        """The rows' last steps, and ``step``."""
+        """Last steps of the rows, and ``step``, as the kernels take them."""
         return LastSteps(self.last_step, step, self._log_beta2)
 
     def catch_up(self, indices: Tensor, offsets: Tensor, step: int) -> LookupIds | None:
@@ -232,7 +233,7 @@ class Replay:
 
     def _replay_on_cpu(self, dim: int, rows: StaleRows, step: int) -> None:
         tuples = (to_numpy(each) for each in (rows, self._state, self.progress(step), self._history.schedule))
-        common = (dim, *tuples, to_float32(self._constants), to_float32(self._thresholds))
+        common: tuple[Any, ...] = (dim, *tuples, to_float32(self._constants), to_float32(self._thresholds))
         parts = torch.get_num_threads()
         if self._absent_clip_binds:
             clips = to_numpy(self._clipped.limits.clips)

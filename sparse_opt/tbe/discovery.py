@@ -24,7 +24,7 @@ from .lookup import TbeLookup, groups_of_ranks, has_row_shards, ranks_of_columns
 
 @dataclass(frozen=True)
 class Refusal:
-    """A table without a lookup that can be clipped, and the reason."""
+    """Table without a lookup that can be clipped, and the reason."""
 
     table: str
     reason: str

@@ -33,7 +33,7 @@ class LookupBackward:
 
 
 def layout_of(lookup: TbeLookup) -> LookupLayout:
-    """The geometry of a lookup, on its device."""
+    """Computes the geometry of a lookup, on its device."""
     device = lookup.flat_weights().device
     rows = [shard.rows for shard in lookup.shards]
     dims = [shard.embedding_dim for shard in lookup.shards]

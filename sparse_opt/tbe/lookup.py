@@ -47,7 +47,7 @@ class TableShard:
 
 
 class TbeLookup:
-    """An FBGEMM module of a sharded collection, and the tables, features and weights that it looks up.
+    """FBGEMM module of a sharded collection, and the tables, features and weights that it looks up.
 
     Attributes:
         module: the TBE; its forward takes ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
@@ -96,7 +96,7 @@ class TbeLookup:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether other ranks hold further rows of its tables."""
+        """Whether other ranks hold more rows of its tables."""
         return any(has_row_shards(self.collection, shard.name) for shard in self.shards)
 
     @property
@@ -133,7 +133,7 @@ class TbeLookup:
         return int(self.module.iter)
 
     def flat_weights(self) -> Tensor:
-        """All weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
+        """Weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
         return _memory_of(self.module).detach().view(-1)
 
     def zeros_of_weights(self) -> Tensor:
@@ -145,7 +145,7 @@ class TbeLookup:
         return torch.ops.fbgemm.new_managed_tensor(like, [weights.numel()]).zero_()
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
-        """A table's part of a flat tensor that is laid out like :meth:`flat_weights`, [rows, D], or that has one value
+        """View of a table in a flat tensor that is laid out like :meth:`flat_weights`, [rows, D], or that has one value
         for each row of all tables, [rows, 1].
         """
         shard = self.shards[table]
@@ -192,7 +192,7 @@ def has_row_shards(collection: Any, table: str) -> bool:
 
 
 def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen) -> Tensor:
-    """The allocation that holds all tables of a lookup; discovery.py refuses lookups with several."""
+    """Allocation that holds all tables of a lookup; discovery.py refuses lookups with several."""
     if isinstance(tbe, DenseTableBatchedEmbeddingBagsCodegen):
         return tbe.weights
     return next(memory for memory in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if memory.numel())

@@ -1,4 +1,4 @@
-"""The matched-set check, run in a child process against package metadata written to a folder of its own."""
+"""Matched-set check, run in a subprocess on package metadata in a temporary folder."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ CHECK = "import runpy, sys; runpy.run_path(sys.argv[1])['require_matched_set']()
 
 
 def check_with(folder: Path, **versions: str) -> str:
-    """The last line that the check prints, empty where it is content, seeing the given distributions only."""
+    """Runs the check with the given distributions only; returns its last line, empty if it passes."""
     for name, version in versions.items():
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir()

@@ -1,4 +1,4 @@
-"""The project's networks with the weights of a recorded reference model in them."""
+"""Networks of the project with the weights of a recorded reference model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ NAME_OF_TAG = {"deepfm": "deepfm", "wdl": "wdl", "dcn": "dcn", "dcnmix": "dcnmix
 
 
 def model_name(file: Path) -> str:
-    """The key of MODELS that ``traj_<tag>_...npz`` recorded."""
+    """Key of MODELS that ``traj_<tag>_...npz`` recorded."""
     return NAME_OF_TAG[file.stem.split("_")[1]]
 
 
@@ -35,7 +35,7 @@ def golden_tables(golden: Mapping[str, np.ndarray]) -> list[EmbeddingBagConfig]:
 
 
 def golden_model(name: str, golden: Mapping[str, np.ndarray], state: str = "s0") -> nn.Module:
-    """The network ``name`` in the recording's precision, unsharded, with the weights ``<state>/w/*`` in it."""
+    """Builds the network ``name`` in the recording's precision, unsharded, with the weights ``<state>/w/*``."""
     weights = {key.rpartition("/")[2]: golden[key] for key in golden if key.startswith(f"{state}/w/")}
     config = ModelConfig(name=name, embedding_dim=int(golden["hp/dim"]), hidden=(8, 8))
     model = build_model(config, golden_tables(golden), len(DENSE))
@@ -61,7 +61,7 @@ def golden_batch(golden: Mapping[str, np.ndarray], step: int) -> tuple[Tensor, K
 
 
 def table_views(model: nn.Module) -> dict[str, Tensor]:
-    """Reference name -> the part of the unsharded model's table that corresponds to it, sharing its memory."""
+    """Maps reference names to views of the unsharded model's tables."""
     dim = model.front.embedding_dim
     views = {}
     for field in FIELDS:
@@ -72,7 +72,7 @@ def table_views(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dense_views(model: nn.Module) -> dict[str, Tensor]:
-    """Reference name -> the model's dense parameter in the reference's shape, sharing its memory."""
+    """Maps reference names to views of the model's dense parameters, in the reference's shapes."""
     views = {
         "linear__linear_kernel": model.linear.kernel,
         "prediction_layer__global_bias": model.linear.bias,

@@ -1,4 +1,4 @@
-"""A random embedding problem: trained by a sharded TorchRec model in N processes, and by plain loops in numpy."""
+"""Random embedding problems, trained by a sharded TorchRec model in N processes and by plain loops in numpy."""
 
 import os
 import tempfile
@@ -43,14 +43,14 @@ DTYPES = {torch.float32: DataType.FP32, torch.float16: DataType.FP16, torch.bflo
 
 
 def of_table(listed: str, table: int) -> str:
-    """The table's word of those between commas, over and over."""
+    """Picks the table's word from a comma-separated list, which repeats."""
     words = listed.split(",")
     return words[table % len(words)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tables f -> (rows, features) of one width; bags of each feature for each step and sample."""
+    """Tables with their rows and features, all of one width, and random bags for each step and sample."""
 
     seed: int = 0
     rows: tuple[int, ...] = (40, 7, 300)
@@ -60,7 +60,7 @@ class Case:
     steps: int = 3
     max_ids: int = 4  # per bag; 0 ids happen too
     weighted: bool = False
-    pooling: str = "sum"  # or one for each table, with commas between; so is sharding
+    pooling: str = "sum"  # or one for each table, comma-separated; likewise sharding
     sharding: str = "table_wise"
     optimizer: str = "sgd"
     lr: float = 0.1
@@ -76,7 +76,7 @@ class Case:
         return of_table(self.pooling, table)
 
     def draw(self) -> dict[str, Any]:
-        """Initial tables, and for each step the bags [feature][sample] -> (ids, weights) and the output gradients."""
+        """Draws initial tables, and for each step bags [feature][sample] -> (ids, weights) and the output gradients."""
         rng = np.random.default_rng(self.seed)
         tables = []
         for rows in self.rows:
@@ -100,7 +100,7 @@ class Case:
 
 
 def row_gradients(case: Case, bags: dict, targets: dict, table: int) -> tuple[np.ndarray, np.ndarray]:
-    """Plain loops: gradient of mean_b sum(target_b * pooled_b) for each row of a table, and its occurrences."""
+    """Computes the gradient of mean_b sum(target_b * pooled_b) for each row of a table, and its occurrences."""
     grads = np.zeros((case.rows[table], case.dim))
     counts = np.zeros(case.rows[table], int)
     for name in case.features[table]:
@@ -118,13 +118,13 @@ Attach = Callable[[nn.Module, Case], Any]
 
 
 def run_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> list[list[np.ndarray]]:
-    """Final tables of each case, trained in ``world_size`` gloo processes; ``attach(model, case)`` hooks in."""
+    """Trains each case in ``world_size`` gloo processes; returns the final tables. ``attach(model, case)`` attaches."""
     states = states_in_processes(cases, world_size)
     return [[state[f"t{t}"] for t in range(len(case.rows))] for (case, _), state in zip(cases, states, strict=True)]
 
 
 def states_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> list[dict[str, np.ndarray]]:
-    """As :func:`run_in_processes`: tables by name, and where ``attach`` returns EmbeddingAdam its moments too."""
+    """Trains each case; returns tables by name, and also moments where ``attach`` returns EmbeddingAdam."""
     with tempfile.TemporaryDirectory() as folder:
         if world_size == 1:
             _worker(0, 1, folder, cases)
@@ -140,7 +140,7 @@ def sharded_model(
     device: torch.device = CPU,
     fused_params: dict[str, Any] | None = None,
 ) -> DistributedModelParallel:
-    """The case's collection, sharded over the default process group, with its initial values."""
+    """Shards the case's collection over the default process group and sets its initial values."""
     configs = [
         EmbeddingBagConfig(
             name=f"t{t}",
@@ -162,7 +162,7 @@ def sharded_model(
         "table_wise": lambda t: table_wise(rank=t % world, compute_kernel="fused"),
         "uvm": lambda t: table_wise(rank=t % world, compute_kernel="fused_uvm"),
         "cached": lambda t: table_wise(rank=t % world, compute_kernel="fused_uvm_caching"),
-        # In one process both shards lie on it; in two both tables lie on both; in four each table has two ranks.
+        # One process holds both shards; of two each holds both tables; of four two hold each table.
         "column_wise": lambda t: column_wise(ranks=[t % world, (t + 1) % world], compute_kernel="fused"),
         "columns_of_one_rank": lambda t: column_wise(ranks=[t % world] * 2, compute_kernel="fused"),
         "table_row_wise": lambda t: table_row_wise(host_index=t % 2 if world == 4 else 0),
@@ -195,33 +195,33 @@ def sharded_model(
 
 
 def batch_of(case: Case, bags: dict, lo: int, hi: int) -> KeyedJaggedTensor:
-    mine = [bags[name][lo:hi] for name in case.keys]
+    own = [bags[name][lo:hi] for name in case.keys]
     return KeyedJaggedTensor(
         keys=case.keys,
-        values=torch.from_numpy(np.concatenate([ids for bag in mine for ids, _ in bag] or [np.empty(0, np.int64)])),
-        weights=torch.from_numpy(np.concatenate([w for bag in mine for _, w in bag])) if case.weighted else None,
-        lengths=torch.tensor([len(ids) for bag in mine for ids, _ in bag]),
+        values=torch.from_numpy(np.concatenate([ids for bag in own for ids, _ in bag] or [np.empty(0, np.int64)])),
+        weights=torch.from_numpy(np.concatenate([w for bag in own for _, w in bag])) if case.weighted else None,
+        lengths=torch.tensor([len(ids) for bag in own for ids, _ in bag]),
     )
 
 
 def gather_tables(case: Case, model: nn.Module) -> list[np.ndarray]:
-    """The whole tables on the first rank."""
+    """Gathers the complete tables on the first rank."""
     state = model.state_dict()
     return [gathered(state[f"ebc.embedding_bags.t{t}.weight"]) for t in range(len(case.rows))]
 
 
 def gathered(value: ShardedTensor | torch.Tensor) -> np.ndarray:
-    """A sharded or replicated tensor as a whole, float32, on the first rank."""
+    """Gathers a sharded or replicated tensor, float32, on the first rank."""
     if not isinstance(value, ShardedTensor):
         return value.detach().float().cpu().numpy()
     device = value.local_shards()[0].tensor.device if value.local_shards() else None
-    whole = torch.zeros(value.size(), dtype=value.dtype, device=device) if dist.get_rank() == 0 else None
-    value.gather(0, whole)
-    return np.empty(0) if whole is None else whole.float().cpu().numpy()
+    complete = torch.zeros(value.size(), dtype=value.dtype, device=device) if dist.get_rank() == 0 else None
+    value.gather(0, complete)
+    return np.empty(0) if complete is None else complete.float().cpu().numpy()
 
 
 def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:
-    """Backward of the mean over samples lo..hi-1 of sum(target * pooled), which updates the tables."""
+    """Runs the backward of the mean over samples lo..hi-1 of sum(target * pooled), which updates the tables."""
     device = model.device
     pooled = model.module["ebc"](batch_of(case, bags, lo, hi).to(device)).wait().to_dict()
     losses = [(pooled[name] * torch.from_numpy(targets[name][lo:hi]).to(device)).sum() for name in case.keys]

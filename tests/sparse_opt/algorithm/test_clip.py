@@ -1,4 +1,4 @@
-"""The clip functions against the reference's recorded output, plain loops and their own edges."""
+"""Clip functions equal the reference's recorded output and plain loops, and handle edge cases."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_reference_form_is_the_papers_with_another_floor() -> None:
     )
 
 
-# Below 1e-12 squares leave float32: such a gradient is measured as zero and passes as it is.
+# Below 1e-12 squares underflow in float32: such a gradient counts as zero and is not changed.
 numbers = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-12)
 
 
@@ -107,7 +107,7 @@ def test_constant_and_none() -> None:
     assert torch.equal(clip_rows(grads, weights, counts, NoClip()), grads)
 
 
-def test_what_is_not_finite_stays_visible() -> None:
+def test_non_finite_gradients_stay_non_finite() -> None:
     grads = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0]])
     clipped = clip_rows(grads, torch.ones(2, 2), torch.tensor([1, 1]), CowClip())
     assert clipped.isnan().any(1).all()
@@ -175,14 +175,14 @@ def test_adaptive_field_rule_bounds_a_table_by_its_weights() -> None:
     torch.testing.assert_close(clipped[0] / clipped[0].norm(), grads[0] / grads[0].norm())
 
 
-def test_row_rules_clip_each_table_by_itself() -> None:
+def test_row_rules_clip_each_table_separately() -> None:
     tables = some_tables()
     clipped = clip_tables(*tables, CowClip(r=0.1))
     for got, table in zip(clipped, zip(*tables, strict=True), strict=True):
         assert torch.equal(got, clip_rows(*table, CowClip(r=0.1)))
 
 
-def test_every_rule_is_under_its_name() -> None:
+def test_every_rule_is_registered_by_its_name() -> None:
     assert {name: rule.name for name, rule in CLIP_RULES.items()} == {name: name for name in CLIP_RULES}
     assert CLIP_RULES.keys() == {
         *("none", "cowclip", "cowclip_reference", "constant", "field", "adaptive_field", "global")

@@ -1,4 +1,4 @@
-"""The scaling rules against the paper's table of them, and the presets against the reference's numbers."""
+"""Scaling rules equal the paper's table, and presets the reference's numbers."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_refuses(change: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_refuses_values_that_are_no_rates(value: float) -> None:
+def test_refuses_invalid_rates(value: float) -> None:
     with pytest.raises(ValueError, match="dense_lr must be >= 0 and finite"):
         Hyperparameters(1e-4, value, 0.0)
 

@@ -64,7 +64,7 @@ def clip_in_loops(grads: np.ndarray, weights: np.ndarray, counts: np.ndarray, co
 
 
 def train_in_loops(case: Case) -> list[np.ndarray]:
-    """The whole case in float64, row by row, from the published formulas."""
+    """Trains the case in float64, row by row, from the published formulas."""
     drawn = case.draw()
     tables = [table.astype(np.float64) for table in drawn["tables"]]
     state = [(np.zeros_like(table), np.zeros_like(table)) for table in tables]
@@ -115,7 +115,7 @@ OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad", "adam", "keras_adam"]
 
 def case_of(kind: str, optimizer: str, **more: Any) -> Case:
     case = Case(optimizer=optimizer, **KINDS[kind], **more)
-    if optimizer in ADAM:  # needs no promise about the bags, and has an L2 of its own
+    if optimizer in ADAM:  # needs no single_id_bags, and has its own L2
         case = replace(case, extra={key: case.extra[key] for key in case.extra.keys() - {"single_id_bags", "l2"}})
     return case
 
@@ -129,7 +129,7 @@ def test_one_process_equals_plain_loops(kind: str, optimizer: str) -> None:
 
 
 def test_two_processes_equal_plain_loops_and_one_process() -> None:
-    """For one id or several, of any weight, the plan changes nothing: table-wise runs are equal to the last bit."""
+    """Table-wise runs are bit-identical for one id or several, with and without weights."""
     cases = [
         case_of(kind, optimizer, sharding=sharding)
         for kind in KINDS
@@ -180,7 +180,7 @@ class TestHandle:
             assert stats.median_ratio == pytest.approx(np.sort(ratios)[(len(ratios) - 1) // 2], rel=1e-5)
 
     @pytest.mark.parametrize("pooling", ["sum", "mean"])
-    def test_remove_gives_the_model_back(self, pooling: str) -> None:
+    def test_remove_restores_the_model(self, pooling: str) -> None:
         case = Case(steps=1, pooling=pooling)
         plain, removed = (sharded_model(case, case.draw()["tables"]) for _ in range(2))
         handle = attach_cowclip(removed, RULE)
@@ -192,7 +192,7 @@ class TestHandle:
             np.testing.assert_array_equal(got, expected)
         attach_cowclip(removed, RULE).remove()
 
-    def test_no_rule_changes_nothing_and_evaluation_is_not_touched(self) -> None:
+    def test_no_rule_has_no_effect_and_evaluation_is_unchanged(self) -> None:
         case = Case(steps=1, max_ids=1)
         plain, attached = (sharded_model(case, case.draw()["tables"]) for _ in range(2))
         handle = attach_cowclip(attached, NoClip())
@@ -206,7 +206,7 @@ class TestHandle:
         for expected, got in zip(gather_tables(case, plain), gather_tables(case, attached), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-9)
 
-    def test_excluded_tables_pass_unclipped(self) -> None:
+    def test_excluded_tables_are_not_clipped(self) -> None:
         case = Case(steps=1)
         plain, attached = (sharded_model(case, case.draw()["tables"]) for _ in range(2))
         attach_cowclip(attached, RULE, exclude=["t2"])
@@ -216,7 +216,7 @@ class TestHandle:
         np.testing.assert_allclose(*tables[2], rtol=1e-6, atol=1e-9)
         assert not np.allclose(*tables[0])
 
-    def test_user_weights_are_left_alone(self) -> None:
+    def test_user_weights_are_not_changed(self) -> None:
         case = Case(steps=1, weighted=True)
         model = sharded_model(case, case.draw()["tables"])
         attach_cowclip(model, RULE)
@@ -230,11 +230,11 @@ class TestHandle:
 
 @pytest.mark.usefixtures("group")
 class TestBackEnds:
-    """The torch form, which runs on CUDA and in half precision, and the compiled one."""
+    """Torch path, which runs on CUDA and in half precision, and compiled path."""
 
     @pytest.mark.parametrize("optimizer", ["sgd", "adam", "keras_adam"])
     @pytest.mark.parametrize("kind", KINDS)
-    def test_torch_form_equals_plain_loops(self, kind: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_torch_path_equals_plain_loops(self, kind: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("cowrec.sparse_opt.clipping.clipped_lookup.ClippedLookup.runs_compiled", lambda *_: False)
         case = case_of(kind, optimizer)
         model = sharded_model(case, case.draw()["tables"])
@@ -254,7 +254,7 @@ class TestBackEnds:
 
     @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
     def test_half_precision_tables(self, optimizer: str) -> None:
-        """float16; FBGEMM looks bfloat16 tables up on CUDA only."""
+        """Trains in float16; FBGEMM supports bfloat16 tables on CUDA only."""
         case, dtype = Case(steps=1, optimizer=optimizer, weight_scale=0.5), torch.float16
         model = sharded_model(case, case.draw()["tables"], dtype=dtype)
         attach(model, case)
@@ -323,7 +323,7 @@ class TestRefusals:
         attach_cowclip(model, RULE)
         self.check("attached already", model)
 
-    def test_a_broken_promise(self) -> None:
+    def test_single_id_bags_is_checked(self) -> None:
         for kind, message in ((Case(), "more than one id"), (Case(max_ids=1, weighted=True), "ids' weights")):
             model = sharded_model(kind, kind.draw()["tables"])
             attach_cowclip(model, RULE, single_id_bags=True)
@@ -346,7 +346,7 @@ class TestRefusals:
 
 @pytest.mark.usefixtures("group")
 def test_embedding_adam_equals_torch_sparse_adam() -> None:
-    """torch's SparseAdam moves touched rows only, corrects the bias by step, and places eps as Keras does."""
+    """Compares with torch's SparseAdam, which updates the batch's rows only and adds eps as Keras does."""
     case = Case(steps=5, optimizer="sgd")
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"])
@@ -366,7 +366,7 @@ def test_embedding_adam_equals_torch_sparse_adam() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_moments_are_saved_and_loaded_in_place(tmp_path: Path) -> None:
-    """A run that is saved after one step and loaded into a fresh model goes on as if nothing had happened."""
+    """A run that is saved and loaded into a new model is bit-identical to an uninterrupted run."""
     case = Case(optimizer="adam", steps=2)
     drawn = case.draw()
     first = sharded_model(case, drawn["tables"])

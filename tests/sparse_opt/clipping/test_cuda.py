@@ -52,8 +52,8 @@ def test_other_plans_equal_plain_loops(sharding: str) -> None:
     assert_follows_loops(case, gather_tables(case, model))
 
 
-def test_embedding_adam_means_what_fbgemms_adam_means() -> None:
-    """Touched rows only, bias correction by step, the same place of epsilon."""
+def test_embedding_adam_equals_fbgemms_adam() -> None:
+    """Both update the batch's rows only, correct the bias by step, and add epsilon to the same root."""
     case = replace(case_of("weights", "fbgemm_adam", steps=5), lr=1e-2)
     drawn = case.draw()
     fused = sharded_model(case, drawn["tables"], device=CUDA)
@@ -89,7 +89,7 @@ def test_row_work_never_waits_for_the_device() -> None:
 
 @pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
 def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
-    """Lookup, replay, clip and update, after two steps in which kernels are compiled and the ids' lengths are told."""
+    """Runs lookup, replay, clip and update after two steps that compile kernels and determine the ids' lengths."""
     case = Case()
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"], device=CUDA)
@@ -111,7 +111,7 @@ def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
 
 
 def test_tf32_rounds_products_and_float32_does_not() -> None:
-    """1 + 2^-12 has 12 bits behind the point; TF32 keeps 10 of a factor, so its product with 1 rounds to 1."""
+    """1 + 2^-12 has 12 bits after the point; TF32 keeps 10 of a factor, so its product with 1 rounds to 1."""
     x = torch.full((256, 256), 1 + 2.0**-12, device=CUDA)
     eye = torch.eye(256, device=CUDA)
     try:
@@ -123,8 +123,8 @@ def test_tf32_rounds_products_and_float32_does_not() -> None:
 
 
 @pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
-def test_tables_in_unified_memory_train_as_those_on_the_device(absent_rows: str) -> None:
-    """But for the order of float64 sums; their moments lie where they do, having no room on the device either."""
+def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: str) -> None:
+    """Results differ only by the order of float64 sums; the moments are in unified memory too."""
     trained = []
     for sharding in ("uvm", "table_wise"):
         case = Case(sharding=sharding)
@@ -137,11 +137,11 @@ def test_tables_in_unified_memory_train_as_those_on_the_device(absent_rows: str)
         flats = [each for adam in optimizer.lookups for each in (adam.exp_avg, adam.exp_avg_sq)]
         assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding == "uvm") for each in flats)
         trained.append(gather_tables(case, model))
-    for mine, expected in zip(*trained, strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-9)
+    for got, expected in zip(*trained, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_rows_cached_apart_from_their_memory_are_refused() -> None:
+def test_cached_rows_are_refused() -> None:
     case = case_of("weights", "sgd", sharding="cached")
     model = sharded_model(case, case.draw()["tables"], device=CUDA)
     with pytest.raises(ValueError, match="its rows are cached on the device"):

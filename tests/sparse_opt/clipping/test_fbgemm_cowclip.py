@@ -1,6 +1,6 @@
-"""FBGEMM's own COWCLIP mode does what its name in the configuration is documented to do, which is not CowClip.
+"""FBGEMM's COWCLIP mode behaves as the configuration documents it, which differs from CowClip.
 
-Seen with fbgemm 1.8.0: it counts the steps in which a row appeared, and Adagrad accumulates the unclipped gradient.
+Tested with fbgemm 1.8.0: it counts the steps in which a row appeared, and Adagrad accumulates the unclipped gradient.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 def trained(case: Case, embedding: str, *, halflife: int = -1) -> list[np.ndarray]:
-    """The case's tables under an optimizer of the trainer; CowClip over it if the optimizer does not clip by itself."""
+    """Trains the case with an optimizer of the trainer, with CowClip attached if the optimizer does not clip."""
     optimizer = OptimizerConfig(
         embedding=embedding,  # type: ignore[arg-type]
         base_batch_size=1,
@@ -49,7 +49,7 @@ def trained(case: Case, embedding: str, *, halflife: int = -1) -> list[np.ndarra
 
 
 def trained_in_loops(case: Case, halflife: int) -> list[np.ndarray]:
-    """The documented words in float64, row by row."""
+    """Trains the case by the documented behaviour, in float64, row by row."""
     drawn = case.draw()
     tables = [table.astype(np.float64) for table in drawn["tables"]]
     counters = [np.zeros(len(table)) for table in tables]
@@ -88,10 +88,10 @@ def test_it_counts_steps_and_accumulates_the_unclipped_gradient(halflife: int) -
 
 @pytest.mark.usefixtures("group")
 def test_it_is_not_cowclip() -> None:
-    """On the same gradients of a first step, with r and zeta alike.
+    """Compares a first step on the same gradients, with the same r and zeta.
 
-    After CowClip Adagrad sees the clipped gradient and divides it by its own norm: every row moves by lr * sqrt(D).
-    FBGEMM's mode divides the clipped by the unclipped one, and its limit does not see how often an id occurs.
+    After CowClip, Adagrad sees the clipped gradient and divides it by its own norm: every row moves by lr * sqrt(D).
+    FBGEMM's mode divides the clipped by the unclipped one, and its limit does not depend on the number of occurrences.
     """
     case = Case(steps=1, weight_scale=0.01)
     drawn = case.draw()

@@ -1,4 +1,4 @@
-"""Clip rules that bound a table's norm or all tables': under fused optimizers they equal plain loops on any plan."""
+"""Clip rules for a table or for all tables equal plain loops, under fused optimizers and EmbeddingAdam, on any plan."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,7 +54,7 @@ def attach(model: nn.Module, case: Case) -> Any:
 
 
 def factors_in_loops(case: Case, grads: list[np.ndarray], tables: list[np.ndarray]) -> list[float]:
-    """Each table's factor by the rules' own words; tables [V, D] are cut to the measured columns and present rows."""
+    """Computes each table's factor by definition; tables [V, D] hold the measured columns and present rows only."""
     rule, excluded = RULES[case.extra["rule"]], {int(name[1:]) for name in case.extra.get("exclude", ())}
     norms = [float(np.sqrt((grad**2).sum())) for grad in grads]
     if isinstance(rule, GlobalClip):
@@ -131,9 +131,9 @@ def refuse(model: nn.Module, case: Case) -> None:
 
 
 def test_two_processes_equal_plain_loops() -> None:
-    """On any plan, also where a rank has no row of a table, or no id of its rows in a step.
+    """Covers ranks without a row of a table, and without an id of their rows in a step.
 
-    A rank without tables is refused on all ranks, since those with tables would wait for its norm forever.
+    Global rules are refused on all ranks if one has no table: the others would wait for its norm forever.
     """
     cases = [
         replace(case, sharding=plan)
@@ -164,7 +164,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_tables_looked_up_apart_are_refused() -> None:
+def test_separate_lookups_are_refused() -> None:
     models = nn.ModuleList([sharded_model(Case(), Case().draw()["tables"]) for _ in range(2)])
     with pytest.raises(ValueError, match=r"needs the norm over all tables before the first .* looks up 't0' and 't0'"):
         attach_cowclip(models, GlobalClip(1.0))
@@ -173,7 +173,7 @@ def test_tables_looked_up_apart_are_refused() -> None:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("rule", RULES)
-def test_statistics_are_the_groups(rule: str) -> None:
+def test_statistics_are_those_of_the_group(rule: str) -> None:
     case = case_of("several ids", rule, steps=1)
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"])
@@ -194,7 +194,7 @@ def test_statistics_are_the_groups(rule: str) -> None:
 @pytest.mark.parametrize("absent_rows", ["lazy", "dense"])
 @pytest.mark.parametrize("rule", RULES)
 def test_adam_sees_the_clipped_gradient(rule: str, absent_rows: str) -> None:
-    """First step: torch's Adam on the clipped gradients of the batch's rows, or of all, by the pure function."""
+    """Compares a first step with torch's Adam on gradients clipped by clip_tables, of the batch's rows or of all."""
     case = case_of("several ids", rule, steps=1)
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"])

@@ -1,9 +1,9 @@
-"""Whatever the plan and the number of processes, the same global batches give the same weights and moments.
+"""The same global batches give the same weights and moments under every sharding plan and number of processes.
 
-One process without any cut is what the others are held against, to the last bit, since every sum runs over float64 in
-the order of the batch; test_attach.py and test_replay.py hold that one against plain loops. The ranks' sums over
-data-parallel tables, and the order of the samples where two hosts' ranks hold a table row-wise, are other ones: there
-float32 may round otherwise, and rows are equal within 1e-6 of their largest value.
+All are bit-identical to one process with table-wise tables, because every sum is in float64 in the order of the batch;
+test_attach.py and test_replay.py compare that one with plain loops. The order of sums differs for data-parallel tables
+and for row-wise tables over two hosts: float32 may then round differently, and rows are equal within 1e-6 of their
+largest value.
 """
 
 from dataclasses import replace
@@ -23,14 +23,14 @@ PLANS = (
     "column_wise",
     "table_row_wise",
     "data_parallel",
-    "row_wise,columns_of_one_rank,column_wise",
+    "row_wise,columns_reference_rank,column_wise",
     "column_wise,data_parallel,table_wise",
 )
 KINDS: dict[str, dict[str, Any]] = {
     "several and repeated ids, empty bags, a shared table": {},
     "weights": {"weighted": True},
     "leading columns": {"extra": {"clip_columns": 5}},
-    "an excluded table": {"extra": {"exclude": ["t0"]}},  # of four ranks one then holds columns of no other
+    "an excluded table": {"extra": {"exclude": ["t0"]}},  # of four ranks one then holds no clipped columns
     "no ids in half of the batch, ranks without rows": {"empty_half": True, "rows": (40, 2, 300)},
 }
 STOCK = ("sgd", "adagrad", "rowwise_adagrad")
@@ -46,7 +46,7 @@ def attach(model: nn.Module, case: Case) -> Any:
 
 
 def cases() -> list[Case]:
-    """Every optimizer with every plan that it goes with; a shared table and repeated ids are in all of them."""
+    """Lists every optimizer with every plan that it supports, all with a shared table and repeated ids."""
     found = []
     for optimizer in (*STOCK, *ADAM):
         for kind, settings in KINDS.items():
@@ -64,7 +64,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, np.ndarray]]:
-    """States of one process, table-wise."""
+    """Trains all cases in one process, table-wise."""
     alone = {repr(replace(case, sharding="table_wise")): replace(case, sharding="table_wise") for case in cases()}
     states = states_in_processes([(case, attach) for case in alone.values()], 1)
     return dict(zip(alone, states, strict=True))
@@ -74,12 +74,12 @@ def expected() -> dict[str, dict[str, np.ndarray]]:
 def test_all_plans_train_the_same(processes: int, expected: dict[str, dict[str, np.ndarray]]) -> None:
     states = states_in_processes([(case, attach) for case in cases()], processes)
     for case, state in zip(cases(), states, strict=True):
-        of_one = expected[repr(replace(case, sharding="table_wise"))]
-        assert state.keys() == of_one.keys()
-        for key, value in of_one.items():
+        reference = expected[repr(replace(case, sharding="table_wise"))]
+        assert state.keys() == reference.keys()
+        for key, value in reference.items():
             what = f"{key} of {case}"
-            of_hosts = case.sharding == "table_row_wise" and processes == 4
-            if of_hosts or "data_parallel" in case.sharding:
+            over_hosts = case.sharding == "table_row_wise" and processes == 4
+            if over_hosts or "data_parallel" in case.sharding:
                 scale = np.abs(value).max(1, keepdims=True) + 1e-9
                 assert (np.abs(state[key] - value) / scale).max() <= 1e-6, what
             else:

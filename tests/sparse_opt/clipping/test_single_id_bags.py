@@ -1,4 +1,4 @@
-"""The output gradient that carries each row's L2 and clip to a fused optimizer; test_attach.py trains with it."""
+"""Output gradients that carry each row's clipped gradient to a fused optimizer; test_attach.py trains with them."""
 
 from collections.abc import Iterator
 
@@ -29,24 +29,24 @@ def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
-def lookup_rows(case: Case, rule: CowClip | NoClip, columns: int) -> ClippedLookup:
+def clipped_lookup(case: Case, rule: CowClip | NoClip, columns: int) -> ClippedLookup:
     model = sharded_model(case, case.draw()["tables"])
     return ClippedLookup(find_lookups(model)[0][0], rule, {f"t{t}": columns for t in range(len(case.rows))})
 
 
 @pytest.mark.usefixtures("back_end")
 def test_sums_over_ids_are_the_row_gradients() -> None:
-    """Equal to the last bit but one to float64 loops, for ids that repeat, bags without an id, and a shared table."""
+    """Compares with float64 loops, for repeated ids, bags without an id, and a shared table."""
     case = Case(max_ids=1)
-    rows = lookup_rows(case, CowClip(r=1.0, zeta=1e-3), 5)
+    clipped = clipped_lookup(case, CowClip(r=1.0, zeta=1e-3), 5)
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 2, 4 * case.batch)
     ids = [rng.integers(0, case.rows[t], n) for t, n in zip((0, 1, 2, 2), lengths.reshape(4, -1).sum(1), strict=True)]
     offsets = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
     grad = torch.from_numpy(rng.normal(size=(case.batch, 4 * case.dim)).astype(np.float32))
     indices = torch.from_numpy(np.concatenate(ids))
-    placed = clipped_output_grad(rows, LookupBackward(indices, offsets, None, grad), 0.1)
-    assert placed.shape == grad.shape
+    output_grad = clipped_output_grad(clipped, LookupBackward(indices, offsets, None, grad), 0.1)
+    assert output_grad.shape == grad.shape
 
     features = ((0,), (1,), (2, 3))
     for t, table in enumerate(case.draw()["tables"]):
@@ -58,10 +58,10 @@ def test_sums_over_ids_are_the_row_gradients() -> None:
                 bag = slice(*offsets[feature * case.batch + sample :][:2].tolist())
                 for i in indices[bag].tolist():
                     sums[0, i] += grad.numpy()[sample, part]
-                    sums[1, i] += placed.numpy()[sample, part]
+                    sums[1, i] += output_grad.numpy()[sample, part]
                     counts[i] += 1
                 if bag.start == bag.stop:
-                    assert not placed[sample, part].any()
+                    assert not output_grad[sample, part].any()
         expected, got = (torch.from_numpy(each[counts > 0]) for each in sums)
         weights = torch.from_numpy(table[counts > 0]).double()
         expected += 2 * 0.1 * weights
@@ -73,23 +73,25 @@ def test_sums_over_ids_are_the_row_gradients() -> None:
 
 @pytest.mark.usefixtures("back_end")
 def test_the_l2_of_a_frequent_id_is_not_lost() -> None:
-    """One share in each of 2^15 occurrences would be below half a unit in the last place of each."""
+    """Divided over 2^15 occurrences, L2 would be below half a unit in the last place of each."""
     case = Case(rows=(1,), features=(("a",),), batch=1 << 15, max_ids=1)
-    rows = lookup_rows(case, NoClip(), case.dim)
-    weight = rows.lookup.flat_weights().fill_(0.5)
+    clipped = clipped_lookup(case, NoClip(), case.dim)
+    weight = clipped.lookup.flat_weights().fill_(0.5)
     grad = torch.ones(case.batch, case.dim)
     grad[1::2] = -1
     ids, offsets = torch.zeros(case.batch, dtype=torch.int64), torch.arange(case.batch + 1)
-    placed = clipped_output_grad(rows, LookupBackward(ids, offsets, None, grad), 1e-4)
-    torch.testing.assert_close(placed.sum(0), 2e-4 * weight, rtol=1e-6, atol=0)
+    output_grad = clipped_output_grad(clipped, LookupBackward(ids, offsets, None, grad), 1e-4)
+    torch.testing.assert_close(output_grad.sum(0), 2e-4 * weight, rtol=1e-6, atol=0)
 
 
 @pytest.mark.usefixtures("back_end")
 def test_no_ids_at_all() -> None:
     case = Case(rows=(5,), features=(("a",),))
-    rows = lookup_rows(case, CowClip(), case.dim)
+    clipped = clipped_lookup(case, CowClip(), case.dim)
     none, grad = torch.zeros(0, dtype=torch.int64), torch.ones(4, case.dim)
-    assert not clipped_output_grad(rows, LookupBackward(none, torch.zeros(5, dtype=torch.int64), None, grad), 0.1).any()
+    assert not clipped_output_grad(
+        clipped, LookupBackward(none, torch.zeros(5, dtype=torch.int64), None, grad), 0.1
+    ).any()
 
 
 def test_excluded_tables_keep_their_l2() -> None:
@@ -120,7 +122,7 @@ def test_refuses(settings: dict, message: str) -> None:
         attach_cowclip(sharded_model(case, case.draw()["tables"]), CowClip(), **settings)
 
 
-def test_l2_of_a_table_out_of_reach_is_refused_even_if_it_is_excluded() -> None:
+def test_l2_of_a_data_parallel_table_is_refused_even_if_it_is_excluded() -> None:
     case = Case(sharding="data_parallel")
     model = sharded_model(case, case.draw()["tables"])
     with pytest.raises(ValueError, match=r"'t.' cannot be clipped: it is data-parallel .* L2 or the"):

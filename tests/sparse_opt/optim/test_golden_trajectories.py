@@ -1,6 +1,6 @@
-"""Twenty steps of training follow the recorded reference: the project's models, clip, L2 and both optimizers together.
+"""Twenty training steps equal the recorded reference: the project's models, clip, L2 and both optimizers together.
 
-Every ``traj_*.npz`` in the golden folder is followed, with the settings in its own ``hp/*``.
+Each ``traj_*.npz`` in the golden folder is repeated with the settings in its ``hp/*``.
 """
 
 import tempfile
@@ -39,8 +39,8 @@ from sharded_case import process_group
 Golden = Mapping[str, np.ndarray]
 RECORDED_STEPS = (1, 2, 5, 20)
 
-# float32: what two float32 implementations differ by after 20 steps (the recording's own notes: 4e-7). float64: the
-# reference keeps learning rate and betas in float32 whatever the weights are (2e-7).
+# float32: two float32 implementations differ by 4e-7 after 20 steps (notes of the recording). float64: the reference
+# keeps learning rate and betas in float32 for all types of weights (2e-7).
 WEIGHT_TOLERANCE = {np.dtype("float32"): 1e-6, np.dtype("float64"): 5e-7}
 GRADIENT_TOLERANCE = 1e-7
 LOSS_TOLERANCE = 1e-6
@@ -80,7 +80,7 @@ def batch_of(golden: Golden, step: int, dtype: torch.dtype) -> Batch:
 
 
 class Comparison:
-    """Fails with the name of what is further from a recording than its tolerance."""
+    """Compares tensors with a recording and fails with the name of one that exceeds the tolerance."""
 
     def __init__(self, file: Path, golden: Golden):
         self.file, self.golden = file, golden
@@ -93,7 +93,7 @@ class Comparison:
 
 @pytest.mark.parametrize("precision", ["f32", "f64"])
 def test_the_dense_oracle_on_unsharded_tables(golden_dir: Path, precision: str) -> None:
-    """Gradients by autograd, clipped by clip_rows, applied by dense_adam_; gradients before and after the clip too."""
+    """Compares weights, moments, and gradients before and after the clip: autograd, clip_rows, then dense_adam_."""
     for file, golden in recordings(golden_dir, precision):
         model = golden_model(model_name(file), golden)
         tables, dense = table_views(model), dense_views(model)
@@ -160,7 +160,7 @@ def gradient_like(model: nn.Module, view: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharded_training(golden_dir: Path, world_size: int) -> None:
-    """TorchRec's sharded model under EmbeddingAdam, all rows at every step and by replay, in 1 and 2 processes."""
+    """Trains TorchRec's sharded model under EmbeddingAdam, "dense" and "replay", in 1 and 2 processes."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world_size, folder, golden_dir)
         if world_size == 1:
@@ -239,10 +239,10 @@ def _sharded(task: TrainTask, process: Process) -> DistributedModelParallel:
 def _slice(batch: Batch, process: Process) -> Batch:
     """This rank's samples; every bag has one id."""
     size = len(batch.label) // process.world_size
-    mine = slice(process.rank * size, (process.rank + 1) * size)
-    ids = batch.sparse.values().view(len(FIELDS), -1)[:, mine].flatten()
+    own = slice(process.rank * size, (process.rank + 1) * size)
+    ids = batch.sparse.values().view(len(FIELDS), -1)[:, own].flatten()
     sparse = KeyedJaggedTensor(list(FIELDS), ids, lengths=torch.ones(len(ids), dtype=torch.int32))
-    return Batch(batch.dense[mine], sparse, batch.label[mine], len(batch.label))
+    return Batch(batch.dense[own], sparse, batch.label[own], len(batch.label))
 
 
 def _tables(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
@@ -254,9 +254,9 @@ def _moments(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
 
 
 def _gathered(sharded: Mapping[str, ShardedTensor], process: Process) -> dict[str, Tensor]:
-    """Whole tensors, on the first rank."""
-    whole = {}
+    """Gathers complete tensors on the first rank."""
+    gathered = {}
     for key, value in sharded.items():
-        whole[key] = torch.zeros(value.size()) if process.is_first else None
-        value.gather(0, whole[key])
-    return whole
+        gathered[key] = torch.zeros(value.size()) if process.is_first else None
+        value.gather(0, gathered[key])
+    return gathered

@@ -1,7 +1,7 @@
-"""Replayed rows are the rows of the dense oracle, whenever they come back and whoever looks at them in between.
+"""Replayed rows equal those of the dense update, whenever their ids occur again and whenever they are read.
 
-Where no row has come to rest the two are equal to the last bit: they run the same float32 operations. A row at rest is
-set to zero, which the oracle only tends to; the tolerance is for that: 1e-6 of the largest value that the row ever had.
+While no row has decayed, both are bit-identical: they run the same float32 operations. A decayed row is set to zero,
+which the dense update only approaches; hence a tolerance of 1e-6 of the largest value that the row ever had.
 """
 
 import tempfile
@@ -29,9 +29,9 @@ State = Mapping[str, ShardedTensor | torch.Tensor]
 
 @dataclass(frozen=True)
 class Stream:
-    """Ids that come back after fixed numbers of steps: row i of a table does every ``periods[i % len(periods)]`` steps.
+    """Ids that recur with fixed periods: row i of a table occurs every ``periods[i % len(periods)]`` steps; 0 is never.
 
-    Period 0 is never. A row that comes has one to three occurrences, in any samples, also twice in a bag.
+    A row in a batch has one to three occurrences, in any samples, also twice in a bag.
     """
 
     steps: int = 450
@@ -42,12 +42,12 @@ class Stream:
     gradients: float = 1e-3
     clip_columns: int = 6
     sharding: str = "row_wise"
-    looked_at: tuple[int, ...] = ()
+    read_at: tuple[int, ...] = ()
     compared_at: tuple[int, ...] = ()
     case: Case = field(default_factory=lambda: Case(rows=(20, 5, 60), batch=8, dim=8))
 
     def batch(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Bags and output gradients of step ``step``, from 1, as sharded_case.py has them."""
+        """Bags and output gradients of step ``step``, from 1, in the form of sharded_case.py."""
         rng = np.random.default_rng((self.case.seed, step))
         bags, targets = {}, {}
         for rows, names in zip(self.case.rows, self.case.features, strict=True):
@@ -55,11 +55,11 @@ class Stream:
                 row for row in range(rows) if (period := self.periods[row % len(self.periods)]) and step % period == 0
             ]
             for name in names:
-                places: list[list[int]] = [[] for _ in range(self.case.batch)]
+                ids_of_sample: list[list[int]] = [[] for _ in range(self.case.batch)]
                 for row in due:
                     for sample in rng.integers(0, self.case.batch, rng.integers(1, 4)):
-                        places[sample].append(row)
-                bags[name] = [(np.array(ids, np.int64), np.ones(len(ids), np.float32)) for ids in places]
+                        ids_of_sample[sample].append(row)
+                bags[name] = [(np.array(ids, np.int64), np.ones(len(ids), np.float32)) for ids in ids_of_sample]
                 shape = (self.case.batch, self.case.dim)
                 targets[name] = (rng.normal(size=shape) * self.gradients).astype(np.float32)
         return bags, targets
@@ -88,8 +88,8 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
             for key, of_key in shards.items():
                 for most, each in zip(largest[key], of_key, strict=True):
                     torch.maximum(most, abs(each).amax(1), out=most)
-        if step in stream.looked_at:
-            look_at(model, stream, step, low, high)
+        if step in stream.read_at:
+            read_rows(model, stream, step, low, high)
         if step in (*stream.compared_at, stream.steps):
             states[step] = {key: gathered(value) for key, value in current(model, optimizer).items()}
     scales = {key: np.concatenate([each.numpy() for each in of_key]) for key, of_key in largest.items() if of_key}
@@ -101,8 +101,8 @@ def tensors_here(value: ShardedTensor | torch.Tensor) -> list[torch.Tensor]:
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value.detach()]
 
 
-def look_at(model: nn.Module, stream: Stream, step: int, low: int, high: int) -> None:
-    """Evaluates the ids of other steps, and takes the model's state."""
+def read_rows(model: nn.Module, stream: Stream, step: int, low: int, high: int) -> None:
+    """Evaluates the ids of other steps, and takes the model's state_dict."""
     with torch.no_grad():
         bags, _ = stream.batch(step // 37 * 37 or 37)
         model.module["ebc"](batch_of(stream.case, bags, low, high)).wait()
@@ -159,22 +159,22 @@ def test_replay_equals_the_dense_oracle(name: str) -> None:
     in_one_process(both)
 
 
-def test_rows_that_come_back_after_ten_thousand_steps() -> None:
-    """The paper's settings: rows come back after 9 to 10,000 steps; those that do not come die out and rest."""
+def test_rows_that_recur_after_ten_thousand_steps() -> None:
+    """Trains with the paper's settings: rows recur after 9 to 10,000 steps; rows that never occur decay."""
     stream = replace(STREAMS["paper"], steps=10_700, periods=(9, 1000, 4000, 10_000, 0), compared_at=(0, 9_999, 10_001))
 
     def both() -> None:
         dense, scales = train(stream, "dense")
         replayed, _ = train(stream, "replay")
         assert_close(replayed, dense, scales)
-        at_rest = ~replayed[10_700]["t2.weight"].any(1) & dense[0]["t2.weight"].any(1)
-        assert at_rest.sum() >= 5
-        assert abs(dense[10_700]["t2.weight"][at_rest]).max() < 1e-11
+        decayed = ~replayed[10_700]["t2.weight"].any(1) & dense[0]["t2.weight"].any(1)
+        assert decayed.sum() >= 5
+        assert abs(dense[10_700]["t2.weight"][decayed]).max() < 1e-11
 
     in_one_process(both)
 
 
-def test_equal_to_the_last_bit_while_nothing_rests() -> None:
+def test_bit_identical_while_no_row_has_decayed() -> None:
     stream = replace(STREAMS["paper"], compared_at=(1, 17, 301))
 
     def both() -> None:
@@ -187,15 +187,15 @@ def test_equal_to_the_last_bit_while_nothing_rests() -> None:
     in_one_process(both)
 
 
-def test_looking_changes_nothing() -> None:
-    """Evaluations and state_dicts, at odd steps and while rows come to rest, leave every bit as it would be."""
+def test_reading_changes_nothing() -> None:
+    """Evaluations and state_dicts, at odd steps and while rows decay, leave every bit unchanged."""
     stream = replace(STREAMS["clip binds"], steps=700)
-    looked = replace(stream, looked_at=(1, 5, 16, 100, 333, 334, 600, 640, 699))
+    read = replace(stream, read_at=(1, 5, 16, 100, 333, 334, 600, 640, 699))
 
     def both() -> None:
-        (without, _), (with_looks, _) = train(stream, "replay"), train(looked, "replay")
+        (without, _), (with_reads, _) = train(stream, "replay"), train(read, "replay")
         for key, expected in without[700].items():
-            np.testing.assert_array_equal(with_looks[700][key], expected, err_msg=key)
+            np.testing.assert_array_equal(with_reads[700][key], expected, err_msg=key)
 
     in_one_process(both)
 
@@ -209,17 +209,17 @@ def test_two_processes(sharding: str) -> None:
 def _two_processes(rank: int, folder: str, sharding: str) -> None:
     torch.set_num_threads(1)
     with process_group(rank, 2, folder):
-        stream = replace(STREAMS["clip binds"], steps=320, sharding=sharding, looked_at=(100,), compared_at=(301,))
+        stream = replace(STREAMS["clip binds"], steps=320, sharding=sharding, read_at=(100,), compared_at=(301,))
         dense, _ = train(stream, "dense")
         replayed, _ = train(stream, "replay")
         for step, state in dense.items() if rank == 0 else ():
             for key, expected in state.items():
-                # The scale of what is seen: a float32 row of this size has no finer steps.
+                # At this scale float32 rows have no finer steps.
                 np.testing.assert_allclose(replayed[step][key], expected, rtol=1e-6, atol=1e-11, err_msg=key)
 
 
-def test_a_checkpoint_has_rows_as_they_are_and_training_goes_on_from_it(tmp_path: Path) -> None:
-    """Half of the steps, a checkpoint, a fresh model, the other half: equal in every bit to training without a stop."""
+def test_a_checkpoint_holds_rows_as_stored_and_resumes(tmp_path: Path) -> None:
+    """Resuming from a checkpoint after half of the steps is bit-identical to uninterrupted training."""
     stream = replace(STREAMS["a schedule"], steps=400)
     assert stream.schedule
 
@@ -240,8 +240,8 @@ def test_a_checkpoint_has_rows_as_they_are_and_training_goes_on_from_it(tmp_path
         model, optimizer = fresh()
         steps(model, optimizer, 1, 200)
         saved = state_of(model, optimizer)
-        never = saved["optimizer"]["t2.last_step"].local_shards()[0].tensor[4::5]
-        assert (never == 0).all(), "a checkpoint must not move rows"
+        absent = saved["optimizer"]["t2.last_step"].local_shards()[0].tensor[4::5]
+        assert (absent == 0).all(), "a checkpoint must not move rows"
         dcp.save(saved, checkpoint_id=tmp_path)
         steps(model, optimizer, 201, 400)
         expected = {key: gathered(value) for key, value in current(model, optimizer).items()}
@@ -262,7 +262,7 @@ def test_a_checkpoint_has_rows_as_they_are_and_training_goes_on_from_it(tmp_path
 
 
 def test_two_forward_passes_before_their_backward() -> None:
-    """The second backward's rows have missed the first's step; they take it, as the oracle's do at once."""
+    """The rows of the second backward have missed the step of the first, and take it before their own."""
     stream = STREAMS["clip binds"]
 
     def two_steps(absent_rows: str) -> dict[str, np.ndarray]:
@@ -306,7 +306,7 @@ def test_loaded_weights_count_as_current() -> None:
     in_one_process(work)
 
 
-def test_an_id_outside_its_table_stops_the_forward_and_harms_no_row() -> None:
+def test_an_id_outside_its_table_fails_the_forward_and_changes_no_row() -> None:
     def work() -> None:
         stream = STREAMS["clip binds"]
         model = sharded_model(stream.case, stream.case.draw()["tables"])

@@ -81,7 +81,7 @@ def _measure(rank: int, folder: str) -> None:
 
 
 def _check_separate_lookups(rank: int) -> None:
-    """Rejects an inconsistent order: rank 0 looks up the sums 0 and 2 first, rank 1 (no column of table 0) the mean 1."""
+    """Rejects an inconsistent order: rank 0 looks up the sums 0 and 2 first, rank 1 (none of table 0) the mean 1."""
     separate = replace(CASE, pooling="sum,mean,sum")
     drawn = separate.draw()
     inconsistent = replace(separate, sharding="columns_of_one_rank,column_wise,column_wise")

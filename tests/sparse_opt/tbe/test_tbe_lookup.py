@@ -1,6 +1,6 @@
-"""What sparse_opt/tbe/lookup.py takes for granted of TorchRec and FBGEMM, which promise none of it.
+"""Private attributes of TorchRec and FBGEMM that sparse_opt/tbe/lookup.py and discovery.py rely on.
 
-Seen with torchrec 1.8.0 on fbgemm 1.8.0 and with torchrec 1.6.1 on fbgemm 1.6.0.
+Tested with torchrec 1.8.0 on fbgemm 1.8.0 and with torchrec 1.6.1 on fbgemm 1.6.0.
 """
 
 from collections.abc import Iterator
@@ -45,11 +45,11 @@ def test_geometry(model: nn.Module) -> None:
     assert not lookup.is_mean_pooled
 
 
-def test_places(model: nn.Module) -> None:
-    """Of one process; test_group_clip.py trains in two, where a rank has no table, or tables lie on both ranks."""
+def test_ranks(model: nn.Module) -> None:
+    """Checks one process; test_group_clip.py trains in two, where a rank has no table or both share a table."""
     (lookup,) = find_lookups(model)[0]
     assert lookups_of_ranks(model) == [[["t0", "t1", "t2"]]]
-    assert (lookup.num_ranks, lookup.is_split) == (1, False)
+    assert (lookup.num_ranks, lookup.splits_rows) == (1, False)
     assert not tables_on_some_ranks(model)
     separate = sharded_model(Case(sharding="data_parallel"), Case().draw()["tables"])
     assert lookups_of_ranks(nn.ModuleList([model, separate])) == [[["t0", "t1", "t2"]]]
@@ -64,7 +64,7 @@ def test_the_flat_weights_are_the_tables_memory(model: nn.Module) -> None:
         assert lookup.view_of(flat, t).data_ptr() == lookup.module.split_embedding_weights()[t].data_ptr()
 
 
-def test_row_state_is_cut_like_the_weights(model: nn.Module) -> None:
+def test_row_state_is_sharded_like_the_weights(model: nn.Module) -> None:
     (lookup,) = find_lookups(model)[0]
     state = torch.arange(lookup.flat_weights().numel(), dtype=torch.float32)
     sharded = sharded_like_weights([lookup.collection], [lookup], [state], torch.float32)
@@ -79,9 +79,11 @@ def test_row_state_is_cut_like_the_weights(model: nn.Module) -> None:
 @pytest.mark.usefixtures("model")
 def test_column_shards() -> None:
     case = Case(sharding="column_wise,table_wise,columns_of_one_rank")
-    cut = sharded_model(case, case.draw()["tables"])
-    assert column_split_tables(cut) == {"t0": (0, 0), "t2": (0, 0)}
-    whole, split = find_lookups(cut)[0][::-1] if find_lookups(cut)[0][0].splits_columns else find_lookups(cut)[0]
+    model = sharded_model(case, case.draw()["tables"])
+    assert column_split_tables(model) == {"t0": (0, 0), "t2": (0, 0)}
+    complete, split = (
+        find_lookups(model)[0][::-1] if find_lookups(model)[0][0].splits_columns else find_lookups(model)[0]
+    )
     assert [(shard.name, shard.first_column, shard.embedding_dim) for shard in split.shards] == [
         ("t0", 0, 4),
         ("t0", 4, 4),
@@ -89,11 +91,11 @@ def test_column_shards() -> None:
         ("t2", 4, 4),
     ]
     assert {shard.table_dim for shard in split.shards} == {8}
-    assert not split.has_like_partners
-    assert not whole.splits_columns
-    assert inconsistent_lookups(cut) is None
-    rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (whole, split)]
-    last = sharded_like_weights(list(sharded_collections(cut)), [whole, split], rows, torch.int32, per_row=True)
+    assert not split.has_equal_partners
+    assert not complete.splits_columns
+    assert inconsistent_lookups(model) is None
+    rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (complete, split)]
+    last = sharded_like_weights(list(sharded_collections(model)), [complete, split], rows, torch.int32, per_row=True)
     (first,) = last["t0"].local_shards()
     assert first.tensor.flatten().tolist() == list(range(40))
     assert first.metadata.shard_offsets == [0, 0]
