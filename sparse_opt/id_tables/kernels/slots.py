@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from cowrec.sparse_opt.kernels.cpu_rows import prefetch
+from cowrec.sparse_opt.kernels.cpu_adam import prefetch
 
 from .hashing import home_slot, id_hash, tag_of
 from .memory import FREE, Segment
