@@ -289,7 +289,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
     Summed in float64, so that neither the norm nor the set of clipped rows depends on the order or the back end.
     """
-    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return norms.to(torch.promote_types(rows.dtype, torch.float32))
 
 

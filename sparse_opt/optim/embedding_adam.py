@@ -201,7 +201,8 @@ class EmbeddingAdam:
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
         anchor = torch.ones((), requires_grad=True)
-        return _UpdateInBackward.apply(output.detach(), self, adam, inputs, ids, anchor)
+        updating: Tensor = _UpdateInBackward.apply(output.detach(), self, adam, inputs, ids, anchor)
+        return updating
 
     def _hook_state(self) -> list[RemovableHandle]:
         """Installs hooks that bring all rows up to date before a state_dict, and declare loaded rows up to date."""

@@ -5,7 +5,7 @@ depends only on the row and the learning rates of the steps. It can therefore be
 occurs again, when the row is evaluated, or when the table is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf, log
 from typing import Any
@@ -234,12 +234,11 @@ class Replay:
     def _replay_on_cpu(self, dim: int, rows: StaleRows, step: int) -> None:
         tuples = (to_numpy(each) for each in (rows, self._state, self.progress(step), self._history.schedule))
         common: tuple[Any, ...] = (dim, *tuples, to_float32(self._constants), to_float32(self._thresholds))
-        parts = torch.get_num_threads()
+        kernel: Callable[..., None] = replay_rows
         if self._absent_clip_binds:
-            clips = to_numpy(self._clipped.limits.clips)
-            in_threads([partial(replay_clipped_rows, part, parts, *common, clips) for part in range(parts)])
-        else:
-            in_threads([partial(replay_rows, part, parts, *common) for part in range(parts)])
+            kernel, common = replay_clipped_rows, (*common, to_numpy(self._clipped.limits.clips))
+        parts = torch.get_num_threads()
+        in_threads([partial(kernel, part, parts, *common) for part in range(parts)])
 
 
 def _keys(rows: Tensor, lasts: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class TbeLookup:
     @property
     def is_mean_pooled(self) -> bool:
         """Whether it averages the rows of a bag."""
-        return self.module.pooling_mode == PoolingMode.MEAN
+        return bool(self.module.pooling_mode == PoolingMode.MEAN)
 
     def pool_by_weighted_sum(self) -> None:
         """Switches the TBE to sums; for a mean, callers then pass 1/length as the ids' weights (exact everywhere)."""
@@ -142,7 +142,8 @@ class TbeLookup:
         if self.is_replicated or not self.module.weights_uvm.numel():
             return torch.zeros(weights.numel(), device=weights.device)
         like = torch.empty(1, device=weights.device)
-        return torch.ops.fbgemm.new_managed_tensor(like, [weights.numel()]).zero_()
+        state: Tensor = torch.ops.fbgemm.new_managed_tensor(like, [weights.numel()])
+        return state.zero_()
 
     def view_of(self, flat: Tensor, table: int) -> Tensor:
         """View of a table in a flat tensor that is laid out like :meth:`flat_weights`, [rows, D], or that has one value
@@ -193,6 +194,9 @@ def has_row_shards(collection: Any, table: str) -> bool:
 
 def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen) -> Tensor:
     """Allocation that holds all tables of a lookup; discovery.py refuses lookups with several."""
+    weights: Tensor
     if isinstance(tbe, DenseTableBatchedEmbeddingBagsCodegen):
-        return tbe.weights
-    return next(memory for memory in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if memory.numel())
+        weights = tbe.weights
+    else:
+        weights = next(each for each in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if each.numel())
+    return weights
