@@ -19,14 +19,7 @@ from cowrec.sparse_opt.algorithm.clip import ClipRule, RowLimit
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.cpu_replay import ROW_BITS, replay_clipped_rows, replay_rows, stale_rows
 from cowrec.sparse_opt.kernels.cpu_rows import bags_of
-from cowrec.sparse_opt.kernels.layout import (
-    AdamState,
-    DecayThresholds,
-    LastSteps,
-    StaleRows,
-    to_float32,
-    to_numpy,
-)
+from cowrec.sparse_opt.kernels.layout import AdamState, DecayThresholds, LastSteps, StaleRows, to_float32, to_numpy
 from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, RowSums, rows_of_ids
 from cowrec.sparse_opt.tbe.layout import raise_bad_id
