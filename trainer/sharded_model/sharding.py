@@ -258,4 +258,4 @@ def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
 
 
 def _bytes(table: EmbeddingBagConfig) -> int:
-    return 4 * table.num_embeddings * table.embedding_dim
+    return int(4 * table.num_embeddings * table.embedding_dim)

@@ -96,4 +96,4 @@ def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
         return nan
     order = np.argsort(values)
     reached = weights[order].cumsum()
-    return values[order][np.searchsorted(reached, reached[-1] / 2)].item()
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])

@@ -55,7 +55,7 @@ class Trainer:
 
     @contextmanager
     def running(self, resume: bool) -> Iterator[None]:
-        """Holds and fills the run's folder while the run is in it; an error leaves a chance to a pending checkpoint."""
+        """Locks and fills the run's folder while the run is in progress; after an error waits for a checkpoint."""
         with hold_run_dir(self.run_dir, self.process):
             # Checked again: only from here on can no other process fill the folder.
             require_run_dir(self.run_dir, self.config, self.process, resume)
@@ -69,6 +69,7 @@ class Trainer:
                 raise
 
     def open_log(self) -> MetricsLog:
+        """Opens the metrics log; it writes on the first process only."""
         return MetricsLog(self.run_dir if self.process.is_first else None, self.steps)
 
     def step(self, batches: Iterator[Batch]) -> Step:
