@@ -97,8 +97,8 @@ def serve(
 
     Example: `curl localhost:8000/predict --data '{"I1": 3, "C1": "68fd1e64", ...}'`
     """
+    from cowrec.trainer.serving.server import serve as run
     from cowrec.trainer.serving.service import Limits
-    from cowrec.trainer.serving.service import serve as run
 
     limits = Limits(max_request_bytes, max_samples, max_concurrent)
     run(export_dir, follow, host=host, port=port, limits=limits)

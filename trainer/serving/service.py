@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.trainer.publishing.blob import Blob
@@ -47,7 +44,7 @@ class Limits:
 
 
 class Service:
-    """Answers prediction requests; routes.py is its HTTP interface.
+    """Answers prediction requests; routes.py is its HTTP interface, and server.py runs both.
 
     Args:
         export_dir: folder of an exported model.
@@ -79,7 +76,7 @@ class Service:
             self._codec = SampleCodec.load(self._export_dir)
             self._model = ServedModel.load(self._export_dir)
             self._compute([dict.fromkeys(self._codec.columns)])
-        except Exception as error:  # raised by `serve`, which runs in another thread
+        except Exception as error:  # raised by `serve`, in another thread
             self.failure = error
             return
         self.ready = True
@@ -157,47 +154,3 @@ def _missing(sample: Mapping[str, Any], columns: Sequence[str]) -> str:
         if name not in sample:
             return f"column {name} is missing; use null for a missing value"
     return ""
-
-
-def serve(
-    export_dir: Path,
-    follow: str | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    limits: Limits | None = None,
-) -> None:
-    """Answers requests until SIGTERM or SIGINT; requests in progress are finished.
-
-    Args:
-        export_dir, follow, limits: see :class:`Service`.
-        host: address to listen on; by default the loopback address, which other machines cannot reach.
-        port: to listen on.
-
-    Raises:
-        ValueError: ``export_dir`` has no exported model or a damaged one, or ``follow`` is not a publication target.
-    """
-    import uvicorn
-
-    from .routes import service_app
-
-    # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
-    torch.set_num_threads(1)
-    service = Service(export_dir, follow, limits)
-    config = uvicorn.Config(
-        service_app(service, lambda: setattr(server, "should_exit", True)),
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=10,
-        timeout_keep_alive=75,  # longer than proxies keep a connection, so that they close it and not the server
-        server_header=False,
-        proxy_headers=False,
-    )
-    server = uvicorn.Server(config)
-    # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    server.run()
-    if service.failure:
-        raise service.failure
