@@ -1,0 +1,71 @@
+"""Documents against the code: paths and names that they mention exist, and versions that files repeat agree."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cowrec.sparse_opt.versions import MATCHED_SETS
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("trainer", "models", "sparse_opt", "data_pipeline", "tests", "scripts", "docs", "results")
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "results").rglob("*.md")], key=lambda file: file.name
+)
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]+)`")
+# A step of a walk in docs/architecture.md: `trainer/training/loop.py` `train`, `_Run.train_epoch`
+STEP = re.compile(r"^\| `([\w/]+\.py)` \| ((?:`[\w.]+`(?:, )?)+) \|", re.MULTILINE)
+
+
+def names_in(file: Path) -> set[str]:
+    """Classes and functions of a file at any depth, as ``name`` and, within a class, as ``Class.name``."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | FUNCTION):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, FUNCTION)}
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
+def test_paths_in_documents_exist(document: Path) -> None:
+    mentioned = PATH.findall(document.read_text(encoding="utf-8"))
+    assert not [path for path in mentioned if not any(ROOT.glob(path.rstrip("/")))]
+
+
+def test_the_walks_name_what_exists() -> None:
+    steps = STEP.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert len(steps) >= 20
+    wrong = [
+        f"{path}: {name}"
+        for path, names in steps
+        for name in re.findall(r"`([\w.]+)`", names)
+        if not (ROOT / path).is_file() or name not in names_in(ROOT / path)
+    ]
+    assert not wrong
+
+
+def test_every_matched_set_has_its_pins() -> None:
+    for matched in MATCHED_SETS:
+        series = ".".join(matched.torch.split(".")[:2])
+        lines = (ROOT / "scripts" / f"constraints_torch_{series}.txt").read_text(encoding="utf-8").splitlines()
+        pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+        assert (
+            pins.items()
+            >= {
+                "torch": matched.torch,
+                "torchrec": matched.torchrec,
+                "fbgemm-gpu": matched.fbgemm,
+                "fbgemm-gpu-cpu": matched.fbgemm,
+            }.items()
+        )
+
+
+def test_the_citation_has_the_project_s_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
