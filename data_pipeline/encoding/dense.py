@@ -56,7 +56,7 @@ def bucket_ids(values: np.ndarray) -> pa.Array:
     The bucket is floor(log(x)^2) above 2, and "=x" (x rounded down) otherwise. The two kinds are different ids, as in
     the winning solution of Criteo's Kaggle challenge (libffm's "3 idiots": `int(log(x)^2)` and `"SP" + x`).
     """
-    rounded = np.floor(np.nan_to_num(values, nan=0.0))
+    rounded = np.floor(np.nan_to_num(values, nan=0.0)) + 0.0  # -0.0 is 0
     large = rounded > 2
     # One number codes both kinds: 0.5 added to the squares separates them from the values.
     codes = np.where(large, np.floor(np.log(np.where(large, rounded, 1.0)) ** 2) + 0.5, rounded)

@@ -24,9 +24,6 @@ SAMPLE_ID = "sample_id"
 WINDOWS_FILE = "windows.jsonl"
 CHUNK_ROWS = 1 << 16
 
-# Settings in data sets written before they were renamed.
-_FORMER_NAMES = {"births_per_day": "new_ids_per_day", "born_share": "new_id_share"}
-
 
 def synthesize_drifting(
     output: str | os.PathLike[str],
@@ -88,7 +85,7 @@ def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
         raise ValueError(
             f"{data_dir} must be a drifting data set, got {schema.name!r}; create one with cowrec synthesize --days"
         )
-    settings = {_FORMER_NAMES.get(name, name): value for name, value in schema.settings["drift"].items()}
+    settings = schema.settings["drift"]
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     return DriftConfig(**{**settings, **lists})
 

@@ -171,15 +171,6 @@ def test_a_data_set_holds_the_samples_with_raw_ids_and_times(tmp_path):
     assert len(windows) == 60
 
 
-def test_settings_with_former_names_are_read(tmp_path):
-    config = DriftConfig(**{**SMALL, "rows": 100}, new_id_share=0.7)
-    synthesize_drifting(tmp_path, config, test_rows=1)
-    text = (tmp_path / "schema.json").read_text()
-    text = text.replace("new_ids_per_day", "births_per_day").replace("new_id_share", "born_share")
-    (tmp_path / "schema.json").write_text(text)
-    assert drift_config(tmp_path) == config
-
-
 def test_settings_of_another_data_set_are_refused(tmp_path):
     synthesize(tmp_path / "data", SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4))
     with pytest.raises(ValueError, match="must be a drifting data set, got 'synthetic'"):
