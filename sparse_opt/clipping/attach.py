@@ -41,7 +41,7 @@ class LookupsHandle:
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics of each table, over the rows that this process holds. Waits for the device."""
-        return {name: stats for each in self._lookups for name, stats in each.statistics.of_tables().items()}
+        return {name: stats for each in self._lookups for name, stats in each.statistics.per_table().items()}
 
     def remove(self) -> None:
         """Detaches from the model; the weights do not change. Calling it again has no effect."""

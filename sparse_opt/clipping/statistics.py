@@ -64,7 +64,7 @@ class ClipStatistics:
         self._clipped += torch.from_numpy(np.bincount(tables[values > 1], minlength=len(rows)))
         self._ratios, self._tables = torch.from_numpy(values), torch.from_numpy(tables)
 
-    def of_tables(self) -> dict[str, TableStats]:
+    def per_table(self) -> dict[str, TableStats]:
         """Statistics by table name. Waits for the device."""
         rows, clipped = self._rows.tolist(), self._clipped.tolist()
         return {

@@ -21,7 +21,7 @@ class TableLimits:
 
     Attributes:
         scope: the rule's.
-        of_table: limit of each table.
+        per_table: limit of each table.
         columns: columns of each table here that are measured and clipped.
         clips: limits and columns of the tables, as tensors.
         excluded: whether each table is excluded, bool [tables].
@@ -34,16 +34,16 @@ class TableLimits:
     def __init__(self, lookup: TbeLookup, rule: ClipRule, clip_columns: Mapping[str, int], exclude: Sequence[str]):
         shards, device = lookup.shards, lookup.flat_weights().device
         self.scope = rule.scope
-        of_rows = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
+        row_columns = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
         self.columns = [
             min(max(columns - shard.first_column, 0), shard.embedding_dim)
-            for shard, columns in zip(shards, of_rows, strict=True)
+            for shard, columns in zip(shards, row_columns, strict=True)
         ]
-        self.of_table = [
+        self.per_table = [
             (NoClip() if shard.name in exclude else rule).limit(columns)
-            for shard, columns in zip(shards, of_rows, strict=True)
+            for shard, columns in zip(shards, row_columns, strict=True)
         ]
-        r, floor, per_occurrence = zip(*self.of_table, strict=True)
+        r, floor, per_occurrence = zip(*self.per_table, strict=True)
         self.clips = TableClips(
             torch.tensor(self.columns, device=device),
             torch.tensor(r, dtype=torch.float32, device=device),
@@ -53,7 +53,7 @@ class TableLimits:
         self.excluded = torch.tensor([shard.name in exclude for shard in shards], device=device)
         self.clipped_column_shards = {
             shard.name
-            for shard, limit in zip(shards, self.of_table, strict=True)
+            for shard, limit in zip(shards, self.per_table, strict=True)
             if shard.column_ranks and limit.floor < inf
         }
 

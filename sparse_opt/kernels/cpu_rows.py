@@ -136,8 +136,8 @@ def sum_rows(tables, layout, bags, id_weights, grad):
     for k, t in enumerate(tables):
         begin, end = begins[t], begins[t + 1]
         shifts[k] = done - begin
-        of_table = slots[done : done + end - begin]
-        bad, used = distinct(bags.indices[begin:end], layout.rows[t], used, rows, counts, of_table)
+        slots_of_table = slots[done : done + end - begin]
+        bad, used = distinct(bags.indices[begin:end], layout.rows[t], used, rows, counts, slots_of_table)
         if bad >= 0:
             return begin + bad, DistinctRows(tops, rows, counts, slots, np.empty((0, 0), np.float64))
         tops[k + 1] = used

@@ -28,7 +28,7 @@ def update_all_rows(
     if batch_rows:
         _record_clips(clipped, replace(batch_rows, grad=batch_rows.grad + 2 * config.l2 * batch_rows.weight), norms)
     for table, shard in enumerate(clipped.lookup.shards):
-        limit, columns = clipped.limits.of_table[table], clipped.limits.columns[table]
+        limit, columns = clipped.limits.per_table[table], clipped.limits.columns[table]
         row_norms = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
         for part, part_norms in zip(_parts(clipped, state, table, batch_rows), row_norms, strict=False):
             dense_adam_(*part, limit=limit, clip_columns=columns, config=config, scalars=scalars, norms=part_norms)

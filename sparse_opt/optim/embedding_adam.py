@@ -53,6 +53,10 @@ class EmbeddingAdam:
         exclude: tables left unclipped (they are trained).
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
 
+    Attributes:
+        lr: learning rate of the next step.
+        lookups: state of each lookup of this process.
+
     Raises:
         ValueError: as :func:`attach_cowclip`, a table has another fused optimizer or cannot be replayed, or the rule
             bounds more than a row under "replay".

@@ -84,7 +84,7 @@ class Replay:
         self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
         self.uses_triton = weights.is_cuda
         self._log_beta2 = log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
-        limits = clipped.limits.of_table
+        limits = clipped.limits.per_table
         self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
         self._constants = adam_constants(config)
         weight = _decayed_weight(config, [limit.floor for limit in limits])
