@@ -23,7 +23,7 @@ PLANS = (
     "column_wise",
     "table_row_wise",
     "data_parallel",
-    "row_wise,columns_reference_rank,column_wise",
+    "row_wise,columns_of_one_rank,column_wise",
     "column_wise,data_parallel,table_wise",
 )
 KINDS: dict[str, dict[str, Any]] = {

@@ -136,7 +136,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
             break
     assert "the checkpoint of step" in line
     assert "could not be written" in line
-    last = line.rpartition("the last good one is ")[2].strip()
+    last = line.rpartition("the last good checkpoint is ")[2].strip()
     assert Path(last).is_dir()
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
     wait_for(lambda: max(each.name for each in (run_dir / "checkpoints").glob("step_?????????")) > Path(last).name)
