@@ -1,0 +1,51 @@
+"""Public names and their parameters, which change only with an entry in CHANGELOG.md.
+
+After a wanted change: python tests/test_public_api.py > tests/public_api.txt
+"""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cowrec.data_pipeline
+import cowrec.models
+import cowrec.sparse_opt
+
+RECORDED = Path(__file__).parent / "public_api.txt"
+MARKS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
+
+def parameters(value: Any) -> Iterator[str]:
+    """Names of the parameters; ``=`` marks those with a default, ``*`` comes before keyword-only ones."""
+    keyword_only = False
+    for each in inspect.signature(value).parameters.values():
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            yield "*"
+        yield MARKS.get(each.kind, "") + each.name + ("" if each.default is inspect.Parameter.empty else "=")
+
+
+def public_api() -> Iterator[str]:
+    """A line for each public name, with the methods of classes below it."""
+    for package in (cowrec.sparse_opt, cowrec.models, cowrec.data_pipeline):
+        for name in package.__all__:
+            value = getattr(package, name)
+            called = f"({', '.join(parameters(value))})" if inspect.isfunction(value) or inspect.isclass(value) else ""
+            yield f"{package.__name__}.{name}{called}"
+            if inspect.isclass(value):
+                own = {key: each for key, each in vars(value).items() if not key.startswith("_")}
+                for key, each in sorted(own.items()):
+                    plain = each.__func__ if isinstance(each, staticmethod | classmethod) else each
+                    if inspect.isfunction(plain):
+                        yield f"    {key}({', '.join(parameters(plain))})"
+                    elif isinstance(plain, property):
+                        yield f"    {key}"
+
+
+def test_public_names_and_parameters_are_the_recorded_ones() -> None:
+    assert list(public_api()) == RECORDED.read_text(encoding="utf-8").splitlines()
+
+
+if __name__ == "__main__":
+    print("\n".join(public_api()))
