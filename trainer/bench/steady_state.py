@@ -40,8 +40,6 @@ from .step_parts import step_parts
 
 WARMUP_STEPS, LEAST_STEPS = 3, 5
 _PROFILED_STEPS = 5
-_SPARE_STEPS = 2
-"""Batches that TorchRec's pipeline prefetches."""
 _ROWS_AT_ONCE = 1 << 16
 
 
@@ -111,7 +109,7 @@ def measure(case: Case) -> Measurement:
     with process_group(case.config.train.device) as process:
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
-        steps = WARMUP_STEPS + case.max_steps + 1 + _PROFILED_STEPS + _SPARE_STEPS
+        steps = WARMUP_STEPS + case.max_steps + 1 + _PROFILED_STEPS
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
         rss_before = _memory("VmRSS", process.device)
@@ -214,7 +212,7 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
 
 
 def _last_steps(case: Case, first: int, count: int) -> Tensor:
-    # Mapped anew for every block, because a mapped file's pages count as memory of this process.
+    # Mapped again for every block, because a mapped file's pages count as memory of this process.
     samples = np.load(case.last_samples, mmap_mode="r")[first : first + count]
     return torch.from_numpy(last_steps(samples, case.batch_size, case.steps_before))
 

@@ -15,8 +15,8 @@ dense network forward and backward, and everything not named here; sums of gradi
 embedding optimizer, which are one pass; the dense optimizer; other work of the host (0 on CUDA, where only the device's
 time counts)."""
 _STEP = "cowrec_step"
-# As TrainPipelineBase and the sharded lookups name them, followed by numbers or table names.
-_INPUT, _EXCHANGE = ("## load batch", "## wait_for_batch", "## copy_batch_to_gpu"), ("[splits_dist]",)
+# As SequentialSteps and TorchRec's sharded lookups name them; the latter add table names.
+_INPUT, _EXCHANGE = ("## load batch",), ("[splits_dist]",)
 _DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward", "## backward"), ("[lookup]",)
 
 
