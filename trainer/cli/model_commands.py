@@ -97,8 +97,12 @@ def serve(
 
     Example: `curl localhost:8000/predict --data '{"I1": 3, "C1": "68fd1e64", ...}'`
     """
-    from cowrec.trainer.serving.server import serve as run
-    from cowrec.trainer.serving.service import Limits
+    try:
+        from cowrec.trainer.serving.server import serve as run
+        from cowrec.trainer.serving.service import Limits
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'cowrec[serve]'"
+        raise ImportError(f"serve requires {error.name}, which is not installed: {remedy}") from error
 
     limits = Limits(max_request_bytes, max_samples, max_concurrent)
     run(export_dir, follow, host=host, port=port, limits=limits)
