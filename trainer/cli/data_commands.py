@@ -25,16 +25,16 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")
 
 
 class _Prepare(TyperCommand):
-    """The command ``prepare``, which explains how its former flags are written now."""
+    """The command ``prepare``; for a setting written as a flag, its error names the ``--set`` to write instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from cowrec.data_pipeline import PrepareConfig
 
-        former = {each.name for each in dataclasses.fields(PrepareConfig)} - {"raw_ids"}
+        settings = {each.name for each in dataclasses.fields(PrepareConfig)} - {"raw_ids"}
         for argument in args:
             flag, _, value = argument.partition("=")
             key = flag.removeprefix("--").replace("-", "_")
-            if flag.startswith("--") and key in former:
+            if flag.startswith("--") and key in settings:
                 raise ValueError(f"prepare has no {flag}; write --set prepare.{key}={value or 'VALUE'}")
         return super().parse_args(ctx, args)
 

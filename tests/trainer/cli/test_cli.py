@@ -175,11 +175,11 @@ MISTAKES = {
         ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--set", "prepare.dense=cut"],
         "prepare.dense = 'cut'",
     ),
-    "former flag": (
+    "setting as a flag": (
         ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--hash-buckets", "9"],
         "prepare has no --hash-buckets; write --set prepare.hash_buckets=VALUE",
     ),
-    "former flag with value": (
+    "setting as a flag with value": (
         ["prepare", "avazu", "-i", "{toml}", "-o", "out", "--min-count=4"],
         "prepare has no --min-count; write --set prepare.min_count=4",
     ),
@@ -216,6 +216,16 @@ def test_a_mistake_is_one_line_and_code_2(
     assert re.fullmatch(r"cowrec: error: [^\n]+\n", captured.err), captured.err
     assert message in captured.err
     assert not list(tmp_path.iterdir()), "incomplete output was left behind"
+
+
+def test_serve_without_its_extra_names_the_remedy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "cowrec.trainer.serving.server", raising=False)
+    assert run(monkeypatch, "serve", folder) == 2
+    remedy = "serve requires uvicorn, which is not installed: pip install 'cowrec[serve]'"
+    assert capsys.readouterr().err == f"cowrec: error: {remedy}\n"
 
 
 def test_an_error_inside_a_library_keeps_its_traceback(
