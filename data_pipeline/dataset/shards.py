@@ -95,7 +95,7 @@ def _opened(path: Path, schema: Schema) -> Iterator[pq.ParquetFile]:
 
 def _check_size(path: Path, found: int, size: int) -> None:
     if found != size:
-        raise ValueError(f"{path} has {found} rows, schema.json says {size}; prepare the data set again")
+        raise ValueError(f"{path} has {found} rows, schema.json has {size}; prepare the data set again")
 
 
 def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:

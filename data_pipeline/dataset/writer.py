@@ -113,8 +113,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
         written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         raise OSError(
             error.errno,
-            f"no room left for {folder} on the disk of {folder.parent}: {free:,} bytes are free after {written:,} were "
-            "written. They are removed again; free more space than that, or choose an output folder on another disk",
+            f"no space left for {folder} on the disk of {folder.parent}: {free:,} bytes are free after {written:,} "
+            "were written. They are removed again; free more space, or choose an output folder on another disk",
         ) from error
 
 

@@ -83,7 +83,7 @@ class Encoder:
                 vocabulary = Vocabulary.load(_file(folder, field.name))
                 if len(vocabulary) + RESERVED_ROWS != field.num_embeddings:
                     raise ValueError(
-                        f"{_file(folder, field.name)} has {len(vocabulary)} ids, schema.json says "
+                        f"{_file(folder, field.name)} has {len(vocabulary)} ids, schema.json has "
                         f"{field.num_embeddings - RESERVED_ROWS}; the files do not match"
                     )
                 vocabularies[field.name] = vocabulary

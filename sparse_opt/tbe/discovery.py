@@ -180,7 +180,7 @@ def _why_not_kernel(kernel: Any, replicated: bool) -> str | None:
     if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
         return (
             "its rows are cached on the device, so that norms read from their memory would be out of date;"
-            ' shard it with compute_kernel="fused", or "fused_uvm" if the device has no room for it'
+            ' shard it with compute_kernel="fused", or "fused_uvm" if the device has no space for it'
         )
     if len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1:
         return "tables of its lookup are in different kinds of memory; give them one placement"

@@ -28,7 +28,7 @@ def tiny_disk(tmp_path):
 
 
 def test_a_full_disk_is_reported_and_nothing_remains(tiny_disk):
-    with pytest.raises(OSError, match=r"no room left for .*out\.partial.* bytes are free after .* were written"):
+    with pytest.raises(OSError, match=r"no space left for .*out\.partial.* bytes are free after .* were written"):
         synthesize(tiny_disk / "out", SynthesizeConfig(rows=20_000, vocabulary_scale=1e-4, shard_rows=1000))
     assert list(tiny_disk.iterdir()) == []
 
@@ -43,7 +43,7 @@ def test_a_file_above_the_size_limit_is_reported_and_nothing_remains(tmp_path):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "no room left for" in done.stderr
+    assert "no space left for" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

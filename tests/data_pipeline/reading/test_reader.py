@@ -283,7 +283,7 @@ def replaced(name, values):
         (replaced("number", pa.array([None] + [0.0] * 5, pa.float32())), "column 'number': 1 values are null"),
         (replaced("pair__weight", pa.array([[1.0]] * 6, pa.list_(pa.float32()))), "list of weights is not as long"),
         (lambda table: table.drop_columns(["number"]), "has no column 'number'"),
-        (lambda table: table.slice(1), "has 5 rows, schema.json says 6"),
+        (lambda table: table.slice(1), "has 5 rows, schema.json has 6"),
     ],
 )
 def test_a_shard_unlike_the_schema_is_refused(tmp_path, change, message):
