@@ -16,7 +16,6 @@ from .reorder import ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
 FORMAT = 1
-ARRIVAL_COLUMN = "#arrival"
 
 COUNTERS = ("samples", "malformed", "duplicates", "late", "lost", "forced", "flushes", "handed_out", "batches")
 

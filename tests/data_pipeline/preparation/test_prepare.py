@@ -105,10 +105,6 @@ def test_any_table_is_encoded_like_the_oracle(tmp_path_factory, rows, data):
     check_mixed(folder / "again", "test", rows, train, config.min_count)
 
 
-def criteo_line(label, numbers, ids):
-    return "\t".join([label, *numbers, *ids])
-
-
 def test_criteo(tmp_path):
     raw = write_criteo(tmp_path / "train.txt", 300)
     schema = prepare("criteo", [tmp_path / "train.txt"], tmp_path / "out", PrepareConfig(split="tail", test_rows=60))
