@@ -72,16 +72,16 @@ class ClippedLookup:
 
     @property
     def is_local(self) -> bool:
-        """Whether a row's limit and update depend only on what this process has of the row."""
+        """True if a row's limit and update depend only on what this process has of the row."""
         return self.limits.scope == "row" and self.factors.columns is None and not self.gathers_rows
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether a backward pass takes part in collectives even without ids."""
+        """True if a backward pass takes part in collectives even without ids."""
         return self.factors.adds_up_norms or self.gathers_rows
 
     def runs_compiled(self, backward: LookupBackward) -> bool:
-        """Whether numba kernels can do the work on the rows of a backward pass."""
+        """True if numba kernels can do the work on the rows of a backward pass."""
         weights, grad = self.lookup.flat_weights(), backward.output_grad
         return self.is_local and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
 

@@ -74,7 +74,7 @@ def _zero_decayed(w, m, count, twice_l2, step_size, thresholds):
 
 @njit(nogil=True, cache=True)
 def _has_decayed(w, m, low, high, twice_l2):
-    """Whether all elements of a row have decayed."""
+    """True if all elements of a row have decayed."""
     moving = False
     for i in range(low, high):
         moving |= (m[i] != 0) | ((twice_l2 > 0) & (w[i] != 0))

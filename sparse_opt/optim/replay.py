@@ -240,7 +240,7 @@ def _keys(rows: Tensor, lasts: Tensor) -> Tensor:
 
 
 def _absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:
-    """Whether L2's gradient of an absent row may exceed its limit, which is at least r * ||w|| (one occurrence)."""
+    """True if L2's gradient of an absent row may exceed its limit, which is at least r * ||w|| (one occurrence)."""
     return 2 * config.l2 > 0.999 * limit.r and config.l2 > 0 and limit.floor < inf
 
 

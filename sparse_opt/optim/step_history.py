@@ -23,7 +23,7 @@ class StepHistory:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether rows replay these steps."""
+        """True if rows replay these steps."""
         return self._config.absent_rows == "replay"
 
     @property

@@ -67,7 +67,7 @@ class TbeLookup:
 
     @property
     def is_mean_pooled(self) -> bool:
-        """Whether it averages the rows of a bag."""
+        """True if it averages the rows of a bag."""
         return bool(self.module.pooling_mode == PoolingMode.MEAN)
 
     def pool_by_weighted_sum(self) -> None:
@@ -80,7 +80,7 @@ class TbeLookup:
 
     @property
     def is_plain_sgd(self) -> bool:
-        """Whether its fused optimizer is SGD, which has no state; replicated tables have no fused optimizer at all."""
+        """True if its fused optimizer is SGD, which has no state; replicated tables have no fused optimizer at all."""
         return self.is_replicated or self.module.optimizer == EmbOptimType.EXACT_SGD
 
     @property
@@ -96,17 +96,17 @@ class TbeLookup:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether other ranks hold more rows of its tables."""
+        """True if other ranks hold more rows of its tables."""
         return any(has_row_shards(self.collection, shard.name) for shard in self.shards)
 
     @property
     def splits_columns(self) -> bool:
-        """Whether it holds column shards."""
+        """True if it holds column shards."""
         return any(shard.column_ranks for shard in self.shards)
 
     @property
     def has_equal_partners(self) -> bool:
-        """Whether all ranks with columns of its tables look up the same tables, one column shard of each."""
+        """True if all ranks with columns of its tables look up the same tables, one column shard of each."""
         names = [shard.name for shard in self.shards]
         tables_of_ranks = [table_names_of(group) for _, group in groups_of_ranks(self.collection)]
         partners = [tables for tables in tables_of_ranks if set(names) & set(tables)]
@@ -187,7 +187,7 @@ def ranks_of_columns(collection: Any, table: str) -> tuple[int, ...]:
 
 
 def has_row_shards(collection: Any, table: str) -> bool:
-    """Whether a table has several shards with different rows."""
+    """True if a table has several shards with different rows."""
     spec = collection.module_sharding_plan[table].sharding_spec
     return spec is not None and len({shard.shard_offsets[0] for shard in spec.shards}) > 1
 

@@ -114,10 +114,10 @@ class OnlinePublication:
             return TableChange(rows.numpy(), self._weights(spec, rows).numpy())
         tables = self._state.id_tables
         assert tables is not None
-        ids, features, alive = tables.ids_of(spec.name, rows.numpy())
+        ids, features, has_id = tables.ids_of(spec.name, rows.numpy())
         reserved = rows.numpy() < RESERVED_ROWS
         ids, features = np.where(reserved, rows.numpy(), ids), np.where(reserved, 0, features)
-        kept = alive | reserved
+        kept = has_id | reserved
         rows, ids, features = rows[torch.from_numpy(kept)], ids[kept], features[kept]
         deleted, deleted_features = self._known[spec.name].update(rows.numpy(), ids, features)
         feature_columns = (features, deleted_features) if len(spec.fields) > 1 else (None, None)

@@ -124,7 +124,7 @@ class Checkpoints:
 
 
 class _CpuStager(AsyncStager):
-    """Copies a state to the CPU before training continues; the library's own stager does not know ShardedTensor."""
+    """Copies a state to the CPU before training continues; the library's own stager does not handle ShardedTensor."""
 
     _synchronize_after_execute = False
 

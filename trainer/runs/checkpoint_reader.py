@@ -1,7 +1,7 @@
 """Reading of checkpoints: tensors only, so that a file from an untrusted source runs no code.
 
 Tensors are read as tensors. torch.distributed.checkpoint describes them in a pickle, which is read by an unpickler that
-knows the classes of such descriptions and nothing else.
+accepts only the classes of such descriptions.
 """
 
 import pickle

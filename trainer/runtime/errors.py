@@ -12,7 +12,7 @@ class Interrupted(Exception):
 
 
 class NonFiniteLoss(RunError):
-    """The loss became NaN or infinite; the message says where and what is left."""
+    """The loss became NaN or infinite; the message names the step and the last good checkpoint."""
 
 
 class ProcessLost(RunError):
@@ -28,7 +28,7 @@ def is_message(error: BaseException) -> bool:
 
     Messages are run errors, the system's errors about files and sockets, a package that is not installed, and
     ``ValueError`` and ``ImportError`` from a ``raise`` statement of cowrec. The same types from a library, or from an
-    operation such as ``int(text)``, say nothing about what the user wrote.
+    operation such as ``int(text)``, do not explain what the user wrote.
     """
     if isinstance(error, RunError | OSError):
         return True

@@ -99,7 +99,7 @@ def on_first(process: Process, action: Callable[[], None]) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc keep large freed blocks: by default it maps each large tensor anew, with a page fault per 4 KiB.
+    """Makes glibc keep large freed blocks: by default it maps every new large tensor, with a page fault per 4 KiB.
 
     Saved up to a third of the step's time at batches of 32K and above. Does nothing without glibc.
     """

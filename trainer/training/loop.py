@@ -1,4 +1,4 @@
-"""Training on a prepared data set: the story of a run, from its configuration to its report."""
+"""Training on a prepared data set, from the configuration of a run to its report."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Pipelines: what a step of training or evaluation runs through."""
+"""Pipelines that take the steps of training and evaluation, for one process and for several."""
 
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -47,7 +47,7 @@ class SequentialSteps:
         return result
 
     def reset(self) -> None:
-        """Nothing is read ahead, so there is nothing to drop."""
+        """Does nothing, since no batch is read ahead."""
 
 
 Pipeline: TypeAlias = SequentialSteps | TrainPipelineSparseDist[Batch, _Out]

@@ -27,7 +27,7 @@ def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainSta
     """Copies the weights of an earlier run's newest checkpoint; ids that it did not have keep their initial values.
 
     Ids are matched by their strings in the vocabularies. Collisionless tables are copied with their ids. Moments and
-    schedules start anew. Both models are in memory meanwhile. All processes call together.
+    schedules start over. Both models are in memory meanwhile. All processes call together.
 
     Args:
         config: of this run; ``train.warm_start`` is the folder of the earlier run.
