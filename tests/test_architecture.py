@@ -114,7 +114,7 @@ PACKAGE_INDEX = re.compile(
 
 
 def absolute(name: str, package: str) -> str:
-    """``..clip`` seen from ``cowrec.models`` is ``cowrec.clip``."""
+    """Resolves a relative name: ``..clip`` in ``cowrec.models`` is ``cowrec.clip``."""
     module = name.lstrip(".")
     level = len(name) - len(module)
     parts = package.split(".")
@@ -143,9 +143,9 @@ def forbidden_imports(source: str, folder: str, inner: tuple[str, ...] = ()) -> 
     """Imports that a file of ``folder``, or of its sub-folder ``inner``, may not have."""
     wrong = set()
     for name in imported_modules(source, ".".join(["cowrec", folder, *inner])):
-        top, _, rest = name.partition(".")
+        top, _, inside = name.partition(".")
         if top == "cowrec":
-            package = rest.partition(".")[0]
+            package = inside.partition(".")[0]
             if folder in LEAVES and package not in ("", folder):
                 wrong.add(name)
         elif top in NEVER_IMPORTED or top in PACKAGES:
@@ -177,8 +177,8 @@ def imports_of_modules() -> dict[str, set[str]]:
     return found
 
 
-def room(module: str) -> tuple[str, str]:
-    """Package and folder of a module; a file of the package's own level stands for itself."""
+def folder_of(module: str) -> tuple[str, str]:
+    """Package and folder of a module; a file beside the folders counts as one."""
     parts = module.split(".")[1:]
     return parts[0], parts[1] if len(parts) > 1 else "__init__"
 
@@ -186,10 +186,12 @@ def room(module: str) -> tuple[str, str]:
 def imports_of_folders() -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = {package: {} for package in PACKAGES}
     for module, imported in imports_of_modules().items():
-        package, folder = room(module)
+        package, folder = folder_of(module)
         targets = found[package].setdefault(folder, set())
         # Importing a package's exported names is importing the folders that hold them; the leaves do not do it.
-        targets |= {inner for top, inner in map(room, imported) if top == package and inner not in (folder, "__init__")}
+        targets |= {
+            inner for top, inner in map(folder_of, imported) if top == package and inner not in (folder, "__init__")
+        }
     return found
 
 
@@ -220,7 +222,7 @@ def test_packages_import_only_what_they_may(folder: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_folders_import_what_the_table_says(package: str) -> None:
+def test_folders_import_what_the_table_lists(package: str) -> None:
     found = {name: set(imported) for name, imported in imports_of_folders()[package].items() if name != "__init__"}
     assert found == {name: set(imported.split()) for name, imported in FOLDERS[package].items()}
 

@@ -185,7 +185,7 @@ def test_glorot_normal_is_the_truncated_one(shape: tuple[int, ...]) -> None:
     assert values.abs().max() > 1.9 * std / 0.8796
 
 
-def test_initial_biases_are_zero_and_the_seed_decides_the_rest() -> None:
+def test_initial_biases_are_zero_and_the_seed_sets_the_other_weights() -> None:
     for name in MODELS:
         torch.manual_seed(7)
         first = build_model(ModelConfig(name=name, **SMALL), tables(), 2, device=torch.device("meta"))

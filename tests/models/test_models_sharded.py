@@ -108,7 +108,7 @@ def pair(name: str) -> tuple[Training, DistributedModelParallel]:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", MODELS)
 def test_sharded_equals_unsharded(name: str) -> None:
-    """After the lookup, the additions are the same, except for the matrix library's order."""
+    """Additions after the lookup are the same, except for the matrix library's order."""
     plain, sharded = pair(name)
     batch = samples(0)
     looked_up = sharded.module.network.front.embeddings(batch.sparse)

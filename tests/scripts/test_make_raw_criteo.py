@@ -85,7 +85,7 @@ def test_ids_can_be_limited(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_bytes_and_remaining_time(raw: Path, tmp_path: Path) -> None:
-    """Shows the bytes of all three reads of the file, and the removal of a dead process' folder."""
+    """Shows the bytes of all three reads of the file, and the removal of a killed process' folder."""
     (tmp_path / "out.partial-1").mkdir()
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))

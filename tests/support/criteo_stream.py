@@ -4,7 +4,7 @@ from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 
 
 def last_by_loop(ids: CriteoIds, samples: int) -> list[list[int]]:
-    """For each table the number (from 1) of each row's last sample, or 0."""
+    """Number (from 1) of each row's last sample in each table, or 0."""
     last = [[0] * size for size in ids.table_rows.tolist()]
     for field, rows in enumerate(ids.rows(0, samples).tolist()):
         for sample, row in enumerate(rows, 1):

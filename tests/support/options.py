@@ -1,4 +1,4 @@
-"""pytest plugin: this suite's options, and where the numbers recorded from the reference implementation lie."""
+"""pytest plugin: this suite's options, and the folder of the numbers recorded from the reference implementation."""
 
 from pathlib import Path
 

@@ -76,8 +76,8 @@ def test_a_running_prepare_is_not_disturbed(raw, tmp_path):
     assert Schema.load(out).splits["train"].rows + Schema.load(out).splits["test"].rows == 1000
 
 
-def test_reused_process_ids_are_no_running_processes(raw, tmp_path, caplog):
-    """In a container a new process often has the id of an earlier one: only the holder of the lock is running."""
+def test_reused_process_ids_are_not_running_processes(raw, tmp_path, caplog):
+    """A new process in a container often has the id of an earlier one: only the holder of the lock is running."""
     for process in (os.getpid(), 1):
         (tmp_path / f"out.partial-{process}" / "train").mkdir(parents=True)
     (tmp_path / "outer.partial-1").mkdir()
@@ -87,7 +87,7 @@ def test_reused_process_ids_are_no_running_processes(raw, tmp_path, caplog):
 
 
 def test_a_data_set_moved_for_an_overwrite_is_restored(raw, tmp_path):
-    """After a kill between the two renames of an overwrite, only the old data set exists."""
+    """A kill between the two renames of an overwrite leaves only the old data set."""
     prepare("criteo", [raw], tmp_path / "out.replaced-7", CONFIG)
     before = content(tmp_path / "out.replaced-7")
     with pytest.raises(ValueError, match="exists and is not empty"):

@@ -1,4 +1,4 @@
-"""On CUDA: CowClip under FBGEMM's fused optimizers and EmbeddingAdam equal plain loops, as they do on CPU."""
+"""CowClip under FBGEMM's fused optimizers and EmbeddingAdam on CUDA equal plain loops, as they do on CPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -22,7 +22,7 @@ def assign(tables: IdTables, ids: np.ndarray, time: int | None = None) -> np.nda
 
 @pytest.mark.parametrize("threshold", [1, 2, 5])
 def test_the_nth_occurrence_admits(threshold: int) -> None:
-    """Over batches, and within one batch, where all occurrences then have the row."""
+    """Holds over batches, and within one batch, where all occurrences then have the row."""
     tables = tables_with(Admission("count", threshold, counters=4096))
     for occurrence in range(1, 8):
         assert (assign(tables, np.array([9]))[0] != 0) == (occurrence >= threshold)
@@ -34,7 +34,7 @@ def test_the_nth_occurrence_admits(threshold: int) -> None:
 
 
 def test_counts_expire_by_panes_of_the_window() -> None:
-    """In a window of 40, an occurrence counts until the end of its pane of 10 and in the three panes after it."""
+    """An occurrence in a window of 40 counts until the end of its pane of 10 and in the three panes after it."""
     for later, admitted in [(30, True), (39, True), (40, False), (10_000, False)]:
         tables = tables_with(Admission("count", 2, window=40, counters=4096))
         assign(tables, np.array([9]), 1000)
@@ -43,7 +43,7 @@ def test_counts_expire_by_panes_of_the_window() -> None:
 
 @pytest.mark.parametrize("panes", [1, 4])
 def test_estimates_are_never_too_low_and_rarely_exceed_the_bound(panes: int) -> None:
-    """Against exact counts: 2,000 ids in 128 counters a row, or 28 with panes, over ten panes.
+    """Compares with exact counts: 2,000 ids in 128 counters a row, or 28 with panes, over ten panes.
 
     The test requires some estimates to be too high: otherwise it would show nothing.
     """
@@ -97,7 +97,7 @@ def test_admission_by_a_small_sketch(window: int) -> None:
 
 
 def test_saturated_counters_admit() -> None:
-    """At the largest threshold, with all counters saturated, every id is admitted and ``filter_excess`` shows it."""
+    """Every id is admitted at the largest threshold with all counters saturated, and ``filter_excess`` shows it."""
     tables = tables_with(Admission("count", 65_535, counters=128))
     ids = np.repeat(np.arange(2, 40), 65_534)
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_saturated_counters_admit() -> None:
 
 
 def test_probabilistic_admission_has_the_odds_of_monolith() -> None:
-    """After one and after ``threshold`` occurrences, one a batch, and the same at once; within four standard errors."""
+    """Holds after one and ``threshold`` occurrences, one a batch or all at once, within four standard errors."""
     n, threshold = 20_000, 10
     ids = np.arange(2, n + 2)
     apart = tables_with(Admission("probabilistic", threshold), capacity=40_000)

@@ -8,7 +8,7 @@ from cowrec.sparse_opt import IdTableConfig, IdTables, hashed_ids, rows_for
 
 @pytest.mark.parametrize("when_full", ["oldest", "least_frequent"])
 @pytest.mark.parametrize("capacity", [300, 9000])
-def test_rows_know_their_ids_and_which_were_freed(capacity: int, when_full: str) -> None:
+def test_ids_of_rows_and_freed_rows(capacity: int, when_full: str) -> None:
     """Compared with the entries before and after each batch; at 9000 the table has two segments."""
     config = IdTableConfig(capacity, ("a", "b"), when_full=when_full, expire_after=3000)
     tables = IdTables({"t": config}, ["a", "b"])

@@ -115,7 +115,7 @@ def test_an_id_of_two_features_of_a_shared_table_is_two() -> None:
     assert tables.rows_of(np.array([5, 5]), np.array([0, 1, 2])).tolist() == [rows[0], rows[1]]
 
 
-def test_rows_know_their_ids() -> None:
+def test_ids_of_rows() -> None:
     """Two tables of several segments, which begin at different positions; the other rows have no id."""
     tables = IdTables({name: IdTableConfig(20_000, (name,)) for name in "ab"}, ["a", "b"])
     ids = np.arange(2, 3002) * -7

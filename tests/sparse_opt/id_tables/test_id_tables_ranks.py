@@ -111,8 +111,8 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         dist.barrier()
 
 
-def whole_rows(parts: list[np.ndarray], number: int) -> np.ndarray:
-    """Rows of the ranks' slices, in the order of the whole batch in one process."""
+def in_batch_order(parts: list[np.ndarray], number: int) -> np.ndarray:
+    """Rows of the ranks' slices, in the order of the batch in one process."""
     splits = [part[1] for part in slices(number, len(parts))]
     return np.concatenate(
         [rows[at[f] : at[f + 1]] for f in range(len(FEATURES)) for rows, at in zip(parts, splits, strict=True)]
@@ -122,8 +122,8 @@ def whole_rows(parts: list[np.ndarray], number: int) -> np.ndarray:
 def check_same(of_ranks: list[list[Any]], of_one: list[Any], numbers: range) -> None:
     for number, one, *parts in zip(numbers, of_one, *of_ranks, strict=True):
         rows, new_rows, before, counters = one
-        assert (whole_rows([part[0] for part in parts], number) == rows).all()
-        assert (whole_rows([part[2] for part in parts], max(number - 1, 0)) == before).all()
+        assert (in_batch_order([part[0] for part in parts], number) == rows).all()
+        assert (in_batch_order([part[2] for part in parts], max(number - 1, 0)) == before).all()
         for part in parts:
             assert part[1] == new_rows, "in the same order"
             assert part[3] == counters

@@ -148,7 +148,7 @@ def test_a_saved_configuration_is_the_same(tmp_path_factory: Any, config: RunCon
 @pytest.mark.parametrize("batch_size", [1024, 8192, 65536, 131072])
 @pytest.mark.parametrize("name", ["criteo", "avazu"])
 def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> None:
-    """Avazu's file is for batches between 2K and 128K, as its comments say; elsewhere the reference deviates."""
+    """Avazu's file is for batches between 2K and 128K, as in its comments; elsewhere the reference deviates."""
     config = load_config(CONFIGS / f"{name}.toml", [f"train.batch_size={batch_size}"])
     preset = PRESETS[name](batch_size)
     assert config.train.epochs == preset.epochs

@@ -80,7 +80,7 @@ def served(exported: Path, data: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_float32_predicts_what_the_trained_model_predicts(folder: Path, tmp_path: Path, model: str) -> None:
-    """Up to the order of summation; bags have 0 to 4 ids, with weights, or averaged for wdl."""
+    """Holds up to the order of summation; bags have 0 to 4 ids, with weights, or averaged for wdl."""
     manifest = export_run(folder / model, tmp_path / "export")
     expected = predicted(folder / model, data_of(folder, model))
     np.testing.assert_allclose(served(tmp_path / "export", data_of(folder, model)), expected, rtol=2e-5, atol=2e-6)
@@ -165,6 +165,6 @@ def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path
         f"export_run(Path({str(folder / 'deepfm')!r}), Path({str(tmp_path / 'full')!r}))"
     )
     done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert "no room left for" in done.stderr
+    assert "no space left for" in done.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["export"]
     assert [each.name for each in (tmp_path / "export").iterdir()] == ["mine"]

@@ -49,8 +49,8 @@ def predictions(case: Path, model: ServedModel) -> np.ndarray:
 
 def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:
     """A model with learning rates of 0 predicts like its first export, measured by scikit-learn in each window."""
-    still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
-    run(case, tmp_path / "run", *still, publish=str(tmp_path / "published"))
+    frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
+    run(case, tmp_path / "run", *frozen, publish=str(tmp_path / "published"))
     predicted = predictions(case, ServedModel.load(tmp_path / "run" / "base")).astype(np.float64)
     table = pq.read_table(case / "incoming")
     labels, times = table["label"].to_numpy(), table["time"].to_numpy()

@@ -281,7 +281,7 @@ def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
 
 
 def test_a_frozen_redis_never_blocks_the_trainer(tmp_path: Path) -> None:
-    """It does not answer while 20 versions are queued; later their changes are published, and none is lost."""
+    """Redis does not answer while 20 versions are queued; later their changes are published, and none is lost."""
     model = Model()
     with redis_server(tmp_path) as server, publisher(server.url) as out, reading(server.url) as reader:
         publish(out, model)
@@ -298,8 +298,8 @@ def test_a_frozen_redis_never_blocks_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("appendonly", [True, False])
 def test_redis_killed_and_restarted(tmp_path: Path, appendonly: bool) -> None:
-    """With its log, the next version is a delta. Without it all versions are lost: the next one is a full one with an
-    unused number, also from a publisher that has restarted since and counts from 1.
+    """Publishes a delta next if Redis kept its log. Without the log all versions are lost: the next one is a full one
+    with an unused number, also from a publisher that has restarted since and counts from 1.
     """
     model = Model()
     with redis_server(tmp_path, appendonly=appendonly) as server, reading(server.url) as reader:

@@ -278,7 +278,7 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_smaller_precisions_match_an_export(tmp_path: Path, precision: str) -> None:
-    """After a change, predictions are bit-identical to those of an export of the changed model."""
+    """Predictions after a change are bit-identical to those of an export of the changed model."""
     oracle = Oracle(2)
     oracle.train(30, True)
     oracle.export(tmp_path / "before", precision)

@@ -63,7 +63,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 
 
 def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
-    """From a directory that is created later, one after the other; also by a server that was killed and restarted."""
+    """Covers a directory that is created later, and a server that was killed and restarted."""
     target = tmp_path / "published"
     with serving(folder / "export", "--follow", str(target)) as server:
         answers_as(server, folder, "run", 0)

@@ -148,7 +148,7 @@ def run_of(plan: str, embedding: str = "adam", **kinds: str) -> RunConfig:
 
 
 def test_auto_splits_the_largest_tables() -> None:
-    """Of 1,300 rows each process gets 325: larger tables than half of that are split, if every process gets rows."""
+    """Each process gets 325 of 1,300 rows: larger tables than half of that are split, if every process gets rows."""
     auto = run_of("auto")
     kinds = chosen_kinds(auto, tables([1000, 170, 100, 30]), processes(4))
     assert list(kinds.values()) == ["row_wise", "row_wise", "table_wise", "table_wise"]
@@ -176,7 +176,7 @@ def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("world_size", "plan"), [(1, "auto"), (1, "row_wise"), (2, "auto"), (2, "table_row_wise")])
 def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str) -> None:
-    """With either planner; a machine without a GPU can plan too."""
+    """Holds for either planner; a machine without a GPU can plan too."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
     config = RunConfig(sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm"))
     collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))

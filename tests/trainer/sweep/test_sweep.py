@@ -54,7 +54,7 @@ def key(line: dict[str, Any]) -> tuple:
 
 
 def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) -> None:
-    """At twice the base batch, cowclip doubles l2 and multiplies the dense rate by sqrt 2. Equal seeds: equal bits."""
+    """Compares runs of equal seeds at twice the base batch, where cowclip doubles l2 and scales the dense rate."""
     lines = {key(line): line for line in lines_of(folder / "grid")}
     assert len(lines) == 8
     line = lines["cowclip", 102, "on", 0]
@@ -75,7 +75,7 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
 
 
 def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> None:
-    """At the base batch size all rules share one run, in the folder of the first rule."""
+    """All rules share one run at the base batch size, in the folder of the first rule."""
     runs = {each.name for each in (folder / "grid" / "runs").iterdir()}
     assert len(runs) == 6
     assert "linear-51-clip_on-seed0" not in runs

@@ -37,7 +37,7 @@ def trained(folder: Path, run_dir: Path, *overrides: str, data: str = "data") ->
 
 
 def test_rows_are_the_distinct_ids_of_each_step(folder: Path, tmp_path: Path) -> None:
-    """With one batch an epoch each step has every id of the data."""
+    """Each step has every id of the data, since an epoch is one batch."""
     lines, report = trained(folder, tmp_path / "run", f"train.batch_size={TRAIN_ROWS}", "train.epochs=3")
     table = pq.read_table(folder / "data" / "train")
     distinct = {name: len(np.unique(np.concatenate(table[name].to_numpy()))) for name in ("tags", "history")}
@@ -59,7 +59,7 @@ def test_rows_are_the_distinct_ids_of_each_step(folder: Path, tmp_path: Path) ->
 def test_limit_to_norm_doubles_with_the_limit(
     folder: Path, tmp_path: Path, data: str, overrides: tuple[str, ...]
 ) -> None:
-    """Before the first update gradients and weights do not depend on r; without zeta the limit is proportional to r."""
+    """Gradients and weights before the first update do not depend on r; without zeta the limit is proportional to r."""
     found = {}
     for r in (1e-4, 1.0, 2.0, 1e9):
         own = (*overrides, f"clip.r={r}", "clip.zeta=0.0", "train.batch_size=1000", "train.epochs=1")

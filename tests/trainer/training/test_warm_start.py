@@ -43,16 +43,16 @@ def rows_by_city(run_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("absent_rows", ["lazy", "replay"])
 def test_known_ids_keep_their_weights(tmp_path: Path, absent_rows: str) -> None:
-    """With learning rates of 0 the new run's checkpoint equals its start; "replay" leaves rows behind.
+    """The checkpoint of a run with learning rates of 0 equals its start; "replay" leaves rows behind.
 
     The vocabulary has grown and has another order.
     """
     mode = f"optimizer.absent_rows={absent_rows}"
     run(tmp_path, data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"]), "first", mode)
     grown = data(tmp_path, "new", ["lima", "kyiv", "rome", "bonn", "oslo", "cork"])
-    still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", mode]
-    run(tmp_path, grown, "second", f"train.warm_start={tmp_path}/first", *still)
-    run(tmp_path, grown, "cold", *still)
+    frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", mode]
+    run(tmp_path, grown, "second", f"train.warm_start={tmp_path}/first", *frozen)
+    run(tmp_path, grown, "cold", *frozen)
     old, new, cold = (rows_by_city(tmp_path / name) for name in ("first", "second", "cold"))
     assert set(new) - set(old) == {"kyiv", "cork"}
     if absent_rows == "lazy":
@@ -69,12 +69,12 @@ def test_known_ids_keep_their_weights(tmp_path: Path, absent_rows: str) -> None:
 
 
 def test_the_same_data_evaluate_equally(tmp_path: Path) -> None:
-    """Under "replay" rows are brought up to date before they are copied, for any two plans."""
+    """Rows under "replay" are brought up to date before they are copied, for any two plans."""
     same = data(tmp_path, "old", ["rome", "oslo", "lima", "bonn"])
-    still = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0"]
+    frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0"]
     run(tmp_path, same, "first")
     for before, after, plan in (("first", "second", "data_parallel"), ("second", "third", "table_wise")):
-        run(tmp_path, same, after, f"train.warm_start={tmp_path}/{before}", f"sharding.plan={plan}", *still)
+        run(tmp_path, same, after, f"train.warm_start={tmp_path}/{before}", f"sharding.plan={plan}", *frozen)
         assert evaluate_run(tmp_path / after, same) == evaluate_run(tmp_path / "first", same)
 
 
