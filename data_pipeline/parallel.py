@@ -15,15 +15,13 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ordered_map(
-    work: Callable[[Item], Result], items: Iterable[Item], workers: int = 0
-) -> Generator[Result, None, None]:
-    """Yields `work(item)` in the order of the items, computed by threads; at most workers + 1 results exist at a time.
+def ordered_map(work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
+    """Yields `work(item)` in the order of the items, computed by a thread per core, at most 8.
 
-    For work that releases the interpreter lock (Arrow, NumPy, compiled loops). `workers` = 0: one per core, at most 8.
-    An exception is raised at its item's turn, after waiting for the work already started.
+    For work that releases the interpreter lock (Arrow, NumPy, compiled loops). At most threads + 1 results exist at a
+    time. An exception is raised at its item's turn, after waiting for the work already started.
     """
-    workers = workers or min(available_cores(), 8)
+    workers = min(available_cores(), 8)
     with ThreadPoolExecutor(workers, thread_name_prefix="cowrec-data") as pool:
         pending: deque[Future[Result]] = deque()
         try:
