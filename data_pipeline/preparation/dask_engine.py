@@ -30,7 +30,7 @@ def dask_engine(scheduler: str, folder: Path) -> Generator["DaskEngine", None, N
     try:
         from distributed import Client
     except ImportError:
-        raise ValueError("a scheduler needs Dask, which is not installed: pip install 'cowrec[dask]'") from None
+        raise ValueError("a scheduler requires Dask, which is not installed: pip install 'cowrec[dask]'") from None
     with Client(scheduler, set_as_default=False) as client:
         if not client.nthreads():
             raise ValueError(f"the scheduler {scheduler} has no workers; start some: dask worker {scheduler}")

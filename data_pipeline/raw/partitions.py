@@ -77,14 +77,14 @@ class Partition:
 
 
 def check_inputs(paths: Sequence[str]) -> None:
-    """Raises ValueError unless all files exist, are regular files (a pipe cannot be read twice) and are not empty."""
+    """Raises ValueError unless all files exist, are regular files (a pipe cannot be read again) and are not empty."""
     if not paths:
         raise ValueError("no input file given")
     for path in paths:
         if not Path(path).exists():
             raise ValueError(f"input file {path} does not exist")
         if not Path(path).is_file():
-            raise ValueError(f"input {path} is not a regular file; it is read twice, so a pipe or folder cannot be")
+            raise ValueError(f"input {path} is not a regular file; it is read several times: no pipe or folder")
         if Path(path).stat().st_size == 0:
             raise ValueError(f"input file {path} is empty")
 

@@ -109,7 +109,7 @@ class IdConfig:
                 if name not in known:
                     meant = hint(name, known, "sparse fields")
                     remedy = "" if own.fields else f" (fields that share a table are listed in {key}.fields)"
-                    raise ValueError(f"{key} names {name!r}, which is no sparse field; {meant}{remedy}")
+                    raise ValueError(f"{key} names {name!r}, which is not a sparse field; {meant}{remedy}")
                 if name in table_of:
                     raise ValueError(f"{key} and id_table.tables.{table_of[name]} both name field {name!r}; drop one")
                 table_of[name] = table

@@ -107,7 +107,7 @@ class RedisTarget:
             from redis.retry import Retry
         except ImportError as error:
             raise ValueError(
-                "publication targets in Redis need its client; run pip install 'cowrec[online]'"
+                "a publication target in Redis requires redis-py, which is not installed: pip install 'cowrec[online]'"
             ) from error
         parts = urlsplit(url)
         query = parse_qs(parts.query)

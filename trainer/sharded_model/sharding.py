@@ -70,7 +70,7 @@ def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: P
     for name in sharding.tables:
         if name not in names:
             meant = hint(name, names, "sparse fields")
-            raise ValueError(f"sharding.tables names {name!r}, which is no sparse field; {meant}")
+            raise ValueError(f"sharding.tables names {name!r}, which is not a sparse field; {meant}")
     if sharding.plan != "auto":
         kinds = dict.fromkeys(names, str(sharding.plan))
     elif process.device.type == "cuda" and process.world_size > 1:

@@ -121,7 +121,7 @@ def _train_here(config: RunConfig, run_dir: Path) -> None:
 
 def _require_own(folder: Path) -> None:
     if not (folder / CONFIG).exists() and any(each.suffix != ".partial" for each in folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and is no sweep's folder; choose another --output")
+        raise ValueError(f"{folder} is not empty and not the folder of a sweep; choose another --output")
 
 
 def _keep_config(config: RunConfig, file: Path) -> str:

@@ -63,7 +63,10 @@ def test_invalid_sections_are_refused(section: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"kind": "hash", "tables": {"dya": {"capacity": 4}}}, r"names 'dya', which is no sparse field; did you mean"),
+        (
+            {"kind": "hash", "tables": {"dya": {"capacity": 4}}},
+            r"names 'dya', which is not a sparse field; did you mean",
+        ),
         ({"tables": {"both": {"fields": ["day", "user"]}}}, r"row numbers mean different ids"),
         (
             {"kind": "hash", "tables": {"a": {"fields": ["day"]}, "b": {"fields": ["day"]}}},

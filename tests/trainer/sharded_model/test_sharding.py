@@ -122,7 +122,7 @@ def test_an_unknown_table_stops_all_processes(folder: Path) -> None:
     for rank in range(4):
         *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
         assert good == ["ok"] * (len(CASES) + len(HALVES))
-        assert "sharding.tables names 'citty', which is no sparse field; did you mean 'city'?" in refused
+        assert "sharding.tables names 'citty', which is not a sparse field; did you mean 'city'?" in refused
     assert not (folder / "runs4" / "refused").exists()
 
 

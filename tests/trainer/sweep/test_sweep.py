@@ -268,7 +268,7 @@ def test_folders_in_use_are_refused(folder: Path, tmp_path: Path) -> None:
         ValueError, match=r"another configuration: it has optimizer.l2 = 0.0001, but 0.5 is requested; choose another"
     ):
         run_sweep(folder, folder / "grid", "optimizer.l2=0.5")
-    with pytest.raises(ValueError, match="is not empty and is no sweep's folder"):
+    with pytest.raises(ValueError, match="is not empty and not the folder of a sweep"):
         run_sweep(folder, folder / "data")
     with pytest.raises(ValueError, match="is a file; choose another"):
         run_sweep(folder, folder / "run.toml")
