@@ -167,14 +167,19 @@ class SampleCodec:
         return SampleCodec(schema, Layout.from_json(schema.settings["layout"]), Encoder.load(Path(folder), schema))
 
     def from_json(self, lines: Sequence[bytes], *, training: bool = True) -> RawSamples:
-        """Parses UTF-8 JSON objects, one per line or message; a malformed one does not affect the others."""
+        """Parses UTF-8 JSON objects, one per line or message; a malformed one does not affect the others.
+
+        Args:
+            lines: UTF-8 text of one object each.
+            training: see `encode`.
+        """
         table = uniform_table(lines, self._types_for(training)) if lines else None
         if table is not None:
             return RawSamples(table, np.arange(len(lines)))
         return self.from_objects(parse_lines(lines), training=training)
 
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
-        """Converts samples given as dictionaries of JSON values."""
+        """Converts samples given as dictionaries of JSON values; `training`: see `encode`."""
         types = self._types_for(training)
         good, index, bad = [], [], []
         present: set[str] = set()
