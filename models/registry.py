@@ -1,4 +1,4 @@
-"""The networks by name, and how one is built from its configuration."""
+"""The networks by name, and their construction from a configuration."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -39,7 +39,7 @@ def build_model(
     fields: Sequence[str] | None = None,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """The network ``config.name`` on the given tables.
+    """Builds the network ``config.name`` on the given tables.
 
     Its dense part is initialised as in the CowClip reference, from torch's global generator. The caller chooses the
     tables' initial values (``EmbeddingBagConfig.init_fn``); columns after the wide weight should be zero.
@@ -71,7 +71,7 @@ def build_model(
 
 
 def build_network(config: ModelConfig, num_fields: int, num_dense: int) -> nn.Module:
-    """The network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
+    """Builds the network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
 
     Returns:
         A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]`` with F =

@@ -8,7 +8,7 @@ k = 11, 12, ..., so that
 
 * n draws contain as many ids once, twice, 3-4, 5-8, 9-16 and 17-27 times as the sample of n rows;
 * 45,840,617 draws contain as many distinct ids as the same number of rows of Criteo's training set (CRITEO_SIZES);
-* neighbouring classes differ smoothly, which decides what the sample leaves open.
+* neighbouring classes differ smoothly, which determines what the sample does not.
 
 Fields are fitted separately: co-occurrence of ids in a row is not modelled.
 """

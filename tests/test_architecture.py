@@ -1,4 +1,4 @@
-"""The architecture, checked: who may import whom, what needs no TorchRec, how files are named and sized."""
+"""Checks of the architecture: imports between folders, what needs no TorchRec, names and sizes of files."""
 
 import ast
 import re

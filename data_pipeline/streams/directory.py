@@ -1,10 +1,10 @@
 """Source of samples that reads the Parquet and Arrow files of a growing folder in the order of their names.
 
-A writer renames each file into the folder when it is complete. Ignored are names that start with a dot and all that do
-not end in .parquet or .arrow (Arrow's IPC file format). An empty file `_END` ends the stream once all files are read.
-A file whose name sorts before one already read is late: it is logged, counted and not read. A file that appeared while
-no source was open cannot be distinguished from one that was read. Files may be removed once read, unless a journal
-still refers to them.
+A writer renames each file into the folder when it is complete. Names that start with a dot, and names that do not end
+in .parquet or .arrow (Arrow's IPC file format), are ignored. An empty file `_END` ends the stream once all files are
+read. A file whose name sorts before one already read is late: it is logged, counted and not read. A file that appeared
+while no source was open cannot be distinguished from one that was read. Files may be removed once read, unless a
+journal still refers to them.
 """
 
 import logging

@@ -85,7 +85,7 @@ def adam_constants(config: AdamConfig) -> AdamConstants:
     return AdamConstants(beta1, 1 - beta1, beta2, 1 - beta2, config.eps, 2 * config.l2)
 
 
-# Triton evaluates annotations and fails on Python types; hence none here.
+# Without annotations: Triton evaluates them and fails on Python types.
 def adam_element(weight, first, second, gradient, constants, scalars, root, divide):  # type: ignore[no-untyped-def]
     """Takes one Adam step on one element, or on tensors of them; returns weight, first and second moment after it.
 

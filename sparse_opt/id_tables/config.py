@@ -1,4 +1,4 @@
-"""Configuration of an id table: its capacity, which ids it admits, and which ones it gives up."""
+"""Configuration of an id table: its capacity, which ids it admits, and which ones it removes."""
 
 import math
 from dataclasses import dataclass, field

@@ -52,7 +52,7 @@ class IdTables:
     4. An expired id that is admitted and still has its row gets it again as a new one; if it is not admitted, the row
        is freed.
     5. Where rows are wanted and the policy evicts, some are kept free: 1/64 of the segment, or what six such batches
-       want if that is more, but at most a quarter of the segment (and at least one). Where fewer are free, as many ids
+       need if that is more, but at most a quarter of the segment (and at least one). Where fewer are free, as many ids
        are evicted as restore that number and 1/64 of the segment more, expired ids first.
     6. Admitted ids get rows in the order of their first occurrence: the one freed first, if its cooldown of 4 batches
        is over, else one never used. An id that gets none (the segment is full, or its free rows are in cooldown) uses

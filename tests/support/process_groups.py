@@ -17,7 +17,7 @@ def process_group(rank: int, world_size: int, folder: str, backend: str = "gloo"
     finally:
         dist.destroy_process_group()
     if world_size > 1:
-        # One of several is a process of its own, which ends here: a thread of gloo that then lets go of a Python object
-        # would abort it while Python winds up.
+        # Each rank is a process, which ends here: a thread of gloo that releases a Python object during Python's
+        # shutdown would abort it.
         sys.stdout.flush()
         os._exit(0)

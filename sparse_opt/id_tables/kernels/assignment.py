@@ -1,8 +1,8 @@
 """Lookup and assignment of rows, segment by segment; compiled by numba without the GIL.
 
-A segment sees its ids in the order of the batch and nothing of other segments, so results depend neither on the number
-of threads nor on which rank holds a segment. :class:`cowrec.sparse_opt.id_tables.tables.IdTables` lists what happens in
-a segment, in this order.
+A segment processes its ids in the order of the batch, independently of other segments, so results depend neither on the
+number of threads nor on which rank holds a segment. :class:`cowrec.sparse_opt.id_tables.tables.IdTables` lists what
+happens in a segment, in this order.
 """
 
 from typing import NamedTuple

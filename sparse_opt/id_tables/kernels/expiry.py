@@ -9,7 +9,7 @@ from .rows import free_row
 _ROOM_SHARE = 64
 """A segment that evicts keeps one in so many of its rows free."""
 _ROOM_BATCHES = 6
-"""And it keeps free what so many batches like the current one want: freed rows are in cooldown for four of them."""
+"""It also keeps as many rows free as so many batches like the current one need; freed rows cool down for four."""
 _DIGIT = 12
 
 

@@ -1,4 +1,4 @@
-"""Memory of the id tables: what a record, a slot and a segment consist of, and the tuples that kernels take.
+"""Memory of the id tables: the layout of records, slots and segments, and the tuples that kernels take.
 
 A *segment* is a part of one table: an id belongs to the segment that its hash selects. It owns a range of records (one
 a row: the id that the row belongs to), a range of slots (open addressing with linear probing: the row of an id) and a
