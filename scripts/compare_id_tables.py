@@ -113,7 +113,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> Path:
     line = lines[0]
     seeds = len({each["seed"] for each in lines})
     figure.suptitle(
-        f"{line['model']} on synthetic data, {line['data']['rows']:,} training rows; bars: mean of {seeds} seeds (dots)"
+        f"{line['model']} on {line['data']['rows']:,} synthetic training samples; bars: mean of {seeds} seeds (dots)"
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -27,12 +27,12 @@ RUNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for data, runs and plot")
-    parser.add_argument("--rows", type=int, default=700_000, help="training rows to synthesize")
+    parser.add_argument("--rows", type=int, default=700_000, help="training samples to synthesize")
     arguments = parser.parse_args()
     output: Path = arguments.output
     for earlier in ("data", *map(folder, RUNS)):
         shutil.rmtree(output / earlier, ignore_errors=True)
-    print(f"synthesizing {arguments.rows:,} rows in {output / 'data'}", flush=True)
+    print(f"synthesizing {arguments.rows:,} samples in {output / 'data'}", flush=True)
     synthesize(output / "data", SynthesizeConfig(rows=arguments.rows))
     reports = {}
     for name, overrides in RUNS.items():

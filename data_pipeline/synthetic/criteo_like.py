@@ -31,11 +31,11 @@ TRAIN, TEST, PILOT = 0, 1, 2
 
 @dataclass(frozen=True)
 class SynthesizeConfig:
-    """Settings of a synthetic data set. The default million rows suffice to learn from in one epoch.
+    """Settings of a synthetic data set. The default million samples suffice to learn from in one epoch.
 
     Attributes:
-        rows: training rows.
-        test_rows: test rows, independent of `rows`. The exact AUC takes 20 bytes of memory each.
+        rows: training samples.
+        test_rows: test samples, independent of `rows`. The exact AUC takes 20 bytes of memory each.
         seed: seed of all effects and draws.
         vocabulary_scale: share of Criteo's vocabulary sizes; 1 gives Criteo's 33.8 million ids. Fields are not scaled
             below 100 ids.
@@ -45,7 +45,7 @@ class SynthesizeConfig:
         interaction_effect: standard deviation of the effect of one pair of ids.
         interaction_rank: components of the vectors whose products are the interactions.
         dense_effect: standard deviation of a dense feature's slope.
-        shard_rows: rows per Parquet file.
+        shard_rows: samples per Parquet file.
     """
 
     rows: int = 1_000_000
@@ -88,7 +88,7 @@ def synthesize(
         output: a new or empty folder.
         config: settings of the data set.
         overwrite: replaces an existing data set.
-        progress: called with the number of rows just written.
+        progress: called with the number of samples just written.
 
     Returns:
         The schema; `best` has the AUC and logloss of the true probabilities on the test split.

@@ -9,8 +9,8 @@ effect rotates between two approximately Gaussian numbers, a cos(s t) + b sin(s 
 s ~ N(0, 1 / drift_days): its variance is constant, and its autocorrelation after d days is
 exp(-d^2 / (2 drift_days^2)).
 
-As in the planted model, everything is a hash of (seed, row or id, purpose): there are no tables, and a row does not
-depend on the chunk in which it is generated. F sparse fields, N dense fields, R rows, K interaction rank.
+Everything is a hash of (seed, sample or id, purpose), as in the planted model: there are no tables, and a sample does
+not depend on the chunk in which it is generated. F sparse fields, N dense fields, R samples, K interaction rank.
 """
 
 import math
@@ -117,7 +117,7 @@ class DriftConfig:
 
 @dataclass(frozen=True)
 class DriftDraw:
-    """Rows of the drifting model.
+    """Samples of the drifting model.
 
     Attributes:
         ids: int64 [F, R]; core ids from 0 by decreasing frequency, short-lived ids -1 - number.
@@ -149,7 +149,7 @@ class DriftingModel:
         return replace(model, intercept=intercept_for(model._drawn(PILOT, 0, moments).logits, config.ctr))
 
     def draw(self, first_row: int, rows: int) -> DriftDraw:
-        """Draws rows [first_row, first_row + rows) of the endless stream."""
+        """Draws samples [first_row, first_row + rows) of the endless stream."""
         config = self.config
         numbers = np.arange(first_row, first_row + rows)
         moments = numbers * config.days / config.rows
@@ -160,7 +160,7 @@ class DriftingModel:
         return DriftDraw(out.ids, out.dense, logits, labels, times)
 
     def _drawn(self, stream: int, first_row: int, moments: np.ndarray) -> DrawArrays:
-        """Draws rows at `moments`, float64 [R], in days since the start; ids int64."""
+        """Draws samples at `moments`, float64 [R], in days since the start; ids int64."""
         config = self.config
         out = empty_arrays(config.fields, config.num_dense, len(moments), np.int64)
         (row_key,) = keys((config.seed, 1, stream), 1)
@@ -195,7 +195,7 @@ def _draw(
     scales: Scales,
     out: DrawArrays,
 ) -> None:
-    """Fills the arrays with rows from `first`."""
+    """Fills the arrays with samples from `first`."""
     fields, rows = out.ids.shape
     sums = np.empty(scales.rank)
     mass = 1.0 - math.exp(-LIFETIMES)

@@ -42,7 +42,7 @@ def synthesize_drifting(
         config: settings of the drifting model.
         test_rows: number of test samples after the training samples; at least 1.
         overwrite: replaces an existing data set.
-        progress: called with the number of rows just written.
+        progress: called with the number of samples just written.
 
     Returns:
         The schema; `best` has the AUC and logloss of the true probabilities on the test split.
@@ -91,9 +91,9 @@ def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
 
 
 def drifting_tables(config: DriftConfig, first_row: int, rows: int, chunk_rows: int = CHUNK_ROWS) -> Iterator[pa.Table]:
-    """Yields rows [first_row, first_row + rows) as raw samples in time order, `chunk_rows` per table.
+    """Yields samples [first_row, first_row + rows) as raw tables in time order, `chunk_rows` per table.
 
-    Columns: sample_id (row number), time (Unix seconds), label, I1..IN (float32), C1..CF (text: "core_17", or
+    Columns: sample_id (its number), time (Unix seconds), label, I1..IN (float32), C1..CF (text: "core_17", or
     "born_1234" for a short-lived id).
     """
     model = DriftingModel.of(config)
@@ -125,7 +125,7 @@ def id_text(ids: np.ndarray) -> pa.Array:
 
 
 def best_by_window(config: DriftConfig, first_row: int, rows: int, window_seconds: int = DAY) -> list[dict[str, float]]:
-    """Computes the best possible quality in each window of sample time; 17 bytes of memory per row.
+    """Computes the best possible quality in each window of sample time; 17 bytes of memory per sample.
 
     Returns:
         For each window with samples: its first second (`time`, start + k * window_seconds), `samples`, `ctr`, and the

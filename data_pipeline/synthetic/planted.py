@@ -3,10 +3,10 @@
     logit = b + sum_f a_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]> + sum_n c_n (x_n - E x_n)
 
 Ids follow a power law by rank, P(rank) ~ rank^-skew. The effects a, v and c are approximately Gaussian numbers hashed
-from (seed, field, id), so vocabularies of any size need no memory. Every draw is a hash of (seed, row, purpose), so a
-row does not depend on the chunk in which it is generated.
+from (seed, field, id), so vocabularies of any size need no memory. Every draw is a hash of (seed, sample, purpose), so
+a sample does not depend on the chunk in which it is generated.
 
-F sparse fields, N dense fields, R rows, K interaction rank.
+F sparse fields, N dense fields, R samples, K interaction rank.
 """
 
 import math
@@ -87,7 +87,7 @@ def empty_arrays(fields: int, num_dense: int, rows: int, id_type: type[np.intege
 
 @numba.njit(inline="always")
 def fill_dense(logit: float, row: np.uint64, effects: np.ndarray, scale: float, dense: np.ndarray, i: int) -> float:
-    """Draws the dense features of row `i`; returns the logit with their effects, the last ones of `effects`."""
+    """Draws the dense features of sample `i`; returns the logit with their effects, the last ones of `effects`."""
     fields = len(effects) - len(dense)
     for n in range(len(dense)):
         u = uniform(mix(row + np.uint64(fields + n + 1) * GOLDEN))
@@ -102,7 +102,7 @@ def fill_dense(logit: float, row: np.uint64, effects: np.ndarray, scale: float, 
 def _draw(
     first: int, stream: np.uint64, effects: np.ndarray, sizes: np.ndarray, scales: Scales, out: DrawArrays
 ) -> None:
-    """Fills the arrays with rows from `first`."""
+    """Fills the arrays with samples from `first`."""
     fields, rows = out.ids.shape
     sums = np.empty(scales.rank)
     for i in range(rows):
@@ -131,7 +131,7 @@ def _draw(
 
 @dataclass(frozen=True)
 class Draw:
-    """Rows of the planted model.
+    """Samples of the planted model.
 
     Attributes:
         ids: int32 [F, R], ranks by decreasing frequency, from 0.
@@ -173,7 +173,7 @@ class PlantedModel:
     intercept: float = 0.0
 
     def draw(self, stream: int, first_row: int, rows: int) -> Draw:
-        """Draws rows [first_row, first_row + rows) of a stream; streams are independent draws from the same model."""
+        """Draws samples [first_row, first_row + rows) of a stream; streams are independent draws of one model."""
         out = empty_arrays(len(self.sizes), self.num_dense, rows, np.int32)
         effects = keys((self.seed, 0), len(self.sizes) + self.num_dense)
         (row_key,) = keys((self.seed, 1, stream), 1)

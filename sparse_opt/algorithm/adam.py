@@ -18,7 +18,7 @@ class AdamConfig:
         lr: learning rate, per step, >= 0; the largest one of a schedule.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, > 0.
-        adam_epsilon: where eps goes. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
+        adam_epsilon: position of eps. "torch": ``m_hat / (sqrt(v_hat) + eps)``; "keras" (the CowClip reference):
             ``sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``.
         l2: coefficient of ``l2 * sum(w^2)`` in the loss: ``2 * l2 * w`` joins the gradient before the clip, >= 0.
         absent_rows: treatment of rows without an id in the batch. "lazy": they do not change. "dense": they take the

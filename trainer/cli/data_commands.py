@@ -136,7 +136,7 @@ def synthesize(
             config = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
             schema = run(output, config, progress=bar.update)
     best = schema.best or {}
-    print(f"{output}: {rows:,} train rows, {test_rows:,} test rows, best possible AUC {best['auc']:.4f}")
+    print(f"{output}: {rows:,} train samples, {test_rows:,} test samples, best possible AUC {best['auc']:.4f}")
 
 
 @app.command()
@@ -193,7 +193,7 @@ def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
 
 def _summary(schema: Any) -> str:
     """Sizes of a data set, in one line."""
-    rows = ", ".join(f"{split.rows:,} {name} rows" for name, split in schema.splits.items())
+    rows = ", ".join(f"{split.rows:,} {name} samples" for name, split in schema.splits.items())
     bad = sum(source.bad_rows for source in schema.sources)
     skipped = f"; {bad:,} bad rows left out" if bad else ""
     num_ids = sum(field.num_embeddings for field in schema.sparse)

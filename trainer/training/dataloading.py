@@ -33,7 +33,7 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tup
     )
     if not len(train):
         raise ValueError(
-            f"train.drop_last leaves nothing of {train.num_rows:,} training rows at train.batch_size ="
+            f"train.drop_last leaves nothing of {train.num_rows:,} training samples at train.batch_size ="
             f" {config.train.batch_size}; set train.drop_last = false or lower train.batch_size"
         )
     return train, reader("test", batch_size=config.train.eval_batch_size)
@@ -61,10 +61,10 @@ def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
 
 
 def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
-    """Raises ValueError if a split has no rows or no labels."""
+    """Raises ValueError if a split has no samples or no labels."""
     split = schema.split(name)
     if not split.rows:
-        raise ValueError(f"the {name} split of {data_dir} has no rows; prepare it with another split")
+        raise ValueError(f"the {name} split of {data_dir} has no samples; prepare it with another split")
     if not split.labelled:
         raise ValueError(f"the {name} split of {data_dir} has no labels: it can be predicted, not evaluated")
 

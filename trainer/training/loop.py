@@ -174,7 +174,7 @@ class _EpochRun:
         schema = self.trainer.schema
         table_rows = sum(spec.num_embeddings for spec in table_specs(schema, self.config.id_table))
         return (
-            f"{self.config.model.name} on {schema.name}: {self.train_reader.num_rows:,} training rows, "
+            f"{self.config.model.name} on {schema.name}: {self.train_reader.num_rows:,} training samples, "
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
             f"batch {self.config.train.batch_size} ({len(self.train_reader)} steps an epoch), "
             f"{self.trainer.describe_settings()}"

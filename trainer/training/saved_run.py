@@ -26,7 +26,7 @@ from .state import TrainState
 
 
 def evaluate_run(run_dir: Path, data_dir: Path, split: str = "test") -> dict[str, Any]:
-    """Measures AUC, logloss and rows of a split with a run's newest checkpoint.
+    """Measures AUC, logloss and number of samples of a split with a run's newest checkpoint.
 
     Raises:
         ValueError: the folder is not a run, the data have other ids than the run's, or the split has no labels.

@@ -62,7 +62,7 @@ def test_sigterm_saves_and_a_pipe_sees_no_bar(folder: Path) -> None:
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 130
     check_stopped(folder / "term", "".join(seen))
-    kinds = ("deepfm on csv: 205 training rows", "batch 1 (205 steps an epoch)", "epoch ", "cowrec: stopped")
+    kinds = ("deepfm on csv: 205 training samples", "batch 1 (205 steps an epoch)", "epoch ", "cowrec: stopped")
     assert all(line.startswith(kinds) for line in seen), "a library printed something"
 
 
@@ -145,9 +145,9 @@ def test_set_overrides_the_prepare_section_of_the_file(
     where = ["--schema", folder / "columns.toml", "--config", config, "--output"]
     command = ["prepare", "csv", "--input", folder / "raw.csv", *where]
     assert run(monkeypatch, *command, tmp_path / "file") == 0
-    assert "10 test rows" in capsys.readouterr().out
+    assert "10 test samples" in capsys.readouterr().out
     assert run(monkeypatch, *command, tmp_path / "flag", "--set", "prepare.test_rows=20") == 0
-    assert "20 test rows" in capsys.readouterr().out
+    assert "20 test samples" in capsys.readouterr().out
     # The size of the tail split does not apply to another split.
     assert run(monkeypatch, *command, tmp_path / "other", "--set", "prepare.split=random") == 0
     settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]

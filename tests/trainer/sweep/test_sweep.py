@@ -183,7 +183,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_continue(folder: Path, tmp_path: Pa
 def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path: Path) -> None:
     grid = Grid([1000, 102], ["none"], ["on"], 1)
     refused, good = run_sweep(folder, tmp_path / "drop", "train.drop_last=true", grid=grid)
-    assert refused["error"].startswith("ValueError: train.drop_last leaves nothing of 205 training rows")
+    assert refused["error"].startswith("ValueError: train.drop_last leaves nothing of 205 training samples")
     assert good["steps"] == 2 * 2
     astray = ["optimizer.dense_lr=1e30", "optimizer.warmup_epochs=0"]
     (line,) = run_sweep(folder, tmp_path / "astray", *astray, grid=Grid([51], ["none"], ["off"], 1))

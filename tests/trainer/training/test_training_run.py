@@ -111,7 +111,7 @@ def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Pa
         else:
             with pytest.raises(ValueError, match="has no labels: it can be predicted, not evaluated"):
                 evaluate_run(moved, data)
-            with pytest.raises(ValueError, match=r"the train split of .* has no rows"):
+            with pytest.raises(ValueError, match=r"the train split of .* has no samples"):
                 train(load_config(folder / "run.toml"), data, tmp_path / "untrained")
             assert not (tmp_path / "untrained").exists()
     tables = [pq.read_table(tmp_path / f"{labelled}.parquet") for labelled in (True, False)]
@@ -209,7 +209,7 @@ def test_a_model_that_breaks_at_the_last_step_is_not_saved(retrain: Train, tmp_p
 
 def test_invalid_settings_leave_nothing_behind(retrain: Train, tmp_path: Path) -> None:
     for overrides, message in (
-        (["train.drop_last=true", "train.batch_size=1000"], "train.drop_last leaves nothing of 205 training rows"),
+        (["train.drop_last=true", "train.batch_size=1000"], "train.drop_last leaves nothing of 205 training samples"),
         (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
         (["train.precision=tf32"], 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'),
         (["optimizer.embedding=sgd", "optimizer.l2=0"], "samples have several ids .field 'tags'"),
