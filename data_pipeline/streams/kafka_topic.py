@@ -1,9 +1,9 @@
 """Source of samples that reads a Kafka topic whose messages are JSON objects.
 
 All partitions present at opening are assigned with explicit offsets from the stream's own position: nothing is
-committed and no consumer group is used. Messages must be retained until no journal can ask for them again, so the
-topic's retention must exceed the time between two snapshots. Messages that Kafka deleted before they were read are
-logged and counted by their offsets.
+committed and no consumer group is used. Messages must be retained while a journal may refer to them, so the topic's
+retention must exceed the time between two snapshots. Messages that Kafka deleted before they were read are logged and
+counted by their offsets.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """Source of samples that reads a Redis stream: entries whose field `sample` is a JSON object.
 
-Entries are read by their ids from the stream's own position, without a consumer group. They must be retained until no
-journal can ask for them again: use `XADD ... MAXLEN ~ N` with an N that covers the time between two snapshots. Entries
-trimmed before they were read are logged and counted as one `gaps`, since Redis does not report how many there were. If
-the last entry read is also the last one trimmed, a gap is counted though nothing was lost: the two cases look alike.
-A crash of Redis may lose its last second of entries; if some of them were already read, `rewound` counts it.
+Entries are read by their ids from the stream's own position, without a consumer group. They must be retained while a
+journal may refer to them: use `XADD ... MAXLEN ~ N` with an N that covers the time between two snapshots. Entries
+trimmed before they were read are logged and counted as one gap (`gaps`), since Redis does not report how many there
+were. If the last entry read is also the last one trimmed, a gap is counted though nothing was lost: the two cases look
+alike. A crash of Redis may lose its last second of entries; if some of them were already read, `rewound` counts it.
 """
 
 import logging
