@@ -73,11 +73,11 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
-def write_timed(folder, rows=200, seed=0):
-    """Writes random samples with times; returns them as dictionaries."""
-    draw = random.Random(seed)
+def write_timed(folder):
+    """Writes 200 random samples with times; returns them as dictionaries."""
+    draw = random.Random(0)
     table = []
-    for _ in range(rows):
+    for _ in range(200):
         history = [(f"h{draw.randint(0, 9)}", draw.choice([1.0, 0.5])) for _ in range(draw.randint(0, 2))]
         row = {"time": draw.randint(0, 2 * 10**9), "history": history, "click": draw.choice("01")}
         row["price"] = draw.choice(["", "3", "2.5"])

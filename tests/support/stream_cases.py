@@ -108,9 +108,9 @@ def lines(samples):
     return [json.dumps(each).encode() for each in samples]
 
 
-def arrivals(samples, lateness, window, newest=None):
-    """Filters samples one by one: returns (time, number) of good ones by arrival, counts, and the newest time."""
-    recent, good = OrderedDict(), []
+def arrivals(samples, lateness, window):
+    """Filters samples one by one: returns (time, number) of good ones by arrival, and counts."""
+    recent, good, newest = OrderedDict(), [], None
     counts = {"duplicates": 0, "late": 0}
     for each in samples:
         known = each["sample_id"]
@@ -126,4 +126,4 @@ def arrivals(samples, lateness, window, newest=None):
         newest = each["time"] if newest is None else max(newest, each["time"])
         if not late:
             good.append((each["time"], each["number"]))
-    return good, counts, newest
+    return good, counts

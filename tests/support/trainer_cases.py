@@ -83,12 +83,10 @@ def raw_rows(rows: int, columns: Sequence[str] = tuple(COLUMNS), *, seed: int = 
     return "\n".join(lines) + "\n"
 
 
-def make_data(
-    folder: Path, columns: Sequence[str] = tuple(COLUMNS), *, test_rows: int = TEST_ROWS, seed: int = 0
-) -> Path:
+def make_data(folder: Path, columns: Sequence[str] = tuple(COLUMNS), *, test_rows: int = TEST_ROWS) -> Path:
     """Prepares a data set ``folder/data`` of TRAIN_ROWS training samples; its raw files are in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "raw.csv").write_text(raw_rows(TRAIN_ROWS + test_rows, columns, seed=seed))
+    (folder / "raw.csv").write_text(raw_rows(TRAIN_ROWS + test_rows, columns))
     fields = "".join(f'[[fields]]\nname = "{name}"\n{COLUMNS[name]}\n' for name in columns)
     (folder / "columns.toml").write_text(f'delimiter = ","\nlabel = "click"\n{fields}')
     settings = PrepareConfig(split="tail", test_rows=test_rows)

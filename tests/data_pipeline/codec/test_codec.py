@@ -63,12 +63,12 @@ def number_or_text(draw, text):
     return int(text) if is_integer and draw(st.booleans()) else text
 
 
-def prepared(folder, texts, config, schema=TIMED):
+def prepared(folder, texts, config):
     with (folder / "raw.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, HEADER, lineterminator="\n")
         writer.writeheader()
         writer.writerows(texts)
-    (folder / "schema.toml").write_text(schema)
+    (folder / "schema.toml").write_text(TIMED)
     return prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "schema.toml")
 
 

@@ -41,7 +41,7 @@ def test_samples_are_returned_once_by_time_in_full_batches(tmp_path_factory, cod
     options = {"batch_size": batch_size, "lateness_seconds": lateness, "duplicates_window": window}
     stream = SampleStream(DirectorySource(folder), codec, **options)
     batches = list(stream)
-    good, counts, _ = arrivals(samples, lateness, window)
+    good, counts = arrivals(samples, lateness, window)
     expected = [number for _, number in sorted(good, key=lambda each: each[0])]  # stable: equal times as they arrived
     assert [number for batch in batches for number in numbers(batch)] == expected
     assert [len(batch.block) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
@@ -67,7 +67,7 @@ def test_late_samples_can_be_trained_on(tmp_path_factory, codec, case, batch_siz
     stream = SampleStream(DirectorySource(folder), codec, **options)
     returned = [number for batch in stream for number in numbers(batch)]
     assert sorted(returned) == list(range(len(samples)))
-    on_time, counts, _ = arrivals(samples, lateness, 0)
+    on_time, counts = arrivals(samples, lateness, 0)
     assert stream.counters["late"] == counts["late"]
     kept = {number for _, number in on_time}
     expected = [number for _, number in sorted(on_time, key=lambda each: each[0])]
