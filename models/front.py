@@ -1,4 +1,4 @@
-"""Embedding front: looks up all fields at once and hands their embeddings and wide weights to a network.
+"""Embedding front: looks up all fields at once and passes their embeddings and wide weights to a network.
 
 Sizes: B samples, F fields, D embedding width, P stored width of a table, N dense features.
 """

@@ -62,7 +62,7 @@ def prepare(
     ] = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(help="Dask cluster to run on, such as tcp://host:8786; it must see all folders."),
+        typer.Option(help="Dask cluster to run on, such as tcp://host:8786; its workers need access to all folders."),
     ] = None,
 ) -> None:
     """Turns raw click logs into a data set: Parquet shards of ids, and a schema.json.
@@ -125,7 +125,7 @@ def synthesize(
     from cowrec.data_pipeline import synthesize as run
     from cowrec.data_pipeline.synthetic.drifting import DriftConfig
 
-    with _bar(rows + test_rows, " rows", "synthesize") as bar:
+    with _bar(rows + test_rows, " samples", "synthesize") as bar:
         if days:
             if vocabulary_scale is not None:
                 raise ValueError("--vocabulary-scale has no effect on drifting samples; leave it out or --days")
@@ -173,7 +173,7 @@ def stream(
 
 
 def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
-    """The ``[prepare]`` section of a run's TOML, which must be valid as a whole, with overrides applied to it."""
+    """Applies overrides to the ``[prepare]`` section of a run's TOML file, all of which must be valid."""
     from cowrec.data_pipeline import PrepareConfig
     from cowrec.trainer.config.overrides import apply_override
     from cowrec.trainer.config.run import config_from, load_config
@@ -193,12 +193,12 @@ def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
 
 def _summary(schema: Any) -> str:
     """Sizes of a data set, in one line."""
-    rows = ", ".join(f"{split.rows:,} {name} samples" for name, split in schema.splits.items())
+    sizes = ", ".join(f"{split.rows:,} {name} samples" for name, split in schema.splits.items())
     bad = sum(source.bad_rows for source in schema.sources)
     skipped = f"; {bad:,} bad rows left out" if bad else ""
     num_ids = sum(field.num_embeddings for field in schema.sparse)
     ids = "raw ids" if schema.has_raw_ids else f"{num_ids:,} ids"
-    return f"{rows}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}"
+    return f"{sizes}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}"
 
 
 @contextmanager

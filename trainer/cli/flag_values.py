@@ -6,12 +6,12 @@ from cowrec.trainer.config.nearest_name import hint
 
 
 def parse_list(text: str) -> list[str]:
-    """The parts of ``a, b`` as ["a", "b"]."""
+    """Splits ``a, b`` into ["a", "b"]."""
     return [each.strip() for each in text.split(",")]
 
 
 def parse_names(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """The names in a list, each once. Raises ValueError for an unknown name."""
+    """Splits a list into known names, each once. Raises ValueError for an unknown name."""
     names = list(dict.fromkeys(parse_list(text)))
     for name in names:
         if name not in known:
@@ -20,19 +20,19 @@ def parse_names(flag: str, text: str, known: Collection[str]) -> list[str]:
 
 
 def parse_batch_size(text: str) -> int:
-    """A batch size: 8K as 8192. Raises ValueError for any other text."""
+    """Reads a batch size; 8K is 8192. Raises ValueError for any other text."""
     return parse_number(text, 1024, "a batch size must be a number, with K for 1024, such as 512 or 8K")
 
 
 def parse_table_rows(text: str) -> int | None:
-    """The most rows of a table: 100K as 100,000, full as None. Raises ValueError for any other text."""
+    """Reads the most rows of a table; 100K is 100,000, full is None. Raises ValueError for any other text."""
     if text == "full":
         return None
     return parse_number(text, 1000, "--rows must be full or a number, with K for 1000, such as 100K")
 
 
 def parse_number(text: str, kilo: int, what: str) -> int:
-    """A whole number in which a final K stands for ``kilo``. Raises ValueError, which explains ``what`` is expected."""
+    """Reads a whole number; a final K means ``kilo``. Raises ValueError, which starts with ``what``."""
     digits, factor = (text[:-1], kilo) if text[-1:] in ("K", "k") else (text, 1)
     if not digits.isdecimal():
         raise ValueError(f"{what}; got {text!r}")

@@ -1,6 +1,6 @@
-"""The command line ``cowrec``: all commands, and how a run of one ends.
+"""The command line ``cowrec``: all commands, and their exit codes.
 
-Commands import what they need when they run, so that ``--help`` answers at once.
+Commands import what they need when they run, so that ``--help`` is fast.
 """
 
 import os
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends the process; one of several immediately, without Python's shutdown.
+    """Ends the process; under torchrun immediately, without Python's shutdown.
 
     The shutdown would wait for messages that the other processes will never send, and would abort the process if one
     of torch's threads released a Python object meanwhile.

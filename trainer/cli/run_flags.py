@@ -16,7 +16,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ru
 
 
 def load_run(config: Path, overrides: list[str] | None, data: Path | None) -> tuple[Any, Path]:
-    """A run's configuration and its data set. Raises ValueError if one is missing or wrong."""
+    """Loads a run's configuration; also returns its data set. Raises ValueError if one is missing or wrong."""
     from cowrec.trainer.config.run import load_config
 
     loaded = load_config(config, overrides or ())
@@ -26,5 +26,5 @@ def load_run(config: Path, overrides: list[str] | None, data: Path | None) -> tu
 
 
 def new_run_dir(config: Path) -> Path:
-    """The folder of a run that was given none."""
+    """Default folder of a run."""
     return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
