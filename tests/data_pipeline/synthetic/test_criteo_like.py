@@ -103,7 +103,7 @@ def test_ids_follow_the_power_law():
 
 
 def test_the_effect_of_an_id_is_the_same_in_all_rows():
-    """Without interactions and numbers, the logit is a sum of one effect per id, solved for by least squares."""
+    """Solves for one effect per id by least squares: without interactions and numbers, the logit is their sum."""
     draw = model(pair_scale=0.0, dense_scale=0.0, sizes=np.array([5, 40])).draw(0, 0, 1000)
     design = (draw.ids[:, :, None] == np.arange(40)).transpose(1, 0, 2).reshape(1000, 80).astype(float)
     effects, *_ = np.linalg.lstsq(design, draw.logits)

@@ -52,7 +52,7 @@ CONFIGS = st.builds(
 
 
 def random_bags(rng: np.random.Generator, now: int, pool: np.ndarray) -> Bags:
-    """Up to 12 ids a feature, with repeated ids and empty features; samples up to 40 seconds late."""
+    """Draws up to 12 ids a feature, with repeated ids and empty features; samples up to 40 seconds late."""
     late = rng.choice([0, 1, 5, 40], 200, p=[0.6, 0.2, 0.15, 0.05])
     return [
         [
