@@ -49,6 +49,9 @@ class IdTableModule(ManagedCollisionModule):
             seed: as for IdTables.
             max_segments: as for IdTables.
             device: of the features; must be the CPU, the default.
+
+        Raises:
+            ValueError: another device than the CPU.
         """
         device = device or torch.device("cpu")
         if device.type != "cpu":
