@@ -220,7 +220,7 @@ def random_samples(rng: random.Random, ids: int, count: int = 40) -> SampleBlock
 
 @pytest.mark.parametrize("ids", [8, 3000])
 def test_ids_that_are_added_deleted_and_added_again(tmp_path: Path, ids: int) -> None:
-    """Compares with dictionaries and loops: new, deleted and returning ids, a shared table, and growth of rows and slots."""
+    """Compares with dictionaries and loops: new, deleted and returning ids, a shared table, growing rows and slots."""
     oracle = Oracle(ids)
     oracle.train(8, True)
     oracle.export(tmp_path / "export")
