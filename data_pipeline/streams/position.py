@@ -15,7 +15,7 @@ from cowrec.data_pipeline.files import durable_file, write_file
 from .reorder import ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
-FORMAT = 1
+FORMAT = 2
 
 COUNTERS = ("samples", "malformed", "duplicates", "late", "lost", "forced", "flushes", "handed_out", "batches")
 
@@ -52,7 +52,7 @@ class Position:
         waiting = self.waiting.compact()
         content = {
             "format": FORMAT,
-            "places": self.partitions,
+            "partitions": self.partitions,
             "entry": self.entry,
             "newest": self.newest,
             "due": self.due,
@@ -80,7 +80,7 @@ class Position:
                 first = content["arrived"] - content["waiting"]
                 waiting = ReorderBuffer(arrived=first).add(table, table[TIME_COLUMN].to_numpy())
             return Position(
-                content["places"],
+                content["partitions"],
                 content["entry"],
                 content["newest"],
                 content["due"],
