@@ -105,7 +105,8 @@ def test_batches_are_identical_after_a_crash(tmp_path_factory, codec, case, data
             DirectorySource(folder / "in"), codec, journal=folder / "journal", position=position, **options
         )
 
-    uninterrupted = list(opened())
+    reference = opened()
+    uninterrupted = list(reference)
     (folder / "journal").unlink()
     crashed = data.draw(st.integers(0, len(uninterrupted)))
     snapshot = data.draw(st.integers(0, crashed))
@@ -123,7 +124,8 @@ def test_batches_are_identical_after_a_crash(tmp_path_factory, codec, case, data
         file.write(torn)
     stream = opened(Position.load(folder / "snapshot") if snapshot else None)
     same(list(stream), uninterrupted[snapshot:])
-    assert stream.counters == {**uninterrupted[-1].end.counters, **stream._source.counters} if uninterrupted else True
+    # Samples after the last batch may be late; they count too.
+    assert stream.counters == {**reference.counters, **stream._source.counters}
 
 
 @pytest.mark.parametrize("seed", range(8))
