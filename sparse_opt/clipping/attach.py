@@ -10,6 +10,7 @@ batch's ids of its rows, so counts are global.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from math import inf
 from typing import Any
 from weakref import WeakSet
@@ -40,8 +41,19 @@ class LookupsHandle:
         self._lookups, self._undo = list(lookups), list(undo)
 
     def stats(self) -> dict[str, TableStats]:
-        """Statistics of each table, over the rows that this process holds. Waits for the device."""
-        return {name: stats for each in self._lookups for name, stats in each.statistics.per_table().items()}
+        """Statistics of each table, over the rows that this process holds. Waits for the device, once.
+
+        Raises:
+            ValueError: on CUDA, where no step waits for the device: ids of earlier steps were outside their tables.
+        """
+        if not self._lookups:
+            return {}
+        on_device = [each.statistics.on_device() for each in self._lookups]
+        values = iter(zip(*torch.cat(on_device, dim=1).tolist(), strict=True))
+        found: dict[str, TableStats] = {}
+        for each, own in zip(self._lookups, on_device, strict=True):
+            found |= each.statistics.per_table(list(zip(*islice(values, own.shape[1]), strict=True)))
+        return found
 
     def remove(self) -> None:
         """Detaches from the model; the weights do not change. Calling it again has no effect."""

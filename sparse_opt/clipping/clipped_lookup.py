@@ -5,6 +5,7 @@ norm, torch does (kernels/torch_rows.py and row_factors.py).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from torch.profiler import record_function
 from cowrec.sparse_opt.algorithm.clip import ClipRule
 from cowrec.sparse_opt.kernels import cpu_rows
 from cowrec.sparse_opt.kernels.torch_rows import (
+    LookupIds,
     RowGradients,
     RowSums,
+    find_rows,
     row_sums,
-    rows_of_ids,
     sums_of_ranks,
+    with_sums,
     with_weights,
 )
 from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups
@@ -28,6 +31,9 @@ from .compiled_rows import ROW_GRADIENTS, CompiledRows
 from .row_factors import RowFactors
 from .statistics import ClipStatistics
 from .table_limits import TableLimits
+
+if TYPE_CHECKING:
+    from cowrec.sparse_opt.kernels.triton_update import DeviceRows
 
 
 class ClippedLookup:
@@ -47,6 +53,7 @@ class ClippedLookup:
         factors: clip factors in torch.
         compiled: row gradients and kernels on CPU.
         gathers_rows: whether the ranks hold copies of the tables and exchange the rows of their batches.
+        uses_triton: whether Triton kernels find and sum the rows, as on CUDA.
 
     Raises:
         ValueError: clip_columns is out of range.
@@ -69,6 +76,7 @@ class ClippedLookup:
         self.factors = RowFactors(lookup, self.limits, columns, self.statistics)
         self.compiled = CompiledRows(lookup, self.layout, self.limits, self.statistics)
         self.gathers_rows = lookup.is_replicated and lookup.num_ranks > 1
+        self.uses_triton = lookup.flat_weights().is_cuda
 
     @property
     def is_local(self) -> bool:
@@ -80,16 +88,40 @@ class ClippedLookup:
         """True if a backward pass takes part in collectives even without ids."""
         return self.factors.adds_up_norms or self.gathers_rows
 
+    @property
+    def runs_on_device(self) -> bool:
+        """True if Triton kernels can do all the work on the rows of a backward pass."""
+        return self.uses_triton and self.is_local and self.lookup.flat_weights().dtype == torch.float32
+
     def runs_compiled(self, backward: LookupBackward) -> bool:
         """True if numba kernels can do the work on the rows of a backward pass."""
         weights, grad = self.lookup.flat_weights(), backward.output_grad
-        return self.is_local and weights.device.type == "cpu" and weights.dtype == grad.dtype == torch.float32
+        return self.is_local and not self.uses_triton and weights.dtype == grad.dtype == torch.float32
+
+    def find_rows(self, indices: Tensor, offsets: Tensor) -> LookupIds:
+        """Rows of the lookup's ids; see :func:`find_rows`."""
+        if not (self.uses_triton and indices.numel()):
+            return find_rows(self.layout, indices, offsets)
+        from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
+
+        return find_rows_on_device(self.layout, indices, offsets, self.statistics.outside)
+
+    def device_rows(self, backward: LookupBackward) -> "DeviceRows":
+        """Rows of a backward pass for the Triton kernels; it has at least one id."""
+        from cowrec.sparse_opt.kernels.triton_update import DeviceRows
+
+        ids = backward.ids or self.find_rows(backward.indices, backward.offsets)
+        return DeviceRows(self.layout, ids, backward.id_weights, backward.output_grad)
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
         """Distinct rows of a backward pass and their gradients, in torch; of replicated tables those of all ranks."""
         with record_function(ROW_GRADIENTS):
-            ids = backward.ids or rows_of_ids(self.layout, backward.indices, backward.offsets)
-            rows = row_sums(self.layout, ids, backward.id_weights, backward.output_grad)
+            if self.uses_triton and backward.indices.numel():
+                on_device = self.device_rows(backward)
+                rows = with_sums(self.layout, on_device.ids, on_device.sums(), backward.output_grad.dtype)
+            else:
+                ids = backward.ids or self.find_rows(backward.indices, backward.offsets)
+                rows = row_sums(self.layout, ids, backward.id_weights, backward.output_grad)
             return sums_of_ranks(rows, self.lookup.process_group) if self.gathers_rows else rows
 
     def row_gradients(self, sums: RowSums) -> RowGradients:
@@ -102,6 +134,11 @@ class ClippedLookup:
         Raises:
             ValueError: an id is outside its table (on CPU).
         """
+        if self.runs_on_device and backward.indices.numel():
+            rows_on_device = self.device_rows(backward)
+            of_rows, results = rows_on_device.factors(self.limits.clips, self.lookup.flat_weights())
+            self.statistics.record_on_device(results, rows_on_device)
+            return rows_on_device.of_ids(of_rows)
         if not self.runs_compiled(backward):
             rows = self.row_gradients(self.sum_rows(backward))
             return self.factors.of_rows(rows)[rows.counts.slot]

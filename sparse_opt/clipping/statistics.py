@@ -1,6 +1,9 @@
 """Statistics of the clip: how many rows of each table are clipped, and by how much."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -8,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.sparse_opt.kernels.cpu_rows import Ratios
+from cowrec.sparse_opt.kernels.layout import RowResults
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients, RowSums
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
+
+if TYPE_CHECKING:
+    from cowrec.sparse_opt.kernels.triton_update import DeviceRows
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,9 @@ class ClipStatistics:
     """Counts of updated and clipped rows of a lookup's tables, and the ratios of the latest step.
 
     Attributes:
+        latest: ratios of the latest step.
         latest_rows: distinct rows of each table in the latest step, int64 [tables]; zeros unless a compiled kernel ran.
+        outside: ids that were outside their tables and could not be reported at once, int64 [tables]; as on CUDA.
     """
 
     def __init__(self, lookup: TbeLookup):
@@ -43,8 +52,8 @@ class ClipStatistics:
         self._lookup = lookup
         self._is_copy = lookup.is_replicated and dist.get_rank(lookup.process_group) > 0
         self._rows = torch.zeros(len(lookup.shards), dtype=torch.int64, device=device)
-        self._clipped = torch.zeros_like(self._rows)
-        self._ratios, self._tables = torch.empty(0, device=device), self._rows[:0]
+        self._clipped, self.outside = torch.zeros_like(self._rows), torch.zeros_like(self._rows)
+        self.latest = RowResults(torch.empty(0, device=device), self._rows[:0])
         self.latest_rows = np.zeros(len(lookup.shards), np.int64)
 
     def record(self, ratios: Tensor, rows: RowSums | RowGradients) -> None:
@@ -52,7 +61,12 @@ class ClipStatistics:
         ones = rows.counts.real.long()
         self._rows.scatter_add_(0, rows.table, ones)
         self._clipped.scatter_add_(0, rows.table, ones * (ratios > 1))
-        self._ratios, self._tables = ratios.float(), torch.where(rows.counts.real, rows.table, -1)
+        self.latest = RowResults(ratios.float(), torch.where(rows.counts.real, rows.table, -1))
+
+    def record_on_device(self, results: RowResults, rows: "DeviceRows") -> None:
+        """Records the results of a kernel of triton_update.py."""
+        rows.count(results, self._rows, self._clipped)
+        self.latest = results
 
     def record_compiled(self, ratios: Ratios, begins: np.ndarray) -> None:
         """Records the ratios that a kernel of cpu_rows.py or cpu_adam.py wrote."""
@@ -62,15 +76,40 @@ class ClipStatistics:
         values = ratios.values[first + np.arange(len(tables))]
         self._rows += torch.from_numpy(rows)
         self._clipped += torch.from_numpy(np.bincount(tables[values > 1], minlength=len(rows)))
-        self._ratios, self._tables = torch.from_numpy(values), torch.from_numpy(tables)
+        self.latest = RowResults(torch.from_numpy(values), torch.from_numpy(tables))
 
-    def per_table(self) -> dict[str, TableStats]:
-        """Statistics by table name. Waits for the device."""
-        rows, clipped = self._rows.tolist(), self._clipped.tolist()
+    def on_device(self) -> Tensor:
+        """Rows, clipped rows, median ratio and ids outside of each table, float64 [4, tables]."""
+        counts = (self._rows, self._clipped, self._medians(), self.outside)
+        return torch.stack([each.double() for each in counts])
+
+    def per_table(self, values: Sequence[Sequence[float]]) -> dict[str, TableStats]:
+        """Statistics by table name, from the numbers of :meth:`on_device`.
+
+        Raises:
+            ValueError: ids were outside their tables.
+        """
+        for shard, outside in zip(self._lookup.shards, values[3], strict=True):
+            if outside:
+                raise ValueError(
+                    f"{outside:.0f} ids were outside table {shard.name!r}, which holds {shard.rows} rows here; row 0"
+                    " was trained for them. Map ids into [0, num_embeddings) before the lookup"
+                )
         return {
-            shard.name: TableStats(
-                rows[t], clipped[t] / max(rows[t], 1), self._ratios[self._tables == t].median().item()
-            )
-            for t, shard in enumerate(self._lookup.shards)
+            shard.name: TableStats(int(rows), clipped / max(rows, 1), ratio)
+            for shard, rows, clipped, ratio in zip(self._lookup.shards, *values[:3], strict=True)
             if shard.first_column == 0 and not self._is_copy  # each row once, whoever else holds it or its columns
         }
+
+    def _medians(self) -> Tensor:
+        """Lower median of each table's latest ratios, [tables]; NaN without rows."""
+        if not self.latest.ratio.numel():
+            return torch.full_like(self._rows, nan, dtype=torch.float32)
+        ratios, by_ratio = self.latest.ratio.sort()
+        tables, by_table = self.latest.table[by_ratio].sort(stable=True)
+        ratios = ratios[by_table]
+        bounds = torch.searchsorted(tables, torch.arange(len(self._rows) + 1, device=tables.device).to(tables.dtype))
+        first, end = bounds[:-1], bounds[1:]
+        median = ratios[((first + end - 1) // 2).clamp(0, len(ratios) - 1)]
+        largest = ratios[(end - 1).clamp_min(0)]  # NaN is sorted last
+        return torch.where((first < end) & ~largest.isnan(), median, nan)

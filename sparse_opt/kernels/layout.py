@@ -22,6 +22,8 @@ class LookupLayout(NamedTuple):
         first_row: index of each table's first row among the rows of all tables, [tables].
         max_dim: columns of the widest table.
         size: elements of the flat weights.
+        tables: number of tables.
+        num_rows: rows of all tables.
     """
 
     feature_table: Tensor
@@ -34,6 +36,8 @@ class LookupLayout(NamedTuple):
     first_row: Tensor
     max_dim: int
     size: int
+    tables: int
+    num_rows: int
 
 
 class TableClips(NamedTuple):
@@ -79,6 +83,35 @@ class Schedule(NamedTuple):
 
     step_sizes: Tensor
     denominator_scales: Tensor
+
+
+class DeviceSteps(NamedTuple):
+    """Steps of a lookup as the CUDA kernels read them, so that nothing of them is an argument that changes.
+
+    Attributes:
+        taken: steps taken, including one that is being taken, int32 [1].
+        last_step: as in :class:`LastSteps`.
+        step_sizes, denominator_scales: as in :class:`Schedule`.
+        log_beta2: as in :class:`LastSteps`, float64 [1].
+    """
+
+    taken: Tensor
+    last_step: Tensor
+    step_sizes: Tensor
+    denominator_scales: Tensor
+    log_beta2: Tensor
+
+
+class RowResults(NamedTuple):
+    """Clip statistics of the distinct rows of a backward pass.
+
+    Attributes:
+        ratio: ``||g|| / limit`` of each row, float32 [nnz].
+        table: its table, int [nnz]; -1 in the padding.
+    """
+
+    ratio: Tensor
+    table: Tensor
 
 
 class DecayThresholds(NamedTuple):

@@ -5,6 +5,7 @@ of ids, ``nnz``. Sizes: T features, B bags each, D the widest table, nnz ids in 
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ class RowCounts:
 
     Attributes:
         slot: index of each id's row among the distinct rows, int64 [nnz].
-        occurrence: one occurrence of each distinct row, int64 [nnz].
+        occurrence: first occurrence of each distinct row, int64 [nnz].
         count: occurrences of each distinct row, int64 [nnz].
         real: True for the first U entries, bool [nnz]. The padding after them repeats row 0.
     """
@@ -31,37 +32,25 @@ class RowCounts:
     real: Tensor
 
 
-def count_rows(keys: Tensor) -> RowCounts:
-    """Finds the distinct values of ``keys``, int [nnz], and their occurrences."""
-    ordered, order = torch.sort(keys)
-    is_first = torch.ones_like(ordered, dtype=torch.bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    slot_in_order = is_first.cumsum(0) - 1
-    slot = torch.empty_like(slot_in_order).scatter_(0, order, slot_in_order)
-    count = torch.zeros_like(slot).scatter_add_(0, slot_in_order, torch.ones_like(slot))
-    occurrence = torch.zeros_like(slot).scatter_(0, slot_in_order, order)
-    real = count > 0
-    return RowCounts(slot, torch.where(real, occurrence, occurrence[:1]), torch.where(real, count, count[:1]), real)
-
-
-@dataclass(frozen=True)
-class LookupIds:
-    """Ids of one lookup and their rows; found once, for the forward and the backward pass.
+class LookupIds(NamedTuple):
+    """Ids of one lookup, sorted by row; found once, for the forward and the backward pass.
 
     Attributes:
-        bag: bag of each id over all features, feature-major, int64 [nnz].
-        table: table of each id, int64 [nnz].
-        start: offset of the first element of each id's row in the flat weights, int64 [nnz].
-        counts: their distinct rows.
+        bag: bag of each id over all features, feature-major, int [nnz].
+        order: index of each id in order of the rows, int64 [nnz]; a row's ids stay in the order of the batch.
+        row: row of each id in that order, among the rows of all tables, int [nnz].
+        begin: offset in that order of each distinct row's first id, then nnz, int [nnz + 1].
+        batch: B.
     """
 
     bag: Tensor
-    table: Tensor
-    start: Tensor
-    counts: RowCounts
+    order: Tensor
+    row: Tensor
+    begin: Tensor
+    batch: int
 
 
-def rows_of_ids(layout: LookupLayout, indices: Tensor, offsets: Tensor) -> LookupIds:
+def find_rows(layout: LookupLayout, indices: Tensor, offsets: Tensor) -> LookupIds:
     """Finds the rows of a lookup's ids.
 
     Args:
@@ -69,11 +58,37 @@ def rows_of_ids(layout: LookupLayout, indices: Tensor, offsets: Tensor) -> Looku
         indices: row of each id in its table, int [nnz].
         offsets: offset of each bag in ``indices``, feature-major, int [T * B + 1].
     """
-    bag = bag_of_ids(offsets, indices.numel())
-    table = layout.feature_table[bag // ((len(offsets) - 1) // len(layout.feature_table))]
-    start = layout.start[table] + indices.long() * layout.dim[table]
-    # Half as many bits are sorted in half the time.
-    return LookupIds(bag, table, start, count_rows(start.int() if layout.size < 1 << 31 else start))
+    bag, batch = bag_of_ids(offsets, indices.numel()), (len(offsets) - 1) // len(layout.feature_table)
+    row, order = torch.sort(layout.first_row[layout.feature_table[bag // batch]] + indices.long(), stable=True)
+    return LookupIds(bag, order, row, row_begins(row), batch)
+
+
+def row_begins(row: Tensor) -> Tensor:
+    """Finds where each distinct value of sorted rows begins, then their number: int64 [nnz + 1] of [nnz]."""
+    slot = torch.zeros_like(row, dtype=torch.int64)
+    slot[1:] = (row[1:] != row[:-1]).cumsum(0)
+    return torch.searchsorted(slot, torch.arange(len(row) + 1, device=row.device))
+
+
+def count_ids(ids: LookupIds) -> RowCounts:
+    """Counts the occurrences of the distinct rows."""
+    return _count_sorted(ids.order, ids.begin.long())
+
+
+def count_rows(keys: Tensor) -> RowCounts:
+    """Finds the distinct values of ``keys``, int [nnz], and their occurrences."""
+    ordered, order = torch.sort(keys, stable=True)
+    return _count_sorted(order, row_begins(ordered))
+
+
+def _count_sorted(order: Tensor, begin: Tensor) -> RowCounts:
+    count = begin[1:] - begin[:-1]
+    real = count > 0
+    rows = torch.arange(len(order), device=order.device)
+    slot_in_order = torch.repeat_interleave(rows, count, output_size=len(order))
+    slot = torch.empty_like(order).scatter_(0, order, slot_in_order)
+    occurrence = order[torch.where(real, begin[:-1], 0)]
+    return RowCounts(slot, occurrence, torch.where(real, count, count[:1]), real)
 
 
 @dataclass(frozen=True)
@@ -129,21 +144,27 @@ def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, ou
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
         output_grad: gradient of the lookup's output, float [B, sum of the features' D].
     """
-    batch = output_grad.shape[0]
-    feature, sample = ids.bag // batch, ids.bag % batch
-    inside = torch.arange(layout.max_dim, device=output_grad.device) < layout.dim[ids.table][:, None]
+    feature, sample = ids.bag // ids.batch, ids.bag % ids.batch
+    dims = layout.dim[layout.feature_table[feature]]
+    inside = torch.arange(layout.max_dim, device=output_grad.device) < dims[:, None]
     column = layout.feature_column[feature][:, None] + torch.arange(layout.max_dim, device=output_grad.device)
     column = column.clamp_max(output_grad.shape[1] - 1)
     # Summed in float64, so that a row's gradient does not depend on the order of its occurrences.
     contribution = torch.where(inside, output_grad[sample[:, None], column].double(), 0)
     if id_weights is not None:
         contribution = contribution * id_weights[:, None]
+    sums = torch.zeros_like(contribution).index_add_(0, count_ids(ids).slot, contribution)
+    return with_sums(layout, ids, sums, output_grad.dtype)
 
-    counts = ids.counts
-    sums = torch.zeros_like(contribution).index_add_(0, counts.slot, contribution)
+
+def with_sums(layout: LookupLayout, ids: LookupIds, sums: Tensor, dtype: torch.dtype) -> RowSums:
+    """Combines distinct rows with their summed gradients, float64 [nnz, D], of an output gradient of this dtype."""
+    counts = count_ids(ids)
+    table = layout.feature_table[ids.bag[counts.occurrence] // ids.batch]
+    row = ids.row[ids.begin[:-1].clamp_max(len(ids.row) - 1).where(counts.real, 0)] - layout.first_row[table]
+    start = layout.start[table] + row * layout.dim[table]
     sums = torch.where(counts.real[:, None], sums, sums[:1])
-    dtype = torch.promote_types(output_grad.dtype, torch.float32)
-    return RowSums(counts, ids.bag, ids.table[counts.occurrence], ids.start[counts.occurrence], sums, dtype)
+    return RowSums(counts, ids.bag, table, start, sums, torch.promote_types(dtype, torch.float32))
 
 
 def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
@@ -165,7 +186,11 @@ def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
     start, table, occurrences = of_ranks[:, :3].long().unbind(1)
     counts = count_rows(start)
     count = torch.zeros_like(counts.count).index_add_(0, counts.slot, occurrences)
-    sums = torch.zeros_like(of_ranks[:, 3:]).index_add_(0, counts.slot, of_ranks[:, 3:]) / len(lengths)
+    sums = torch.zeros_like(of_ranks[:, 3:])
+    for slots, values in zip(counts.slot.split(lengths), of_ranks[:, 3:].split(lengths), strict=True):
+        # The rows of a rank are distinct, so that the order of the additions is that of the ranks on CUDA too.
+        sums.index_add_(0, slots, values)
+    sums /= len(lengths)
     return RowSums(
         replace(counts, count=torch.where(counts.real, count, count[:1])),
         rows.bag[:0],

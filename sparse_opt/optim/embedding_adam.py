@@ -5,7 +5,7 @@ FBGEMM's own Adam exists for CUDA only, updates the batch's rows only, and decay
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,38 @@ class EmbeddingAdam:
             replay.mark_current(value)
         if self.config.absent_rows == "replay":
             self.history.replace(np.full(value, self.config.lr))
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if a CUDA graph can repeat a step: it reads all that changes from the device, and waits for nothing."""
+        return self.config.absent_rows != "dense" and all(adam.clipped.runs_on_device for adam in self.lookups)
+
+    def prepare_step(self) -> None:
+        """Prepares the device for the coming step of a CUDA graph; call it before the capture and each replay."""
+        self.history.prepare(self.steps + 1, self.lr)
+
+    def count_step(self) -> None:
+        """Counts a step that a captured CUDA graph has taken."""
+        for adam in self.lookups:
+            adam.count_step()
+        if self.history.is_replayed:
+            self.history.record(self.steps, self.lr)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Takes back what the host counts while a CUDA graph of a step is captured, since none is taken."""
+        step = self.steps
+        with ExitStack() as stack:
+            for adam in self.lookups:
+                stack.enter_context(adam.capturing())
+            try:
+                yield
+            finally:
+                self.history.forget_after(step)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the tensors of a captured CUDA graph; capture it again when one has changed."""
+        return tuple(address for adam in self.lookups for address in adam.addresses())
 
     def _replays(self) -> Iterator[tuple[LookupAdam, Replay]]:
         yield from ((adam, adam.replay) for adam in self.lookups if adam.replay)

@@ -4,6 +4,9 @@ The step of the batch's rows runs in numba on CPU, in Triton on CUDA and otherwi
 all rows of the tables.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_const
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.cpu_adam import adam_rows
 from cowrec.sparse_opt.kernels.dense_adam import exact_root
-from cowrec.sparse_opt.kernels.layout import AdamState, LastSteps, to_float32, to_numpy
+from cowrec.sparse_opt.kernels.layout import AdamState, DeviceSteps, LastSteps, RowResults, to_float32, to_numpy
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds
 from cowrec.sparse_opt.tbe.layout import LookupBackward
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
@@ -33,8 +36,6 @@ class LookupAdam:
 
     Attributes:
         exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
-        step: steps taken.
-        uses_triton: whether a Triton kernel updates the rows, as on CUDA for float32.
         replay: last steps of the rows under "replay", else None.
     """
 
@@ -44,9 +45,12 @@ class LookupAdam:
         self._constants = adam_constants(config)
         weights = self.lookup.flat_weights()
         self.exp_avg, self.exp_avg_sq = self.lookup.zeros_of_weights(), self.lookup.zeros_of_weights()
-        self.step = 0
-        self.uses_triton = weights.is_cuda and weights.dtype == torch.float32
-        self.replay = Replay(clipped, config, history, self.state) if config.absent_rows == "replay" else None
+        self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
+        self.replay = (
+            Replay(clipped, config, history, self.state, self._taken) if config.absent_rows == "replay" else None
+        )
+        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, torch.empty(0))
+        self._captured: RowResults | None = None
 
     @property
     def lookup(self) -> TbeLookup:
@@ -58,6 +62,16 @@ class LookupAdam:
         """Weights and moments, which share the lookup's and this object's memory."""
         return AdamState(self.lookup.flat_weights(), self.exp_avg, self.exp_avg_sq)
 
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = value
+        self._taken.fill_(value)
+
     def catch_up(self, indices: Tensor, offsets: Tensor) -> LookupIds | None:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
         return self.replay.catch_up(indices, offsets, self.step) if self.replay else None
@@ -66,16 +80,43 @@ class LookupAdam:
         """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
         if self.replay and step_of_forward < self.step:
             self.replay.catch_up(backward.indices, backward.offsets, self.step)
-        self.step += 1
+        self._step += 1
+        self._taken.add_(1)  # not a number from the host, which a captured graph would repeat
+        if self.replay or self.clipped.runs_on_device:
+            self._history.prepare(self.step, lr)
         scalars = adam_scalars(self._config, lr, self.step)
         if self._config.absent_rows == "dense":
             update_all_rows(self.clipped, self.state, backward, self._config, scalars)
-        elif self.clipped.runs_compiled(backward) and not self.uses_triton:
+        elif self.clipped.runs_compiled(backward):
             self._update_compiled(backward, scalars)
+        elif self.clipped.runs_on_device:
+            self._update_on_device(backward)
         elif backward.indices.numel() or self.clipped.waits_for_ranks:
             self._update_in_torch(backward, scalars)
         if self.replay:
             self._history.record(self.step, lr)
+
+    def count_step(self) -> None:
+        """Counts a step that a captured CUDA graph has taken, in which no code of this class ran."""
+        self._step += 1
+        if self._captured:
+            self.clipped.statistics.latest = self._captured
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Takes back what the host counts within, because the kernels are recorded but do not run."""
+        step, latest = self._step, self.clipped.statistics.latest
+        try:
+            yield
+        finally:
+            # The graph writes its results into these tensors at every replay.
+            self._captured, self.clipped.statistics.latest = self.clipped.statistics.latest, latest
+            self._step = step
+
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the tensors that a captured CUDA graph of a step reads and writes."""
+        steps = self._device_steps
+        return tuple(each.data_ptr() for each in (*self.state, *steps))
 
     def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
         """Resets the state of rows that were given to new ids to that of rows that have taken no step.
@@ -97,20 +138,30 @@ class LookupAdam:
         sums = self.clipped.compiled.sum_rows(backward)
         self.clipped.compiled.run(adam_rows, sums, to_numpy(self.state), *numbers, to_numpy(progress))
 
+    def _update_on_device(self, backward: LookupBackward) -> None:
+        if not backward.indices.numel():
+            return
+        clipped = self.clipped
+        rows = clipped.device_rows(backward)
+        steps, clips = self._device_steps, clipped.limits.clips
+        results = rows.update(clips, self.state, steps, self._constants, replays=self.replay is not None)
+        clipped.statistics.record_on_device(results, rows)
+
+    @property
+    def _device_steps(self) -> DeviceSteps:
+        if self.replay:
+            return self.replay.device_steps
+        schedule = self._history.schedule
+        return self._no_rows._replace(step_sizes=schedule.step_sizes, denominator_scales=schedule.denominator_scales)
+
     def _update_in_torch(self, backward: LookupBackward, scalars: AdamScalars) -> None:
         clipped, state = self.clipped, self.state
         sums = clipped.sum_rows(backward)
         if self.replay and clipped.gathers_rows:
+            self._taken.sub_(1)
             self.replay.catch_up_sums(sums, self.step - 1)
+            self._taken.add_(1)
         decays = self.replay.take_step(sums, self.step) if self.replay else None
-        if self.uses_triton and clipped.is_local:
-            from cowrec.sparse_opt.kernels.triton_rows import update_rows_on_device
-
-            ratios = update_rows_on_device(
-                sums, clipped.layout, clipped.limits.clips, decays, state, self._constants, scalars
-            )
-            clipped.statistics.record(ratios, sums)
-            return
         rows = clipped.row_gradients(sums)
         rows.grad.add_(self._constants.twice_l2 * rows.weight)
         factors = clipped.factors.of_rows(rows)[:, None]

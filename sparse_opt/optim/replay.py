@@ -19,9 +19,17 @@ from cowrec.sparse_opt.algorithm.clip import ClipRule, RowLimit
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.cpu_replay import ROW_BITS, replay_clipped_rows, replay_rows, stale_rows
 from cowrec.sparse_opt.kernels.cpu_rows import bags_of
-from cowrec.sparse_opt.kernels.layout import AdamState, DecayThresholds, LastSteps, StaleRows, to_float32, to_numpy
+from cowrec.sparse_opt.kernels.layout import (
+    AdamState,
+    DecayThresholds,
+    DeviceSteps,
+    LastSteps,
+    StaleRows,
+    to_float32,
+    to_numpy,
+)
 from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads
-from cowrec.sparse_opt.kernels.torch_rows import LookupIds, RowSums, rows_of_ids
+from cowrec.sparse_opt.kernels.torch_rows import LookupIds, RowSums
 from cowrec.sparse_opt.tbe.layout import raise_bad_id
 
 from .step_history import StepHistory
@@ -64,16 +72,18 @@ class Replay:
         config: Adam's settings.
         history: the optimizer's steps.
         state: weights and moments, updated in place.
+        taken: the lookup's number of steps, int32 [1]; the steps that rows are brought to are at most this one.
 
     Attributes:
         last_step: as in :class:`LastSteps`.
-        uses_triton: whether the Triton kernel does the work, as on CUDA, or numba's.
 
     Raises:
         ValueError: the tables are not float32.
     """
 
-    def __init__(self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory, state: AdamState):
+    def __init__(
+        self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory, state: AdamState, taken: Tensor
+    ):
         self._clipped, self._layout, self._history, self._state = clipped, clipped.layout, history, state
         weights, shards = state.weights, clipped.lookup.shards
         if weights.dtype != torch.float32:
@@ -82,14 +92,20 @@ class Replay:
                 ' rounds in each step; make the table float32 or set absent_rows = "lazy"'
             )
         self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
-        self.uses_triton = weights.is_cuda
         self._log_beta2 = log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
+        self._taken, device = taken, weights.device
+        self._log_beta2_on_device = torch.tensor([self._log_beta2], dtype=torch.float64, device=device)
         limits = clipped.limits.per_table
         self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
         self._constants = adam_constants(config)
         weight = _decayed_weight(config, [limit.floor for limit in limits])
         motion = weight * self._constants.eps * self._constants.one_minus_beta1
         self._thresholds = DecayThresholds(config.lr, weight, motion)
+
+    @property
+    def device_steps(self) -> DeviceSteps:
+        """Steps of the rows and of the optimizer, as the CUDA kernels take them."""
+        return DeviceSteps(self._taken, self.last_step, *self._history.schedule, self._log_beta2_on_device)
 
     def progress(self, step: int) -> LastSteps:
         """Last steps of the rows, and ``step``, as the kernels take them."""
@@ -104,22 +120,20 @@ class Replay:
         Raises:
             ValueError: an id is outside its table (on CPU).
         """
-        if not self.uses_triton:
+        if not self._clipped.uses_triton:
             self._catch_up_on_cpu(indices, offsets, step)
             return None
         if not indices.numel():
             return None
-        ids = rows_of_ids(self._layout, indices, offsets)
-        self._catch_up_on_device(ids, step)
+        ids = self._clipped.find_rows(indices, offsets)
+        self._replay_on_device(ids.row, ids.begin)
         return ids
 
     def catch_up_all(self, step: int) -> None:
         """Brings every row to ``step``, except for the second moments of decayed rows."""
         for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
             last = self.last_step[first : first + _ROWS_AT_ONCE]
-            rows = ((last >= 0) & (last < step)).nonzero().flatten() + first
-            if len(rows):
-                self._replay(_keys(rows, self.last_step[rows]), step)
+            self._replay_rows(((last >= 0) & (last < step)).nonzero().flatten() + first, step)
 
     def catch_up_sums(self, sums: RowSums, step: int) -> None:
         """Brings the rows of a backward pass to ``step``, including those that only other ranks looked up."""
@@ -128,9 +142,7 @@ class Replay:
     def catch_up_rows(self, rows: Tensor, step: int) -> None:
         """Brings distinct rows, by their indices among the rows of all tables (int64 [n]), to ``step``."""
         last = self.last_step[rows]
-        rows = rows[(last >= 0) & (last < step)]
-        if len(rows):
-            self._replay(_keys(rows, self.last_step[rows]), step)
+        self._replay_rows(rows[(last >= 0) & (last < step)], step)
 
     def flush(self, step: int) -> None:
         """Brings every row and all its moments to ``step``."""
@@ -155,7 +167,7 @@ class Replay:
         """Marks rows as being at ``step``; returns the decay that their second moments missed before it, [nnz]."""
         rows = self._row_index(sums.table, sums.start)
         decay = self._missed_decay(self.last_step[rows], step - 1)
-        self.last_step[rows] = step
+        self.last_step.index_fill_(0, rows, step)
         return decay
 
     def _missed_decay(self, last: Tensor, step: int) -> Tensor:
@@ -180,46 +192,43 @@ class Replay:
             self._replay(torch.from_numpy(found), step)
         raise_bad_id(self._clipped.lookup, bad, bags.begins, bags.indices)
 
-    def _catch_up_on_device(self, ids: LookupIds, step: int) -> None:
-        """Does not wait for the device: rows are padded to the number of ids, and current rows are included."""
-        one = ids.counts.occurrence
-        rows = self._row_index(ids.table[one], ids.start[one])
-        lasts = self.last_step[rows].where(ids.counts.real, step)
-        self._replay(_keys(rows, torch.where(lasts < 0, step, lasts)), step)
+    def _replay_rows(self, rows: Tensor, step: int) -> None:
+        """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n]."""
+        if not len(rows):
+            return
+        if self._clipped.uses_triton:
+            from cowrec.sparse_opt.kernels.triton_replay import distinct_begins
+
+            self._replay_on_device(rows, distinct_begins(rows))
+        else:
+            self._replay(self.last_step[rows].long() << ROW_BITS | rows, step)
 
     def _replay(self, keys: Tensor, step: int) -> None:
-        """Takes the missed steps of distinct rows, sorted by their last steps.
+        """Takes the missed steps of distinct rows on CPU, in the order of their last steps.
 
         Args:
-            keys: of the rows, see :func:`_keys`; on CUDA those of rows that are current may occur several times.
+            keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
         """
-        if self.uses_triton:
-            keys = keys.sort().values
-        else:
-            keys.numpy().sort()
+        keys.numpy().sort()
         layout = self._layout
         row, last = keys & ((1 << ROW_BITS) - 1), (keys >> ROW_BITS).int()
         table = torch.searchsorted(layout.first_row, row, right=True) - 1
         dims = layout.dim[table]
         rows = StaleRows(table, layout.start[table] + (row - layout.first_row[table]) * dims, row, last)
-        if self.uses_triton:
-            self._replay_on_device(rows, step)
-            return
         for dim in dims.unique().tolist():
             same = dims == dim
             self._replay_on_cpu(dim, rows if same.all() else StaleRows(*(each[same] for each in rows)), step)
 
-    def _replay_on_device(self, rows: StaleRows, step: int) -> None:
-        from cowrec.sparse_opt.kernels.triton_rows import replay_rows_on_device
+    def _replay_on_device(self, row: Tensor, begin: Tensor) -> None:
+        from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
 
-        clips = self._clipped.limits.clips if self._absent_clip_binds else None
         replay_rows_on_device(
-            rows,
+            row,
+            begin,
             self._layout,
-            clips,
+            self._clipped.limits.clips if self._absent_clip_binds else None,
             self._state,
-            self.progress(step),
-            self._history.schedule,
+            self.device_steps,
             self._constants,
             self._thresholds,
         )
@@ -232,11 +241,6 @@ class Replay:
             kernel, common = replay_clipped_rows, (*common, to_numpy(self._clipped.limits.clips))
         parts = torch.get_num_threads()
         in_threads([partial(kernel, part, parts, *common) for part in range(parts)])
-
-
-def _keys(rows: Tensor, lasts: Tensor) -> Tensor:
-    """Sort keys of rows, int64 [n]: rows with the same last step are neighbours."""
-    return lasts.long() << ROW_BITS | rows
 
 
 def _absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:

@@ -7,18 +7,22 @@ from torch import Tensor
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_scalars
 from cowrec.sparse_opt.kernels.layout import Schedule
 
+_AHEAD = 1024
+"""Steps whose scalars are written at a time while the learning rate stays the same."""
+
 
 class StepHistory:
-    """Learning rates of the steps so far, and Adam's scalars of these steps on the device.
+    """Learning rates of the steps so far, and Adam's scalars of these and the coming steps on the device.
 
     Attributes:
-        schedule: scalars of the steps.
+        schedule: scalars of the steps. Grows by new tensors.
     """
 
     def __init__(self, config: AdamConfig, device: torch.device):
         self._config = config
         self._lrs = np.empty(0)
         self._steps = 0
+        self._scheduled, self._scheduled_lr = 0, config.lr
         self.schedule = Schedule(torch.empty(0, device=device), torch.empty(0, device=device))
 
     @property
@@ -31,30 +35,54 @@ class StepHistory:
         """Learning rate of each step so far, float64 [steps], on CPU; shares the history's memory."""
         return torch.from_numpy(self._lrs[: self._steps])
 
+    def prepare(self, step: int, lr: float) -> None:
+        """Writes the scalars of step ``step``, from 1, and of steps after it, unless that is done.
+
+        Does not wait for the device.
+        """
+        if lr == self._scheduled_lr and step <= self._scheduled:
+            return
+        # A rate that has changed may change in every step.
+        count = _AHEAD if lr == self._scheduled_lr else 1
+        self._scheduled, self._scheduled_lr = step - 1 + count, lr
+        self._reserve(self._scheduled)
+        if count == 1:
+            # fill_ passes the number with the kernel; an assignment may copy it from the host.
+            for values, value in zip(self.schedule, adam_scalars(self._config, lr, step), strict=True):
+                values[step - 1 : step].fill_(value)
+        else:
+            self._write(step, [lr] * count)
+
     def record(self, step: int, lr: float) -> None:
-        """Records step ``step``, from 1, unless another lookup of the same step has done so."""
+        """Records the learning rate of step ``step``, from 1, unless another lookup of the same step has done so."""
         if step <= self._steps:
             return
-        self._reserve(step)
+        if step > len(self._lrs):
+            self._lrs = np.append(self._lrs, np.empty(max(step, len(self._lrs), 1024)))
         self._lrs[step - 1], self._steps = lr, step
-        scalars = adam_scalars(self._config, lr, step)
-        # fill_ passes the number with the kernel; an assignment may copy it from the host.
-        for values, value in zip(self.schedule, scalars, strict=True):
-            values[step - 1 : step].fill_(value)
+
+    def forget_after(self, step: int) -> None:
+        """Takes back the record of steps after ``step``."""
+        self._steps = min(self._steps, step)
 
     def replace(self, lrs: np.ndarray) -> None:
         """Sets the learning rates of all steps so far, float64 [steps]."""
-        self._steps = len(lrs)
-        self._reserve(self._steps)
-        self._lrs[: self._steps] = lrs
-        scalars = [adam_scalars(self._config, lr, step) for step, lr in enumerate(lrs.tolist(), 1)]
+        self._lrs, self._steps = np.array(lrs, np.float64), len(lrs)
+        self._scheduled = len(lrs)
+        self._reserve(self._scheduled)
+        self._write(1, lrs.tolist())
+
+    def _write(self, first: int, lrs: list[float]) -> None:
+        scalars = [adam_scalars(self._config, lr, step) for step, lr in enumerate(lrs, first)]
         both = torch.tensor(scalars, dtype=torch.float32).view(-1, 2)
+        device = self.schedule.step_sizes.device
+        if device.type == "cuda":
+            both = both.pin_memory()
         for values, column in zip(self.schedule, both.unbind(1), strict=True):
-            values[: self._steps] = column
+            values[first - 1 : first - 1 + len(lrs)].copy_(column, non_blocking=True)
 
     def _reserve(self, steps: int) -> None:
-        capacity = len(self._lrs)
+        capacity = len(self.schedule.step_sizes)
         if steps > capacity:
-            more = max(steps, 2 * capacity, 1024) - capacity
-            self._lrs = np.append(self._lrs, np.empty(more))
+            more = max(steps, 2 * capacity, 2 * _AHEAD) - capacity
             self.schedule = Schedule(*(torch.cat([values, values.new_zeros(more)]) for values in self.schedule))

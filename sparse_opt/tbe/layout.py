@@ -53,6 +53,8 @@ def layout_of(lookup: TbeLookup) -> LookupLayout:
         first_row=on_device(np.cumsum([0, *rows[:-1]])),
         max_dim=max(dims),
         size=lookup.flat_weights().numel(),
+        tables=len(rows),
+        num_rows=sum(rows),
     )
 
 

@@ -17,6 +17,7 @@ from cowrec.sparse_opt.kernels.cpu_replay import replay_clipped_rows, replay_row
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     DecayThresholds,
+    DeviceSteps,
     LastSteps,
     LookupLayout,
     StaleRows,
@@ -56,7 +57,7 @@ def test_compiled(case: str, clipped: bool) -> None:
 
 def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
     """Replays rows that missed 0 to all steps with both kernels; some are zero, some decay on the way."""
-    from cowrec.sparse_opt.kernels.triton_rows import replay_rows_on_device
+    from cowrec.sparse_opt.kernels.triton_replay import distinct_begins, replay_rows_on_device
 
     rng = np.random.default_rng(0)
     weights = (rng.normal(0, 1, (ROWS, DIM)) * 10.0 ** rng.uniform(-9, 0, (ROWS, 1))).astype(np.float32)
@@ -73,7 +74,7 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
     row = torch.arange(ROWS)
     rows = StaleRows(torch.zeros_like(row), row * DIM, row, progress.last_step.clone())
     one = torch.ones(1, dtype=torch.int64)
-    layout = LookupLayout(one, one, one, one, one * ROWS, one * DIM, one - 1, one - 1, DIM, ROWS * DIM)
+    layout = LookupLayout(one, one, one, one, one * ROWS, one * DIM, one - 1, one - 1, DIM, ROWS * DIM, 1, ROWS)
     clips = TableClips(torch.tensor([10]), torch.tensor([1e-5]), torch.tensor([1e-9]), torch.tensor([True]))
 
     def copied(values: Any, to: torch.device) -> Any:
@@ -88,14 +89,17 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
     else:
         replay_rows(*arguments)
 
-    rows, layout, clips, on_device, progress_on_device, schedule = (
-        copied(each, device) for each in (rows, layout, clips, state, progress, history.schedule)
+    taken, log_beta2 = torch.tensor([STEPS], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
+    steps = DeviceSteps(taken, progress.last_step, *history.schedule, log_beta2)
+    layout, clips, on_device, steps, row = (
+        copied(each, device) if isinstance(each, tuple) else each.to(device)
+        for each in (layout, clips, state, steps, row)
     )
     replay_rows_on_device(
-        rows, layout, clips if clipped else None, on_device, progress_on_device, schedule, constants, thresholds
+        row, distinct_begins(row), layout, clips if clipped else None, on_device, steps, constants, thresholds
     )
     assert (progress_on_cpu.last_step < 0).any(), "no row decayed"
-    np.testing.assert_array_equal(progress_on_device.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
+    np.testing.assert_array_equal(steps.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
     for got, expected in zip(on_device, on_cpu, strict=True):
         np.testing.assert_array_equal(got.cpu().numpy(), expected.numpy())
 
@@ -110,9 +114,7 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
         config = AdamConfig(lr=1e-3, l2=1e-2, absent_rows=absent_rows)
         optimizer = EmbeddingAdam(model, config, clip_columns=6, **clip)
         for adam in optimizer.lookups:
-            adam.uses_triton = uses_triton
-            if adam.replay:
-                adam.replay.uses_triton = uses_triton
+            adam.clipped.uses_triton = uses_triton
         for bags, targets in drawn["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         optimizer.flush()
@@ -133,6 +135,11 @@ TRAININGS = (
 
 
 if __name__ == "__main__":
+    from cowrec.sparse_opt.kernels import triton_replay, triton_update
+
+    # The interpreter takes as long for a small program as for a large one.
+    triton_replay.ELEMENTS = triton_update.ELEMENTS = 512
+    triton_update.BLOCK, triton_update.IDS = 4, 2  # small, so that rows of small batches fill blocks of ids
     for training in TRAININGS:
         compare_training(**training)
         print("equal")

@@ -1,0 +1,143 @@
+"""CUDA kernel that replays the missed steps of embedding rows (see cpu_replay.py), bit-identical to the CPU's.
+
+A step depends on the step before it, so the longest absence sets the time: a program holds as few rows as fill a warp.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
+
+from .cpu_replay import DECAY_INTERVAL
+from .layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, TableClips
+from .triton_shared import clip_factors, divide, halvings, programs, root, step_of_element, tables_of, warps
+
+ELEMENTS = 32
+"""Elements of a program's rows, unless one row has more."""
+
+
+@triton.jit
+def _replay_rows(
+    row, exists, layout, clips, state, steps, constants, thresholds,
+    COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr, HAS_L2: tl.constexpr,
+    CLIPPED: tl.constexpr,
+):  # fmt: skip
+    step = tl.load(steps.taken)
+    column = tl.arange(0, COLUMNS)
+    last = tl.load(steps.last_step + row, mask=exists, other=step)
+    last = tl.where(last < 0, step, last)  # a decayed row takes no steps
+    behind = last < step
+    table = tables_of(row, layout.first_row, layout.tables, HALVINGS)
+    dim = tl.load(layout.dim + table, mask=behind, other=0)
+    first_row = tl.load(layout.first_row + table, mask=behind, other=0)
+    start = tl.load(layout.start + table, mask=behind, other=0) + (row - first_row) * dim
+    inside = behind[:, None] & (column[None, :] < dim[:, None])
+    element = start[:, None] + column[None, :]
+    w = tl.load(state.weights + element, mask=inside, other=0.0)
+    m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
+    v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
+    if CLIPPED:
+        measured = column[None, :] < tl.load(clips.columns + table, mask=behind, other=0)[:, None]
+        r = tl.load(clips.r + table, mask=behind, other=0.0)
+        floor = tl.load(clips.floor + table, mask=behind, other=0.0)
+    reached = tl.where(behind, step, last)
+    moving = behind
+    now = tl.min(last)
+    while now < step:
+        until = tl.minimum(step, (now // INTERVAL + 1) * INTERVAL)
+        step_size = tl.load(steps.step_sizes + now)
+        while now < until:
+            step_size = tl.load(steps.step_sizes + now)
+            g = constants.twice_l2 * w
+            if CLIPPED:
+                factor, _ = clip_factors(w, g, measured, r, floor, 1.0)
+                g = tl.where(measured, g * factor[:, None], g)
+            scalars = AdamScalars(step_size, tl.load(steps.denominator_scales + now))
+            new_w, new_m, new_v = step_of_element(w, m, v, g, constants, scalars, root, divide)
+            takes = (moving & (last <= now))[:, None]
+            w, m, v = tl.where(takes, new_w, w), tl.where(takes, new_m, m), tl.where(takes, new_v, v)
+            now += 1
+        if now % INTERVAL == 0:
+            started = moving & (last < now)
+            decayed = tl.abs(m) * tl.maximum(step_size, thresholds.lr) <= thresholds.motion
+            if HAS_L2:
+                decayed = decayed & (tl.abs(w) <= thresholds.weight)
+                w = tl.where(started[:, None] & decayed, 0.0, w)
+            m = tl.where(started[:, None] & decayed, 0.0, m)
+            row_decayed = started & (tl.min(decayed.to(tl.int32), axis=1) == 1)
+            reached = tl.where(row_decayed, -now - 1, reached)
+            moving = moving & (row_decayed == 0)
+            if tl.max(moving.to(tl.int32)) == 0:
+                now = step
+    tl.store(state.weights + element, w, mask=inside)
+    tl.store(state.exp_avg + element, m, mask=inside)
+    tl.store(state.exp_avg_sq + element, v, mask=inside)
+    tl.store(steps.last_step + row, reached, mask=behind)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _replay(
+    rows, begin, count, layout, clips, state, steps, constants, thresholds,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr,
+    HAS_L2: tl.constexpr, CLIPPED: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    while tl.load(begin + tl.minimum(block * ROWS, count)) < count:
+        u = block * ROWS + tl.arange(0, ROWS)
+        position = tl.load(begin + u, mask=u < count, other=count)
+        row = tl.load(rows + position, mask=position < count, other=0).to(tl.int64)
+        _replay_rows(
+            row, position < count, layout, clips, state, steps, constants, thresholds,
+            COLUMNS, HALVINGS, INTERVAL, HAS_L2, CLIPPED,
+        )  # fmt: skip
+        block += tl.num_programs(0)
+
+
+def replay_rows_on_device(
+    row: Tensor,
+    begin: Tensor,
+    layout: LookupLayout,
+    clips: TableClips | None,
+    state: AdamState,
+    steps: DeviceSteps,
+    constants: AdamConstants,
+    thresholds: DecayThresholds,
+) -> None:
+    """Takes the missed steps of rows up to ``steps.taken``, in place.
+
+    Args:
+        row, begin: rows as in :class:`LookupIds`; one whose last step is the latest, or that has decayed, is left
+            as it is.
+        layout: geometry of the lookup.
+        clips: limits of the tables where an absent row may exceed its limit; else None.
+        state: updated in place; weights float32.
+        steps: ``last_step`` is updated in place.
+    """
+    columns = triton.next_power_of_2(layout.max_dim)
+    per_program = max(1, ELEMENTS // columns)
+    _replay[programs(len(row), per_program)](
+        row,
+        begin,
+        len(row),
+        layout,
+        clips,
+        state,
+        steps,
+        constants,
+        thresholds,
+        ROWS=per_program,
+        COLUMNS=columns,
+        HALVINGS=halvings(len(layout.dim)),
+        INTERVAL=DECAY_INTERVAL,
+        HAS_L2=constants.twice_l2 > 0,
+        CLIPPED=clips is not None,
+        num_warps=warps(per_program * columns),
+        enable_fp_fusion=False,
+    )
+
+
+def distinct_begins(rows: Tensor) -> Tensor:
+    """``begin`` for rows that are all distinct, int [n]."""
+    return torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)

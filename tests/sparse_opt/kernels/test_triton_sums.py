@@ -1,0 +1,188 @@
+"""The CUDA kernels that find, sum and clip the rows of a batch equal plain loops: interpreted by Triton, and on a GPU.
+
+The tables have several widths and features, bags have none to many ids, and a frequent row fills many blocks of ids.
+"""
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cowrec.sparse_opt.algorithm.clip import clip_scales, cowclip_limits
+from cowrec.sparse_opt.kernels.layout import LookupLayout, TableClips
+from cowrec.sparse_opt.kernels.torch_rows import LookupIds, count_ids, find_rows, row_sums
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+R, ZETA = 0.5, 1e-4
+WEIGHTED = (False, True)
+
+
+class Problem(NamedTuple):
+    """Lookup with its ids and the gradient of its output."""
+
+    layout: LookupLayout
+    weights: Tensor
+    indices: Tensor
+    offsets: Tensor
+    id_weights: Tensor | None
+    output_grad: Tensor
+
+
+def test_interpreted() -> None:
+    """Runs in a subprocess, because Triton reads TRITON_INTERPRET when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = [sys.executable, __file__]
+    done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal"] * len(WEIGHTED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("weighted", WEIGHTED)
+def test_compiled(weighted: bool) -> None:
+    compare(weighted, 4096, torch.device("cuda"))
+
+
+def draw(weighted: bool, batch: int, device: torch.device) -> Problem:
+    rng = np.random.default_rng(weighted)
+    rows, dims, feature_table = np.array([40, 7, 900]), np.array([5, 1, 12]), np.array([0, 1, 2, 2])
+    lengths = rng.integers(0, 5, (4, batch))
+    per_feature = []
+    for table, counts in zip(feature_table, lengths, strict=True):
+        ids = np.minimum(rng.zipf(1.5, counts.sum()) - 1, rows[table] - 1)
+        per_feature.append(ids)
+    indices = np.concatenate(per_feature)
+    width = int(dims[feature_table].sum())
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    layout = LookupLayout(
+        feature_table=tensor(feature_table),
+        feature_column=tensor(np.cumsum([0, *dims[feature_table][:-1]])),
+        first_feature=tensor(np.searchsorted(feature_table, np.arange(3))),
+        end_feature=tensor(np.searchsorted(feature_table, np.arange(3), "right")),
+        rows=tensor(rows),
+        dim=tensor(dims),
+        start=tensor(np.cumsum([0, *(rows * dims)[:-1]])),
+        first_row=tensor(np.cumsum([0, *rows[:-1]])),
+        max_dim=12,
+        size=int((rows * dims).sum()),
+        tables=3,
+        num_rows=int(rows.sum()),
+    )
+    return Problem(
+        layout,
+        tensor(rng.normal(0, 1e-2, layout.size).astype(np.float32)),
+        tensor(indices),
+        tensor(np.concatenate([[0], lengths.ravel().cumsum()])),
+        tensor(rng.uniform(0.5, 2, len(indices)).astype(np.float32)) if weighted else None,
+        tensor((rng.normal(size=(batch, width)) * 10 ** rng.uniform(-3, 1, (batch, 1))).astype(np.float32)),
+    )
+
+
+def compare(weighted: bool, batch: int, device: torch.device) -> None:
+    from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
+    from cowrec.sparse_opt.kernels.triton_update import BLOCK, DeviceRows
+
+    problem = draw(weighted, batch, device)
+    layout, on_cpu = problem.layout, draw(weighted, batch, torch.device("cpu"))
+    expected = find_rows(on_cpu.layout, on_cpu.indices, on_cpu.offsets)
+    outside = torch.zeros(3, dtype=torch.int64, device=device)
+    ids = find_rows_on_device(layout, problem.indices, problem.offsets, outside)
+    assert_equal_ids(ids, expected)
+    assert not outside.any()
+    assert expected.begin.diff().max() > 3 * BLOCK, "no row fills blocks of ids"
+
+    rows = DeviceRows(layout, ids, problem.id_weights, problem.output_grad)
+    counts = count_ids(expected)
+    sums = looped_sums(on_cpu, expected)
+    got = rows.sums().cpu()
+    # float64 sums of float32 numbers in another order
+    torch.testing.assert_close(got, sums, rtol=1e-13, atol=1e-13)
+    in_torch = row_sums(on_cpu.layout, expected, on_cpu.id_weights, on_cpu.output_grad)
+    torch.testing.assert_close(got[counts.real], in_torch.sums[counts.real], rtol=1e-13, atol=1e-13)
+
+    columns = torch.tensor([4, 1, 12], device=device)
+    clips = TableClips(
+        columns,
+        torch.full((3,), R, device=device),
+        torch.full((3,), ZETA, device=device),
+        torch.ones(3, dtype=torch.bool, device=device),
+    )
+    of_rows, results = rows.factors(clips, problem.weights)
+    factors = looped_factors(on_cpu, expected, got, columns.tolist())
+    torch.testing.assert_close(of_rows.cpu()[counts.real], factors, rtol=1e-6, atol=0)
+    assert (factors < 1).any()
+    assert (factors == 1).any()
+    np.testing.assert_array_equal(rows.of_ids(of_rows).cpu(), of_rows.cpu()[counts.slot])
+
+    updated, clipped = (torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2))
+    rows.count(results, updated, clipped)
+    table = in_torch.table.where(counts.real, -1)
+    np.testing.assert_array_equal(results.table.cpu(), table)
+    np.testing.assert_array_equal(updated.cpu(), table[counts.real].bincount(minlength=3))
+    np.testing.assert_array_equal(clipped.cpu(), table[counts.real][factors < 1].bincount(minlength=3))
+    again = DeviceRows(layout, ids, problem.id_weights, problem.output_grad).sums().cpu()
+    np.testing.assert_array_equal(again, got)
+
+
+def assert_equal_ids(got: LookupIds, expected: LookupIds) -> None:
+    for name in ("bag", "order", "row", "begin"):
+        np.testing.assert_array_equal(getattr(got, name).cpu(), getattr(expected, name), name)
+    assert got.batch == expected.batch
+
+
+def looped_sums(problem: Problem, ids: LookupIds) -> Tensor:
+    """Sums each id's gradient at its row, one id after the other."""
+    sums = torch.zeros(len(ids.row), problem.layout.max_dim, dtype=torch.float64)
+    slot = count_ids(ids).slot
+    for i, bag in enumerate(ids.bag.tolist()):
+        feature, sample = divmod(bag, ids.batch)
+        dim = int(problem.layout.dim[problem.layout.feature_table[feature]])
+        first = int(problem.layout.feature_column[feature])
+        weight = 1.0 if problem.id_weights is None else float(problem.id_weights[i])
+        sums[slot[i], :dim] += problem.output_grad[sample, first : first + dim].double() * weight
+    return sums
+
+
+def looped_factors(problem: Problem, ids: LookupIds, sums: Tensor, columns: list[int]) -> Tensor:
+    """Computes each distinct row's clip factor by the public functions of the algorithm."""
+    layout, factors = problem.layout, []
+    for u, begin in enumerate(ids.begin[ids.begin < len(ids.row)].tolist()):
+        table = int(torch.searchsorted(layout.first_row, ids.row[begin], right=True)) - 1
+        start = int(layout.start[table] + (ids.row[begin] - layout.first_row[table]) * layout.dim[table])
+        weight = problem.weights[start : start + columns[table]][None]
+        limits = cowclip_limits(weight, ids.begin[u + 1 : u + 2] - begin, r=R, zeta=ZETA)
+        factors.append(clip_scales(sums[u : u + 1, : columns[table]].float(), limits))
+    return torch.cat(factors)
+
+
+def compare_outside() -> None:
+    """Ids outside their tables are counted, and row 0 stands for them."""
+    from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
+
+    problem = draw(False, 32, torch.device("cpu"))
+    indices = problem.indices.clone()
+    ends = problem.offsets[32::32]
+    for position, value in ((0, -1), (int(ends[0]), 7), (len(indices) - 1, 900), (len(indices) - 2, 1 << 40)):
+        indices[position] = value
+    outside = torch.zeros(3, dtype=torch.int64)
+    ids = find_rows_on_device(problem.layout, indices, problem.offsets, outside)
+    assert outside.tolist() == [1, 1, 2]
+    indices[[0, int(ends[0]), -1, -2]] = 0
+    assert_equal_ids(ids, find_rows(problem.layout, indices, problem.offsets))
+
+
+if __name__ == "__main__":
+    for with_weights in WEIGHTED:
+        compare(with_weights, 256, torch.device("cpu"))
+        compare_outside()
+        print("equal")
