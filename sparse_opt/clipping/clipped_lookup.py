@@ -77,6 +77,12 @@ class ClippedLookup:
         self.compiled = CompiledRows(lookup, self.layout, self.limits, self.statistics)
         self.gathers_rows = lookup.is_replicated and lookup.num_ranks > 1
         self.uses_triton = lookup.flat_weights().is_cuda
+        if lookup.is_cached and not self.is_local:
+            raise ValueError(
+                f"table {lookup.shards[0].name!r} is behind FBGEMM's cache, where only rules for single rows that are"
+                f" complete on their rank can be applied, not {rule.name!r} or column shards; shard it under"
+                ' compute_kernel="fused_uvm"'
+            )
 
     @property
     def is_local(self) -> bool:
@@ -111,7 +117,8 @@ class ClippedLookup:
         from cowrec.sparse_opt.kernels.triton_update import DeviceRows
 
         ids = backward.ids or self.find_rows(backward.indices, backward.offsets)
-        return DeviceRows(self.layout, ids, backward.id_weights, backward.output_grad)
+        cache = self.lookup.cache_of(ids.row)
+        return DeviceRows(self.layout, ids, backward.id_weights, backward.output_grad, cache)
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
         """Distinct rows of a backward pass and their gradients, in torch; of replicated tables those of all ranks."""
@@ -125,7 +132,17 @@ class ClippedLookup:
             return sums_of_ranks(rows, self.lookup.process_group) if self.gathers_rows else rows
 
     def row_gradients(self, sums: RowSums) -> RowGradients:
-        """Rows as they are now, and their gradients."""
+        """Rows as they are now, and their gradients.
+
+        Raises:
+            ValueError: FBGEMM caches the rows.
+        """
+        if self.lookup.is_cached:
+            raise ValueError(
+                f"table {self.lookup.shards[0].name!r} is behind FBGEMM's cache, whose rows only EmbeddingAdam under"
+                ' absent_rows = "replay" or "lazy", for float32, and attach_cowclip without single_id_bags can read;'
+                ' shard it under compute_kernel="fused_uvm"'
+            )
         return with_weights(sums, self.layout, self.lookup.flat_weights())
 
     def id_factors(self, backward: LookupBackward) -> Tensor:

@@ -56,6 +56,17 @@ def tables_of(row, first_row, tables, HALVINGS: tl.constexpr):
     return table
 
 
+@triton.jit
+def weights_at(weights, element, cache, begin, exists, column, CACHED: tl.constexpr):
+    """Returns pointers to rows' weights: in FBGEMM's cache where it has the row."""
+    pointers = weights + element
+    if CACHED:
+        location = tl.load(cache.location + begin, mask=exists, other=-1).to(tl.int64)
+        cached = cache.weights + location[:, None] * cache.columns + column[None, :]
+        pointers = tl.where((location >= 0)[:, None], cached, pointers)
+    return pointers
+
+
 def halvings(tables: int) -> int:
     """Steps of the binary search in :func:`tables_of`."""
     return max(tables - 1, 0).bit_length()

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
 
-from .layout import AdamState, DeviceSteps, LookupLayout, RowResults, TableClips
+from .layout import AdamState, DeviceSteps, LookupLayout, RowCache, RowResults, TableClips
 from .torch_rows import LookupIds
-from .triton_shared import clip_factors, divide, halvings, programs, root, step_of_element, warps
+from .triton_shared import clip_factors, divide, halvings, programs, root, step_of_element, warps, weights_at
 from .triton_sums import OutputGrad, load_rows, row_sums, sum_blocks, sum_rows
 
 BLOCK = 64
@@ -34,9 +34,9 @@ def _clip(w, g, inside, occurrences, table, exists, clips, column):
 
 @triton.jit(do_not_specialize=["count"])
 def _update(
-    ids, count, output, layout, partial, clips, state, steps, results, constants,
+    ids, count, output, layout, partial, cache, clips, state, steps, results, constants,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr,
+    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     step = tl.load(steps.taken)
@@ -46,7 +46,8 @@ def _update(
         u, exists, begin, end, row, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
         inside = exists[:, None] & (column[None, :] < dim[:, None])
         element = start[:, None] + column[None, :]
-        w = tl.load(state.weights + element, mask=inside, other=0.0)
+        weights = weights_at(state.weights, element, cache, begin, exists, column, CACHED)
+        w = tl.load(weights, mask=inside, other=0.0)
         m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
         v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
         if REPLAYS:
@@ -62,7 +63,7 @@ def _update(
         tl.store(results.ratio + u, ratio, mask=exists)
         tl.store(results.table + u, table.to(tl.int32), mask=exists)
         w, m, v = step_of_element(w, m, v, g, constants, scalars, root, divide)
-        tl.store(state.weights + element, w, mask=inside)
+        tl.store(weights, w, mask=inside)
         tl.store(state.exp_avg + element, m, mask=inside)
         tl.store(state.exp_avg_sq + element, v, mask=inside)
         block += tl.num_programs(0)
@@ -70,16 +71,18 @@ def _update(
 
 @triton.jit(do_not_specialize=["count"])
 def _factors(
-    ids, count, output, layout, partial, clips, weights, results, factors,
+    ids, count, output, layout, partial, cache, clips, weights, results, factors,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr, IDS: tl.constexpr,
+    BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     block = tl.program_id(0)
     while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
         u, exists, begin, end, _, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
         inside = exists[:, None] & (column[None, :] < dim[:, None])
-        w = tl.load(weights + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        element = start[:, None] + column[None, :]
+        pointers = weights_at(weights, element, cache, begin, exists, column, CACHED)
+        w = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
         factor, ratio, _ = _clip(w, sums.to(tl.float32), inside, end - begin, table, exists, clips, column)
         tl.store(factors + u, factor, mask=exists)
@@ -113,14 +116,22 @@ class DeviceRows:
         ids: its ids, at least one.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
         output_grad: gradient of the lookup's output, float [B, width].
+        cache: FBGEMM's cache of the rows; None if there is none.
 
     Attributes:
         ids: its ids.
     """
 
-    def __init__(self, layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, output_grad: Tensor):
+    def __init__(
+        self,
+        layout: LookupLayout,
+        ids: LookupIds,
+        id_weights: Tensor | None,
+        output_grad: Tensor,
+        cache: RowCache | None = None,
+    ):
         grad = output_grad.contiguous()
-        self.ids, self._layout, self._count = ids, layout, len(ids.row)
+        self.ids, self._layout, self._count, self._cache = ids, layout, len(ids.row), cache
         self._output = OutputGrad(grad, grad if id_weights is None else id_weights, grad.shape[1])
         columns = triton.next_power_of_2(layout.max_dim)
         shared = {"COLUMNS": columns, "HALVINGS": halvings(len(layout.dim)), "WEIGHTED": id_weights is not None}
@@ -142,15 +153,16 @@ class DeviceRows:
         Under replay, the rows' last steps are written, and decayed rows catch up the decay of their second moments.
         """
         results = self._results()
-        arguments = (*self._arguments, clips, state, steps, results, constants)
-        _update[self._grid](*arguments, REPLAYS=replays, **self._options)
+        arguments = (*self._arguments, self._cache or state, clips, state, steps, results, constants)
+        _update[self._grid](*arguments, REPLAYS=replays, CACHED=self._cache is not None, **self._options)
         return results
 
     def factors(self, clips: TableClips, weights: Tensor) -> tuple[Tensor, RowResults]:
         """Computes the clip factor of each distinct row, float32 [nnz], from the lookup's flat weights."""
         results = self._results()
         factors = torch.empty_like(results.ratio)
-        _factors[self._grid](*self._arguments, clips, weights, results, factors, **self._options)
+        arguments = (*self._arguments, self._cache or clips, clips, weights, results, factors)
+        _factors[self._grid](*arguments, CACHED=self._cache is not None, **self._options)
         return factors, results
 
     def sums(self) -> Tensor:

@@ -131,6 +131,7 @@ class Replay:
 
     def catch_up_all(self, step: int) -> None:
         """Brings every row to ``step``, except for the second moments of decayed rows."""
+        self._clipped.lookup.empty_cache()
         for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
             last = self.last_step[first : first + _ROWS_AT_ONCE]
             self._replay_rows(((last >= 0) & (last < step)).nonzero().flatten() + first, step)
@@ -228,6 +229,7 @@ class Replay:
             self._layout,
             self._clipped.limits.clips if self._absent_clip_binds else None,
             self._state,
+            self._clipped.lookup.cache_of(row),
             self.device_steps,
             self._constants,
             self._thresholds,

@@ -114,6 +114,7 @@ class _ShardGroup:
         shards: their numbers in the lookup.
         index_of_table: index in ``shards`` of each id table's shard, int64 [T], -1 for none.
         first_row, rows, start: first row in the table, rows, and first element in the flat weights, int64 [shards].
+        first_of_lookup: index of their first row among the rows of all shards of the lookup, int64 [shards].
         columns: columns of the table's row that the shards store.
     """
 
@@ -124,6 +125,7 @@ class _ShardGroup:
     first_row: Tensor
     rows: Tensor
     start: Tensor
+    first_of_lookup: Tensor
     columns: slice
 
     @staticmethod
@@ -140,6 +142,7 @@ class _ShardGroup:
             torch.tensor([shard.first_row for shard in held]),
             torch.tensor([shard.rows for shard in held]),
             torch.tensor([lookup.weight_offsets[shard] for shard in shards]),
+            torch.tensor([sum(each.rows for each in lookup.shards[:shard]) for shard in shards]),
             slice(first, first + held[0].embedding_dim),
         )
 
@@ -158,7 +161,12 @@ class _ShardGroup:
         flat = self.lookup.flat_weights()
         elements = (self.start[index] + local * width)[:, None] + torch.arange(width)
         elements = elements.to(flat.device)
-        flat[elements] = weights.to(flat.device, flat.dtype)
+        weights = weights.to(flat.device, flat.dtype)
+        flat[elements] = weights
+        cache = self.lookup.cache_of((self.first_of_lookup[index] + local).to(flat.device))
+        if cache:
+            cached = cache.location >= 0
+            cache.weights[cache.location[cached].long(), :width] = weights[cached]
         if self.adam:
             self.adam.forget(elements, torch.tensor(self.shards)[index], local)
         else:

@@ -177,12 +177,11 @@ def _why_not_kernel(kernel: Any, replicated: bool) -> str | None:
     if any(table.local_cols < table.embedding_dim and table.local_rows < table.num_embeddings for table in tables):
         return "its rows and its columns are both sharded (grid sharding); shard it row-, column- or table-wise"
     tbe = kernel.emb_module
-    if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
-        return (
-            "its rows are cached on the device, so that norms read from their memory would be out of date;"
-            ' shard it with compute_kernel="fused", or "fused_uvm" if the device has no space for it'
-        )
-    if len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1:
+    cached = [spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs]
+    if any(cached) and tbe.lxu_cache_weights.numel() and tbe.lxu_cache_weights.dtype != tbe.weights_uvm.dtype:
+        return "FBGEMM caches its rows in another precision; give the cache the precision of the table"
+    several = len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1
+    if several or len(set(cached)) != 1:
         return "tables of its lookup are in different kinds of memory; give them one placement"
     if len({view.dtype for view in tbe.split_embedding_weights()}) != 1 or not all(
         view.dtype.is_floating_point and view.element_size() > 1 for view in tbe.split_embedding_weights()

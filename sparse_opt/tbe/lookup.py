@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_global_rank
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from cowrec.sparse_opt.kernels.layout import RowCache
+
 
 @dataclass(frozen=True)
 class TableShard:
@@ -135,6 +137,26 @@ class TbeLookup:
     def flat_weights(self) -> Tensor:
         """Weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
         return _memory_of(self.module).detach().view(-1)
+
+    @property
+    def is_cached(self) -> bool:
+        """True if FBGEMM caches rows of host memory on the device (``fused_uvm_caching``)."""
+        return not self.is_replicated and bool(self.module.lxu_cache_weights.numel())
+
+    def cache_of(self, row: Tensor) -> RowCache | None:
+        """Finds rows, by their indices among those of all tables, int [n], in FBGEMM's cache; None if it has none."""
+        if not self.is_cached:
+            return None
+        # All tables of the lookup are cached, so that FBGEMM numbers their rows in the same way.
+        tbe = self.module
+        found = torch.ops.fbgemm.lxu_cache_lookup(row.long(), tbe.lxu_cache_state, tbe.total_cache_hash_size)
+        return RowCache(found, tbe.lxu_cache_weights, tbe.lxu_cache_weights.shape[1])
+
+    def empty_cache(self) -> None:
+        """Writes cached rows back, so that :meth:`flat_weights` has all of them, and removes them from the cache."""
+        if self.is_cached:
+            self.module.flush()
+            self.module.reset_cache_states()
 
     def zeros_of_weights(self) -> Tensor:
         """Allocates zeros, float32, laid out like :meth:`flat_weights` and in the same kind of memory."""

@@ -100,9 +100,11 @@ def _balanced_kinds(tables: list[EmbeddingBagConfig], process: Process) -> dict[
 def _refuse(
     config: RunConfig, tables: Mapping[str, EmbeddingBagConfig], kinds: Mapping[str, str], process: Process
 ) -> None:
-    if config.sharding.memory == "uvm" and process.device.type != "cuda":
+    memory = config.sharding.memory
+    if memory != "device" and process.device.type != "cuda":
         raise ValueError(
-            'sharding.memory = "uvm" exists on CUDA only; on CPU, where tables are in host memory anyway, leave it out'
+            f'sharding.memory = "{memory}" exists on CUDA only; on CPU, where tables are in host memory anyway,'
+            " leave it out"
         )
     optimizer = config.optimizer.embedding
     for name, kind in kinds.items():
@@ -240,7 +242,7 @@ def _planned(
 
 def _kernel(config: RunConfig) -> str:
     """FBGEMM's name for a fused table in the run's kind of memory."""
-    return "fused" if config.sharding.memory == "device" else "fused_uvm"
+    return {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}[config.sharding.memory]
 
 
 def _memory_for_weights(config: RunConfig, process: Process) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 
-from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
+from cowrec.sparse_opt import CLIP_RULES, AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.sparse_opt.tbe.layout import LookupBackward
@@ -42,7 +42,7 @@ def test_equals_plain_loops(kind: str, optimizer: str) -> None:
     assert_follows_loops(case, gather_tables(case, model))
 
 
-@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel", "uvm"])
+@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel", "uvm", "cached"])
 def test_other_plans_equal_plain_loops(sharding: str) -> None:
     case = case_of("weights", "adam", sharding=sharding)
     model = sharded_model(case, case.draw()["tables"], device=CUDA)
@@ -124,9 +124,9 @@ def test_tf32_rounds_products_and_float32_does_not() -> None:
 
 @pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
 def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: str) -> None:
-    """Results differ only by the order of float64 sums; the moments are in unified memory too."""
+    """Behind FBGEMM's cache or not; the moments are in unified memory too."""
     trained = []
-    for sharding in ("uvm", "table_wise"):
+    for sharding in ("uvm", "cached", "table_wise"):
         case = Case(sharding=sharding)
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"], device=CUDA)
@@ -135,14 +135,16 @@ def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: st
             train_step(case, model, bags, targets, 0, case.batch)
         optimizer.flush()
         flats = [each for adam in optimizer.lookups for each in (adam.exp_avg, adam.exp_avg_sq)]
-        assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding == "uvm") for each in flats)
+        assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding != "table_wise") for each in flats)
         trained.append(gather_tables(case, model))
-    for got, expected in zip(*trained, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-9)
+    for uvm, cached, expected in zip(*trained, strict=True):
+        np.testing.assert_array_equal(uvm, expected)
+        np.testing.assert_array_equal(cached, expected)
 
 
-def test_cached_rows_are_refused() -> None:
+@pytest.mark.parametrize("clip", ["field", "global"])
+def test_cached_rows_are_refused_under_rules_for_more_rows(clip: str) -> None:
     case = case_of("weights", "sgd", sharding="cached")
     model = sharded_model(case, case.draw()["tables"], device=CUDA)
-    with pytest.raises(ValueError, match="its rows are cached on the device"):
-        attach_cowclip(model, RULE)
+    with pytest.raises(ValueError, match="is behind FBGEMM's cache"):
+        attach_cowclip(model, CLIP_RULES[clip](1e-3))

@@ -96,7 +96,7 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
         for each in (layout, clips, state, steps, row)
     )
     replay_rows_on_device(
-        row, distinct_begins(row), layout, clips if clipped else None, on_device, steps, constants, thresholds
+        row, distinct_begins(row), layout, clips if clipped else None, on_device, None, steps, constants, thresholds
     )
     assert (progress_on_cpu.last_step < 0).any(), "no row decayed"
     np.testing.assert_array_equal(steps.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())

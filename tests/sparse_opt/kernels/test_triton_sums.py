@@ -6,6 +6,7 @@ The tables have several widths and features, bags have none to many ids, and a f
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
 from cowrec.sparse_opt.algorithm.clip import clip_scales, cowclip_limits
-from cowrec.sparse_opt.kernels.layout import LookupLayout, TableClips
+from cowrec.sparse_opt.kernels.layout import (
+    AdamState,
+    DecayThresholds,
+    DeviceSteps,
+    LookupLayout,
+    RowCache,
+    TableClips,
+)
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, count_ids, find_rows, row_sums
+from cowrec.sparse_opt.optim.step_history import StepHistory
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -48,6 +58,7 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("weighted", WEIGHTED)
 def test_compiled(weighted: bool) -> None:
     compare(weighted, 4096, torch.device("cuda"))
+    compare_cached(torch.device("cuda"))
 
 
 def draw(weighted: bool, batch: int, device: torch.device) -> Problem:
@@ -134,6 +145,61 @@ def compare(weighted: bool, batch: int, device: torch.device) -> None:
     np.testing.assert_array_equal(again, got)
 
 
+def compare_cached(device: torch.device) -> None:
+    """Rows in FBGEMM's cache are read and written there: what is behind the cache is never read and stays."""
+    from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
+    from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
+    from cowrec.sparse_opt.kernels.triton_update import DeviceRows
+
+    problem, config = draw(True, 64, device), AdamConfig(lr=1e-2, l2=1e-3)
+    layout, constants = problem.layout, adam_constants(config)
+    ids = find_rows_on_device(layout, problem.indices, problem.offsets, torch.zeros_like(layout.rows))
+    history = StepHistory(config, device)
+    history.prepare(40, config.lr)
+    history.replace(np.full(40, config.lr))
+    clips = TableClips(layout.dim, *(torch.full((3,), each, device=device) for each in (R, ZETA, True)))
+    elements = elements_of(layout)
+    # Every second row is cached, in an order of its own, in wider rows.
+    cached = torch.arange(0, layout.num_rows, 2, device=device)
+    location = torch.full((layout.num_rows,), -1, dtype=torch.int32, device=device)
+    location[cached] = torch.arange(len(cached), dtype=torch.int32, device=device).flip(0)
+
+    def train(is_cached: bool) -> tuple[Tensor, ...]:
+        state = AdamState(problem.weights.clone(), *(torch.full_like(problem.weights, 1e-3) for _ in range(2)))
+        last = torch.arange(layout.num_rows, dtype=torch.int32, device=device) % 40
+        taken = torch.tensor([39], dtype=torch.int32, device=device)
+        steps = DeviceSteps(taken, last, *history.schedule, torch.zeros(1, dtype=torch.float64, device=device))
+        cache = None
+        if is_cached:
+            cache = RowCache(location[ids.row.long()], torch.zeros(len(cached), 16, device=device), 16)
+            for row in cached.tolist():
+                cache.weights[location[row], : len(elements[row])] = state.weights[elements[row]]
+                state.weights[elements[row]] = torch.nan
+        thresholds = DecayThresholds(config.lr, 1e-11, 1e-20)
+        replay_rows_on_device(ids.row, ids.begin, layout, None, state, cache, steps, constants, thresholds)
+        taken.add_(1)
+        rows = DeviceRows(layout, ids, problem.id_weights, problem.output_grad, cache)
+        rows.update(clips, state, steps, constants, replays=True)
+        factors, _ = rows.factors(clips, state.weights)
+        if cache:
+            for row in cached.tolist():
+                assert state.weights[elements[row]].isnan().all()
+                state.weights[elements[row]] = cache.weights[location[row], : len(elements[row])]
+        return *state, last, factors[ids.begin[:-1] < len(ids.row)]
+
+    for got, expected in zip(train(True), train(False), strict=True):
+        np.testing.assert_array_equal(got.cpu(), expected.cpu())
+
+
+def elements_of(layout: LookupLayout) -> list[list[int]]:
+    """Elements of each row of all tables in the flat weights."""
+    ends = [
+        [start + dim * row for row in range(rows + 1)]
+        for rows, dim, start in zip(layout.rows.tolist(), layout.dim.tolist(), layout.start.tolist(), strict=True)
+    ]
+    return [list(range(*pair)) for table in ends for pair in pairwise(table)]
+
+
 def assert_equal_ids(got: LookupIds, expected: LookupIds) -> None:
     for name in ("bag", "order", "row", "begin"):
         np.testing.assert_array_equal(getattr(got, name).cpu(), getattr(expected, name), name)
@@ -185,4 +251,5 @@ if __name__ == "__main__":
     for with_weights in WEIGHTED:
         compare(with_weights, 256, torch.device("cpu"))
         compare_outside()
+        compare_cached(torch.device("cpu"))
         print("equal")

@@ -175,16 +175,17 @@ def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("world_size", "plan"), [(1, "auto"), (1, "row_wise"), (2, "auto"), (2, "table_row_wise")])
-def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str) -> None:
+@pytest.mark.parametrize("memory", ["uvm", "uvm_caching"])
+def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, memory: str) -> None:
     """Holds for either planner; a machine without a GPU can plan too."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
-    config = RunConfig(sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm"))
+    config = RunConfig(sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory=memory))  # type: ignore[arg-type]
     collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     with process_group(0, 1, str(tmp_path)):
         plan_of = sharding_plan(nn.ModuleDict({"ebc": collection}), config, process, sharder).plan["ebc"]
     kernels = {name: table.compute_kernel for name, table in plan_of.items()}
-    assert kernels == {"t0": "fused_uvm", "t1": "dense", "t2": "fused_uvm"}
+    assert kernels == {"t0": f"fused_{memory}", "t1": "dense", "t2": f"fused_{memory}"}
 
 
 def test_unified_memory_needs_cuda() -> None:
