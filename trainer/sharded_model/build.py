@@ -29,6 +29,7 @@ from cowrec.sparse_opt import (
     scale_clip,
     scale_hyperparameters,
 )
+from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
@@ -79,7 +80,11 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         device=process.device,
         plan=sharding_plan(task, config, process, sharder),
         sharders=[sharder],
+        init_data_parallel=process.world_size > 1,
     )
+    if process.world_size == 1:  # no gradients to reduce, and no ids and rows to exchange
+        sharded.to(process.device)
+        look_up_directly(sharded)
     fill_tables(sharded, config.model.embedding_dim, config.optimizer.embedding_init_std, config.train.seed)
     return sharded
 

@@ -1,0 +1,57 @@
+"""Forward of sharded collections in one process: straight to the lookups, without the exchange between ranks.
+
+TorchRec exchanges ids and rows with one rank too. That costs host time in every step and waits for the device once, and
+the exchanged tensors equal those that went in. Like lookup.py, this file uses private attributes of TorchRec.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from .discovery import sharded_collections
+
+_Forward = Callable[[KeyedJaggedTensor], KeyedTensor]
+
+
+def look_up_directly(model: nn.Module) -> None:
+    """Replaces the forward of each sharded collection by calls of its lookups; outputs and gradients are bit-equal.
+
+    The first forward of a collection remains TorchRec's, which checks the features and finds their order. TorchRec's
+    forward also remains where it does more than the exchange: with several ranks, where it joins column shards, and
+    where it divides row-wise sums by the lengths of the bags (mean pooling).
+
+    Args:
+        model: any module that holds sharded EmbeddingBagCollections.
+    """
+    for collection in sharded_collections(model):
+        if _only_exchanges(collection):
+            collection.forward = partial(_look_up, collection, collection.forward)
+
+
+def _only_exchanges(collection: ShardedEmbeddingBagCollection) -> bool:
+    """True if TorchRec's forward returns what the lookups return."""
+    return (
+        collection._env.world_size == 1
+        and not collection._has_mean_pooling_callback
+        and not set(collection._sharding_types) & {ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
+    )
+
+
+def _look_up(collection: ShardedEmbeddingBagCollection, forward: _Forward, features: KeyedJaggedTensor) -> KeyedTensor:
+    """Pooled rows of the features; ``forward`` is TorchRec's."""
+    if collection._has_uninitialized_input_dist or features.variable_stride_per_key():
+        return forward(features)
+    if collection._has_features_permute:
+        features = features.permute(collection._features_order, collection._features_order_tensor)
+    parts = features.split(collection._feature_splits)
+    pooled = [lookup(part) for lookup, part in zip(collection._lookups, parts, strict=True)]
+    return KeyedTensor(
+        keys=collection._embedding_names,
+        length_per_key=collection._embedding_dims,
+        values=pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1),
+    )
