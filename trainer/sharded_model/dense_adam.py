@@ -1,7 +1,8 @@
-"""Dense optimizer: Adam whose learning rate and epsilon are set before every step."""
+"""Dense optimizer: Adam whose learning rate is set before every step, in memory that a captured CUDA graph reads."""
 
-from collections.abc import Mapping
-from math import sqrt
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import inf, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -15,37 +16,59 @@ _WARMUP_START = 1e-8
 class DenseAdam(Adam):
     """torch's Adam with a learning rate that rises linearly from 1e-8 during the warm-up and then stays constant.
 
+    Everything that changes from step to step is a tensor on the parameters' device. Epsilon is a number, hence
+    constant: Keras' form, ``lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``, is torch's form for infinitely
+    many steps, whose corrections ``1 - b^t`` are 1, at a learning rate that contains both corrections.
+
     Args:
-        parameters: parameters to update, by name.
+        parameters: parameters to update, by name; all on one device.
         config: betas, eps and the form of epsilon, Keras' or torch's.
         lr: learning rate after the warm-up.
         warmup_steps: steps of the warm-up; 0 for none.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, lr: float, warmup_steps: int):
-        super().__init__(list(parameters.values()), lr=lr, betas=config.betas, eps=config.eps, fused=True)
+        device = next(iter(parameters.values())).device
+        super().__init__(list(parameters.values()), lr=0.0, betas=config.betas, eps=config.eps, fused=True)
         self._parameters = dict(parameters)
         self._config, self._lr, self._warmup_steps = config, lr, warmup_steps
+        self._rate, self._rate_now = torch.zeros((), device=device), 0.0
+        for group in self.param_groups:
+            group["lr"] = self._rate
+        self._corrects_in_rate = config.adam_epsilon == "keras"
+        for parameter in self._parameters.values():
+            steps = torch.full((), inf if self._corrects_in_rate else 0.0, device=device)
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"step": steps, **moments}
 
     def prepare(self, step: int) -> float:
-        """Sets learning rate and eps of step ``step``, counted from 0; returns the learning rate.
+        """Sets the learning rate of step ``step``, counted from 0, on the device; returns it without corrections.
 
-        Source: the CowClip reference's schedule, ``1e-8 + (lr - 1e-8) * min(k, W) / W``. Keras' epsilon is torch's at
-        ``eps / sqrt(1 - b2^t)``: both divide by ``sqrt(v / (1 - b2^t)) + eps'``.
+        Source: the CowClip reference's schedule, ``1e-8 + (lr - 1e-8) * min(k, W) / W``.
         """
         share = min(step, self._warmup_steps) / self._warmup_steps if self._warmup_steps else 1.0
         lr = _WARMUP_START + (self._lr - _WARMUP_START) * share if self._warmup_steps else self._lr
-        eps = self._config.eps
-        if self._config.adam_epsilon == "keras":
-            eps /= sqrt(1 - self._config.betas[1] ** (step + 1))
-        for group in self.param_groups:
-            group["lr"], group["eps"] = lr, eps
+        rate = lr
+        if self._corrects_in_rate:
+            beta1, beta2 = self._config.betas
+            rate *= sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
+        if rate != self._rate_now:
+            self._rate.fill_(rate)
+            self._rate_now = rate
         return lr
 
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Allows :meth:`step` in the capture of a CUDA graph, which torch refuses by default."""
+        for group in self.param_groups:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group in self.param_groups:
+                group["capturable"] = False
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Steps taken, scalar float32, and moments of each parameter by name, sharing the optimizer's memory."""
-        for parameter in self._parameters.values():
-            if not self.state[parameter]:  # as torch creates it in the first step
-                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
-        return {name: dict(self.state[parameter]) for name, parameter in self._parameters.items()}
+        """Moments of each parameter by name, and for torch's form its steps, sharing the optimizer's memory."""
+        saved = ("exp_avg", "exp_avg_sq") if self._corrects_in_rate else ("exp_avg", "exp_avg_sq", "step")
+        return {name: {key: self.state[each][key] for key in saved} for name, each in self._parameters.items()}
