@@ -29,11 +29,11 @@ def look_up_directly(model: nn.Module) -> None:
         model: any module that holds sharded EmbeddingBagCollections.
     """
     for collection in sharded_collections(model):
-        if _only_exchanges(collection):
+        if only_exchanges(collection):
             collection.forward = partial(_look_up, collection, collection.forward)
 
 
-def _only_exchanges(collection: ShardedEmbeddingBagCollection) -> bool:
+def only_exchanges(collection: ShardedEmbeddingBagCollection) -> bool:
     """True if TorchRec's forward returns what the lookups return."""
     return (
         collection._env.world_size == 1

@@ -45,6 +45,9 @@ class TrainConfig:
         timeout_seconds: time after which a process that keeps the others waiting counts as hung, which ends the run.
         precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
             "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
+        cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
+            it: one id in each field, and optimizer.embedding = "adam" without optimizer.absent_rows = "dense". Results
+            do not depend on it.
     """
 
     batch_size: int = 1024
@@ -57,6 +60,7 @@ class TrainConfig:
     warm_start: str = ""
     timeout_seconds: float = 600.0
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    cuda_graph: bool = True
 
     def __post_init__(self) -> None:
         for key in ("batch_size", "eval_batch_size", "epochs", "log_every"):

@@ -68,6 +68,15 @@ class DenseAdam(Adam):
             for group in self.param_groups:
                 group["capturable"] = False
 
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the tensors that a captured CUDA graph of a step reads and writes."""
+        tensors = [
+            self._rate,
+            *self._parameters.values(),
+            *(each for own in self.state.values() for each in own.values()),
+        ]
+        return tuple(each.data_ptr() for each in tensors)
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Moments of each parameter by name, and for torch's form its steps, sharing the optimizer's memory."""
         saved = ("exp_avg", "exp_avg_sq") if self._corrects_in_rate else ("exp_avg", "exp_avg_sq", "step")

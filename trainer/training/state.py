@@ -28,6 +28,7 @@ from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
 from cowrec.trainer.sharded_model.tables import table_specs
 
+from .captured_steps import CapturedSteps, why_not_captured
 from .clip_metrics import ClipWatch
 from .pipeline import pipeline_of
 
@@ -63,6 +64,7 @@ class TrainState:
         dense_optimizer: of the network.
         ids: translates the ids of batches, which the pipeline takes translated.
         pipeline: runs steps and evaluation.
+        why_not_captured: why no step can be a captured CUDA graph; "" if they can.
         clip_watch: reads the clip's statistics; None without a clip.
         steps: training steps taken.
         environment: versions and hardware.
@@ -82,7 +84,15 @@ class TrainState:
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
         lr = derived_hyperparameters(config).dense_lr
         self.dense_optimizer = DenseAdam(dense_parameters(self.model), config.optimizer, lr, warmup_steps)
-        self.pipeline = pipeline_of(self.model, self.dense_optimizer, process, may_read_ahead=self.ids.tables is None)
+        self.why_not_captured = why_not_captured(config, schema, process, self.model, self.embedding_optimizer)
+        self.pipeline = pipeline_of(
+            self.model,
+            self.dense_optimizer,
+            process,
+            may_read_ahead=self.ids.tables is None,
+            captured=None if self.why_not_captured else self.adam,
+            batch_size=config.train.batch_size,
+        )
         self.steps = 0
         self.environment = environment(process.device)
 
@@ -90,6 +100,11 @@ class TrainState:
     def adam(self) -> EmbeddingAdam | None:
         """The tables' optimizer, None where it is FBGEMM's fused one."""
         return self.embedding_optimizer if isinstance(self.embedding_optimizer, EmbeddingAdam) else None
+
+    @property
+    def captured(self) -> bool:
+        """Whether training steps are a captured CUDA graph by now."""
+        return isinstance(self.pipeline, CapturedSteps) and self.pipeline.captured
 
     @property
     def id_tables(self) -> IdTables | None:

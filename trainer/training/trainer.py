@@ -130,17 +130,21 @@ class Trainer:
         return {
             "steps": self.steps,
             "clip_statistics": self.state.clip_watch.total() if self.state.clip_watch else None,
+            "cuda_graph": self.state.captured,
             "seed": self.config.train.seed,
             **describe(self.config),
             **self.state.environment,
         }
 
     def describe_settings(self) -> str:
-        """Batch size, scaling, clip and derived rates, for the terminal."""
-        derived = derived_hyperparameters(self.config)
+        """Batch size, scaling, clip and derived rates, for the terminal; on CUDA also why steps are not captured."""
+        derived, why = derived_hyperparameters(self.config), self.state.why_not_captured
+        uncaptured = (
+            f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
+        )
         return (
             f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: embedding lr"
-            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}"
+            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}{uncaptured}"
         )
 
     def say(self, text: str) -> None:

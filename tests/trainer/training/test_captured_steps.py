@@ -1,0 +1,280 @@
+"""Steps under capture are bit-identical to steps one after another, whatever comes between them.
+
+There is no CUDA graph on CPU. Its stand-in takes the recorded step anew on the same tensors, with the host's numbers
+as they were at the capture, so that a number that is not read from tensors would be out of date. The tables' optimizer
+runs its CUDA kernels in Triton's interpreter. torch's own graph runs where there is a GPU: :func:`test_on_a_gpu`.
+"""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.sections import CheckpointConfig
+from cowrec.trainer.runs.checkpoint import Checkpoints
+from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runtime.processes import Process, process_group
+from cowrec.trainer.training.captured_steps import WARMUP_STEPS, Capture, CapturedSteps, Step, why_not_captured
+from cowrec.trainer.training.sequential_steps import Output
+from cowrec.trainer.training.state import TrainState
+from trainer_cases import config_file, tensors
+
+BATCH = 8
+ROWS = (40, 7, 60)
+SCHEMA = Schema(
+    name="small",
+    dense=(DenseField("price"), DenseField("age")),
+    sparse=tuple(SparseField(f"C{n}", rows) for n, rows in enumerate(ROWS)),
+    splits={},
+)
+SIZES = (*[BATCH] * 6, 3, *[BATCH] * 3, 1, *[BATCH] * 4)
+EVALUATED_AFTER = (5, 8)
+SAVED_AFTER, LR_CHANGED_AFTER = 7, 9
+CASES = ('clip.rule="cowclip"', 'optimizer.absent_rows="lazy"', 'optimizer.adam_epsilon="keras"', 'model.name="dcnv2"')
+
+
+def config_of(*overrides: str) -> RunConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        return load_config(config_file(Path(folder)), [f"train.batch_size={BATCH}", *overrides])
+
+
+def batch(seed: int, size: int = BATCH, device: str = "cpu") -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [(torch.rand(size, generator=generator).square() * rows).int() for rows in ROWS]
+    dense, label = torch.rand(size, 2, generator=generator), torch.rand(size, generator=generator).round()
+    return SampleBlock(dense, label, torch.stack(ids, dim=1), {}).batch(SCHEMA, size).to(torch.device(device))
+
+
+class Graph:
+    """Stand-in for CUDA graphs of a run's steps; counts the captures and the replays."""
+
+    def __init__(self, state: TrainState) -> None:
+        assert state.adam
+        self.adam, self.dense, self.captures, self.replays = state.adam, state.dense_optimizer, 0, 0
+
+    def capture(self, step: Step) -> Step:
+        self.captures += 1
+        frozen, outputs = self._host_numbers(), []
+
+        def replay() -> Output:
+            self.replays += 1
+            now = self._host_numbers()
+            self._set_host_numbers(frozen)
+            try:
+                for kept, new in zip(outputs, new_outputs := step(), strict=False):
+                    kept.copy_(new)
+            finally:
+                self._set_host_numbers(now)
+            outputs[:] = outputs or new_outputs
+            loss, logits, label = outputs
+            return loss, logits, label
+
+        return replay
+
+    def _host_numbers(self) -> tuple:
+        history, (group,) = self.adam.history, self.dense.param_groups
+        steps = [each._step for each in self.adam.lookups]
+        return dict(group), self.adam.lr, steps, (history._steps, history._scheduled, history._scheduled_lr)
+
+    def _set_host_numbers(self, numbers: tuple) -> None:
+        history, (group,) = self.adam.history, self.dense.param_groups
+        values, self.adam.lr, steps, (history._steps, history._scheduled, history._scheduled_lr) = numbers
+        group.update(values)
+        for each, step in zip(self.adam.lookups, steps, strict=True):
+            each._step = step
+
+
+def captured(state: TrainState, capture: Capture, device: str = "cpu") -> TrainState:
+    """Lets the steps of a run be captured, and its tables run their CUDA kernels."""
+    assert state.adam
+    for each in state.adam.lookups:
+        each.clipped.uses_triton = True
+    assert state.adam.is_capturable
+    state.pipeline = CapturedSteps(
+        state.model, state.dense_optimizer, state.adam, torch.device(device), BATCH, capture=capture
+    )
+    return state
+
+
+def train(state: TrainState, steps: range, checkpoints: Checkpoints | None = None, device: str = "cpu") -> list[Tensor]:
+    """Takes steps, evaluates and saves between them; returns their results."""
+    results: list[Tensor] = []
+    state.pipeline.reset()
+    for number in steps:
+        loss, logits, label, _ = state.step(iter([batch(number, SIZES[number], device)]))
+        results += [loss, logits, label]
+        if number == LR_CHANGED_AFTER and state.adam:
+            state.adam.lr *= 0.5
+        if number in EVALUATED_AFTER:
+            results += evaluate(state, device)
+        if number == SAVED_AFTER and checkpoints:
+            state.save(checkpoints, Progress(state.steps))
+    return results
+
+
+def evaluate(state: TrainState, device: str) -> list[Tensor]:
+    state.model.eval()
+    state.pipeline.reset()
+    with torch.no_grad():
+        results = [each for size in (BATCH, 5) for each in state.pipeline.progress(iter([batch(99, size, device)]))]
+    state.model.train()
+    return results
+
+
+def everything(state: TrainState) -> dict[str, Tensor]:
+    """All state of a run except for FBGEMM's count of forward passes."""
+    found = tensors({key: value for key, value in state._everything().items() if key != "iterations"})
+    local = {
+        key: value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+        for key, value in found.items()
+    }
+    return {key: value.detach().clone() for key, value in local.items()}
+
+
+def assert_equal(got: object, expected: object) -> None:
+    one, other = (list(each.values()) if isinstance(each, dict) else each for each in (got, expected))
+    assert isinstance(one, list)
+    assert isinstance(other, list)
+    assert len(one) == len(other) > 0
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left, right)
+
+
+def compare(case: str, process: Process) -> None:
+    """Compares a trajectory under capture with sequential steps, and again after it resumed from its checkpoint."""
+    config, folder = config_of(case), Path(tempfile.mkdtemp())
+    everywhere = range(len(SIZES))
+    sequential = TrainState(config, SCHEMA, process, warmup_steps=10)
+    expected, end = train(sequential, everywhere), everything(sequential)
+    checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False), process, print)
+    state = TrainState(config, SCHEMA, process, warmup_steps=10)
+    graph = Graph(state)
+    captured(state, graph.capture)
+    assert_equal(train(state, everywhere, checkpoints), expected)
+    checkpoints.finish()
+    assert state.captured
+    assert graph.captures > 1, "the schedule of the steps has grown, so the step was to be captured again"
+    assert graph.replays == SIZES.count(BATCH) - WARMUP_STEPS
+    assert_equal(everything(state), end)
+    after = slice(3 * (SAVED_AFTER + 1) + 6, None)  # three results a step, and six of an evaluation
+    fresh = TrainState(config, SCHEMA, process, warmup_steps=10)
+    for resumed in (state, captured(fresh, Graph(fresh).capture)):
+        assert resumed.adam
+        resumed.adam.lr = resumed.adam.config.lr
+        assert resumed.resume(folder, checkpoints)
+        assert_equal(train(resumed, range(SAVED_AFTER + 1, len(SIZES))), expected[after])
+        assert resumed.captured
+        assert_equal(everything(resumed), end)
+
+
+def test_interpreted() -> None:
+    """Runs in a subprocess, because Triton reads TRITON_INTERPRET when it is imported."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal"] * len(CASES)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with process_group("cpu") as process:
+        yield process
+
+
+def test_a_failed_capture_loses_no_step(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+    config, everywhere = config_of(), range(len(SIZES))
+    sequential = TrainState(config, SCHEMA, process, warmup_steps=0)
+    expected = train(sequential, everywhere)
+    state = TrainState(config, SCHEMA, process, warmup_steps=0)
+    assert state.adam
+    attempts = []
+
+    def fail(step: Step) -> Step:
+        attempts.append(step)
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+
+    state.pipeline = CapturedSteps(state.model, state.dense_optimizer, state.adam, process.device, BATCH, capture=fail)
+    with caplog.at_level(logging.WARNING):
+        assert_equal(train(state, everywhere), expected)
+    assert_equal(everything(state), everything(sequential))
+    assert len(attempts) == 1
+    assert not state.captured
+    messages = [each.getMessage() for each in caplog.records if each.name.startswith("cowrec")]
+    assert messages == [
+        "the training step cannot be captured as a CUDA graph, which makes it slower:"
+        " operation not permitted when stream is capturing"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([], ""),
+        (["train.cuda_graph=false"], "train.cuda_graph = false"),
+        (['optimizer.absent_rows="dense"'], 'optimizer.absent_rows = "dense" with clip.rule = "cowclip"'),
+        (['optimizer.embedding="sgd"'], 'optimizer.embedding = "sgd" counts its steps on the host'),
+        (['sharding.tables={C0="column_wise"}'], "column-wise tables are joined by TorchRec"),
+        (
+            ['id_table.kind="collisionless"', "id_table.capacity=64"],
+            "id tables give ids their rows between steps",
+        ),
+    ],
+)
+def test_reasons(overrides: list[str], why: str, process: Process) -> None:
+    config = config_of(*overrides)
+    state = TrainState(config, SCHEMA, process, warmup_steps=0)
+    assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
+    for each in state.adam.lookups if state.adam else ():
+        each.clipped.uses_triton = True
+    cuda = dataclasses.replace(process, device=torch.device("cuda"))
+    assert why_not_captured(config, SCHEMA, cuda, state.model, state.embedding_optimizer) == why
+    lists = dataclasses.replace(SCHEMA, sparse=(*SCHEMA.sparse, SparseField("tags", 9, kind="multi")))
+    if not why:
+        many = why_not_captured(config, lists, cuda, state.model, state.embedding_optimizer)
+        assert many == "the number of ids of field 'tags' varies"
+        ranks = dataclasses.replace(cuda, world_size=2)
+        several = why_not_captured(config, SCHEMA, ranks, state.model, state.embedding_optimizer)
+        assert several == "the sizes of the exchange between processes vary"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case: str) -> None:
+    """Compares captured with uncaptured steps, both on CUDA."""
+    with process_group("cuda") as process:
+        states = [
+            TrainState(config_of(case, f"train.cuda_graph={on}", 'train.device="cuda"'), SCHEMA, process, 10)
+            for on in ("true", "false")
+        ]
+        results = [train(state, range(len(SIZES)), device="cuda") for state in states]
+        assert [state.captured for state in states] == [True, False]
+        assert_equal(*results)
+        assert_equal(*map(everything, states))
+
+
+if __name__ == "__main__":
+    from cowrec.sparse_opt.kernels import triton_replay, triton_update
+    from cowrec.sparse_opt.optim import step_history
+
+    # The interpreter takes as long for a small program as for a large one.
+    triton_replay.ELEMENTS = triton_update.ELEMENTS = 512
+    triton_update.BLOCK, triton_update.IDS = 4, 2
+    step_history._AHEAD = 3  # so that the schedule of the steps grows while they are captured
+    with process_group("cpu") as only:
+        for each in CASES:
+            compare(each, only)
+            print("equal")
