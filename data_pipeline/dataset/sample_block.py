@@ -3,7 +3,7 @@
 Sizes: R samples, N dense fields, S single-valued sparse fields, B selected samples, V values of a list field.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,13 +33,16 @@ class Bags:
         """Number of values of each sample, int64 [R]."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    def take(self, index: torch.Tensor) -> "Bags":
-        """Selects the bags of the samples `index` [B], in that order, which may repeat."""
+    def take(self, index: torch.Tensor, total: int | None = None) -> "Bags":
+        """Selects the bags of the samples `index` [B], in that order, which may repeat.
+
+        `total` is the number of values of these bags; without it, the call waits for the device.
+        """
         starts = self.offsets[index]
         lengths = self.offsets[index + 1] - starts
         offsets = _offsets(lengths)
         # Index of each selected value: its index in the output, shifted like its bag.
-        source = torch.arange(int(offsets[-1]), device=index.device)
+        source = torch.arange(int(offsets[-1]) if total is None else total, device=index.device)
         source += torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=source.numel())
         weights = None if self.weights is None else self.weights[source]
         return Bags(self.values[source], offsets, weights)
@@ -83,15 +86,36 @@ class SampleBlock:
     def __len__(self) -> int:
         return self.label.numel()
 
-    def take(self, index: torch.Tensor) -> "SampleBlock":
-        """Selects the samples `index`, int64 [B] on the same device, in that order."""
+    def take(self, index: torch.Tensor, totals: Sequence[int] | None = None) -> "SampleBlock":
+        """Selects the samples `index`, int64 [B] on the same device, in that order.
+
+        `totals` are the numbers of their values in each list field; without them, a block with list fields waits for
+        the device.
+        """
+        known: Sequence[int | None] = totals or [None] * len(self.bags)
         return SampleBlock(
             self.dense.index_select(0, index),
             self.label.index_select(0, index),
             self.ids.index_select(0, index),
-            {name: bags.take(index) for name, bags in self.bags.items()},
+            {name: bags.take(index, total) for (name, bags), total in zip(self.bags.items(), known, strict=True)},
             None if self.time is None else self.time.index_select(0, index),
         )
+
+    def take_each(self, order: torch.Tensor, slices: Sequence[slice]) -> Iterator["SampleBlock"]:
+        """Yields `take(order[each])` for each slice; order is int64 [R] on the same device.
+
+        A block with list fields waits for the device once, before the first selection; others never do.
+        """
+        totals = self._totals(order, slices) if self.bags else [[]] * len(slices)
+        for each, total in zip(slices, totals, strict=True):
+            yield self.take(order[each], total)
+
+    def _totals(self, order: torch.Tensor, slices: Sequence[slice]) -> list[list[int]]:
+        """Returns the number of values of each list field in each slice of the order."""
+        bounds = torch.tensor([[each.start for each in slices], [each.stop for each in slices]], device=order.device)
+        ends = torch.stack([_offsets(bags.lengths[order])[bounds.long()] for bags in self.bags.values()], -1)
+        totals: list[list[int]] = (ends[1] - ends[0]).tolist()
+        return totals
 
     @staticmethod
     def concat(parts: Sequence["SampleBlock"]) -> "SampleBlock":
@@ -166,7 +190,8 @@ class SampleBlock:
             if weight is None and schema.is_weighted:
                 weight = torch.ones(value.numel(), device=value.device)
                 if field.pooling == "mean":
-                    weight = torch.repeat_interleave(length.clamp(min=1).float().reciprocal(), length)
+                    inverse = length.clamp(min=1).float().reciprocal()
+                    weight = torch.repeat_interleave(inverse, length, output_size=value.numel())
             values.append(value)
             lengths.append(length)
             weights.append(weight)

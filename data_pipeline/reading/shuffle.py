@@ -3,12 +3,20 @@
 The shards are permuted, consecutive ones are grouped into windows of about `window_rows` samples, and the samples of a
 window are permuted across all its shards. The order is a function of (seed, epoch), so it is the same on every rank and
 in every resumed run.
+
+A window has two permutations. `Window.order` is numpy's, drawn on the host. `Window.keyed_order` sorts keys that depend
+only on the seed and a sample's position, so that every device computes the same one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+# Constants of SplitMix64 (Steele, Lea and Flood 2014) as signed integers.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,18 @@ class Window:
             return np.arange(self.samples)
         return _generator(*self.key).permutation(self.samples)
 
+    def keyed_order(self, device: torch.device) -> torch.Tensor:
+        """Returns another such permutation, the same on every device: int64 [samples]. Does not wait for the device.
+
+        torch's generators would not do: on CUDA their numbers depend on the GPU's number of multiprocessors, and ranks
+        on different GPUs would train on different permutations.
+        """
+        positions = torch.arange(self.samples, device=device)
+        if self.key is None:
+            return positions
+        start = int(np.random.SeedSequence(self.key).generate_state(1, np.uint64).view(np.int64)[0])
+        return torch.argsort(_splitmix64(positions * _STEP + start), stable=True)
+
 
 def epoch_windows(shards: Sequence[int], window_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[Window]:
     """Returns the windows of an epoch over shards of the given sizes; each but the last has at least `window_rows`."""
@@ -65,6 +85,14 @@ def rank_slice(step: int, batch_size: int, total: int, rank: int, world_size: in
     first = step * batch_size
     size = min(batch_size, total - first)
     return first + rank * size // world_size, first + (rank + 1) * size // world_size, size
+
+
+def _splitmix64(state: torch.Tensor) -> torch.Tensor:
+    """Returns the output of SplitMix64 for each state, an int64 whose bits are the unsigned number's."""
+    for shift, factor in _ROUNDS:
+        logical = (state >> shift) & ((1 << (64 - shift)) - 1)
+        state = (state ^ logical) * factor
+    return state
 
 
 def _generator(seed: int, epoch: int, stream: int) -> np.random.Generator:

@@ -16,9 +16,9 @@ class DataConfig:
 
     Attributes:
         dir: a prepared data set; `--data` overrides it.
-        resident: keep the training set on the device: "yes", "no", or "auto" (if it needs at most half of the free
-            memory).
-        window_rows: samples shuffled together while streaming.
+        resident: keep the training set on the device: "yes", "no", or "auto" (if it needs at most half of the memory
+            that the model leaves).
+        window_rows: samples shuffled together, and in memory together while streaming.
     """
 
     dir: str = ""

@@ -30,6 +30,7 @@ class Progress:
         step: training steps taken.
         epoch: epochs finished and evaluated.
         epoch_step: steps taken in the current epoch.
+        device: kind of device, "cpu" or "cuda"; each has its own order of the samples of an epoch.
         epochs: measurements after each epoch.
         samples, seconds: samples trained on so far, and the time their steps took.
         clip: [rows, clipped rows] of each table so far; empty without a clip.
@@ -38,6 +39,7 @@ class Progress:
     step: int = 0
     epoch: int = 0
     epoch_step: int = 0
+    device: str = "cpu"
     epochs: list[dict[str, Any]] = field(default_factory=list)
     samples: int = 0
     seconds: float = 0.0

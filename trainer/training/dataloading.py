@@ -13,7 +13,7 @@ from cowrec.trainer.runtime.processes import Process
 
 
 def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tuple[Reader, Reader]:
-    """Opens readers of the training split, shuffled, and of the test split.
+    """Opens readers of the training split, shuffled, and of the test split. Both stream.
 
     Raises:
         ValueError: the folder is not a data set, or a split cannot be trained on or evaluated.
@@ -28,7 +28,6 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tup
         shuffle=True,
         seed=config.train.seed,
         drop_last=config.train.drop_last,
-        resident=_keeps_resident(config, schema, process),
         window_rows=config.data.window_rows,
     )
     if not len(train):
@@ -69,9 +68,19 @@ def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
         raise ValueError(f"the {name} split of {data_dir} has no labels: it can be predicted, not evaluated")
 
 
-def _keeps_resident(config: RunConfig, schema: Schema, process: Process) -> bool:
-    if config.data.resident != "auto":
-        return config.data.resident == "yes"
-    free = available_bytes(process.device)
-    copies = process.local_world_size if process.device.type == "cpu" else 1
-    return free is not None and copies * resident_bytes(schema) <= free // 2
+def keep_resident(reader: Reader, config: RunConfig, process: Process) -> None:
+    """Makes the training split resident on the device, if `data.resident` says so.
+
+    Call it once the model is built: "auto" keeps the split if it takes at most half of the memory that tables, moments
+    and network have left; the other half is for the steps.
+
+    Raises:
+        ValueError: `data.resident` is "yes" and the split does not fit; or a shard is missing or damaged.
+    """
+    resident = config.data.resident == "yes"
+    if config.data.resident == "auto":
+        free = available_bytes(process.device)
+        copies = process.local_world_size if process.device.type == "cpu" else 1
+        resident = free is not None and copies * resident_bytes(reader.schema) <= free // 2
+    if resident:
+        reader.make_resident()

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.run_dir import write_report
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
@@ -17,7 +18,7 @@ from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding, sharding_table
 from cowrec.trainer.sharded_model.tables import table_specs
 
-from .dataloading import even_slices, training_readers
+from .dataloading import even_slices, keep_resident, training_readers
 from .evaluation import evaluate
 from .trainer import Trainer, require_run_dir
 from .warm_start import warm_start
@@ -63,6 +64,7 @@ class _EpochRun:
         self.train_reader, self.test_reader = training_readers(config, Path(config.data.dir), process)
         warmup = ceil(config.optimizer.warmup_epochs * len(self.train_reader))
         self.trainer = Trainer(config, self.train_reader.schema, run_dir, process, warmup)
+        keep_resident(self.train_reader, config, process)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
@@ -87,6 +89,7 @@ class _EpochRun:
         progress = self.trainer.resume()
         if progress is None:
             return False
+        self._require_same_order(progress)
         self.epoch, self.epoch_step = progress.epoch, progress.epoch_step
         self.epochs = list(progress.epochs)
         self.speed = _Speed(progress.samples, progress.seconds)
@@ -95,6 +98,15 @@ class _EpochRun:
             f" {self.epoch} of {self.config.train.epochs} epochs done"
         )
         return True
+
+    def _require_same_order(self, progress: Progress) -> None:
+        """Raises ValueError in the middle of an epoch whose order of samples this kind of device does not draw."""
+        kind = self.process.device.type
+        if progress.epoch_step and kind != progress.device:
+            raise ValueError(
+                f"{self.trainer.checkpoints.latest} is in the middle of an epoch that began on {progress.device}, and"
+                f' {kind} has another order of samples; finish the epoch with train.device = "{progress.device}"'
+            )
 
     def train_epoch(self, log: MetricsLog, stop: StopRequest) -> None:
         """Trains to the end of the epoch. Only steps after which metrics are written wait for the device."""
@@ -153,7 +165,8 @@ class _EpochRun:
     def save(self) -> None:
         """Saves a checkpoint from which the epoch can be continued."""
         speed = {"samples": self.speed.samples, "seconds": self.speed.seconds}
-        self.trainer.save(epoch=self.epoch, epoch_step=self.epoch_step, epochs=list(self.epochs), **speed)
+        position = {"epoch": self.epoch, "epoch_step": self.epoch_step, "device": self.process.device.type}
+        self.trainer.save(epochs=list(self.epochs), **position, **speed)
 
     def report(self) -> dict[str, Any]:
         """Summarizes the run; the quality is that of the last epoch."""

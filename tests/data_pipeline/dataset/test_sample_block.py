@@ -101,6 +101,16 @@ def test_a_gather_equals_a_plain_loop(table):
     assert batch.global_batch_size == 99
 
 
+@settings(max_examples=60, deadline=None)
+@given(tables(), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=4))
+def test_slices_of_an_order_equal_plain_loops(table, ends):
+    kinds, poolings, samples, index = table
+    slices = [slice(*(min(each, len(index)) for each in sorted(pair))) for pair in ends]
+    blocks = make_block(kinds, samples).take_each(torch.tensor(index, dtype=torch.int64), slices)
+    for each, block in zip(slices, blocks, strict=True):
+        check(block.batch(make_schema(kinds, poolings), -1), kinds, poolings, [samples[at] for at in index[each]])
+
+
 @settings(max_examples=40, deadline=None)
 @given(tables(), st.integers(0, 9))
 def test_concat_restores_a_split_block(table, first):

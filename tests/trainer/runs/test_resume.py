@@ -102,6 +102,20 @@ def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path:
     assert sorted(uninterrupted.rglob("*")) == before
 
 
+def test_an_epoch_is_finished_on_the_kind_of_device_it_began_on(
+    folder: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """CPU and CUDA draw different orders of samples; between two epochs a run may change its device."""
+    for at in (3, 5):
+        copy = interrupted(uninterrupted, at, tmp_path / f"at{at}")
+        manifest = copy / "checkpoints" / f"step_{at:09d}" / "checkpoint.json"
+        manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"', 1))
+    with pytest.raises(ValueError, match=r"000000003 is in .* epoch that began on cuda, and cpu .*device = .cuda"):
+        run(folder, tmp_path / "at3", resume=True)
+    run(folder, tmp_path / "at5", resume=True)
+    assert same(checkpoint(tmp_path / "at5"), checkpoint(uninterrupted))
+
+
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -1,0 +1,43 @@
+"""A data set of numbered samples, and readers of it."""
+
+import numpy as np
+import pyarrow as pa
+
+from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField, Split
+from cowrec.data_pipeline.dataset.writer import ShardWriter
+
+
+def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True):
+    """Writes samples r with label r % 2, dense value r and id r; with lists, r % 3 ids, all of them r."""
+    sparse = [SparseField("id", max(rows, 1) + 2)]
+    columns = {
+        "label": pa.array(np.arange(rows) % 2 if labelled else np.full(rows, np.nan), pa.float32()),
+        "number": pa.array(np.arange(rows), pa.float32()),
+        "id": pa.array(np.arange(rows), pa.int32()),
+    }
+    if lists:
+        sparse += [SparseField("list", rows + 2, "multi", pooling="mean"), SparseField("pair", rows + 2, "weighted")]
+        bags = [[row] * (row % 3) for row in range(rows)]
+        columns["list"] = columns["pair"] = pa.array(bags, pa.list_(pa.int32()))
+        columns["pair__weight"] = pa.array(bags, pa.list_(pa.float32()))
+    schema = Schema("test", (DenseField("number"),), tuple(sparse), {})
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(folder, "train", schema, shard_rows, labelled=labelled)
+    writer.write(pa.table(columns))
+    Schema("test", schema.dense, schema.sparse, {"train": writer.close(), "test": Split()}).save(folder)
+    return folder
+
+
+def make_reader(folder, keyed=False, **options):
+    """Opens a reader; a keyed one takes the order of a reader for CUDA, and the same windows of it."""
+    reader = Reader(folder, "train", **options)
+    reader._keyed_order = keyed
+    return reader
+
+
+def ids(reader, epoch=0, start_step=0):
+    return [batch.sparse["id"].values().tolist() for batch in reader.epoch(epoch, start_step)]
+
+
+def flat(lists):
+    return [item for items in lists for item in items]
