@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf, nan
+from math import isfinite, nan
 from types import FrameType
 
 import torch
@@ -14,33 +14,41 @@ from .processes import Process
 
 
 class LossWatch:
-    """Sum of the losses and first step with a loss that is not finite, on the device, so that no step waits for it."""
+    """Losses since the last reading, kept on the device, so that no step waits for it.
+
+    A step launches one kernel, which copies its loss. Copies are needed: a captured step returns its loss in the same
+    memory each time.
+    """
+
+    _BLOCK = 1024
 
     def __init__(self, process: Process):
-        self._world_size = process.world_size
-        self._sum = torch.zeros((), dtype=torch.float64, device=process.device)
-        self._bad = torch.full((), inf, dtype=torch.float64, device=process.device)
-        self._count = 0
+        self._world_size, self._device = process.world_size, process.device
+        self._blocks: list[Tensor] = []
+        self._steps: list[int] = []
 
     def add(self, loss: Tensor, step: int) -> None:
         """Adds this process's loss of a step, a scalar."""
-        self._sum += loss
-        self._bad = torch.where(torch.isfinite(loss), self._bad, self._bad.clamp_max(step))
-        self._count += 1
+        position = len(self._steps) % self._BLOCK
+        if position == 0:
+            self._blocks.append(torch.empty(self._BLOCK, dtype=torch.float64, device=self._device))
+        self._blocks[-1][position].copy_(loss)
+        self._steps.append(step)
 
     def read(self) -> tuple[float, int | None]:
         """(mean loss since the last call, or NaN; first step whose loss was not finite, or None) over all processes.
 
-        Waits for the device. Collective: all processes call it together.
+        Waits for the device once. Collective: all processes call it together, after the same steps.
         """
+        if not self._steps:
+            return nan, None
+        steps, losses = self._steps, torch.cat(self._blocks)[: len(self._steps)]
+        self._steps, self._blocks = [], []
         if self._world_size > 1:
-            dist.all_reduce(self._sum)
-            dist.all_reduce(self._bad, dist.ReduceOp.MIN)
-        total, bad = torch.stack([self._sum, self._bad]).tolist()
-        mean = total / self._count / self._world_size if self._count else nan
-        self._sum.zero_()
-        self._count = 0
-        return mean, None if bad == inf else int(bad)
+            dist.all_reduce(losses)  # a sum is finite only where all its terms are
+        values = losses.tolist()
+        bad = next((step for step, value in zip(steps, values, strict=True) if not isfinite(value)), None)
+        return sum(values) / len(values) / self._world_size, bad
 
 
 class StopRequest:

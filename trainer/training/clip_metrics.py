@@ -61,14 +61,15 @@ class ClipWatch:
 
     def _gathered(self) -> np.ndarray:
         """Rows, clipped rows and median norm to limit, float64 [P, T, 3]; zeros if a process has no rows."""
-        own = torch.zeros(len(self._tables), 3, dtype=torch.float64)
+        own = np.zeros((len(self._tables), 3))
         for name, table in self._stats().items():
             if table.rows:
-                clipped = round(table.clipped * table.rows)
-                own[self._tables.index(name)] = torch.tensor([table.rows, clipped, table.median_ratio])
-        own = own.to(self._process.device)
-        gathered = [torch.empty_like(own) for _ in range(self._process.world_size)]
-        dist.all_gather(gathered, own)
+                own[self._tables.index(name)] = table.rows, round(table.clipped * table.rows), table.median_ratio
+        if self._process.world_size == 1:
+            return own[None]
+        sent = torch.from_numpy(own).to(self._process.device)
+        gathered = [torch.empty_like(sent) for _ in range(self._process.world_size)]
+        dist.all_gather(gathered, sent)
         return torch.stack(gathered).cpu().numpy()
 
 
