@@ -21,7 +21,7 @@ from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.run import RunConfig, first_difference, save_config
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, to_json
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, to_json
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
@@ -36,9 +36,10 @@ RESULTS, RUNS = "sweep.jsonl", "runs"
 def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
     """Trains each run of a grid in its own process, so that a failed run is recorded and the others continue.
 
-    A run with a line in ``sweep.jsonl`` is not trained again: after an interruption the same call continues, and with a
-    larger grid it adds runs. To repeat a failed run, delete its line. At the base batch size all scaling rules are the
-    same run, which is trained once. The runs' folders are kept, without their checkpoints.
+    A run with a line in ``sweep.jsonl`` is not trained again: after an interruption the same call continues, the run in
+    progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its line.
+    At the base batch size all scaling rules are the same run, which is trained once. The runs' folders are kept,
+    without checkpoints and vocabularies.
 
     Returns:
         The grid's lines: rule, batch_size, clip, seed; auc and logloss (of the last epoch), best_epoch_auc, steps,
@@ -47,7 +48,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
 
     Raises:
         ValueError: settings that cannot work, or a folder with another configuration or other files.
-        Interrupted: by Ctrl-C; the run in progress is lost, the others are kept.
+        Interrupted: by Ctrl-C; the run in progress keeps its latest checkpoint.
     """
     if "on" in grid.clips and config.clip.rule == "none":
         raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
@@ -73,6 +74,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
 def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """The values of a run's line. Trains the run, unless it has a report and only its line was lost."""
     error = None if (run_dir / REPORT).exists() else _train_in_subprocess(config, run_dir)
+    for large in (CHECKPOINTS, VOCABULARY):
+        shutil.rmtree(run_dir / large, ignore_errors=True)
     what = {
         "model": config.model.name,
         "data": Path(config.data.dir).name,
@@ -82,7 +85,6 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         on_cuda = config.train.device != "cpu" and torch.cuda.is_available()
         return {"error": error, **what, **environment(torch.device("cuda" if on_cuda else "cpu"))}
     report = json.loads((run_dir / REPORT).read_text(encoding="utf-8"))
-    shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
     clip_statistics = report["clip_statistics"]
     aucs = [epoch["auc"] for epoch in report["epochs"] if epoch["auc"] is not None]
     return {
@@ -101,8 +103,9 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _train_in_subprocess(config: RunConfig, run_dir: Path) -> str | None:
-    """Trains in a subprocess. Returns the text of its error, or None."""
-    shutil.rmtree(run_dir, ignore_errors=True)
+    """Trains in a subprocess, from the latest checkpoint if there is one. Returns the text of its error, or None."""
+    if not (run_dir / CONFIG).exists():
+        shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
     try:
         run_in_subprocess(_train_here, config, run_dir)
     except ProcessFailed as error:
@@ -116,7 +119,7 @@ def _train_here(config: RunConfig, run_dir: Path) -> None:
     # tqdm's default lock includes a semaphore, which a killed run would leave behind.
     tqdm.set_lock(threading.RLock())
     prepare_process()
-    train(config, Path(config.data.dir), run_dir)
+    train(config, Path(config.data.dir), run_dir, resume=True)
 
 
 def _require_own(folder: Path) -> None:

@@ -85,7 +85,7 @@ def test_run_folders_are_those_of_train_without_checkpoints(folder: Path) -> Non
     saved = load_config(run / "config.toml")
     assert (saved.optimizer.scaling, saved.train.batch_size, saved.clip.rule) == ("linear", 102, "none")
     assert {"report.json", "metrics.jsonl", "tensorboard"} <= {each.name for each in run.iterdir()}
-    assert not (run / "checkpoints").exists()
+    assert not {"checkpoints", "vocabulary"} & {each.name for each in run.iterdir()}
 
 
 def test_a_larger_grid_adds_runs(folder: Path) -> None:
@@ -122,7 +122,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
-    """The first of four runs is killed and recorded as failed, the sweep in the third; the next call resumes."""
+    """The first of four runs is killed and recorded as failed, the sweep in the third; the next call resumes that."""
     epochs, output = 25, tmp_path / "out"
     command = [sys.executable, "-m", "cowrec.trainer", "sweep", f"{folder}/run.toml", "--data", f"{folder}/data"]
     command += ["--output", str(output), "--batch-sizes", "51", "--rules", "linear", "--seeds", "2"]
@@ -135,7 +135,7 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
         run += line.startswith("run ")
         if line.startswith("epoch 1/") and run == 1:
             os.kill(list(descendants(process.pid))[-1], signal.SIGKILL)
-        if line.startswith("epoch 1/") and run == 3:
+        if line.startswith("epoch 3/") and run == 3:  # the checkpoint of the first epoch has been written
             process.kill()
     # The loop has ended, so no process has the pipe open: the run has ended with its sweep.
     process.wait()
@@ -151,7 +151,11 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     assert not (third / "report.json").exists()
     report = output / "runs" / "linear-51-clip_off-seed0" / "report.json"
     written = report.stat().st_mtime_ns
+    assert not (output / "runs" / "linear-51-clip_on-seed0" / "checkpoints").exists()
+    killed = (third / "metrics.jsonl").read_bytes().splitlines()
     found = run_sweep(folder, output, f"train.epochs={epochs}", grid=Grid([51], ["linear"], ["on", "off"], 2))
+    # The log goes on after the checkpoint, so lines with their times are left from before.
+    assert (third / "metrics.jsonl").read_bytes().splitlines()[:4] == killed[:4]
     assert report.stat().st_mtime_ns == written
     assert found[:2] == left
     assert found == lines_of(output)
