@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Trains the four networks of the CowClip paper on Criteo's Kaggle file, at eight batch sizes, with and without CowClip,
+# and puts the results beside the published ones.
+#
+#   bash scripts/reproduce_paper.sh train.txt [OUTPUT]
+#
+# OUTPUT (runs/paper) gets table.md and plot.png, drawn again after every run, the largest batches first. Stop it whenever
+# you like: the same command continues. Finished and failed runs are not repeated; to repeat one, delete its line in
+# OUTPUT/*/*/sweep.jsonl. It works on a CPU too, but the whole file takes weeks there. For a trial, set some of
+#   REPRODUCE_MODELS="deepfm dcn"      networks; dcnmix is the one that the published code calls DCNv2
+#   REPRODUCE_BATCHES="64K 128K"       batch sizes, in the order of the runs
+#   REPRODUCE_EPOCHS=1                 passes over the training samples
+#   REPRODUCE_SEEDS=3                  runs of each combination
+#   REPRODUCE_BASELINE=linear,sqrt     scaling rules of the runs without the clip
+#   REPRODUCE_MIN_COUNT=10             rarer ids share a row
+set -euo pipefail
+
+if [ $# -lt 1 ] || [ $# -gt 2 ] || [ ! -f "$1" ]; then
+    echo "usage: bash scripts/reproduce_paper.sh TRAIN_TXT [OUTPUT]; got ${*:-nothing}" >&2
+    echo "TRAIN_TXT must be a file: Criteo's train.txt from Kaggle, plain or gz, xz, zst" >&2
+    exit 2
+fi
+train=$(realpath -- "$1") output=$(realpath -m -- "${2:-$(dirname "$0")/../runs/paper}")
+cd "$(dirname "$0")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+
+models=${REPRODUCE_MODELS:-deepfm wdl dcn dcnmix}
+batches=${REPRODUCE_BATCHES:-128K 64K 32K 16K 8K 4K 2K 1K}
+epochs=${REPRODUCE_EPOCHS:-10}
+seeds=${REPRODUCE_SEEDS:-1}
+baseline=${REPRODUCE_BASELINE:-linear}
+config=scripts/configs/criteo.toml
+# The published baseline: LargeBatchCTR's defaults, `train.py --dataset criteo_kaggle --model DeepFM`.
+baseline_settings=(--set optimizer.dense_lr=1e-4 --set optimizer.warmup_epochs=0 --set optimizer.embedding_init_std=1e-4)
+
+# Draws table and plot, says how far the runs are, and prints those that are left.
+report() {
+    "$python" scripts/reproduce_paper.py "$output" --models "$models" --batches "$batches" --seeds "$seeds" \
+        --baseline "$baseline"
+}
+
+mkdir -p "$output"
+if [ ! -f "$output/data/schema.json" ]; then
+    echo "preparing $train in $output/data"
+    "$python" -m cowrec.trainer prepare criteo --config "$config" --input "$train" --output "$output/data" \
+        --set "prepare.min_count=${REPRODUCE_MIN_COUNT:-1}"
+fi
+left=$(report)
+while read -r model batch clip rule; do
+    [ -n "$model" ] || continue
+    method=cowclip settings=()
+    [ "$clip" = on ] || method=baseline settings=("${baseline_settings[@]}")
+    "$python" -m cowrec.trainer sweep "$config" --data "$output/data" --output "$output/$method/$model" \
+        --batch-sizes "$batch" --clip "$clip" --rules "$rule" --seeds "$seeds" --set "model.name=$model" \
+        --set "train.epochs=$epochs" "${settings[@]}" </dev/null >/dev/null
+    report >/dev/null
+done <<<"$left"
+cat "$output/table.md"

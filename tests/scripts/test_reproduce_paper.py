@@ -1,0 +1,145 @@
+"""`reproduce_paper.sh` end to end on a few lines: killed in a run, continued, and its table and plot."""
+
+import importlib.util
+import json
+import lzma
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib.pyplot as plt
+import pytest
+
+from cowrec.trainer.bench.plot import PAPER_MINUTES
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "reproduce_paper.sh"
+REAL = ROOT.parent / "shared" / "data" / "criteo_8k.tsv.xz"
+SMALL = {"REPRODUCE_MODELS": "deepfm", "REPRODUCE_BATCHES": "512", "REPRODUCE_EPOCHS": "2", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def reproduce_paper() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reproduce_paper", SCRIPT.with_suffix(".py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(train: Path, output: Path, **settings: str) -> subprocess.Popen[str]:
+    """Starts the script in a group of its own, with the python of this test."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **SMALL, **settings, "PATH": path}
+    command = ["bash", str(SCRIPT), str(train), str(output)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """The cells of a table's lines by their first cell."""
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    return {row[0]: row[1:] for row in found}
+
+
+def test_a_killed_script_continues(tmp_path: Path) -> None:
+    """Killed with all its processes in the second of two runs, which a failed line follows on the next call."""
+    raw, output = tmp_path / "train.txt", tmp_path / "out"
+    command = [sys.executable, ROOT / "scripts" / "make_raw_criteo.py", "--rows", "3000", "--max-ids", "1000"]
+    subprocess.run([*command, "--output", raw], check=True, stdout=subprocess.PIPE)
+    first, second = (output / method / "deepfm" for method in ("cowclip", "baseline"))
+    process = start(raw, output)
+    wait_for((second / "runs").exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    said = process.communicate()[0]
+    assert "0 of 2 runs done; the time they take is estimated after the first" in said
+    assert re.search(r"1 of 2 runs done; about \d+ (s|min) of training left", said)
+    done, prepared = lines(first / "sweep.jsonl"), (output / "data" / "schema.json").stat().st_mtime_ns
+    assert not (second / "sweep.jsonl").exists()
+
+    said = start(raw, output).communicate()[0]
+    assert (output / "data" / "schema.json").stat().st_mtime_ns == prepared
+    assert lines(first / "sweep.jsonl") == done
+    assert "run 1 of 1: cowclip" not in said
+    assert "2 of 2 runs done; all done" in said
+    (line,) = lines(second / "sweep.jsonl")
+    assert (line["clip"], line["rule"], line["batch_size"], line["epochs"]) == ("off", "linear", 512, 2)
+    # The published baseline's dense rate is 1e-4 at 1K; CowClip's is 8e-4.
+    assert line["dense_lr"] == pytest.approx(1e-4 / 2)
+    assert done[0]["dense_lr"] == pytest.approx(8e-4 / 2**0.5)
+    table = (output / "table.md").read_text()
+    assert said.endswith(table)
+    ours = [f"{100 * each['auc']:.2f} / -" for each in (done[0], line)]
+    cells = rows(table)["512"]
+    assert [cells[0], cells[3]] == ours
+    assert "**Not comparable:**" in table
+    image = plt.imread(output / "plot.png")
+    assert min(image.shape[:2]) > 400
+    assert image.std() > 0
+
+
+@pytest.mark.skipif(not REAL.exists(), reason=f"needs {REAL}")
+def test_real_lines_and_published_numbers_side_by_side(tmp_path: Path) -> None:
+    raw = tmp_path / "train.txt"
+    with lzma.open(REAL, "rt") as file:
+        raw.write_text("".join(line for line, _ in zip(file, range(3000), strict=False)))
+    settings = {"REPRODUCE_BATCHES": "1K", "REPRODUCE_EPOCHS": "1", "REPRODUCE_MIN_COUNT": "3"}
+    process = start(raw, tmp_path / "out", **settings)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    cells = rows((tmp_path / "out" / "table.md").read_text())["1K"]
+    assert [cell.split(" / ")[1] for cell in cells] == ["80.86", "0.4430", "768", "80.76", "0.4438", "-"]
+    assert all(float(cell.split(" / ")[0]) > 0 for cell in cells)
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    process = start(tmp_path / "none.txt", tmp_path / "out")
+    assert "TRAIN_TXT must be a file" in process.communicate()[0]
+    assert process.returncode == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_published_numbers_name_their_sources(reproduce_paper: ModuleType) -> None:
+    file = json.loads(reproduce_paper.PUBLISHED.read_text())
+    for row in file["results"]:
+        named = dict(zip(file["columns"], row, strict=True))
+        for value in ("auc", "logloss", "minutes"):
+            assert (named[value] is None) == (named[f"{value}_source"] is None)
+            assert named[f"{value}_source"] in {None, *file["sources"]}
+    published = reproduce_paper.read_published()
+    assert {size: published["deepfm", "on", size].minutes for size in PAPER_MINUTES} == PAPER_MINUTES
+
+
+def test_failed_runs_and_seeds_in_the_table(reproduce_paper: ModuleType) -> None:
+    def line(batch_size: int, clip: str, **values: object) -> dict:
+        return {"model": "deepfm", "clip": clip, "rule": "linear", "batch_size": batch_size, **values}
+
+    good = [line(2048, "off", auc=auc, logloss=0.45, train_seconds=90.0) for auc in (0.79, 0.81)]
+    results = reproduce_paper.results_of([*good, line(1024, "off", error="NonFiniteLoss: ...")])
+    published = reproduce_paper.read_published()
+    cells = rows(reproduce_paper.markdown(results, published, {(41_256_555, 10, "a GPU")}))
+    assert cells["2K"] == ["80.00 ± 1.41 / -", "0.4500 ± 0.0000 / -", "1.5 / -"]
+    assert cells["1K"] == ["failed / 80.76", "failed / 0.4438", "failed / -"]
+    assert "Not comparable" not in reproduce_paper.markdown(results, published, {(41_256_555, 10, "a GPU")})
+    # 4K takes 204 minutes where 2K takes 390.
+    waiting = [*results, reproduce_paper.Cell("deepfm", "off", "linear", 4096)]
+    said = reproduce_paper.progress(waiting, results, published, 2)
+    left = 1.5 * 768 / 390 + 2 * 1.5 * 204 / 390
+    assert said.endswith(f": 3 of 6 runs done, 1 failed; about {left:.0f} min of training left")
