@@ -24,8 +24,10 @@ import torch
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
-from cowrec.trainer.bench.bench import Bench, cases, run_ids
-from cowrec.trainer.bench.steady_state import LEAST_STEPS, WARMUP_STEPS, Case, measure
+from cowrec.trainer.bench.case_runner import run_ids
+from cowrec.trainer.bench.settings import Bench, cases
+from cowrec.trainer.bench.steady_state import Case, measure
+from cowrec.trainer.bench.timing import LEAST_STEPS
 from cowrec.trainer.cli.flag_values import parse_batch_size, parse_list, parse_names, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
@@ -216,7 +218,7 @@ def _pythons(names: list[str], venvs: Path) -> tuple[dict[str, str], dict[str, s
 
 def _save_samples(case: Case, folder: Path) -> None:
     """Saves the samples of cowrec's own measurement; dense features and labels are noise, as there."""
-    count = (WARMUP_STEPS + case.max_steps) * case.batch_size
+    count = (case.warmup_steps + case.max_steps) * case.batch_size
     random = np.random.default_rng(0)
     np.save(folder / "ids.npy", case.ids.rows(case.steps_before * case.batch_size, count))
     np.save(folder / "dense.npy", random.random((count, NUM_DENSE), np.float32) ** 3)
@@ -244,7 +246,7 @@ def _measure_peer(peer: Peer, case: Case, folder: Path, python: str) -> dict[str
         "folder": str(folder),
         "table_rows": case.ids.table_rows.tolist(),
         "batch_size": case.batch_size,
-        "warmup_steps": WARMUP_STEPS,
+        "warmup_steps": case.warmup_steps,
         "least_steps": LEAST_STEPS,
         "seconds": case.seconds,
         "result": str(folder / "result.json"),

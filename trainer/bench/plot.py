@@ -26,12 +26,20 @@ class Curve(NamedTuple):
     spacing: int
 
 
+def measured(lines: Lines) -> list[dict[str, Any]]:
+    """The lines of combinations that did not fail."""
+    return [line for line in lines if "error" not in line]
+
+
 def table(lines: Lines) -> str:
     """Four tables: speed and memory of each combination, time of a step's parts, time of 10 epochs, ratios of speed.
 
     Memory is in GB: peak, peak without tables, and the size of tables and moments. Replayed steps are per sample. The
-    ratios are the first curve's speed over the others'.
+    ratios are the first curve's speed over the others'. Failed combinations are left out.
     """
+    lines = measured(lines)
+    if not lines:
+        return ""
     head = ["mode", "batch", "samples/s", "quartiles", "step ms", "peak GB", "without tables", "tables GB", "replayed"]
     tables = [aligned([head, *map(_cells, lines)]), _parts_table(lines), _minutes_table(lines), _ratio_table(lines)]
     return "\n\n".join(filter(None, tables))
@@ -39,12 +47,18 @@ def table(lines: Lines) -> str:
 
 def short(line: dict[str, Any]) -> str:
     """One line of text about a combination."""
+    if "error" in line:
+        return f"{_name(_curve(line))}, batch {size_name(line['batch_size'])}: failed: {line['error']}"
     name, batch, speed, _, step, peak, *_ = _cells(line)
     return f"{name}, batch {batch}: {speed} samples/s, {step} ms a step, {peak} GB"
 
 
 def plot(lines: Lines, path: Path) -> Path:
-    """Draws the minutes of 10 epochs by batch size, the time of a step's parts, and the absence of rows."""
+    """Draws the minutes of 10 epochs by batch size, the time of a step's parts, and the absence of rows.
+
+    Failed combinations are left out; one at least must not have failed.
+    """
+    lines = measured(lines)
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained", width_ratios=(1, 1.1, 1))
     _draw_minutes(axes[0], lines)
     _draw_parts(axes[1], lines)
@@ -150,9 +164,10 @@ def _minutes_table(lines: Lines) -> str:
     sizes = sorted({line["batch_size"] for line in lines})
     rows = [["minutes of 10 epochs", *map(size_name, sizes)]]
     for curve, by_size in _curves(lines).items():
-        rows.append([_name(curve), *(f"{by_size[size]['minutes_of_10_epochs']:,.1f}" for size in sizes)])
+        minutes = {size: line["minutes_of_10_epochs"] for size, line in by_size.items()}
+        rows.append([_name(curve), *(_cell(minutes, size, ",.1f") for size in sizes)])
     for precision, floor in _floors(lines).items():
-        rows.append([f"roofline {precision}", *(f"{floor[size]:,.1f}" for size in sizes)])
+        rows.append([f"roofline {precision}", *(_cell(floor, size, ",.1f") for size in sizes)])
     if lines[0]["model"] == "deepfm":
         rows.append(["CowClip paper, one V100", *(str(PAPER_MINUTES.get(size, "-")) for size in sizes)])
     return aligned(rows)
@@ -164,9 +179,14 @@ def _ratio_table(lines: Lines) -> str:
     sizes = sorted({line["batch_size"] for line in lines})
     rows = [["ratio of samples/s", *map(size_name, sizes)]]
     for other in others:
-        ratios = [curves[first][size][_SPEED] / curves[other][size][_SPEED] for size in sizes]
-        rows.append([f"{_name(first)} / {_name(other)}", *(f"{ratio:.2f}" for ratio in ratios)])
+        both = curves[first].keys() & curves[other].keys()
+        ratios = {size: curves[first][size][_SPEED] / curves[other][size][_SPEED] for size in both}
+        rows.append([f"{_name(first)} / {_name(other)}", *(_cell(ratios, size, ".2f") for size in sizes)])
     return aligned(rows) if others else ""
+
+
+def _cell(values: dict[int, float], size: int, form: str) -> str:
+    return format(values[size], form) if size in values else "-"
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

@@ -5,11 +5,8 @@ both follow from the ids alone. Other values are plausible: weights are initial 
 moments that one gradient of realistic size leaves.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +33,9 @@ from cowrec.trainer.training.pipeline import Pipeline, pipeline_of
 
 from .absence import last_steps
 from .roofline import Rates, flops_per_sample, measure_rates
-from .step_parts import step_parts
+from .step_parts import Profile, profile_steps
+from .timing import WARMUP_STEPS, graph_captured, memory, reset_peak_memory, step_times
 
-WARMUP_STEPS, LEAST_STEPS = 3, 5
 _PROFILED_STEPS = 5
 _ROWS_AT_ONCE = 1 << 16
 
@@ -72,6 +69,10 @@ class Case:
         return self.config.train.batch_size
 
     @property
+    def warmup_steps(self) -> int:
+        return WARMUP_STEPS[self.config.train.device]
+
+    @property
     def steps_before(self) -> int:
         return self.samples // self.batch_size
 
@@ -82,37 +83,42 @@ class Measurement:
 
     Attributes:
         step_seconds: time of each step.
+        host_seconds: processor time of this process per step, of all its threads together.
+        captured: whether the steps replayed a CUDA graph; None on CPU.
         replayed_row_steps: missed steps that were computed, per sample; None for modes other than replay.
         table_rows, table_bytes, moments_bytes: sizes of the tables and of both moments.
         rss_before_tables, peak_memory: bytes of memory of the process before the tables were made, and its peak; on
             CUDA those that torch allocated on the device.
-        parts: shares of a step, see :func:`step_parts`.
+        profile: parts of a step.
         rates: this machine's rates.
         flops_per_sample: operations of the dense network, see :func:`flops_per_sample`.
     """
 
     step_seconds: list[float]
+    host_seconds: float
+    captured: bool | None
     replayed_row_steps: float | None
     table_rows: int
     table_bytes: int
     moments_bytes: int
     rss_before_tables: int
     peak_memory: int
-    parts: dict[str, float]
+    profile: Profile
     rates: Rates
     flops_per_sample: float
 
 
 def measure(case: Case) -> Measurement:
-    """Measures a case; call it in its own process, whose peak memory is then the case's."""
+    """Measures a case; on CPU call it in its own process, whose peak memory is then the case's."""
     prepare_process()
     with process_group(case.config.train.device) as process:
+        reset_peak_memory(process.device)
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
-        steps = WARMUP_STEPS + case.max_steps + 1 + _PROFILED_STEPS
+        steps = case.warmup_steps + case.max_steps + 1 + _PROFILED_STEPS
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
-        rss_before = _memory("VmRSS", process.device)
+        rss_before = memory("VmRSS", process.device)
         model = build_sharded(case.config, schema, process)
         adam = embedding_optimizer(case.config, schema, model)
         assert isinstance(adam, EmbeddingAdam)
@@ -127,27 +133,30 @@ def measure(case: Case) -> Measurement:
         dense.prepare(0)
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(case, adam, first_batch[0]))
-        seconds = _step_times(case, pipeline, dense, batches, process.device)
+
+        def step(index: int) -> None:
+            dense.prepare(case.steps_before + index)
+            pipeline.progress(batches)
+
+        seconds, host_seconds = step_times(step, case.warmup_steps, case.max_steps, case.seconds, process.device)
         # Read before the forward passes of the probe, which are not part of training.
-        peak = _memory("VmHWM", process.device)
+        peak = memory("VmHWM", process.device)
         replayed = None
         if case.config.optimizer.absent_rows == "replay":
             model.eval()
-            following = timed[WARMUP_STEPS + len(seconds)]
+            following = timed[case.warmup_steps + len(seconds)]
             replayed = _replayed(adam, pipeline, following, batches) / case.batch_size
             model.train()
-        parts = step_parts(lambda: pipeline.progress(batches), _PROFILED_STEPS, process.device)
-        rates, flops = (
-            measure_rates(process.device, case.config.train.precision),
-            flops_per_sample(dense_parameters(model)),
-        )
+        profile = profile_steps(lambda: pipeline.progress(batches), _PROFILED_STEPS, process.device)
+        rates = measure_rates(process.device, case.config.train.precision)
+        flops, captured = flops_per_sample(dense_parameters(model)), graph_captured(pipeline, process.device)
         state = _shards(adam.state_dict())
     moments = [tensor for key, tensor in state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
     moments_bytes = sum(tensor.nbytes for tensor in moments)
     table_rows = sum(field.num_embeddings for field in schema.sparse)
     # Weights are float32, like each of the two moments.
-    memory = (moments_bytes // 2, moments_bytes, rss_before, peak)
-    return Measurement(seconds, replayed, table_rows, *memory, parts, rates, flops)
+    bytes_ = (moments_bytes // 2, moments_bytes, rss_before, peak)
+    return Measurement(seconds, host_seconds, captured, replayed, table_rows, *bytes_, profile, rates, flops)
 
 
 def make_schema(case: Case) -> Schema:
@@ -187,7 +196,8 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
     adam.steps = case.steps_before
     state = _shards(adam.state_dict())
     first_decay, second_decay = case.config.optimizer.betas
-    generator = torch.Generator().manual_seed(1)
+    device = next(iter(state.values())).device
+    generator, size = torch.Generator(device).manual_seed(1), size.to(device)
     start = 0
     for field, rows in enumerate(case.ids.table_rows.tolist(), 1):
         table = {
@@ -199,8 +209,8 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
             tensor.zero_()
         for first in range(0, rows, _ROWS_AT_ONCE):
             count = min(_ROWS_AT_ONCE, rows - first)
-            last = _last_steps(case, start + first, count)
-            gradient = torch.randn(count, len(size), generator=generator) * size * (last > 0)[:, None]
+            last = _last_steps(case, start + first, count).to(device)
+            gradient = torch.randn(count, len(size), generator=generator, device=device) * size * (last > 0)[:, None]
             values = {
                 "exp_avg": (1 - first_decay) * gradient,
                 "exp_avg_sq": (1 - second_decay) * gradient.square(),
@@ -215,39 +225,6 @@ def _last_steps(case: Case, first: int, count: int) -> Tensor:
     # Mapped again for every block, because a mapped file's pages count as memory of this process.
     samples = np.load(case.last_samples, mmap_mode="r")[first : first + count]
     return torch.from_numpy(last_steps(samples, case.batch_size, case.steps_before))
-
-
-def _step_times(
-    case: Case, pipeline: Pipeline, dense: DenseAdam, batches: Iterator[Batch], device: torch.device
-) -> list[float]:
-    """Seconds of each step after the warm-up.
-
-    On CUDA the host enqueues steps ahead; the device's time from the end of one step to the end of the next counts.
-    """
-    marks: list[Any] = []
-    stop = inf
-    for index in range(WARMUP_STEPS + case.max_steps):
-        dense.prepare(case.steps_before + index)
-        pipeline.progress(batches)
-        if index + 1 == WARMUP_STEPS:
-            marks, stop = [], time.perf_counter() + case.seconds
-        if index + 1 >= WARMUP_STEPS:
-            marks.append(_mark(device))
-        if time.perf_counter() > stop and len(marks) > LEAST_STEPS:
-            break
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
-    return [other - one for one, other in pairwise(marks)]
-
-
-def _mark(device: torch.device) -> Any:
-    """The present time: a number on CPU, an event on CUDA."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _replayed(adam: EmbeddingAdam, pipeline: Pipeline, batch: Batch, batches: Iterator[Batch]) -> int:
@@ -278,11 +255,3 @@ def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tenso
 def _shards(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The state of the tables, all of which is in this one process."""
     return {key: value.local_shards()[0].tensor for key, value in state.items() if hasattr(value, "local_shards")}
-
-
-def _memory(key: str, device: torch.device) -> int:
-    """Bytes of this process: VmRSS at present, VmHWM at peak. (getrusage's peak includes that of the parent.)"""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) if key == "VmRSS" else torch.cuda.max_memory_allocated(device)
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

@@ -1,6 +1,7 @@
 """Time of the parts of a training step, measured by torch's profiler in the ranges that cowrec and TorchRec name."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType
@@ -20,8 +21,21 @@ _INPUT, _EXCHANGE = ("## load batch",), ("[splits_dist]",)
 _DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward", "## backward"), ("[lookup]",)
 
 
-def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Shares of :data:`PARTS` in ``steps`` further steps; sum 1; of device time on CUDA, of wall time on CPU."""
+@dataclass(frozen=True)
+class Profile:
+    """Parts of a step.
+
+    Attributes:
+        shares: share of each of :data:`PARTS`, sum 1; of device time on CUDA, of wall time on CPU.
+        kernels: kernels and copies that a step runs on the device; None on CPU.
+    """
+
+    shares: dict[str, float]
+    kernels: float | None
+
+
+def profile_steps(step: Callable[[], object], steps: int, device: torch.device) -> Profile:
+    """Profiles ``steps`` further steps. On CUDA all work of a captured graph counts as part "dense"."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, acc_events=True) as profiled:
@@ -38,7 +52,7 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
         found = [each for each in ranges if each.key.startswith(prefixes)]
         return sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found)
 
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts, launches = dict.fromkeys(PARTS, 0.0), None
     parts["input"] = total(*_INPUT) + total(*_EXCHANGE)
     parts["lookup"], parts["dense_update"] = total(*_LOOKUP), total(*_DENSE_UPDATE)
     parts["row_gradients"] = total(ROW_GRADIENTS)
@@ -47,9 +61,10 @@ def step_parts(step: Callable[[], object], steps: int, device: torch.device) -> 
         kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
         step_time = sum(each.self_device_time_total for each in kernels)
         parts["dense"] = step_time - sum(parts.values())
+        launches = sum(each.count for each in kernels) / steps
     else:
         step_time = total(_STEP)
         rows = total(*_EXCHANGE) + parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
         parts["dense"] = total(*_PASSES) - rows
         parts["other"] = step_time - sum(parts.values())
-    return {part: time / step_time for part, time in parts.items()}
+    return Profile({part: time / step_time for part, time in parts.items()}, launches)

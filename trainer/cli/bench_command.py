@@ -37,9 +37,10 @@ def bench(
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
-    from cowrec.trainer.bench.bench import Bench
     from cowrec.trainer.bench.bench import bench as run
-    from cowrec.trainer.bench.plot import table
+    from cowrec.trainer.bench.plot import measured, table
+    from cowrec.trainer.bench.settings import Bench
+    from cowrec.trainer.runtime.errors import ProcessFailed
 
     if launched_world_size() > 1:
         raise ValueError("bench starts its own processes; start it without torchrun")
@@ -55,4 +56,8 @@ def bench(
         parse_list(precision),
         device,
     )
-    print(f"{table(run(settings, output))}\n\n{output}, plot: {output.with_suffix('.png')}")
+    lines = run(settings, output)
+    if measured(lines):
+        print(f"{table(lines)}\n\n{output}, plot: {output.with_suffix('.png')}")
+    if failed := len(lines) - len(measured(lines)):
+        raise ProcessFailed(f"{failed} of {len(lines)} combinations failed; their lines in {output} say why")

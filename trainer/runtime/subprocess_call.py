@@ -2,55 +2,121 @@
 
 import multiprocessing
 import os
+import pickle
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, TypeVar
+
+import torch
 
 from .errors import ProcessFailed, is_message
 
 Result = TypeVar("Result")
+_SECONDS_TO_END = 30
 
 
-def run_in_subprocess(function: Callable[..., Result], *arguments: Any) -> Result:
+def run_in_subprocess(function: Callable[..., Result], *arguments: Any, timeout: float | None = None) -> Result:
     """Calls ``function(*arguments)``, a function of a module, in a subprocess that ends with the call or this process.
+
+    Args:
+        timeout: seconds after which the subprocess is killed; by default never.
 
     Raises:
         ProcessFailed: the function raised an error, or the subprocess was killed.
     """
-    # Forked from a server that has imported the module, but has no other threads and has not used the GPU.
+    with Subprocess() as process:
+        return process.call(function, *arguments, timeout=timeout)
+
+
+class Subprocess:
+    """A subprocess that runs one call after the other, without a new start and new imports for each.
+
+    A call that fails also ends the process, whose memory or GPU may be in any state; the next call starts a new one.
+    """
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._connection: Connection
+
+    def __enter__(self) -> "Subprocess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def call(self, function: Callable[..., Result], *arguments: Any, timeout: float | None = None) -> Result:
+        """Calls ``function(*arguments)``; see :func:`run_in_subprocess`."""
+        if self._process is None:
+            self._start(function.__module__)
+        try:
+            self._connection.send((function, arguments))
+            if not self._connection.poll(timeout):
+                raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
+            result, error = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise ProcessFailed(f"the process ended {self._end()}") from None
+        except BaseException:
+            self._end(kill=True)
+            raise
+        if error is not None:
+            self._end()
+            raise ProcessFailed(error)
+        return result
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is not None:
+            self._end()
+
+    def _start(self, module: str) -> None:
+        context = _context(module)
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other,))
+        self._process.start()
+        other.close()
+
+    def _end(self, kill: bool = False) -> str:
+        """Ends the process by closing its connection. Returns how it ended."""
+        self._connection.close()
+        if not kill:
+            self._process.join(_SECONDS_TO_END)
+        self._process.kill()
+        self._process.join()
+        code, self._process = self._process.exitcode or 0, None
+        return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+
+def _context(module: str) -> ForkServerContext | SpawnContext:
+    """How processes start: forked from a server that has imported the module, but has no other threads.
+
+    Not with a GPU: importing FBGEMM asks the driver for it, after which no forked process can use it.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        result, error = receiver.recv()
-    except EOFError:
-        process.join()
-        code = process.exitcode or 0
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        raise ProcessFailed(f"the process ended {how}") from None
-    except KeyboardInterrupt:
-        process.kill()
-        raise
-    finally:
-        process.join()
-    if error is not None:
-        raise ProcessFailed(error)
-    return result
+    context.set_forkserver_preload([module])
+    return context
 
 
-def _run(outcome: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(connection: Connection) -> None:
+    """Runs calls until the other side closes the connection or one fails."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        outcome.send((function(*arguments), None))
-    except Exception as error:
-        if not is_message(error):
-            traceback.print_exc()
-        outcome.send((None, f"{type(error).__name__}: {error}"))
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments = pickle.loads(call)
+            connection.send((function(*arguments), None))
+        except Exception as error:
+            if not is_message(error):
+                traceback.print_exc()
+            connection.send((None, f"{type(error).__name__}: {error}"))
+            return
 
 
 def _end_with_parent() -> None:

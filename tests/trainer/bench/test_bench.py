@@ -16,14 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.trainer.bench import plot as results
 from cowrec.trainer.bench.absence import last_steps, measure_absence
-from cowrec.trainer.bench.bench import Bench, cases, criteo_config
+from cowrec.trainer.bench.case_runner import case_runner
 from cowrec.trainer.bench.roofline import bytes_per_sample, flops_per_sample
+from cowrec.trainer.bench.settings import Bench, cases, criteo_config
 from cowrec.trainer.bench.steady_state import Case, enter_steady_state, make_schema
 from cowrec.trainer.bench.step_parts import PARTS
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, embedding_optimizer
 from criteo_stream import last_by_loop
 
@@ -192,6 +195,53 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
     assert re.search(r"^replay, tables x2 / dense, tables x2 +[\d.]+$", captured.out, re.MULTILINE)
     assert "replay, tables x2, batch 64: " in captured.err
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failed_combination_does_not_end_the_bench(tmp_path, monkeypatch, capsys):
+    """Tables of 10^11 rows do not fit into any memory; those of the second combination do."""
+    output = tmp_path / "bench.jsonl"
+    what = ["--rows", "100", "--spacing", "1000000000,1", "--absent-rows", "lazy", "--batch-sizes", "64"]
+    assert run(monkeypatch, "bench", *what, "--epoch-share", "0.001", "--seconds", "0", "--output", output) == 2
+    failed, measured = (json.loads(line) for line in output.read_text().splitlines())
+    assert "allocate" in failed["error"]
+    assert "error" not in measured
+    assert measured["steps"] == 5
+    identity = ("mode", "clip", "precision", "batch_size", "model", "max_rows", "device", "git_commit")
+    assert [failed[key] for key in identity] == [measured[key] for key in identity]
+    assert (failed["spacing"], measured["spacing"]) == (1_000_000_000, 1)
+    captured = capsys.readouterr()
+    assert "lazy, tables x1000000000, batch 64: failed: " in captured.err
+    assert f"1 of 2 combinations failed; their lines in {output} say why" in captured.err
+    assert captured.out.startswith("mode")
+    assert "x1000000000" not in captured.out
+    assert output.with_suffix(".png").exists()
+
+
+def test_tables_cope_with_combinations_that_are_missing(tmp_path):
+    """Of two modes and two batch sizes one combination failed; the paper's minutes are there for both sizes."""
+    path = next((ROOT / "results").glob("*/bench.jsonl"))
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    sizes = sorted({line["batch_size"] for line in lines})[:2]
+    modes = list(dict.fromkeys(line["mode"] for line in lines))[:2]
+    four = [line for line in lines if line["batch_size"] in sizes and line["mode"] in modes]
+    identity = ("mode", "clip", "precision", "batch_size", "spacing", "model", "max_rows")
+    failed = {key: four[-1][key] for key in identity} | {"error": "no memory"}
+    printed = results.table([*four[:-1], failed])
+    assert re.search(rf"^{modes[0]} / {modes[1]} +[\d.]+ +-$", printed, re.MULTILINE)
+    assert re.search(rf"^{modes[1]} +[\d,.]+ +-$", printed, re.MULTILINE)
+    assert results.plot([*four[:-1], failed], tmp_path / "plot.png").exists()
+    assert results.table([failed]) == ""
+
+
+def test_several_cases_can_be_measured_in_one_process(tmp_path):
+    """As on CUDA. The failed one ends its process, the next gets a new one."""
+    settings = Bench(["lazy"], [32], max_rows=50, spacings=[1, 1_000_000_000, 2], epoch_share=1e-5, seconds=0.0)
+    with case_runner(settings) as runner, Subprocess() as process:
+        runner._call = process.call
+        lines = [runner.line(case) for case in (runner.cases[0], *runner.cases)]
+    assert ["error" in line for line in lines] == [False, False, True, False]
+    assert lines[0]["gaps"] == lines[1]["gaps"]
+    assert all(line["host_ms"] > 0 for line in lines if "error" not in line)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Errors for users are one line; any other error is a bug and keeps its traceback."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from cowrec.models import require_model
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message
-from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 from cowrec.trainer.training import saved_run
 
 
@@ -121,25 +119,3 @@ def test_an_error_for_users_is_one_line_and_exits_with_2(
 ) -> None:
     assert evaluate_with(f"raise {kind}('the data set has no rows')", monkeypatch) == 2
     assert capsys.readouterr().err == "cowrec: error: the data set has no rows\n"
-
-
-def look_up(key: str) -> int:
-    return {"a": 1}[key]
-
-
-def end_abruptly() -> None:
-    os.kill(os.getpid(), 9)
-
-
-def test_a_failed_subprocess_is_an_error_and_a_bug_in_it_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_in_subprocess(look_up, "a") == 1
-    with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
-        run_in_subprocess(look_up, "b")
-    printed = capfd.readouterr().err
-    assert "Traceback" in printed
-    assert 'return {"a": 1}[key]' in printed
-    with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
-        run_in_subprocess(require_model, "deepfn")
-    assert "Traceback" not in capfd.readouterr().err  # fbgemm 1.6 may print a warning
-    with pytest.raises(ProcessFailed, match="ended by signal 9"):
-        run_in_subprocess(end_abruptly)
