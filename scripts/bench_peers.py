@@ -24,7 +24,7 @@ import torch
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
-from cowrec.trainer.bench.case_runner import run_ids
+from cowrec.trainer.bench.case_runner import run_ids, speed
 from cowrec.trainer.bench.settings import Bench, cases
 from cowrec.trainer.bench.steady_state import Case, measure
 from cowrec.trainer.bench.timing import LEAST_STEPS
@@ -291,10 +291,7 @@ def _line(name: str, turns: Turns, case: Case, settings: Bench) -> dict[str, Any
         "versions": turns.versions,
     }
     if turns.error is None:
-        low, median, high = np.quantile(turns.step_seconds, (0.25, 0.5, 0.75)).tolist()
-        line[_SPEED] = case.batch_size / median
-        line[f"{_SPEED}_quartiles"] = [case.batch_size / high, case.batch_size / low]
-        line["step_ms"] = 1e3 * median
+        line |= speed(case.batch_size, turns.step_seconds)
     return line
 
 
