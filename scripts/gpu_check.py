@@ -1,101 +1,267 @@
-"""Runs the tests and benchmarks that need a GPU, and writes one file that compares results with targets.
+"""Measures cowrec on this machine's GPU, runs the tests that need one, and compares speeds with targets.
 
-Each part runs regardless of the others, up to its timeout; a benchmark that is cut short keeps its completed
-combinations. The exit status is 0 if every part passed; a speed below its target is reported but is not a failure.
+Needs the packages in ``PACKAGES`` and a driver. Start it with `bash scripts/gpu_check.sh`, which makes `import cowrec`
+work in a checkout.
+
+The parts are, in this order: aims, the combinations with targets; tests, `pytest -m gpu`; rest, the other combinations.
+results/HARDWARE/gpu_check.json is complete after each combination, and lists what was not reached in the time. The exit
+status is 0 if every part passed; a speed below its target is reported but is not a failure.
 """
 
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import torch
-
-from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runs.run_dir import to_json
+from .gpu_report import has_target, slug, speeds, summary, targets
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_MINUTES = {128 * 1024: 0.5, 1024: 15.0}
-"""Target for 10 epochs with exact replay and CowClip, by batch size; the paper's V100 took 9 and 768 minutes."""
-MAX_CLIP_RATIO = {128 * 1024: 1.05}
-"""Target for the ratio of step times with and without CowClip, with exact replay, by batch size."""
+PARTS = ("aims", "tests", "rest")
+PACKAGES = {
+    "torch": "torch",
+    "fbgemm_gpu": "fbgemm-gpu",
+    "torchrec": "torchrec",
+    # What torchrec imports; tensordict needs pyvers and cloudpickle, pyre_extensions needs typing_inspect.
+    "tensordict": "tensordict",
+    "pyvers": "pyvers",
+    "cloudpickle": "cloudpickle",
+    "pyre_extensions": "pyre-extensions",
+    "typing_inspect": "typing-inspect",
+    "numpy": "numpy",
+    "numba": "numba",
+    "pyarrow": "pyarrow",
+    "pydantic": "pydantic",
+    "safetensors": "safetensors",
+    "tomli_w": "tomli-w",
+    "tqdm": "tqdm",
+}
+"""What the benchmark imports, and the packages that have it."""
+TEST_PACKAGES = {"pytest": "pytest", "hypothesis": "hypothesis", "sklearn": "scikit-learn"}
+"""What the tests import in addition."""
+SIZES = (128 * 1024, 1024, 8 * 1024, 64 * 1024)
+REHEARSED_SIZES = (64, 32, 16, 8)
+TESTS_SECONDS, COMBINATION_SECONDS, LEAST_SECONDS = 150.0, 90.0, 10.0
+"""Most time for the tests and for one combination; time left below which nothing is started."""
 TAIL_CHARACTERS = 4000
 
 
-@dataclass(frozen=True)
-class Part:
-    """Command and its timeout in seconds."""
-
-    name: str
-    command: Sequence[str]
-    timeout: float
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder with one folder per device")
+    parser.add_argument("--minutes", type=float, default=7.5, help="time for everything (default: 7.5)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"parts to run (default: {','.join(PARTS)})")
+    parser.add_argument("--rehearse", action="store_true", help="run on CPU with tiny tables, to try this script")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_check: torch sees no CUDA device; run it on a machine with a GPU", file=sys.stderr)
+    parts = arguments.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts must be some of {','.join(PARTS)}, got {arguments.parts}")
+    problem = reason_not_to_start(arguments.rehearse)
+    if problem:
+        print(f"gpu_check: {problem}", file=sys.stderr)
         return 1
-    about = environment(torch.device("cuda", 0))
-    with tempfile.TemporaryDirectory() as folder:
-        report, bench = Path(folder) / "tests.xml", Path(folder) / "bench.jsonl"
-        parts = {part.name: run_part(part) for part in parts_to_run(report, bench)}
-        tests, lines = test_counts(report), bench_lines(bench)
-    # With a GPU, a skipped test is a failure.
-    parts["tests"]["passed"] &= tests is not None and tests["skipped"] == 0
-    result = {
-        "passed": all(part["passed"] for part in parts.values()),
-        "aims": targets(lines),
-        "speeds": speeds(lines),
-        "tests": tests,
-        "parts": parts,
-        **about,
-        "bench": lines,
+    check = Check(arguments.results, arguments.rehearse, 60 * arguments.minutes)
+    check.run([part for part in PARTS if part in parts])
+    print(f"{summary(check.result)}\n{check.output}")
+    return 0 if check.result["passed"] else 1
+
+
+def reason_not_to_start(rehearse: bool) -> str:
+    """Returns what keeps every part from running and how to mend it; empty if nothing does."""
+    if find_spec("torch") is None:
+        return f"torch is missing in {sys.executable}; {how_to_install(PACKAGES)}"
+    import torch
+
+    if not rehearse and torch.version.cuda is None:
+        return f"torch {torch.__version__} is built for CPU and sees no CUDA device; {how_to_install(PACKAGES)}"
+    if not rehearse and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device; run it on a machine with a GPU and a driver"
+    return ""
+
+
+def absent(packages: dict[str, str]) -> dict[str, str]:
+    """Returns the packages whose modules cannot be imported."""
+    return {module: package for module, package in packages.items() if find_spec(module) is None}
+
+
+def how_to_install(packages: dict[str, str]) -> str:
+    """Returns the commands that install packages; with its dependencies torchrec would replace fbgemm-gpu."""
+    pip = f"{sys.executable} -m pip install -c scripts/constraints.txt -c scripts/constraints_torch_2.13.txt"
+    others = [name for name in packages.values() if name != "torchrec"]
+    commands = [f"{pip} {' '.join(others)}"] if others else []
+    commands += [f"{pip} --no-deps torchrec"] if "torchrec" in packages else []
+    return f"install with: make setup, or: {' && '.join(commands)}"
+
+
+class Check:
+    """A run of the parts up to a deadline, and the file of its results.
+
+    Args:
+        results: folder with one folder per device.
+        rehearse: run on CPU with tiny tables.
+        seconds: time for everything.
+
+    Attributes:
+        output: the file of results.
+        result: its contents.
+    """
+
+    def __init__(self, results: Path, rehearse: bool, seconds: float) -> None:
+        self._rehearse, self._end = rehearse, time.monotonic() + seconds
+        self._about = about(rehearse)
+        self.output = results / slug(self._about["device"]) / "gpu_check.json"
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._lines: list[dict[str, Any]] = []
+        self._not_reached: list[dict[str, str]] = []
+        self._tests: dict[str, int] | None = None
+        self.result: dict[str, Any] = {}
+
+    def run(self, parts: Sequence[str]) -> None:
+        """Runs the parts; those that cannot run are recorded with the reason."""
+        with ExitStack() as stack:
+            runner = None
+            for part in parts:
+                started = time.monotonic()
+                try:
+                    if part == "tests":
+                        outcome = self._run_tests()
+                    else:
+                        runner = runner or stack.enter_context(self._runner())
+                        outcome = self._measure(runner, part == "aims")
+                except ImportError as error:
+                    outcome = {"passed": False, "why": f"not run: {error}"}
+                self._parts[part] = {**outcome, "seconds": time.monotonic() - started}
+                self._write()
+        self._write(finished=True)
+
+    def _runner(self) -> Any:
+        """Makes what measures the combinations.
+
+        Raises:
+            ImportError: packages are missing or do not match.
+        """
+        if missing := absent(PACKAGES):
+            raise ImportError(f"{', '.join(missing.values())} missing; {how_to_install(missing)}")
+        from cowrec.trainer.bench.case_runner import case_runner
+        from cowrec.trainer.bench.settings import Bench
+
+        what: dict[str, Any] = {"modes": ("replay", "lazy"), "clips": ("on", "off")}
+        if self._rehearse:
+            return case_runner(Bench(batch_sizes=REHEARSED_SIZES, max_rows=50, epoch_share=1e-5, seconds=0.0, **what))
+        return case_runner(Bench(batch_sizes=SIZES, seconds=2.0, precisions=("tf32",), device="cuda", **what))
+
+    def _measure(self, runner: Any, with_targets: bool) -> dict[str, Any]:
+        """Measures the combinations that have targets, or the others; writes the results after each."""
+        passed = True
+        for case in runner.cases:
+            mode, size = case.config.optimizer.absent_rows, case.batch_size
+            meant = SIZES[REHEARSED_SIZES.index(size)] if self._rehearse else size
+            if has_target(mode, meant) != with_targets:
+                continue
+            clip = "off" if case.config.clip.rule == "none" else "on"
+            name, left = f"{mode}, batch {size}, clip {clip}", self._end - time.monotonic()
+            if left < LEAST_SECONDS:
+                self._not_reached.append({"what": name, "why": f"{max(left, 0):.0f} s of the time were left"})
+                passed = False
+                continue
+            print(f"gpu_check: {name}", flush=True)
+            self._lines.append(runner.line(case, min(left, COMBINATION_SECONDS)))
+            passed &= "error" not in self._lines[-1]
+            self._write()
+        return {"passed": passed}
+
+    def _run_tests(self) -> dict[str, Any]:
+        """Runs the tests that need a GPU; with one, a skipped test is a failure."""
+        if missing := absent(PACKAGES | TEST_PACKAGES):
+            raise ImportError(f"{', '.join(missing.values())} missing; {how_to_install(missing)}")
+        left = self._end - time.monotonic()
+        if left < LEAST_SECONDS:
+            self._not_reached.append({"what": "tests", "why": f"{max(left, 0):.0f} s of the time were left"})
+            return {"passed": False, "why": "not reached"}
+        files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "tests.xml"
+            command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *map(str, files)]
+            outcome = run_command(command, min(left, TESTS_SECONDS))
+            self._tests = test_counts(report)
+        outcome["passed"] &= self._tests is not None and self._tests["skipped"] == 0
+        return outcome
+
+    def _write(self, finished: bool = False) -> None:
+        """Replaces the file of results, which is complete at every moment."""
+        self.result = {
+            "finished": finished,
+            "passed": finished and all(part["passed"] for part in self._parts.values()),
+            "aims": targets(self._lines),
+            "speeds": speeds(self._lines),
+            "tests": self._tests,
+            "parts": self._parts,
+            "not_reached": self._not_reached,
+            **self._about,
+            "bench": self._lines,
+        }
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.output.with_suffix(".partial")
+        partial.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.output)
+
+
+def about(rehearse: bool) -> dict[str, Any]:
+    """Returns the device, its driver, versions and the commit."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv"]
+    return {
+        "device": "rehearsal" if rehearse else torch.cuda.get_device_name(0),
+        "compute_capability": None if rehearse else torch.cuda.get_device_capability(0),
+        "nvidia_smi": output_of(query),
+        "cuda": torch.version.cuda,
+        "versions": {"python": sys.version.split()[0], **versions([*PACKAGES.values(), "fbgemm-gpu-cpu"])},
+        "git_commit": output_of(["git", "rev-parse", "HEAD"]),
+        "git_changes": output_of(["git", "status", "--porcelain", "--untracked-files=no"]),
     }
-    output: Path = arguments.results / slug(about["device"]) / "gpu_check.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(json.loads(to_json(result)), indent=1) + "\n", encoding="utf-8")
-    print(f"{summary(result)}\n{output}")
-    return 0 if result["passed"] else 1
 
 
-def parts_to_run(report: Path, bench: Path) -> list[Part]:
-    """Returns the parts, less than 8 minutes in total; the benchmark starts with the batch sizes that have targets."""
-    tests = ["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", str(ROOT / "tests")]
-    cases = ["--batch-sizes", "128K,1K,8K,64K", "--clip", "on,off", "--absent-rows", "replay,lazy"]
-    bench_on_gpu = ["-m", "cowrec.trainer", "bench", "--device", "cuda", "--precision", "tf32", "--seconds", "2"]
-    benchmark = [*bench_on_gpu, *cases, "--output", str(bench)]
-    return [Part("tests", [sys.executable, *tests], 170), Part("bench", [sys.executable, *benchmark], 290)]
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
-def run_part(part: Part) -> dict[str, Any]:
+def output_of(command: Sequence[str]) -> str | None:
+    """Returns what a command prints; None if it is not there, fails, or hangs."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def run_command(command: Sequence[str], timeout: float) -> dict[str, Any]:
     """Runs a command, prints its output and keeps its end; then kills all its processes."""
-    print(f"gpu_check: {part.name}, timeout {part.timeout:g} s", flush=True)
-    started = time.perf_counter()
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            part.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         timed_out = False
         try:
-            process.wait(part.timeout)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            _end_group(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         output.seek(0)
         text = output.read().decode(errors="replace")
     print(text, flush=True)
@@ -103,8 +269,7 @@ def run_part(part: Part) -> dict[str, Any]:
         "passed": process.returncode == 0 and not timed_out,
         "exit_code": process.returncode,
         "timed_out": timed_out,
-        "seconds": time.perf_counter() - started,
-        "command": list(part.command),
+        "command": list(command),
         "output_end": text[-TAIL_CHARACTERS:],
     }
 
@@ -116,73 +281,6 @@ def test_counts(report: Path) -> dict[str, int] | None:
     suites = ElementTree.parse(report).getroot().iter("testsuite")
     counts = [{key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")} for suite in suites]
     return {key: sum(each[key] for each in counts) for key in counts[0]}
-
-
-def bench_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads the benchmark's complete lines; the last one may have been cut short."""
-    text = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in text if line.endswith("\n")]
-
-
-def speeds(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the speed of each line and its ratio of step times with and without the clip."""
-    unclipped = {_combination(line): line["step_ms"] for line in lines if line["clip"] == "off"}
-    found = []
-    for line in lines:
-        without = unclipped.get(_combination(line))
-        found.append(
-            {
-                "mode": line["mode"],
-                "batch_size": line["batch_size"],
-                "clip": line["clip"],
-                "precision": line["precision"],
-                "samples_per_second": line["samples_per_second"],
-                "minutes_of_10_epochs": line["minutes_of_10_epochs"],
-                "step_over_unclipped": line["step_ms"] / without if without else None,
-            }
-        )
-    return found
-
-
-def targets(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compares each target with its measurement (None: not measured)."""
-    replay = {each["batch_size"]: each for each in speeds(lines) if (each["mode"], each["clip"]) == ("replay", "on")}
-    wanted = (("minutes_of_10_epochs", MAX_MINUTES), ("step_over_unclipped", MAX_CLIP_RATIO))
-    found = []
-    for what, by_batch_size in wanted:
-        for batch_size, most in by_batch_size.items():
-            measured = replay.get(batch_size, {}).get(what)
-            met = measured is not None and measured <= most
-            found.append({"what": what, "batch_size": batch_size, "most": most, "measured": measured, "met": met})
-    return found
-
-
-def slug(device: str) -> str:
-    """Converts a device's name to a folder name: ``NVIDIA H100 80GB HBM3`` is ``nvidia_h100_80gb_hbm3``."""
-    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
-
-
-def summary(result: dict[str, Any]) -> str:
-    lines = [f"{name}: {'passed' if part['passed'] else 'FAILED'}" for name, part in result["parts"].items()]
-    for target in result["aims"]:
-        measured = "not measured" if target["measured"] is None else f"{target['measured']:.3g}"
-        outcome = "met" if target["met"] else "NOT met"
-        lines.append(
-            f"{target['what']} at batch {target['batch_size']}: {measured}, target {target['most']:g}: {outcome}"
-        )
-    return "\n".join(lines)
-
-
-def _combination(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the settings that two lines share if they differ only in the clip."""
-    return line["mode"], line["batch_size"], line["precision"]
-
-
-def _end_group(process: subprocess.Popen) -> None:
-    """Kills a command and all its processes, if they still run."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 if __name__ == "__main__":

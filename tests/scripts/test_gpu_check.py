@@ -1,7 +1,6 @@
-"""`scripts/gpu_check.py`: its message without a GPU, failing parts, and its calculations."""
+"""`scripts/gpu_check.sh`: its messages, a rehearsal on CPU, failing parts, and its calculations."""
 
 import fcntl
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,13 +10,10 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SPEC = importlib.util.spec_from_file_location("gpu_check", SCRIPTS / "gpu_check.py")
-assert SPEC
-assert SPEC.loader
-gpu_check: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["gpu_check"] = gpu_check  # its dataclass resolves annotations here
-SPEC.loader.exec_module(gpu_check)
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts import gpu_check, gpu_report  # noqa: E402
 
 
 def line(batch_size: int, step_ms: float, clip: str, mode: str = "replay") -> dict[str, Any]:
@@ -30,46 +26,69 @@ def line(batch_size: int, step_ms: float, clip: str, mode: str = "replay") -> di
         "step_ms": step_ms,
         "samples_per_second": rate,
         "minutes_of_10_epochs": 412_565_550 / rate / 60,
+        "roofline": {"step_ms": 4.0},
+        "host_ms": 0.1,
+        "kernels": 70.0,
+        "captured": True,
     }
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_a_machine_without_a_gpu_is_an_error(tmp_path: Path) -> None:
     """Hides the GPU if there is one."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    script = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--results", str(tmp_path / "results")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = start("--results", tmp_path / "results")
     assert done.returncode == 1
     assert "sees no CUDA device" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "results").exists()
 
 
-def test_the_shell_script_is_executable_and_parses() -> None:
-    script = SCRIPTS / "gpu_check.sh"
-    assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", str(script)], check=True)
+def test_a_python_without_packages_is_told_what_to_install(tmp_path: Path) -> None:
+    """A Python that finds nothing but its standard library, as on a new machine."""
+    command = [sys.executable, "-S", "-m", "scripts.gpu_check"]
+    done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"gpu_check: torch is missing in {sys.executable}; install with: make setup, or: ")
+    assert done.stderr.count("\n") == 1
 
 
-def test_parts_take_less_than_eight_minutes() -> None:
-    parts = gpu_check.parts_to_run(Path("tests.xml"), Path("bench.jsonl"))
-    assert [part.name for part in parts] == ["tests", "bench"]
-    assert sum(part.timeout for part in parts) < 8 * 60
+def test_a_rehearsal_measures_what_it_can_in_its_time(tmp_path: Path) -> None:
+    """The combinations with targets come first; those that are not reached are listed. All GPU tests are skipped."""
+    done = start("--rehearse", "--minutes", "0.45", "--results", tmp_path)
+    assert done.returncode == 1
+    result = json.loads((tmp_path / "rehearsal" / "gpu_check.json").read_text())
+    assert (result["finished"], result["passed"]) == (True, False)
+    measured = [(line["mode"], line["batch_size"], line["clip"]) for line in result["bench"]]
+    first = [("replay", 64, "on"), ("replay", 64, "off"), ("replay", 32, "on"), ("replay", 32, "off")]
+    assert measured[:4] == first[: len(measured)]
+    assert len(measured) + sum("batch" in each["what"] for each in result["not_reached"]) == 16
+    assert result["not_reached"][-1]["what"] == "lazy, batch 8, clip off"
+    assert "s of the time were left" in result["not_reached"][-1]["why"]
+    assert result["versions"]["torch"]
+    assert not list(tmp_path.rglob("*.partial"))
+    assert "not reached: lazy, batch 8, clip off" in done.stdout
 
 
-def test_the_benchmark_is_a_valid_command() -> None:
-    """Fails only at the device, which is hidden."""
-    benchmark = next(part for part in gpu_check.parts_to_run(Path("t"), Path("b")) if part.name == "bench")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [*benchmark.command, "--epoch-share", "1e-9"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2
-    assert "torch sees no GPU" in done.stderr
+def test_missing_packages_keep_only_their_part_from_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "TEST_PACKAGES", {"no_such_module": "no-such-package"})
+    check = gpu_check.Check(tmp_path, rehearse=True, seconds=5)
+    check.run(["aims", "tests"])
+    parts = check.result["parts"]
+    assert parts["tests"]["why"].startswith("not run: no-such-package missing; install with: make setup, or: ")
+    assert "why" not in parts["aims"]
+    assert len(check.result["not_reached"]) == 4
 
 
 def test_a_failing_part_does_not_affect_others() -> None:
-    failed = gpu_check.run_part(gpu_check.Part("bad", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], 60))
+    failed = gpu_check.run_command([sys.executable, "-c", "print('why'); raise SystemExit(3)"], 60)
     assert (failed["passed"], failed["exit_code"], failed["timed_out"]) == (False, 3, False)
     assert failed["output_end"] == "why\n"
-    passed = gpu_check.run_part(gpu_check.Part("good", [sys.executable, "-c", ""], 60))
+    passed = gpu_check.run_command([sys.executable, "-c", ""], 60)
     assert (passed["passed"], passed["exit_code"]) == (True, 0)
 
 
@@ -81,7 +100,7 @@ def test_a_timeout_kills_all_processes_of_a_part(tmp_path: Path) -> None:
         " time.sleep(60); file.write('end')"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    ended = gpu_check.run_part(gpu_check.Part("slow", [sys.executable, "-c", parent], 3))
+    ended = gpu_check.run_command([sys.executable, "-c", parent], 3)
     assert (ended["passed"], ended["timed_out"]) == (False, True)
     with file.open() as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
@@ -100,13 +119,6 @@ def test_counts_of_pytest(tmp_path: Path) -> None:
     assert gpu_check.test_counts(tmp_path / "none.xml") is None
 
 
-def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
-    file = tmp_path / "bench.jsonl"
-    assert gpu_check.bench_lines(file) == []
-    file.write_text(json.dumps({"mode": "lazy"}) + '\n{"mode": "rep')
-    assert gpu_check.bench_lines(file) == [{"mode": "lazy"}]
-
-
 def test_speeds_and_targets() -> None:
     """Calculated: 412,565,550 samples take 29.9 s at 9.5 ms per 131,072 and 16.79 minutes at 2.5 ms per 1,024."""
     lines = [
@@ -114,18 +126,21 @@ def test_speeds_and_targets() -> None:
         line(131072, 9.0, "off"),
         line(131072, 8.0, "on", "lazy"),
         line(1024, 2.5, "on"),
+        {"mode": "replay", "clip": "off", "precision": "tf32", "batch_size": 1024, "error": "no memory"},
     ]
-    found = gpu_check.speeds(lines)
+    found = gpu_report.speeds(lines)
     assert [each["clip"] for each in found] == ["on", "off", "on", "on"]
     minutes = [each["minutes_of_10_epochs"] for each in found]
     assert minutes == pytest.approx([0.49838, 0.47215, 0.41969, 16.7874], rel=1e-4)
     assert [each["step_over_unclipped"] for each in found] == [pytest.approx(9.5 / 9), 1.0, None, None]
-    assert [(each["batch_size"], each["met"]) for each in gpu_check.targets(lines)] == [
+    assert [(each["batch_size"], each["met"]) for each in gpu_report.targets(lines)] == [
         (131072, True),
         (1024, False),
         (131072, False),
+        (131072, False),
     ]
-    assert not any(each["met"] or each["measured"] for each in gpu_check.targets([]))
+    assert gpu_report.targets(lines)[3]["measured"] == pytest.approx(4 / 9.5)
+    assert not any(each["met"] or each["measured"] for each in gpu_report.targets([]))
 
 
 @pytest.mark.parametrize(
@@ -133,4 +148,4 @@ def test_speeds_and_targets() -> None:
     [("NVIDIA H100 80GB HBM3", "nvidia_h100_80gb_hbm3"), ("NVIDIA GeForce RTX 4090 (D)", "nvidia_geforce_rtx_4090_d")],
 )
 def test_folder_of_a_device(device: str, folder: str) -> None:
-    assert gpu_check.slug(device) == folder
+    assert gpu_report.slug(device) == folder

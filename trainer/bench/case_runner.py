@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,9 +72,11 @@ class CaseRunner:
             "config": {key: dataclasses.asdict(getattr(case.config, key)) for key in ("model", "optimizer", "clip")},
             **environment(torch.device(case.config.train.device)),
         }
+        started = time.monotonic()
         try:
             measured = self._call(measure, case, timeout=timeout)
-            without_tables = self._peak_without_tables(case, timeout)
+            left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)
+            without_tables = self._peak_without_tables(case, left)
         except ProcessFailed as error:
             rows = int(case.ids.table_rows.sum()) * case.spacing
             needs = f"its {rows:,} table rows and their moments need {rows * 144 / 1e9:.1f} GB of memory"
