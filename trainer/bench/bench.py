@@ -4,14 +4,18 @@ Before the measurements, one pass over the stream of ids records the last sample
 use.
 """
 
+import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from cowrec.trainer.runs.run_dir import to_json
+from cowrec.trainer.runtime.environment import launched_rank
 from cowrec.trainer.runtime.errors import Interrupted
 
 from .case_runner import case_runner
+from .mlperf import mlperf_lines, mlperf_short
 from .plot import measured, plot, short
 from .settings import Bench
 
@@ -44,15 +48,39 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
     Raises:
         Interrupted: by Ctrl-C; the file has the combinations measured before.
     """
-    lines: list[dict[str, Any]] = []
-    with case_runner(settings) as runner, output.open("w", encoding="utf-8", buffering=1) as file:
-        try:
-            for case in runner.cases:
-                lines.append(runner.line(case))
-                file.write(to_json(lines[-1]) + "\n")
-                print(short(lines[-1]), file=sys.stderr, flush=True)
-        except KeyboardInterrupt:
-            raise Interrupted(f"stopped; {output} holds the {len(lines)} combinations measured before") from None
+    with case_runner(settings) as runner:
+        lines = written((runner.line(case) for case in runner.cases), output, short)
     if measured(lines):
         plot(lines, output.with_suffix(".png"))
     return lines
+
+
+def bench_mlperf(settings: Bench, output: Path) -> list[dict[str, Any]]:
+    """Measures MLPerf's DLRM-DCNv2; see :func:`mlperf_lines`. Writes a JSON object per line as soon as it is measured.
+
+    Raises:
+        ValueError: from :func:`mlperf_lines`.
+        Interrupted: by Ctrl-C; the file has the combinations measured before.
+    """
+    return written(mlperf_lines(settings), output, mlperf_short)
+
+
+def written(
+    lines: Iterable[dict[str, Any]], output: Path, describe: Callable[[dict[str, Any]], str]
+) -> list[dict[str, Any]]:
+    """Writes and shows each line as soon as it is there; returns them all.
+
+    Raises:
+        Interrupted: by Ctrl-C; the file has the lines until then.
+    """
+    found: list[dict[str, Any]] = []
+    mine = output if launched_rank() == 0 else Path(os.devnull)
+    with mine.open("w", encoding="utf-8", buffering=1) as file:
+        try:
+            for line in lines:
+                found.append(line)
+                file.write(to_json(line) + "\n")
+                print(describe(line), file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped; {output} holds the {len(found)} combinations measured before") from None
+    return found

@@ -147,7 +147,9 @@ def measure(case: Case) -> Measurement:
             following = timed[case.warmup_steps + len(seconds)]
             replayed = _replayed(adam, pipeline, following, batches) / case.batch_size
             model.train()
-        profile = profile_steps(lambda: pipeline.progress(batches), _PROFILED_STEPS, process.device)
+        # A captured step has no parts, so the profile is of steps that are not.
+        parts = pipeline_of(model, dense, process)
+        profile = profile_steps(lambda: parts.progress(batches), _PROFILED_STEPS, process.device)
         rates = measure_rates(process.device, case.config.train.precision)
         flops, captured = flops_per_sample(dense_parameters(model)), graph_captured(pipeline, process.device)
         state = _shards(adam.state_dict())

@@ -35,7 +35,7 @@ class Profile:
 
 
 def profile_steps(step: Callable[[], object], steps: int, device: torch.device) -> Profile:
-    """Profiles ``steps`` further steps. On CUDA all work of a captured graph counts as part "dense"."""
+    """Profiles ``steps`` further steps, none of which is a captured graph."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, acc_events=True) as profiled:

@@ -11,17 +11,27 @@ from .flag_values import parse_batch_size, parse_list, parse_number, parse_table
 
 app = typer.Typer()
 
+_PRESETS = ("criteo", "mlperf-dcnv2")
+_OF_CRITEO_ALONE = ("absent_rows", "model", "spacing", "epoch_share")
+
 
 @app.command()
 def bench(
+    context: typer.Context,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="JSON lines file to write; the plot is written beside it.")
     ] = Path("bench.jsonl"),
+    preset: Annotated[
+        str, typer.Option(help="criteo: the CowClip paper's settings. mlperf-dcnv2: MLPerf Training's DLRM-DCNv2.")
+    ] = "criteo",
     absent_rows: Annotated[str, typer.Option(help="Values of optimizer.absent_rows to compare.")] = "replay,lazy,dense",
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, such as 1K,8K,64K; K is 1024.")] = "1K,8K,64K",
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(help="Batch sizes; K is 1024. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Network: wdl, deepfm, dcn, dcnmix, dcnv2.")] = "deepfm",
     rows: Annotated[
-        str, typer.Option(help="Most rows of a table, such as 100K; K is 1000. full: Criteo's, 33.8 million in total.")
+        str, typer.Option(help="Most rows of a table, such as 100K; K is 1000. full: the published ones.")
     ] = "full",
     spacing: Annotated[str, typer.Option(help="Distance of two ids' rows; tables are that many times larger.")] = "1",
     epoch_share: Annotated[float, typer.Option(help="Share of an epoch after which the measurement starts.")] = 0.9,
@@ -30,23 +40,32 @@ def bench(
     precision: Annotated[str, typer.Option(help="Values of train.precision: float32, tf32, bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measures training speed and memory in the steady state, on generated ids with Criteo's frequencies.
+    """Measures training speed and memory in the steady state, on generated ids.
 
-    The settings are those published for Criteo. Each line of the output is one combination: speed, memory, time of the
-    parts of a step, configuration, versions and hardware. Prints tables and ratios at the end.
+    By default with Criteo's frequencies and the settings published for Criteo; with --preset mlperf-dcnv2 the network,
+    tables and ids of MLPerf Training's DLRM-DCNv2, on one GPU or, under torchrun, on several. Each line of the output
+    is one combination: speed, memory, time of the parts of a step, configuration, versions and hardware. Prints tables
+    at the end. After a combination that fails the others are measured, and the exit code is 2.
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
-    from cowrec.trainer.bench.bench import bench as run
+    from cowrec.trainer.bench.bench import bench as bench_criteo
+    from cowrec.trainer.bench.bench import bench_mlperf
+    from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU, mlperf_table
     from cowrec.trainer.bench.plot import measured, table
     from cowrec.trainer.bench.settings import Bench
     from cowrec.trainer.runtime.errors import ProcessFailed
 
-    if launched_world_size() > 1:
+    if preset not in _PRESETS:
+        raise ValueError(f"--preset {preset!r} is not known; known: {', '.join(_PRESETS)}")
+    mlperf = preset == "mlperf-dcnv2"
+    _refuse_flags_of_criteo(context, mlperf)
+    if launched_world_size() > 1 and not mlperf:
         raise ValueError("bench starts its own processes; start it without torchrun")
+    sizes = batch_sizes or (str(BATCH_SIZE_OF_GPU * launched_world_size()) if mlperf else "1K,8K,64K")
     settings = Bench(
         parse_list(absent_rows),
-        [parse_batch_size(each) for each in parse_list(batch_sizes)],
+        [parse_batch_size(each) for each in parse_list(sizes)],
         model,
         parse_table_rows(rows),
         [parse_number(each, 1, "--spacing must be a whole number, such as 10") for each in parse_list(spacing)],
@@ -56,8 +75,16 @@ def bench(
         parse_list(precision),
         device,
     )
-    lines = run(settings, output)
+    lines = (bench_mlperf if mlperf else bench_criteo)(settings, output)
     if measured(lines):
-        print(f"{table(lines)}\n\n{output}, plot: {output.with_suffix('.png')}")
+        plot = "" if mlperf else f", plot: {output.with_suffix('.png')}"
+        print(f"{(mlperf_table if mlperf else table)(lines)}\n\n{output}{plot}")
     if failed := len(lines) - len(measured(lines)):
         raise ProcessFailed(f"{failed} of {len(lines)} combinations failed; their lines in {output} say why")
+
+
+def _refuse_flags_of_criteo(context: typer.Context, mlperf: bool) -> None:
+    for name in _OF_CRITEO_ALONE:
+        source = context.get_parameter_source(name)
+        if mlperf and source is not None and source.name != "DEFAULT":
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --preset mlperf-dcnv2; leave it out")
