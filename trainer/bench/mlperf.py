@@ -64,7 +64,7 @@ PUBLISHED = {
 }
 """MLPerf Training's published result, with an implementation made for it."""
 MODEL = "mlperf-dcnv2"
-_BATCHES, _MOST_STEPS, _PROFILED_STEPS = 16, 200, 5
+_BATCHES, _MOST_STEPS, _PROFILED_STEPS = 16, 100, 5
 _KEYS = [f"C{number + 1}" for number in range(len(TABLE_ROWS))]
 
 

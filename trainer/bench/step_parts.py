@@ -56,7 +56,8 @@ def profile_steps(step: Callable[[], object], steps: int, device: torch.device) 
     parts["input"] = total(*_INPUT) + total(*_EXCHANGE)
     parts["lookup"], parts["dense_update"] = total(*_LOOKUP), total(*_DENSE_UPDATE)
     parts["row_gradients"] = total(ROW_GRADIENTS)
-    parts["clip_and_embedding_update"] = total(EMBEDDING_UPDATE) - parts["row_gradients"]
+    # Under a fused optimizer, whose update is part of the backward, there is no range of the update.
+    parts["clip_and_embedding_update"] = max(total(EMBEDDING_UPDATE) - parts["row_gradients"], 0.0)
     if on_cuda:  # the backward runs in its own thread, outside the range that waits for it
         kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
         step_time = sum(each.self_device_time_total for each in kernels)

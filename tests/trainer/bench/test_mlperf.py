@@ -1,0 +1,110 @@
+"""`cowrec bench --preset mlperf-dcnv2`: shape of network and samples, its lines, and several processes."""
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf, bytes_per_sample, make_batch
+from cowrec.trainer.bench.mlperf import _case as case_of
+from cowrec.trainer.bench.roofline import flops_per_sample
+from cowrec.trainer.bench.settings import Bench
+from cowrec.trainer.runtime.processes import Process, process_group
+from cowrec.trainer.sharded_model.build import dense_parameters
+from trainer_cases import torchrun
+
+SMALL = ["--preset", "mlperf-dcnv2", "--rows", "200", "--batch-sizes", "32", "--seconds", "0"]
+
+
+def bench(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, "-m", "cowrec.trainer", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_the_shape_is_the_published_one() -> None:
+    """204,184,588 rows of 128 floats are the 104.5 GB, and 214 the ids of a sample, that MLPerf's documents name."""
+    assert (len(TABLE_ROWS), sum(TABLE_ROWS)) == (26, 204_184_588)
+    assert (len(IDS_PER_SAMPLE), sum(IDS_PER_SAMPLE)) == (26, 214)
+    case = case_of(Bench(max_rows=10), 4, "float32", "off")
+    with process_group("cpu") as process:
+        dense = dense_parameters(build_mlperf(case, process))
+        crosses = 27 * 128
+        layers = [13, 512, 256, 128], [crosses, 1024, 1024, 512, 256, 1]
+        kernels = [fan_in * fan_out for sizes in layers for fan_in, fan_out in pairwise(sizes)]
+        kernels += 3 * [2 * crosses * 512]
+        assert flops_per_sample(dense) == 6 * sum(kernels)
+        biases = sum(layers[0][1:] + layers[1][1:]) + 3 * crosses
+        assert sum(each.numel() for each in dense.values()) == sum(kernels) + biases
+
+
+def test_samples_have_the_published_numbers_of_ids_and_fit_the_tables() -> None:
+    process = Process(0, 2, 2, True, torch.device("cpu"), timedelta(seconds=1))
+    batch = make_batch(TABLE_ROWS, 1000, process, seed=3)
+    assert (batch.label.numel(), batch.global_batch_size, tuple(batch.dense.shape)) == (500, 1000, (500, 13))
+    for feature, rows, count in zip(batch.sparse.to_dict().values(), TABLE_ROWS, IDS_PER_SAMPLE, strict=True):
+        assert feature.lengths().tolist() == [count] * 500
+        ids = feature.values().view(500, count)
+        assert 0 <= int(ids.min()) <= int(ids.max()) < rows
+        # Equal first ids have equal further ids.
+        assert len(ids.unique(dim=0)) == len(ids[:, 0].unique())
+    # The rank is log-uniform: half of the first ids of 40 million rows are below its square root.
+    first = batch.sparse.to_dict()["C1"].values()[::3]
+    assert 0.4 < (first < 40_000_000**0.5).float().mean() < 0.6
+    again = make_batch(TABLE_ROWS, 1000, process, seed=3)
+    assert torch.equal(again.sparse.values(), batch.sparse.values())
+    assert not torch.equal(make_batch(TABLE_ROWS, 1000, process, seed=4).sparse.values(), batch.sparse.values())
+
+
+def test_bytes_of_the_embeddings_are_counted_by_hand() -> None:
+    """With tables of one row, 100 samples share 26 rows."""
+    process = Process(0, 1, 1, False, torch.device("cpu"), timedelta(seconds=1))
+    batch = make_batch((1,) * 26, 100, process, seed=0)
+    assert bytes_per_sample(batch) == pytest.approx(4 * 214 + 4 * 26 * 512 + 0.26 * (3 * 512 + 8))
+
+
+def test_a_small_bench(tmp_path: Path) -> None:
+    output = tmp_path / "bench.jsonl"
+    done = bench(*SMALL, "--clip", "on,off", "--output", output)
+    assert done.returncode == 0, done.stderr
+    on, off = (json.loads(line) for line in output.read_text().splitlines())
+    assert (on["clip"], off["clip"], on["config"]["clip"]["rule"]) == ("on", "off", "cowclip")
+    for line in (on, off):
+        rows = sum(min(rows, 200) for rows in TABLE_ROWS)
+        assert (line["table_rows"], line["table_bytes"], line["moments_bytes"]) == (rows, 512 * rows, 4 * rows)
+        assert (line["model"], line["mode"], line["batch_size"]) == ("mlperf-dcnv2", "rowwise_adagrad", 32)
+        assert line["samples_per_second_of_gpu"] == line["samples_per_second"] == pytest.approx(32e3 / line["step_ms"])
+        assert sum(line["step_parts_ms"].values()) == pytest.approx(line["step_ms"])
+        assert min(line["step_parts_ms"].values()) >= 0
+        assert line["roofline"]["step_ms"] > 0
+        assert (line["mlperf"]["samples_per_second"], line["mlperf"]["auc"]) == (15.04e6, 0.80275)
+        assert {"versions", "device", "git_commit", "peak_memory_bytes", "host_ms"} <= line.keys()
+    assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in done.stdout
+
+
+def test_several_processes_measure_together(tmp_path: Path) -> None:
+    output = tmp_path / "bench.jsonl"
+    done = bench(*SMALL, "--output", output, launcher=tuple(torchrun(2)[1:]))
+    assert done.returncode == 0, done.stderr
+    (line,) = (json.loads(text) for text in output.read_text().splitlines())
+    assert (line["world_size"], line["steps"]) == (2, 100)
+    assert line["samples_per_second_of_gpu"] == line["samples_per_second"] / 2
+    assert done.stdout.count("MLPerf, 8 x H200") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "mlperf"], "--preset 'mlperf' is not known; known: criteo, mlperf-dcnv2"),
+        ([*SMALL, "--model", "dcn"], "--model has no meaning for --preset mlperf-dcnv2; leave it out"),
+        ([*SMALL, "--absent-rows", "lazy"], "--absent-rows has no meaning for --preset mlperf-dcnv2; leave it out"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(tmp_path: Path, flags: list[str], message: str) -> None:
+    done = bench(*flags, "--output", tmp_path / "bench.jsonl")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
