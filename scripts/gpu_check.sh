@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures cowrec on this machine's GPU in less than 8 minutes, into results/HARDWARE/gpu_check.json. Runs from a
-# checkout with the Python of `make setup`, or else with python3; gpu_check.py names the packages that it needs.
+# checkout with the Python of `make setup`, or else with python3; gpu/check.py names the packages that it needs.
 cd "$(dirname "$0")/.." || exit 1
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
@@ -10,4 +10,4 @@ mkdir -p build/checkout/cowrec
 for package in trainer models sparse_opt data_pipeline; do
     ln -sfn "../../../$package" "build/checkout/cowrec/$package"
 done
-PYTHONPATH="$PWD/build/checkout${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m scripts.gpu_check "$@"
+PYTHONPATH="$PWD/build/checkout${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m scripts.gpu.check "$@"

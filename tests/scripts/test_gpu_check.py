@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts import gpu_check, gpu_report  # noqa: E402
+from scripts.gpu import check as gpu_check  # noqa: E402
+from scripts.gpu import report as gpu_report  # noqa: E402
 
 
 def line(batch_size: int, step_ms: float, clip: str, mode: str = "replay") -> dict[str, Any]:
@@ -50,7 +51,7 @@ def test_a_machine_without_a_gpu_is_an_error(tmp_path: Path) -> None:
 
 def test_a_python_without_packages_is_told_what_to_install(tmp_path: Path) -> None:
     """A Python that finds nothing but its standard library, as on a new machine."""
-    command = [sys.executable, "-S", "-m", "scripts.gpu_check"]
+    command = [sys.executable, "-S", "-m", "scripts.gpu.check"]
     done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"gpu_check: torch is missing in {sys.executable}; install with: make setup, or: ")

@@ -1,7 +1,7 @@
 """The command ``cowrec bench``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,12 +49,9 @@ def bench(
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
-    from cowrec.trainer.bench.bench import bench as bench_criteo
-    from cowrec.trainer.bench.bench import bench_mlperf
-    from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU, mlperf_table
-    from cowrec.trainer.bench.plot import measured, table
+    from cowrec.trainer.bench import bench as benches
+    from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU
     from cowrec.trainer.bench.settings import Bench
-    from cowrec.trainer.runtime.errors import ProcessFailed
 
     if preset not in _PRESETS:
         raise ValueError(f"--preset {preset!r} is not known; known: {', '.join(_PRESETS)}")
@@ -75,10 +72,19 @@ def bench(
         parse_list(precision),
         device,
     )
-    lines = (bench_mlperf if mlperf else bench_criteo)(settings, output)
+    lines = benches.bench_mlperf(settings, output) if mlperf else benches.bench(settings, output)
+    _show(lines, mlperf, output)
+
+
+def _show(lines: list[dict[str, Any]], mlperf: bool, output: Path) -> None:
+    """Prints the tables. Raises ProcessFailed if a combination failed."""
+    from cowrec.trainer.bench.mlperf import mlperf_table
+    from cowrec.trainer.bench.plot import measured, table
+    from cowrec.trainer.runtime.errors import ProcessFailed
+
     if measured(lines):
         plot = "" if mlperf else f", plot: {output.with_suffix('.png')}"
-        print(f"{(mlperf_table if mlperf else table)(lines)}\n\n{output}{plot}")
+        print(f"{mlperf_table(lines) if mlperf else table(lines)}\n\n{output}{plot}")
     if failed := len(lines) - len(measured(lines)):
         raise ProcessFailed(f"{failed} of {len(lines)} combinations failed; their lines in {output} say why")
 

@@ -1,4 +1,4 @@
-"""Report of scripts/gpu_check.py: speeds, their targets and a table, from the benchmark's lines."""
+"""Report of the GPU check: speeds, their targets and a table, from the benchmark's lines."""
 
 import re
 from collections.abc import Sequence

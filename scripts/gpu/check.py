@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .gpu_report import has_target, slug, speeds, summary, targets
+from .report import has_target, slug, speeds, summary, targets
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("aims", "tests", "rest")
 PACKAGES = {
     "torch": "torch",
@@ -47,7 +47,7 @@ PACKAGES = {
     "tqdm": "tqdm",
 }
 """What the benchmark imports, and the packages that have it."""
-TEST_PACKAGES = {"pytest": "pytest", "hypothesis": "hypothesis", "sklearn": "scikit-learn"}
+TEST_PACKAGES = {"pytest": "pytest", "hypothesis": "hypothesis"}
 """What the tests import in addition."""
 SIZES = (128 * 1024, 1024, 8 * 1024, 64 * 1024)
 REHEARSED_SIZES = (64, 32, 16, 8)
