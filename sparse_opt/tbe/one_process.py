@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -49,7 +50,8 @@ def _look_up(collection: ShardedEmbeddingBagCollection, forward: _Forward, featu
     if collection._has_features_permute:
         features = features.permute(collection._features_order, collection._features_order_tensor)
     parts = features.split(collection._feature_splits)
-    pooled = [lookup(part) for lookup, part in zip(collection._lookups, parts, strict=True)]
+    with record_function("[lookup]"):  # as TorchRec's forward names it
+        pooled = [lookup(part) for lookup, part in zip(collection._lookups, parts, strict=True)]
     return KeyedTensor(
         keys=collection._embedding_names,
         length_per_key=collection._embedding_dims,

@@ -29,7 +29,9 @@ from cowrec.trainer.sharded_model.build import (
     embedding_optimizer,
 )
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.training.captured_steps import why_not_captured
 from cowrec.trainer.training.pipeline import Pipeline, pipeline_of
+from cowrec.trainer.training.sequential_steps import SequentialSteps
 
 from .absence import last_steps
 from .roofline import Rates, flops_per_sample, measure_rates
@@ -128,7 +130,8 @@ def measure(case: Case) -> Measurement:
             derived_hyperparameters(case.config).dense_lr,
             warmup_steps=round(case.config.optimizer.warmup_epochs * case.epoch_samples / case.batch_size),
         )
-        pipeline = pipeline_of(model, dense, process)
+        captured = None if why_not_captured(case.config, schema, process, model, adam) else adam
+        pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)
         batches = iter(on_device)
         dense.prepare(0)
         pipeline.progress(batches)
@@ -148,17 +151,18 @@ def measure(case: Case) -> Measurement:
             replayed = _replayed(adam, pipeline, following, batches) / case.batch_size
             model.train()
         # A captured step has no parts, so the profile is of steps that are not.
-        parts = pipeline_of(model, dense, process)
+        parts = SequentialSteps(model, dense, process.device)
         profile = profile_steps(lambda: parts.progress(batches), _PROFILED_STEPS, process.device)
         rates = measure_rates(process.device, case.config.train.precision)
-        flops, captured = flops_per_sample(dense_parameters(model)), graph_captured(pipeline, process.device)
+        flops = flops_per_sample(dense_parameters(model))
+        was_captured = graph_captured(pipeline, process.device)
         state = _shards(adam.state_dict())
     moments = [tensor for key, tensor in state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
     moments_bytes = sum(tensor.nbytes for tensor in moments)
     table_rows = sum(field.num_embeddings for field in schema.sparse)
     # Weights are float32, like each of the two moments.
     bytes_ = (moments_bytes // 2, moments_bytes, rss_before, peak)
-    return Measurement(seconds, host_seconds, captured, replayed, table_rows, *bytes_, profile, rates, flops)
+    return Measurement(seconds, host_seconds, was_captured, replayed, table_rows, *bytes_, profile, rates, flops)
 
 
 def make_schema(case: Case) -> Schema:

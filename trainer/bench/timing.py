@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cowrec.trainer.training.captured_steps import CapturedSteps
 from cowrec.trainer.training.pipeline import Pipeline
 
 WARMUP_STEPS = {"cpu": 3, "cuda": 10}
@@ -84,4 +85,4 @@ def synchronize(device: torch.device) -> None:
 
 def graph_captured(pipeline: Pipeline, device: torch.device) -> bool | None:
     """Whether the steps replay a CUDA graph; None on CPU."""
-    return bool(getattr(pipeline, "captured", False)) if device.type == "cuda" else None
+    return isinstance(pipeline, CapturedSteps) and pipeline.captured if device.type == "cuda" else None

@@ -3,6 +3,7 @@
 from typing import TypeAlias
 
 from torch import nn
+from torch.optim import Optimizer
 from torchrec.distributed import TrainPipelineSparseDist
 
 from cowrec.data_pipeline import Batch
@@ -19,7 +20,7 @@ Pipeline: TypeAlias = SequentialSteps | CapturedSteps | TrainPipelineSparseDist[
 
 def pipeline_of(
     model: nn.Module,
-    optimizer: DenseAdam,
+    optimizer: Optimizer,
     process: Process,
     *,
     may_read_ahead: bool = True,
@@ -43,6 +44,6 @@ def pipeline_of(
     """
     if process.world_size > 1 and may_read_ahead:
         return TrainPipelineSparseDist(model, optimizer, process.device)
-    if captured is not None:
+    if captured is not None and isinstance(optimizer, DenseAdam):
         return CapturedSteps(model, optimizer, captured, process.device, batch_size)
     return SequentialSteps(model, optimizer, process.device)
