@@ -36,7 +36,7 @@ baseline_settings=(--set optimizer.dense_lr=1e-4 --set optimizer.warmup_epochs=0
 
 # Draws table and plot, says how far the runs are, and prints those that are left.
 report() {
-    "$python" scripts/reproduce_paper.py "$output" --models "$models" --batches "$batches" --seeds "$seeds" \
+    "$python" scripts/paper/report.py "$output" --models "$models" --batches "$batches" --seeds "$seeds" \
         --baseline "$baseline"
 }
 

@@ -26,8 +26,8 @@ SMALL = {"REPRODUCE_MODELS": "deepfm", "REPRODUCE_BATCHES": "512", "REPRODUCE_EP
 
 
 @pytest.fixture(scope="module")
-def reproduce_paper() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reproduce_paper", SCRIPT.with_suffix(".py"))
+def paper_report() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("paper_report", ROOT / "scripts" / "paper" / "report.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -117,30 +117,30 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_published_numbers_name_their_sources(reproduce_paper: ModuleType) -> None:
-    file = json.loads(reproduce_paper.PUBLISHED.read_text())
+def test_published_numbers_name_their_sources(paper_report: ModuleType) -> None:
+    file = json.loads(paper_report.PUBLISHED.read_text())
     for row in file["results"]:
         named = dict(zip(file["columns"], row, strict=True))
         for value in ("auc", "logloss", "minutes"):
             assert (named[value] is None) == (named[f"{value}_source"] is None)
             assert named[f"{value}_source"] in {None, *file["sources"]}
-    published = reproduce_paper.read_published()
+    published = paper_report.read_published()
     assert {size: published["deepfm", "on", size].minutes for size in PAPER_MINUTES} == PAPER_MINUTES
 
 
-def test_failed_runs_and_seeds_in_the_table(reproduce_paper: ModuleType) -> None:
+def test_failed_runs_and_seeds_in_the_table(paper_report: ModuleType) -> None:
     def line(batch_size: int, clip: str, **values: object) -> dict:
         return {"model": "deepfm", "clip": clip, "rule": "linear", "batch_size": batch_size, **values}
 
     good = [line(2048, "off", auc=auc, logloss=0.45, train_seconds=90.0) for auc in (0.79, 0.81)]
-    results = reproduce_paper.results_of([*good, line(1024, "off", error="NonFiniteLoss: ...")])
-    published = reproduce_paper.read_published()
-    cells = rows(reproduce_paper.markdown(results, published, {(41_256_555, 10, "a GPU")}))
+    results = paper_report.results_of([*good, line(1024, "off", error="NonFiniteLoss: ...")])
+    published = paper_report.read_published()
+    cells = rows(paper_report.markdown(results, published, {(41_256_555, 10, "a GPU")}))
     assert cells["2K"] == ["80.00 ± 1.41 / -", "0.4500 ± 0.0000 / -", "1.5 / -"]
     assert cells["1K"] == ["failed / 80.76", "failed / 0.4438", "failed / -"]
-    assert "Not comparable" not in reproduce_paper.markdown(results, published, {(41_256_555, 10, "a GPU")})
+    assert "Not comparable" not in paper_report.markdown(results, published, {(41_256_555, 10, "a GPU")})
     # 4K takes 204 minutes where 2K takes 390.
-    waiting = [*results, reproduce_paper.Cell("deepfm", "off", "linear", 4096)]
-    said = reproduce_paper.progress(waiting, results, published, 2)
+    waiting = [*results, paper_report.Cell("deepfm", "off", "linear", 4096)]
+    said = paper_report.progress(waiting, results, published, 2)
     left = 1.5 * 768 / 390 + 2 * 1.5 * 204 / 390
     assert said.endswith(f": 3 of 6 runs done, 1 failed; about {left:.0f} min of training left")

@@ -1,4 +1,4 @@
-"""Table and plot of `reproduce_paper.sh`: its runs beside the published results, and an estimate of the time left.
+"""Table and plot of `scripts/reproduce_paper.sh`: its runs beside the published results, and the time left.
 
 Prints the combinations that still have runs to train, one a line: MODEL BATCH CLIP RULE.
 """
@@ -20,7 +20,7 @@ from cowrec.trainer.cli.flag_values import parse_batch_size, parse_list
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.runs.provenance import environment
 
-PUBLISHED = Path(__file__).with_name("paper_criteo.json")
+PUBLISHED = Path(__file__).with_name("criteo.json")
 NAMES = {"deepfm": "DeepFM", "wdl": "W&D", "dcn": "DCN", "dcnmix": "DCN-v2 (mixture)", "dcnv2": "DCN-v2 (full matrix)"}
 PAPER = (41_256_555, 10)
 """Training samples and epochs of the published runs: nine tenths of the file's lines, and `criteo.toml`'s epochs."""
@@ -158,7 +158,10 @@ def markdown(results: Results, published: Published, setting: set[tuple[int, int
         parts.append(f"## {NAMES.get(model, model)}\n\n{table}")
     file = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     sources = "\n".join(f"* {text}" for text in (*file["sources"].values(), file["missing"]))
-    return "\n\n".join([*parts, f"Published numbers (`{PUBLISHED.name}` has the source of each):\n\n{sources}"]) + "\n"
+    return (
+        "\n\n".join([*parts, f"Published numbers (`scripts/paper/criteo.json` has the source of each):\n\n{sources}"])
+        + "\n"
+    )
 
 
 def _pairs(runs: Sequence[Values | None] | None, paper: Values) -> list[str]:
