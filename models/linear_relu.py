@@ -44,18 +44,19 @@ class _OneDnn(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight, y = ctx.saved_tensors
         grad = torch.ops.aten.threshold_backward(grads[0], y, 0)
         grad_x = _product(grad, weight.t(), None, "none") if ctx.needs_input_grad[0] else None
         if grad.dtype != torch.float32:  # torch computes these products with oneDNN
             return grad_x, grad.t() @ x, grad.sum(0)
-        grad_weight, grad_bias = torch.zeros_like(weight), torch.zeros_like(weight[:, 0])
+        grad_weight = grad_bias = None
         kernel = weight.to_mkldnn()  # only its shape is read
         for some, inputs in zip(grad.split(_SAMPLES), x.split(_SAMPLES), strict=True):
             parts = torch.ops.aten.mkldnn_linear_backward_weights(some.to_mkldnn(), inputs.to_mkldnn(), kernel, True)
-            grad_weight += parts[0].to_dense()
-            grad_bias += parts[1].to_dense()
+            weights, biases = (part.to_dense() for part in parts)
+            grad_weight = weights if grad_weight is None else grad_weight.add_(weights)
+            grad_bias = biases if grad_bias is None else grad_bias.add_(biases)
         return grad_x, grad_weight, grad_bias
 
 
