@@ -46,8 +46,8 @@ class TrainConfig:
         precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
             "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
         cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
-            it: one id in each field, and optimizer.embedding = "adam" without optimizer.absent_rows = "dense". Results
-            do not depend on it.
+            it: one id in each field, optimizer.embedding = "adam", and neither optimizer.absent_rows = "dense" nor
+            sharding.memory = "uvm_caching". Results do not depend on it.
     """
 
     batch_size: int = 1024

@@ -181,6 +181,8 @@ def why_not_captured(
         return f"the number of ids of field {several[0]!r} varies"
     if any(spec.ids.kind == "collisionless" for spec in table_specs(schema, config.id_table)):
         return "id tables give ids their rows between steps"
+    if config.sharding.memory == "uvm_caching":
+        return 'sharding.memory = "uvm_caching" counts its steps on the host'
     if not isinstance(optimizer, EmbeddingAdam):
         return f'optimizer.embedding = "{config.optimizer.embedding}" counts its steps on the host'
     if not optimizer.is_capturable:
