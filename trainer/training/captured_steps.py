@@ -104,6 +104,8 @@ class CapturedSteps:
                 replay = self._capture(partial(self._sequential.take, inputs))
         except Exception as error:  # of whatever type: the step has not been taken, and is now taken without a graph
             self._failed = True
+            while error.__context__:  # the end of a failed capture raises an error of its own
+                error = error.__context__  # type: ignore[assignment]
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             _logger.warning("the training step cannot be captured as a CUDA graph, which makes it slower: %s", reason)
             return None
@@ -134,7 +136,7 @@ class _Graph:
 
 
 def cuda_graph(step: Step) -> Step:
-    """Captures a step as a CUDA graph.
+    """Captures a step as a CUDA graph. It has not run on a GPU yet; the tests of CapturedSteps use a stand-in for it.
 
     Raises:
         RuntimeError: the step waits for the device, or does something else that a graph cannot hold.

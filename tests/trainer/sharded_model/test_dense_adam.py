@@ -53,6 +53,36 @@ def test_the_two_forms_of_epsilon_differ() -> None:
     assert abs(keras[0]) < 0.5 * abs(torchs[0])
 
 
+@pytest.mark.parametrize("epsilon", ["keras", "torch"])
+def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
+    config, grads = OptimizerConfig(eps=1e-5, adam_epsilon=epsilon), torch.randn(6, 40)
+
+    def train(parameter: nn.Parameter, optimizer: DenseAdam, steps: range) -> None:
+        for step in steps:
+            optimizer.prepare(step)
+            parameter.grad = grads[step]
+            optimizer.step()
+
+    through, first, second = (nn.Parameter(torch.ones(40)) for _ in range(3))
+    one, two, three = (DenseAdam({"w": each}, config, 0.1, 4) for each in (through, first, second))
+    train(through, one, range(6))
+    train(first, two, range(3))
+    with torch.no_grad():
+        second.copy_(first)
+        for key, tensor in three.tensors()["w"].items():
+            tensor.copy_(two.tensors()["w"][key])
+    train(second, three, range(3, 6))
+    assert torch.equal(second, through)
+
+
+def test_a_step_is_capturable_during_a_capture_alone() -> None:
+    """torch warns of steps that are capturable but not captured."""
+    optimizer = DenseAdam({"w": nn.Parameter(torch.ones(3))}, OptimizerConfig(), lr=0.1, warmup_steps=0)
+    with optimizer.capturing():
+        assert optimizer.param_groups[0]["capturable"]
+    assert not optimizer.param_groups[0]["capturable"]
+
+
 def test_learning_rate_rises_then_stays_constant() -> None:
     optimizer = DenseAdam({"weight": nn.Parameter(torch.zeros(1))}, OptimizerConfig(), lr=0.1, warmup_steps=10)
     assert [optimizer.prepare(step) for step in (0, 5, 10, 99)] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])

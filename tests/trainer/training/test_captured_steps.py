@@ -204,7 +204,10 @@ def test_a_failed_capture_loses_no_step(process: Process, caplog: pytest.LogCapt
 
     def fail(step: Step) -> Step:
         attempts.append(step)
-        raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")  # as torch's graph ends
 
     state.pipeline = CapturedSteps(state.model, state.dense_optimizer, state.adam, process.device, BATCH, capture=fail)
     with caplog.at_level(logging.WARNING):
