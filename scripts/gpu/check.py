@@ -1,9 +1,10 @@
 """Measures cowrec on this machine's GPU, runs the tests that need one, and compares speeds with targets.
 
-Needs the packages in ``PACKAGES`` and a driver. Start it with `bash scripts/gpu_check.sh`, which makes `import cowrec`
-work in a checkout.
+Needs the packages in ``PACKAGES`` (see machine.py) and a driver. Start it with `bash scripts/gpu_check.sh`, which makes
+`import cowrec` work in a checkout.
 
-The parts are, in this order: aims, the combinations with targets; tests, `pytest -m gpu`; rest, the other combinations.
+The parts are, in this order: aims, the combinations with targets; kernels, those of EmbeddingAdam alone, which also run
+where FBGEMM is built for CPU; tests, `pytest -m gpu`; rest, the other combinations.
 results/HARDWARE/gpu_check.json is complete after each combination, and lists what was not reached in the time. The exit
 status is 0 if every part passed; a speed below its target is reported but is not a failure.
 """
@@ -18,41 +19,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from .machine import PACKAGES, ROOT, TEST_PACKAGES, about, absent, how_to_install, reason_not_to_start
 from .report import has_target, slug, speeds, summary, targets
 
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("aims", "tests", "rest")
-PACKAGES = {
-    "torch": "torch",
-    "fbgemm_gpu": "fbgemm-gpu",
-    "torchrec": "torchrec",
-    # What torchrec imports; tensordict needs pyvers and cloudpickle, pyre_extensions needs typing_inspect.
-    "tensordict": "tensordict",
-    "pyvers": "pyvers",
-    "cloudpickle": "cloudpickle",
-    "pyre_extensions": "pyre-extensions",
-    "typing_inspect": "typing-inspect",
-    "numpy": "numpy",
-    "numba": "numba",
-    "pyarrow": "pyarrow",
-    "pydantic": "pydantic",
-    "safetensors": "safetensors",
-    "tomli_w": "tomli-w",
-    "tqdm": "tqdm",
-}
-"""What the benchmark imports, and the packages that have it."""
-TEST_PACKAGES = {"pytest": "pytest", "hypothesis": "hypothesis"}
-"""What the tests import in addition."""
+PARTS = ("aims", "kernels", "tests", "rest")
 SIZES = (128 * 1024, 1024, 8 * 1024, 64 * 1024)
 REHEARSED_SIZES = (64, 32, 16, 8)
-TESTS_SECONDS, COMBINATION_SECONDS, LEAST_SECONDS = 150.0, 90.0, 10.0
-"""Most time for the tests and for one combination; time left below which nothing is started."""
+KERNELS_SECONDS, TESTS_SECONDS, COMBINATION_SECONDS, LEAST_SECONDS = 60.0, 150.0, 90.0, 10.0
+"""Most time for kernels, tests, and one combination; time left below which nothing is started."""
 TAIL_CHARACTERS = 4000
 
 
@@ -76,33 +54,6 @@ def main() -> int:
     return 0 if check.result["passed"] else 1
 
 
-def reason_not_to_start(rehearse: bool) -> str:
-    """Returns what keeps every part from running and how to mend it; empty if nothing does."""
-    if find_spec("torch") is None:
-        return f"torch is missing in {sys.executable}; {how_to_install(PACKAGES)}"
-    import torch
-
-    if not rehearse and torch.version.cuda is None:
-        return f"torch {torch.__version__} is built for CPU and sees no CUDA device; {how_to_install(PACKAGES)}"
-    if not rehearse and not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no CUDA device; run it on a machine with a GPU and a driver"
-    return ""
-
-
-def absent(packages: dict[str, str]) -> dict[str, str]:
-    """Returns the packages whose modules cannot be imported."""
-    return {module: package for module, package in packages.items() if find_spec(module) is None}
-
-
-def how_to_install(packages: dict[str, str]) -> str:
-    """Returns the commands that install packages; with its dependencies torchrec would replace fbgemm-gpu."""
-    pip = f"{sys.executable} -m pip install -c scripts/constraints.txt -c scripts/constraints_torch_2.13.txt"
-    others = [name for name in packages.values() if name != "torchrec"]
-    commands = [f"{pip} {' '.join(others)}"] if others else []
-    commands += [f"{pip} --no-deps torchrec"] if "torchrec" in packages else []
-    return f"install with: make setup, or: {' && '.join(commands)}"
-
-
 class Check:
     """A run of the parts up to a deadline, and the file of its results.
 
@@ -124,6 +75,7 @@ class Check:
         self._lines: list[dict[str, Any]] = []
         self._not_reached: list[dict[str, str]] = []
         self._tests: dict[str, int] | None = None
+        self._kernels: list[dict[str, Any]] = []
         self.result: dict[str, Any] = {}
 
     def run(self, parts: Sequence[str]) -> None:
@@ -133,8 +85,8 @@ class Check:
             for part in parts:
                 started = time.monotonic()
                 try:
-                    if part == "tests":
-                        outcome = self._run_tests()
+                    if part in ("kernels", "tests"):
+                        outcome = self._run_kernels() if part == "kernels" else self._run_tests()
                     else:
                         runner = runner or stack.enter_context(self._runner())
                         outcome = self._measure(runner, part == "aims")
@@ -180,22 +132,44 @@ class Check:
             self._write()
         return {"passed": passed}
 
+    def _run_kernels(self) -> dict[str, Any]:
+        """Times the kernels of EmbeddingAdam."""
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "kernels.jsonl"
+            command = [sys.executable, "-m", "scripts.gpu.kernels", "--output", str(output)]
+            if self._rehearse:
+                tiny = ["--batch-sizes", "2", "--rows", "4", "--epoch-share", "1e-6", "--steps", "1"]
+                command = ["env", "TRITON_INTERPRET=1", *command, "--device", "cpu", *tiny]
+            outcome = self._run_command("kernels", PACKAGES, command, KERNELS_SECONDS)
+            text = output.read_text(encoding="utf-8").splitlines(keepends=True) if output.exists() else []
+            self._kernels = [json.loads(line) for line in text if line.endswith("\n")]
+        return outcome
+
     def _run_tests(self) -> dict[str, Any]:
         """Runs the tests that need a GPU; with one, a skipped test is a failure."""
-        if missing := absent(PACKAGES | TEST_PACKAGES):
-            raise ImportError(f"{', '.join(missing.values())} missing; {how_to_install(missing)}")
-        left = self._end - time.monotonic()
-        if left < LEAST_SECONDS:
-            self._not_reached.append({"what": "tests", "why": f"{max(left, 0):.0f} s of the time were left"})
-            return {"passed": False, "why": "not reached"}
         files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "tests.xml"
             command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *map(str, files)]
-            outcome = run_command(command, min(left, TESTS_SECONDS))
+            outcome = self._run_command("tests", PACKAGES | TEST_PACKAGES, command, TESTS_SECONDS)
             self._tests = test_counts(report)
         outcome["passed"] &= self._tests is not None and self._tests["skipped"] == 0
         return outcome
+
+    def _run_command(self, part: str, packages: dict[str, str], command: list[str], seconds: float) -> dict[str, Any]:
+        """Runs a command within the time that is left.
+
+        Raises:
+            ImportError: packages are missing.
+        """
+        if missing := absent(packages):
+            raise ImportError(f"{', '.join(missing.values())} missing; {how_to_install(missing)}")
+        left = self._end - time.monotonic()
+        if left < LEAST_SECONDS:
+            self._not_reached.append({"what": part, "why": f"{max(left, 0):.0f} s of the time were left"})
+            return {"passed": False, "why": "not reached"}
+        print(f"gpu_check: {part}", flush=True)
+        return run_command(command, min(left, seconds))
 
     def _write(self, finished: bool = False) -> None:
         """Replaces the file of results, which is complete at every moment."""
@@ -205,6 +179,7 @@ class Check:
             "aims": targets(self._lines),
             "speeds": speeds(self._lines),
             "tests": self._tests,
+            "kernels": self._kernels,
             "parts": self._parts,
             "not_reached": self._not_reached,
             **self._about,
@@ -214,39 +189,6 @@ class Check:
         partial = self.output.with_suffix(".partial")
         partial.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.output)
-
-
-def about(rehearse: bool) -> dict[str, Any]:
-    """Returns the device, its driver, versions and the commit."""
-    import torch
-
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv"]
-    return {
-        "device": "rehearsal" if rehearse else torch.cuda.get_device_name(0),
-        "compute_capability": None if rehearse else torch.cuda.get_device_capability(0),
-        "nvidia_smi": output_of(query),
-        "cuda": torch.version.cuda,
-        "versions": {"python": sys.version.split()[0], **versions([*PACKAGES.values(), "fbgemm-gpu-cpu"])},
-        "git_commit": output_of(["git", "rev-parse", "HEAD"]),
-        "git_changes": output_of(["git", "status", "--porcelain", "--untracked-files=no"]),
-    }
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in packages:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def output_of(command: Sequence[str]) -> str | None:
-    """Returns what a command prints; None if it is not there, fails, or hangs."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def run_command(command: Sequence[str], timeout: float) -> dict[str, Any]:
