@@ -13,11 +13,8 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ShardingEnv
 from torchrec.models.dlrm import DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -33,9 +30,7 @@ from cowrec.trainer.runtime.environment import launched_rank, launched_world_siz
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
-from cowrec.trainer.sharded_model.build import dense_parameters, fused_params, set_product_precision
-from cowrec.trainer.sharded_model.sharding import sharding_plan
-from cowrec.trainer.sharded_model.task import TrainTask
+from cowrec.trainer.sharded_model.build import dense_parameters, set_product_precision, sharded_task
 from cowrec.trainer.training.pipeline import pipeline_of
 
 from .case_runner import speed
@@ -195,16 +190,7 @@ def build_mlperf(case: MLPerfCase, process: Process) -> DistributedModelParallel
     ]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     network = ClickDCN(collection, DENSE_FEATURES, BOTTOM_MLP, TOP_MLP, CROSS_LAYERS, CROSS_RANK)
-    bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
-    task = TrainTask(network, process.world_size, 0.0, 0.0, bfloat16_device)
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
-    return DistributedModelParallel(
-        task,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=process.device,
-        plan=sharding_plan(task, config, process, sharder),
-        sharders=[sharder],
-    )
+    return sharded_task(network, config, process)
 
 
 def make_batch(table_rows: tuple[int, ...], global_batch_size: int, process: Process, seed: int) -> Batch:

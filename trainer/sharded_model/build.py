@@ -59,7 +59,6 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     set_product_precision(config.train.precision, process.device)
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
-    hyperparameters = derived_hyperparameters(config)
     torch.manual_seed(config.train.seed)
     specs = table_specs(schema, config.id_table)
     tables = embedding_tables(schema, specs, config.model.embedding_dim)
@@ -71,8 +70,28 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         fields=[field.name for field in schema.sparse],
         device=torch.device("meta"),
     )
+    sharded = sharded_task(model, config, process)
+    fill_tables(sharded, config.model.embedding_dim, config.optimizer.embedding_init_std, config.train.seed)
+    return sharded
+
+
+def sharded_task(model: nn.Module, config: RunConfig, process: Process) -> DistributedModelParallel:
+    """Shards a model with its loss over the process group.
+
+    Args:
+        model: ``forward(dense, sparse) -> logits [B]``, with one EmbeddingBagCollection on the meta device.
+        config: precision, sharding, and the optimizer of the tables.
+        process: this process.
+
+    Returns:
+        The sharded :class:`TrainTask`.
+
+    Raises:
+        ValueError: the sharding does not suit the run.
+    """
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
-    task = TrainTask(model, process.world_size, hyperparameters.l2, config.optimizer.cross_l2, bfloat16_device)
+    l2 = derived_hyperparameters(config).l2
+    task = TrainTask(model, process.world_size, l2, config.optimizer.cross_l2, bfloat16_device)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,
@@ -85,7 +104,6 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     if process.world_size == 1:  # no gradients to reduce, and no ids and rows to exchange
         sharded.to(process.device)
         look_up_directly(sharded)
-    fill_tables(sharded, config.model.embedding_dim, config.optimizer.embedding_init_std, config.train.seed)
     return sharded
 
 
