@@ -84,8 +84,10 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@echo 'setup 2/4: torch (the largest download)'
 	@$(PIP) torch
 	@fbgemm=fbgemm-gpu-cpu; \
-	if nvidia-smi >/dev/null 2>&1 && $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; \
-	then fbgemm=fbgemm-gpu; fi; \
+	if nvidia-smi >/dev/null 2>&1; then \
+		if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then fbgemm=fbgemm-gpu; \
+		else echo "there is a GPU, but pip's index has a torch for CPU alone: nothing will run on the GPU" >&2; fi; \
+	fi; \
 	echo "setup 3/4: $$fbgemm and torchrec"; \
 	$(PIP) --no-deps $$fbgemm torchrec
 	@echo 'setup 4/4: cowrec and its other dependencies'

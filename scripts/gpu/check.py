@@ -36,7 +36,7 @@ TAIL_CHARACTERS = 4000
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder with one folder per device")
+    parser.add_argument("--results", type=Path, help="folder with one folder per device (default: results)")
     parser.add_argument("--minutes", type=float, default=7.5, help="time for everything (default: 7.5)")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"parts to run (default: {','.join(PARTS)})")
     parser.add_argument("--rehearse", action="store_true", help="run on CPU with tiny tables, to try this script")
@@ -48,7 +48,8 @@ def main() -> int:
     if problem:
         print(f"gpu_check: {problem}", file=sys.stderr)
         return 1
-    check = Check(arguments.results, arguments.rehearse, 60 * arguments.minutes)
+    results = arguments.results or ROOT / ("build" if arguments.rehearse else "results")
+    check = Check(results, arguments.rehearse, 60 * arguments.minutes)
     check.run([part for part in PARTS if part in parts])
     print(f"{summary(check.result)}\n{check.output}")
     return 0 if check.result["passed"] else 1
