@@ -1,0 +1,102 @@
+"""A record of the operators that a piece of code runs on CUDA tensors, real or fake, and of what they would cost."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PACKAGES = ("cowrec.", "torchrec.")
+# Operators that return memory without writing to it and whose schema does not mark them as views.
+_NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "_unsafe_view",
+    "is_pinned",
+    "device",
+}
+# Operators that read the value of a CPU scalar on the host and pass it to their kernel.
+_TAKES_CPU_SCALARS = {"fill_"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator.
+
+    Attributes:
+        operator: its name, without the overload's.
+        site: innermost function of cowrec or TorchRec that led to it, as ``module.function``.
+        devices: kinds of devices of its tensors, arguments and results.
+        numbers: its arguments that are numbers; the host passes them at every call.
+        shapes: shapes of its tensors.
+        launches: whether it starts work on the device.
+    """
+
+    operator: str
+    site: str
+    devices: tuple[str, ...]
+    numbers: tuple[float, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    launches: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.operator} in {self.site}"
+
+
+class DeviceWatch(TorchDispatchMode):
+    """Records every operator below autograd while it is active.
+
+    Attributes:
+        calls: the operators, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        arguments = tree_leaves((args, kwargs))
+        tensors = [each for each in (*arguments, *tree_leaves(result)) if isinstance(each, Tensor)]
+        name = func.overloadpacket.__name__
+        met = [each for each in tensors if each.dim() or each.is_cuda or name not in _TAKES_CPU_SCALARS]
+        devices = tuple(sorted({each.device.type for each in met}))
+        shapes = tuple(tuple(each.shape) for each in tensors)
+        launches = "cuda" in devices and name not in _NO_KERNEL and not _is_view(func)
+        self.calls.append(Call(name, site(), devices, numbers(arguments), shapes, launches))
+        return result
+
+
+def numbers(arguments: Any) -> tuple[float, ...]:
+    """The numbers among arguments, nested ones too; flags are not numbers."""
+    leaves = tree_leaves(arguments)
+    return tuple(each for each in leaves if isinstance(each, int | float) and not isinstance(each, bool))
+
+
+def site(outside: str = "") -> str:
+    """Innermost function of cowrec or TorchRec that is running, as ``module.function``, outside of some package."""
+    for frame in _frames():
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_PACKAGES) and not (outside and module.startswith(outside)):
+            return f"{module}.{frame.f_code.co_qualname.partition('.<locals>')[0]}"
+    return "elsewhere"
+
+
+def _frames() -> Iterator[Any]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_view(func: Any) -> bool:
+    """True if an operator's results share its arguments' memory without writing to it."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

@@ -1,0 +1,307 @@
+"""Training steps on fake CUDA tensors: ``main()`` takes steps of the cases on stdin and prints what each step did.
+
+Stubs stand for what needs a device: FBGEMM's lookup, DistributedDataParallel's buckets, and Triton's launches, which
+compile only.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torchrec.distributed.embeddingbag
+import torchrec.distributed.model_parallel
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ahead_of_time import Launch, recorded_launches
+from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
+from cowrec.data_pipeline.dataset.sample_block import SampleBlock
+from cowrec.models import build_model
+from cowrec.trainer.config.run import RunConfig, config_from
+from cowrec.trainer.runtime.processes import Process
+from cowrec.trainer.runtime.stopping import LossWatch
+from cowrec.trainer.sharded_model import build
+from cowrec.trainer.training import captured_steps
+from cowrec.trainer.training.state import TrainState
+from device_watch import Call, DeviceWatch, numbers
+from fake_cuda import build_guard, fake_cuda, fake_process_group, run_with_guard
+from fake_peers import sizes_of_peers
+
+DENSE_FIELDS, FIELDS, ROWS = 13, 26, 10_000
+_RANDOM = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to take steps of.
+
+    Attributes:
+        config: its configuration, by section; ``train.batch_size`` is that of all processes.
+        rank, world_size: the process whose steps to take.
+    """
+
+    config: dict[str, dict[str, Any]]
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a training step did, after the first ones of a run. Places are ``operator in module.function``.
+
+    Attributes:
+        error: traceback of the error that ended the run; the other attributes are then empty.
+        launches: number of operators that start work on the device, one after the other, by place.
+        captured: likewise those of a captured CUDA graph, which starts them at once.
+        crossings: places of operators with tensors of several devices, sorted.
+        changing: places of operators whose numbers or shapes are others in the next step, sorted.
+        frozen: those among them that a captured graph would repeat with the first numbers.
+        recompiled: kernels that the next step compiles again, sorted.
+        waits: what reads sizes from the device, as several processes must, sorted.
+    """
+
+    error: str = ""
+    launches: dict[str, int] = field(default_factory=dict)
+    captured: dict[str, int] = field(default_factory=dict)
+    crossings: list[str] = field(default_factory=list)
+    changing: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    recompiled: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+
+
+def reports(cases: Mapping[str, Case], folder: Path) -> dict[str, Report]:
+    """Takes the cases' steps in a process of its own; skips the test where that is impossible."""
+    if torch.version.cuda is not None:
+        pytest.skip("torch is a CUDA build, whose device guard cannot be replaced; a CPU build is needed")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"the compiler {compiler} is not installed; it builds the device guard that fake tensors need")
+    library = build_guard(compiler, folder)
+    printed = run_with_guard(library, "fake_training", json.dumps([asdict(case) for case in cases.values()]))
+    found = json.loads(printed.splitlines()[-1])
+    return {name: Report(**report) for name, report in zip(cases, found, strict=True)}
+
+
+def main() -> None:
+    """Reads cases as JSON from stdin; prints the list of their reports as the last line."""
+    cases = [Case(**case) for case in json.loads(sys.stdin.read())]
+    # TorchRec keeps process groups for the life of a process.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        print(json.dumps([asdict(report) for report in pool.map(_reported, cases, chunksize=1)]))
+
+
+def _reported(case: Case) -> Report:
+    waits: list[str] = []
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(fake_process_group(case.rank, case.world_size))
+            stack.enter_context(fake_cuda(case.rank))
+            stack.enter_context(_stubs())
+            if case.world_size > 1:
+                stack.enter_context(sizes_of_peers(waits))
+            return _report(_Run(case, stack.enter_context(recorded_launches())), waits)
+    except Exception:
+        return Report(error=traceback.format_exc())
+
+
+def _report(run: "_Run", waits: list[str]) -> Report:
+    run.warm_up()
+    host, graph = run.record()
+    waits.clear()
+    next_host, next_graph = run.record()
+    compiled = {id(each.kernel) for each in (*host.kernels, *graph.kernels)}
+    recompiled = {each.name for each in (*next_host.kernels, *next_graph.kernels) if id(each.kernel) not in compiled}
+    return Report(
+        launches=host.launches(),
+        captured=graph.launches(),
+        crossings=sorted({each.place for each in (*host.calls, *graph.calls) if len(each.devices) > 1}),
+        changing=host.changing(next_host),
+        frozen=graph.changing(next_graph),
+        recompiled=sorted(recompiled),
+        waits=sorted(set(waits)),
+    )
+
+
+class _Record(NamedTuple):
+    """Operators and Triton kernels, each in their order."""
+
+    calls: list[Call]
+    kernels: list[Launch]
+
+    def launches(self) -> dict[str, int]:
+        return dict(
+            Counter(each.place for each in self.calls if each.launches)
+            + Counter(f"{each.name} in Triton" for each in self.kernels)
+        )
+
+    def changing(self, other: "_Record") -> list[str]:
+        """Places of operators whose numbers or shapes are others there."""
+        calls = zip(self.calls, other.calls, strict=True)
+        changed = {one.place for one, two in calls if (one.numbers, one.shapes) != (two.numbers, two.shapes)}
+        for kernel, same in zip(self.kernels, other.kernels, strict=True):
+            if numbers(kernel.arguments) != numbers(same.arguments):
+                changed.add(f"{kernel.name} in Triton")
+        return sorted(changed)
+
+
+class _Run:
+    """A training run whose data are on the device. ``launches`` is the list of :func:`recorded_launches`."""
+
+    def __init__(self, case: Case, launches: list[Launch]) -> None:
+        config, self._schema = config_from(case.config), _schema(case.config)
+        self._process = Process(case.rank, case.world_size, case.world_size, False, torch.device("cuda", case.rank))
+        with patch.object(captured_steps, "cuda_graph", self._capture):
+            self._state = TrainState(config, self._schema, self._process, warmup_steps=100)
+        self._losses = LossWatch(self._process)
+        self._batches = self._state.ids.training_batches(self._epoch(config))
+        self._watch, self._launches, self._graph = DeviceWatch(), launches, _Record([], [])
+
+    def warm_up(self) -> None:
+        """Takes the first steps, and step 14: steps 15 and 16 would be different to Triton if they were arguments."""
+        for _ in range(3):
+            self._step()
+        self._state.steps = 13
+        if self._state.adam:
+            self._state.adam.steps = 13
+        self._step()
+
+    def record(self) -> tuple[_Record, _Record]:
+        """Takes a step; returns what the host started and what a captured graph contains."""
+        self._launches.clear()
+        with DeviceWatch() as self._watch:
+            self._step()
+        return _Record(self._watch.calls, list(self._launches)), self._graph
+
+    def _step(self) -> None:
+        step = self._state.step(self._batches)
+        self._losses.add(step.loss, self._state.steps - 1)
+
+    def _capture(self, step: captured_steps.Step) -> captured_steps.Step:
+        """Stands for a CUDA graph: takes the step again, operator by operator, at each replay."""
+
+        def replay() -> captured_steps.Output:
+            calls, kernels = self._watch.calls, self._launches
+            first_call, first_kernel = len(calls), len(kernels)
+            assert self._state.adam
+            with self._state.dense_optimizer.capturing(), self._state.adam.capturing():  # the host counts elsewhere
+                output = step()
+            self._graph = _Record(calls[first_call:], kernels[first_kernel:])
+            del calls[first_call:], kernels[first_kernel:]
+            return output
+
+        return replay
+
+    def _epoch(self, config: RunConfig) -> Iterator[Batch]:
+        """Batches as the reader of a resident data set makes them."""
+        size = config.train.batch_size // self._process.world_size
+        samples, device = 16 * size, self._process.device
+        ids = torch.empty(
+            samples, FIELDS, dtype=torch.int64 if self._schema.has_raw_ids else torch.int32, device=device
+        )
+        dense, label = torch.empty(samples, DENSE_FIELDS, device=device), torch.empty(samples, device=device)
+        order = torch.empty(samples, dtype=torch.int64, device=device)
+        block = SampleBlock(dense, label, ids, {})
+        for part in order.split(size):
+            yield block.take(part).batch(self._schema, config.train.batch_size)
+
+
+def _schema(config: dict[str, dict[str, Any]]) -> Schema:
+    translated = config.get("id_table", {}).get("kind") == "collisionless"
+    encoding: Any = "raw" if translated else "vocabulary"
+    return Schema(
+        name="criteo",
+        dense=tuple(DenseField(f"I{number}") for number in range(DENSE_FIELDS)),
+        sparse=tuple(SparseField(f"C{n}", 0 if translated else ROWS, encoding=encoding) for n in range(FIELDS)),
+        splits={},
+    )
+
+
+@torch.library.custom_op("fake_training::lookup", mutates_args=())
+def _lookup(indices: Tensor, offsets: Tensor, bags: int, columns: int) -> Tensor:
+    raise NotImplementedError
+
+
+@_lookup.register_fake
+def _(indices: Tensor, offsets: Tensor, bags: int, columns: int) -> Tensor:
+    return torch.empty(bags, columns, device=indices.device)
+
+
+def _look_up(module: Any, indices: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stands for the forward of FBGEMM's lookup; its backward, the fused update, is not run."""
+    bags = (offsets.numel() - 1) // len(module.feature_table_map)
+    return torch.ops.fake_training.lookup(indices, offsets, bags, module.total_D).requires_grad_()
+
+
+_ADAM = torch.library.Library("aten", "IMPL", "Meta")
+_ADAM.impl("_fused_adam_.tensor_lr", lambda *_, **__: None)  # torch has none for fake tensors
+
+
+class _Replicated(nn.Module):
+    """Stands for DistributedDataParallel, whose buckets need the gradients' memory; leaves out their all-reduce."""
+
+    def __init__(self, module: nn.Module, **_: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(*_: Any, **__: Any) -> None:
+        pass
+
+
+def _model_on_cuda(*arguments: Any, **settings: Any) -> nn.Module:
+    """The network, with its parameters on the device from the start: CPU tensors cannot become fake ones."""
+    with (
+        torch.device("cuda", torch.cuda.current_device()),
+        patch.object(nn.init, "trunc_normal_", lambda weight, **_: weight),
+    ):  # draws until all values fit
+        return build_model(*arguments, **settings)
+
+
+def _stay(module: nn.Module, device: torch.device) -> nn.Module:
+    """Stands for moving a module, whose parameters are on the device already."""
+    assert device.type == "cuda"
+    assert not any(each.is_cpu for each in (*module.parameters(), *module.buffers()))
+    return module
+
+
+def _new_ids(tensor: Tensor) -> np.ndarray:
+    """Stands for the ids of a batch, which a copy from the device cannot have."""
+    return _RANDOM.integers(0, 1 << 40, tuple(tensor.shape))
+
+
+@contextmanager
+def _stubs() -> Iterator[None]:
+    with ExitStack() as stack:
+        for lookup in (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen):
+            stack.enter_context(patch.object(lookup, "forward", _look_up))
+        # The first batch's check reads values.
+        stack.enter_context(
+            patch.object(torchrec.distributed.embeddingbag, "validate_keyed_jagged_tensor", lambda *_: True)
+        )
+        for module in (torchrec.distributed.model_parallel, torchrec.distributed.embeddingbag):
+            stack.enter_context(patch.object(module, "DistributedDataParallel", _Replicated))
+        stack.enter_context(patch.object(build, "build_model", _model_on_cuda))
+        stack.enter_context(patch.object(nn.Module, "to", _stay))
+        stack.enter_context(patch.object(FakeTensor, "numpy", _new_ids, create=True))
+        yield

@@ -1,0 +1,99 @@
+"""A training step of one process on CUDA never waits for the device, and starts no more kernels than recorded here.
+
+The steps run on fake tensors. Waits for the device (``item``, masks, ``nonzero``, ``unique``, ``tolist``) and operators
+on tensors of several devices raise errors there.
+"""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fake_training import Case, Report, reports
+
+# Operators of a step that start work on the device, at most: those that the host starts, and those of a captured CUDA
+# graph, which start at once. FBGEMM's lookup and torch's fused Adam count as one each.
+MOST_LAUNCHES = {
+    "replay": (18, 79),
+    "lazy": (18, 78),
+    "replay without a graph": (91, 0),
+    "row-wise Adagrad": (179, 0),
+    "id tables": (104, 0),
+}
+
+# Operators between host and device: none, except that the host translates ids, for which it waits once a batch.
+CROSSINGS = {
+    "id tables": {
+        "_to_copy in cowrec.trainer.sharded_model.id_translation.IdTranslation._flat_ids",
+        "_to_copy in cowrec.trainer.sharded_model.id_translation._with_rows",
+        "_to_copy in cowrec.sparse_opt.optim.row_init._ShardGroup.reset",
+        "_to_copy in cowrec.sparse_opt.optim.lookup_adam.LookupAdam.forget",
+        "index_put_ in cowrec.sparse_opt.optim.lookup_adam.LookupAdam.forget",
+    },
+}
+
+# Operators to which the host passes other numbers in every step. In a captured graph there can be none.
+CHANGING = {
+    "fill_ in cowrec.trainer.sharded_model.dense_adam.DenseAdam.prepare",  # the learning rate
+    "clamp_max in cowrec.trainer.runtime.stopping.LossWatch.add",  # the step
+}
+
+
+def case(**sections: dict[str, Any]) -> Case:
+    config: dict[str, dict[str, Any]] = {
+        "train": {"batch_size": 1024, "device": "cuda"},
+        "optimizer": {"l2": 1e-4, "warmup_epochs": 1.0},
+        "clip": {"rule": "cowclip"},
+    }
+    return Case(config | {name: config.get(name, {}) | section for name, section in sections.items()})
+
+
+CASES = {
+    "replay": case(),
+    "lazy": case(optimizer={"absent_rows": "lazy"}),
+    "replay without a graph": case(train={"cuda_graph": False}),
+    "row-wise Adagrad": case(optimizer={"embedding": "rowwise_adagrad"}),
+    "id tables": case(id_table={"kind": "collisionless", "capacity": 10_000}),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return reports(CASES, tmp_path_factory.mktemp("guard"))
+
+
+@every_case
+def test_step_never_waits_nor_mixes_devices(steps: dict[str, Report], name: str) -> None:
+    assert not steps[name].error, steps[name].error
+
+
+@every_case
+def test_host_and_device_exchange_only_what_is_listed(steps: dict[str, Report], name: str) -> None:
+    assert set(steps[name].crossings) == CROSSINGS.get(name, set())
+
+
+@every_case
+def test_launches_stay_within_their_bound(
+    steps: dict[str, Report], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, (most, most_captured) = steps[name], MOST_LAUNCHES[name]
+    total, captured = sum(step.launches.values()), sum(step.captured.values())
+    with capsys.disabled():
+        print(f"\n{name}: the host starts {total} operators of a step, and a graph of {captured}")
+    assert 0 < total <= most, step.launches
+    assert bool(captured) == bool(most_captured)
+    assert captured <= most_captured, step.captured
+
+
+@every_case
+def test_host_passes_only_the_listed_numbers_anew(steps: dict[str, Report], name: str) -> None:
+    assert set(steps[name].changing) == CHANGING
+    assert not steps[name].frozen
+
+
+@every_case
+def test_no_kernel_is_compiled_again(steps: dict[str, Report], name: str) -> None:
+    """Triton compiles kernels anew for arguments that are 1 or multiples of 16, such as a step."""
+    assert not steps[name].recompiled
