@@ -1,0 +1,73 @@
+"""With a GPU no process is forked whose parent has asked for it: the driver does not work in such a process.
+
+FBGEMM asks when it is imported. Children are therefore spawned where there is a GPU. Elsewhere they may be forked from
+a server that has done the imports.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Modules with functions that run in subprocesses.
+MODULES = ("cowrec.trainer.bench.steady_state", "cowrec.trainer.sweep.sweep")
+
+PROBE = """
+import contextlib, json, multiprocessing.process, sys
+import torch
+
+has_gpu, methods, asked = sys.argv[1] == "gpu", [], []
+torch.cuda.is_available = lambda: bool(asked.append(sys._getframe(1).f_globals["__name__"])) or has_gpu
+
+def start(process):
+    methods.append(process._start_method)
+    raise InterruptedError
+
+multiprocessing.process.BaseProcess.start = start
+sys.addaudithook(lambda event, _: methods.append(event) if event in ("os.fork", "os.forkpty") else None)
+
+from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+
+for name in sys.argv[2:]:
+    module = __import__(name, fromlist=["*"])
+    function = next(each for each in vars(module).values() if getattr(each, "__module__", "") == name)
+    with contextlib.suppress(InterruptedError, AssertionError):  # a process that has not started cannot be joined
+        run_in_subprocess(function)
+print(json.dumps([methods, asked]))
+"""
+
+
+def started_processes(machine: str) -> tuple[list[str], list[str]]:
+    """Start methods of the modules' subprocesses, on a machine of that kind, and modules that asked for CUDA."""
+    command = [sys.executable, "-c", PROBE, machine, *MODULES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    methods, asked = json.loads(done.stdout.splitlines()[-1])
+    return methods, asked
+
+
+def test_children_are_spawned_where_there_is_a_gpu() -> None:
+    methods, asked = started_processes("gpu")
+    assert methods == ["spawn"] * len(MODULES), f"{sorted(set(asked))} have asked for CUDA"
+
+
+def test_children_are_forked_from_a_server_elsewhere() -> None:
+    methods, _ = started_processes("cpu")
+    assert methods == ["forkserver"] * len(MODULES)
+
+
+def test_no_other_code_forks() -> None:
+    """Elsewhere processes start by a new Python; the load test's are spawned."""
+    starts = re.compile(
+        r"ProcessPoolExecutor|\bos\.fork|get_context\((?!\"spawn\")|multiprocessing\.(?:Process|Pool)\("
+    )
+    folders = ("trainer", "models", "sparse_opt", "data_pipeline", "scripts")
+    found = {
+        str(file.relative_to(ROOT))
+        for folder in folders
+        for file in (ROOT / folder).rglob("*.py")
+        if starts.search(file.read_text(encoding="utf-8"))
+    }
+    assert found == {"trainer/runtime/subprocess_call.py"}
