@@ -17,6 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 ARCHITECTURES = (80, 90, 100)
+_HAS_GPU = torch.cuda.is_available()
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -94,7 +95,7 @@ def recorded_launches(architecture: int = 90) -> Iterator[list[Launch]]:
         with patch.object(JITFunction, "run", record):
             yield launches
     finally:
-        if torch.version.cuda and torch.cuda.is_available():
+        if _HAS_GPU:
             driver.reset_active()
 
 

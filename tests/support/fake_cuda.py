@@ -1,4 +1,4 @@
-"""CUDA tensors without data in a CPU build of torch, next to ordinary CPU tensors, and a process group without peers.
+"""CUDA tensors without data where there is no GPU, beside ordinary CPU tensors, and a process group without peers.
 
 Fake tensors have shapes, types and devices but no values: code that waits for a value raises an error, and so do
 operators on tensors of several devices. :func:`run_with_guard` makes backward passes possible.
@@ -39,9 +39,12 @@ def build_guard(compiler: str, folder: Path) -> Path:
 def run_with_guard(library: Path, module: str, input: str) -> str:
     """Runs ``main()`` of a module in a process that has loaded the library; returns what it printed.
 
-    torch looks for the library once, when it is imported.
+    torch looks for hooks of CUDA once, when it is imported.
     """
-    launch = f"import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); import {module}; {module}.main()"
+    launch = (
+        "import ctypes, sys; guard = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); import torch;"
+        f" guard.register_guard(); import {module}; {module}.main()"
+    )
     # TorchRec's planner decides between equal plans by the order of a set.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", launch, str(library)]
@@ -96,6 +99,7 @@ def fake_cuda(index: int) -> Iterator[None]:
             "device_count": 8,
             "current_device": index,
             "set_device": None,
+            "is_current_stream_capturing": False,
             "get_device_name": "fake",
             "get_device_properties": SimpleNamespace(total_memory=80 << 30),
             "current_stream": torch.Stream(stream_id=0, device_index=index, device_type=1),

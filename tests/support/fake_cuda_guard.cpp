@@ -1,5 +1,6 @@
-// Lets a CPU build of torch run forward and backward passes on fake CUDA tensors: autograd and the factory functions ask
-// for the device's guard and hooks, which a CPU build lacks. These know eight devices with a stream each.
+// Lets torch run forward and backward passes on fake CUDA tensors without a GPU: autograd and the factory functions ask
+// for hooks and a guard of the device, which a CPU build lacks and a CUDA build passes on to the driver. These know eight
+// devices with a stream each.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -12,7 +13,8 @@ struct CUDAHooks : CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return false; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks);
+// Before the hooks of a CUDA build, which would be an error at the same priority.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooks);
 }  // namespace at
 
 constexpr c10::DeviceType CUDA = c10::DeviceType::CUDA;
@@ -38,4 +40,6 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<CUDA> {
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+// The latest guard of a device counts: to be called once torch has registered its own.
+extern "C" void register_guard() { c10::impl::DeviceGuardImplRegistrar(CUDA, new Guard); }

@@ -41,21 +41,17 @@ CASES = {
     for rank in (0, world_size - 1)
     for plan in plans
 }
-every_case = pytest.mark.parametrize("name", CASES)
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return reports(CASES, tmp_path_factory.mktemp("guard"))
 
 
-@every_case
-def test_step_mixes_no_devices(steps: dict[str, Report], name: str) -> None:
-    assert not steps[name].error, steps[name].error
-
-
-@every_case
-def test_step_waits_only_for_the_sizes_of_the_exchange(steps: dict[str, Report], name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_step_mixes_no_devices_and_waits_only_for_sizes(taken: dict[str, Report], name: str) -> None:
+    step = taken[name]
+    assert not step.error, step.error
     may_count = name.startswith(("auto", "row_wise"))
-    assert EXCHANGED <= set(steps[name].waits) <= EXCHANGED | (COUNTED if may_count else set())
-    assert set(steps[name].crossings) == CROSSINGS
+    assert EXCHANGED <= set(step.waits) <= EXCHANGED | (COUNTED if may_count else set())
+    assert set(step.crossings) == CROSSINGS
