@@ -72,6 +72,9 @@ def summary(result: dict[str, Any]) -> str:
         limit = target.get("most", target.get("least"))
         outcome = "met" if target["met"] else "NOT met"
         lines.append(f"{target['what']} at batch {target['batch_size']}: {measured}, {bound} {limit:g}: {outcome}")
+    for line in result["kernels"]:
+        times = ", ".join(f"{kernel} {ms:.3f} ms" for kernel, ms in line["ms"].items())
+        lines.append(f"kernels alone at batch {line['batch_size']}, clip {line['clip']}: {times}")
     for name, part in result["parts"].items():
         lines.append(f"{name}: {'passed' if part['passed'] else part.get('why', 'FAILED')}")
     for line in result["bench"]:
