@@ -18,7 +18,7 @@ SOURCES := $(PACKAGES) scripts tests
 LINT := ruff-check ruff-format mypy codespell links
 MATRIX := $(foreach torch,2.13 2.11,$(foreach python,3.11 3.12,test-python-$(python)-torch-$(torch)))
 
-.PHONY: help demo test lint $(LINT) suite coverage test-matrix $(MATRIX) setup clean
+.PHONY: help demo test lint $(LINT) suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
 
 help:
 	@echo 'make demo         set up .venv if needed, then train a small model end to end and show the result'
@@ -28,6 +28,7 @@ help:
 	@echo 'make coverage     the same with a coverage report'
 	@echo 'make test-matrix  pytest under both Pythons and both matched sets, each in build/venv-*; one of them:'
 	@for entry in $(MATRIX); do echo "                  make $$entry"; done
+	@echo 'make test-without-gpu  the tests of the CUDA path that need no GPU, under both matched sets'
 	@echo 'make setup        only set up .venv (PYTHON=python3.12 chooses the interpreter)'
 	@echo 'make clean        remove .venv, build leftovers and caches; your runs and data stay'
 
@@ -71,6 +72,11 @@ $(MATRIX): test-%:
 	@echo '$*'
 	@$(MAKE) --no-print-directory suite VENV=build/venv-$* \
 		PYTHON=python$(word 2,$(subst -, ,$*)) TORCH=$(word 4,$(subst -, ,$*))
+
+# The same tests as in make test, and those of the other matched set.
+test-without-gpu:
+	@$(MAKE) --no-print-directory suite TESTS=tests/without_gpu
+	@$(MAKE) --no-print-directory test-python-3.12-torch-2.11 TESTS=tests/without_gpu
 
 setup: $(READY)
 

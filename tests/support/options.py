@@ -26,3 +26,12 @@ def golden_dir(pytestconfig: pytest.Config) -> Path:
     if not any(folder.glob("*.npz")):
         pytest.skip(f"no golden .npz files in {folder}; name their folder with --golden-dir")
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests measured and recorded as the property "measured"."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, value in report.user_properties:
+                if name == "measured":
+                    terminalreporter.write_line(value)
