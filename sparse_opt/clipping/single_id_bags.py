@@ -2,7 +2,8 @@
 
 FBGEMM adds up the output gradient over a row's ids. The row's complete gradient, L2 included, is therefore written at
 one of its ids and zeros at the others: the sum is that gradient, and nothing is lost to rounding. On CPU in float32 one
-compiled pass does it (kernels/cpu_rows.py), elsewhere torch. Sizes: B samples, D the widest table, nnz ids.
+compiled pass does it (kernels/cpu_rows.py), on CUDA one kernel (kernels/triton_update.py), elsewhere torch. Sizes: B
+samples, D the widest table, nnz ids.
 """
 
 import numpy as np
@@ -30,6 +31,11 @@ def clipped_output_grad(clipped: ClippedLookup, backward: LookupBackward, l2: fl
     Raises:
         ValueError: an id is outside its table (on CPU).
     """
+    if clipped.runs_on_device and backward.indices.numel():
+        rows_on_device = clipped.device_rows(backward)
+        written, results = rows_on_device.written(clipped.limits.clips, clipped.lookup.flat_weights(), 2 * l2)
+        clipped.statistics.record_on_device(results, rows_on_device)
+        return written
     output_grad = torch.zeros_like(backward.output_grad, memory_format=torch.contiguous_format)
     if clipped.runs_compiled(backward):
         weights = clipped.lookup.flat_weights().numpy()

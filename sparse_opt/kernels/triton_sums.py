@@ -29,16 +29,22 @@ class OutputGrad(NamedTuple):
 
 
 @triton.jit
+def output_address(i, has, ids, output, layout):
+    """Returns the offset of ids' first columns in the output."""
+    bag = tl.load(ids.bag + i, mask=has, other=0)
+    feature = bag // ids.batch
+    first = tl.load(layout.feature_column + feature, mask=has, other=0)
+    return (bag - feature * ids.batch).to(tl.int64) * output.width + first
+
+
+@triton.jit
 def _sum_at(
     position, has, ids, output, layout, column, dim,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Adds up the gradients at positions [R, I] of the sorted ids; float64 [R, COLUMNS]."""
     i = tl.load(ids.order + position, mask=has, other=0)
-    bag = tl.load(ids.bag + i, mask=has, other=0)
-    feature = bag // ids.batch
-    first = tl.load(layout.feature_column + feature, mask=has, other=0)
-    address = (bag - feature * ids.batch).to(tl.int64) * output.width + first
+    address = output_address(i, has, ids, output, layout)
     inside = has[:, :, None] & (column[None, None, :] < dim[:, None, None])
     g = tl.load(output.grad + address[:, :, None] + column[None, None, :], mask=inside, other=0.0).to(tl.float64)
     if WEIGHTED:

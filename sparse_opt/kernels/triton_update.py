@@ -10,7 +10,7 @@ from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
 from .layout import AdamState, DeviceSteps, LookupLayout, RowCache, RowResults, TableClips
 from .torch_rows import LookupIds
 from .triton_shared import clip_factors, divide, halvings, programs, root, step_of_element, warps, weights_at
-from .triton_sums import OutputGrad, load_rows, row_sums, sum_blocks, sum_rows
+from .triton_sums import OutputGrad, load_rows, output_address, row_sums, sum_blocks, sum_rows
 
 BLOCK = 64
 """Neighbouring ids of a block."""
@@ -92,6 +92,31 @@ def _factors(
 
 
 @triton.jit(do_not_specialize=["count"])
+def _write(
+    ids, count, output, layout, partial, cache, clips, weights, results, written, twice_l2,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    block = tl.program_id(0)
+    while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
+        u, exists, begin, end, _, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
+        inside = exists[:, None] & (column[None, :] < dim[:, None])
+        element = start[:, None] + column[None, :]
+        pointers = weights_at(weights, element, cache, begin, exists, column, CACHED)
+        w = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
+        g = sums.to(tl.float32) + twice_l2 * w
+        factor, ratio, measured = _clip(w, g, inside, end - begin, table, exists, clips, column)
+        g = tl.where(measured, g * factor[:, None], g)
+        tl.store(results.ratio + u, ratio, mask=exists)
+        tl.store(results.table + u, table.to(tl.int32), mask=exists)
+        address = output_address(tl.load(ids.order + begin, mask=exists, other=0), exists, ids, output, layout)
+        tl.store(written + address[:, None] + column[None, :], g, mask=inside)
+        block += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["count"])
 def _count(begin, count, results, rows, clipped, ROWS: tl.constexpr):
     u = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = tl.load(begin + u, mask=u < count, other=count) < count
@@ -164,6 +189,16 @@ class DeviceRows:
         arguments = (*self._arguments, self._cache or clips, clips, weights, results, factors)
         _factors[self._grid](*arguments, CACHED=self._cache is not None, **self._options)
         return factors, results
+
+    def written(self, clips: TableClips, weights: Tensor, twice_l2: float) -> tuple[Tensor, RowResults]:
+        """Computes an output gradient whose sum over each row's ids is ``clip(g + twice_l2 * w)``.
+
+        It has the row's gradient at its first id and zeros at the others; bags hold at most one id.
+        """
+        results, written = self._results(), torch.zeros_like(self._output.grad)
+        arguments = (*self._arguments, self._cache or clips, clips, weights, results, written, twice_l2)
+        _write[self._grid](*arguments, CACHED=self._cache is not None, **self._options)
+        return written, results
 
     def sums(self) -> Tensor:
         """Sums the gradient of each distinct row, float64 [nnz, D], zero in the padding and beyond a row's columns."""

@@ -19,7 +19,7 @@ MOST_LAUNCHES = {
     "replay": (12, 79),
     "lazy": (12, 78),
     "replay without a graph": (85, 0),
-    "row-wise Adagrad": (173, 0),
+    "row-wise Adagrad": (89, 0),
     "id tables": (98, 0),
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam
+from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.algorithm.adam import adam_constants
 from cowrec.sparse_opt.kernels.cpu_replay import replay_clipped_rows, replay_rows
 from cowrec.sparse_opt.kernels.layout import (
@@ -44,7 +44,7 @@ def test_interpreted() -> None:
     script = [sys.executable, __file__]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS))
+    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + len(FUSED))
 
 
 @pytest.mark.gpu
@@ -127,6 +127,32 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
             np.testing.assert_array_equal(got.numpy(), expected.numpy())
 
 
+def compare_fused(max_ids: int, **clip: Any) -> None:
+    """Clips a fused optimizer's gradients with the kernels of either back end."""
+
+    def train(uses_triton: bool) -> list[torch.Tensor]:
+        case = Case(rows=(20, 5, 60), batch=16, steps=5, max_ids=max_ids, optimizer="rowwise_adagrad")
+        drawn = case.draw()
+        model = sharded_model(case, drawn["tables"])
+        handle = attach_cowclip(model, CowClip(), **clip)
+        for clipped in handle._lookups:
+            clipped.uses_triton = uses_triton
+        for bags, targets in drawn["steps"]:
+            train_step(case, model, bags, targets, 0, case.batch)
+        stats = [[each.rows, each.clipped, each.median_ratio] for _, each in sorted(handle.stats().items())]
+        handle.remove()
+        tables = [each for each in model.state_dict().values() if isinstance(each, ShardedTensor)]
+        return [torch.tensor(stats), *(each.local_shards()[0].tensor for each in tables)]
+
+    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
+        for got, expected in zip(train(True), train(False), strict=True):
+            np.testing.assert_array_equal(got.numpy(), expected.numpy())
+
+
+FUSED = (
+    {"max_ids": 4},
+    {"max_ids": 1, "single_id_bags": True, "l2": 1e-3, "clip_columns": 6, "exclude": ["t1"]},
+)
 TRAININGS = (
     {"absent_rows": "replay", "rule": CowClip()},
     {"absent_rows": "lazy", "rule": CowClip(), "exclude": ["t1"]},
@@ -142,6 +168,9 @@ if __name__ == "__main__":
     triton_update.BLOCK, triton_update.IDS = 4, 2  # small, so that rows of small batches fill blocks of ids
     for training in TRAININGS:
         compare_training(**training)
+        print("equal")
+    for fused in FUSED:
+        compare_fused(**fused)
         print("equal")
     for each in CASES.values():
         for with_clip in (False, True):
