@@ -49,7 +49,7 @@ def run_with_guard(library: Path, module: str, input: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", launch, str(library)]
     done = subprocess.run(
-        command, env=environment, input=input, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, input=input, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

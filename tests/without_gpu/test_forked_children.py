@@ -42,7 +42,7 @@ print(json.dumps([methods, asked]))
 def started_processes(machine: str) -> tuple[list[str], list[str]]:
     """Start methods of the modules' subprocesses, on a machine of that kind, and modules that asked for CUDA."""
     command = [sys.executable, "-c", PROBE, machine, *MODULES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     methods, asked = json.loads(done.stdout.splitlines()[-1])
     return methods, asked
