@@ -62,7 +62,18 @@ def find_rows_on_device(layout: LookupLayout, indices: Tensor, offsets: Tensor, 
     batch = bags // len(layout.feature_table)
     grid = (triton.cdiv(bags, _BAGS),)
     _locate[grid](
-        indices, offsets, layout, bag, row, outside, count, bags, batch, layout.num_rows, BAGS=_BAGS, num_warps=4
+        indices,
+        offsets,
+        layout,
+        bag,
+        row,
+        outside,
+        count,
+        bags,
+        batch,
+        layout.num_rows,
+        BAGS=_BAGS,
+        enable_fp_fusion=False,
     )
     row, order = torch.sort(row, stable=True)
     return LookupIds(bag, order, row, row_begins_on_device(row), batch)
@@ -72,5 +83,5 @@ def row_begins_on_device(row: Tensor) -> Tensor:
     """Computes :func:`row_begins` on CUDA for sorted rows, int [nnz], nnz >= 1."""
     changes = torch.cumsum(row[1:] != row[:-1], 0, dtype=torch.int32)
     begin = torch.empty(len(row) + 1, dtype=torch.int32, device=row.device)
-    _begin_rows[(triton.cdiv(len(row) + 1, _IDS),)](changes, begin, len(row), IDS=_IDS)
+    _begin_rows[(triton.cdiv(len(row) + 1, _IDS),)](changes, begin, len(row), IDS=_IDS, enable_fp_fusion=False)
     return begin

@@ -64,7 +64,7 @@ def sum_blocks(
         table = tables_of(row + tl.zeros([1], tl.int64), layout.first_row, layout.tables, HALVINGS)
         dim = tl.load(layout.dim + table)
         sums = tl.zeros([1, COLUMNS], tl.float64)
-        for first in tl.static_range(0, BLOCK, IDS):
+        for first in tl.range(0, BLOCK, IDS, loop_unroll_factor=4):
             position = block * BLOCK + first + tl.arange(0, IDS)[None, :]
             sums += _sum_at(position, position < count, ids, output, layout, column, dim, WEIGHTED)
         tl.store(

@@ -14,8 +14,8 @@ from .triton_sums import OutputGrad, load_rows, output_address, row_sums, sum_bl
 
 BLOCK = 64
 """Neighbouring ids of a block."""
-IDS = 8
-"""Ids of each row that a program adds at a time."""
+IDS, MOST_ELEMENTS = 8, 2048
+"""Ids of each row that a program adds at a time, and their elements; fewer ids of wide rows."""
 ELEMENTS = 32
 """Elements of a program's rows, unless one row has more."""
 _COUNTED = 512
@@ -160,15 +160,16 @@ class DeviceRows:
         self._output = OutputGrad(grad, grad if id_weights is None else id_weights, grad.shape[1])
         columns = triton.next_power_of_2(layout.max_dim)
         shared = {"COLUMNS": columns, "HALVINGS": halvings(len(layout.dim)), "WEIGHTED": id_weights is not None}
-        shared |= {"BLOCK": BLOCK, "IDS": IDS, "enable_fp_fusion": False}
+        ids_at_once = max(1, min(IDS, MOST_ELEMENTS // columns))
+        shared |= {"BLOCK": BLOCK, "IDS": ids_at_once, "enable_fp_fusion": False}
         rows = max(1, ELEMENTS // columns)
         self._grid = programs(self._count, rows)
-        self._options = {**shared, "ROWS": rows, "num_warps": warps(rows * IDS * columns)}
+        self._options = {**shared, "ROWS": rows, "num_warps": warps(rows * ids_at_once * columns)}
         blocks = self._count // BLOCK
         self._partial = torch.empty(max(blocks, 1), layout.max_dim, dtype=torch.float64, device=grad.device)
         if blocks:
             arguments = (ids, self._count, self._output, layout, self._partial)
-            sum_blocks[(blocks,)](*arguments, num_warps=warps(IDS * columns), **shared)
+            sum_blocks[(blocks,)](*arguments, num_warps=warps(ids_at_once * columns), **shared)
 
     def update(
         self, clips: TableClips, state: AdamState, steps: DeviceSteps, constants: AdamConstants, *, replays: bool
@@ -215,7 +216,7 @@ class DeviceRows:
     def count(self, results: RowResults, rows: Tensor, clipped: Tensor) -> None:
         """Adds the numbers of rows and of clipped rows of each table, int64 [tables], in place."""
         grid = (triton.cdiv(self._count, _COUNTED),)
-        _count[grid](self.ids.begin, self._count, results, rows, clipped, ROWS=_COUNTED)
+        _count[grid](self.ids.begin, self._count, results, rows, clipped, ROWS=_COUNTED, enable_fp_fusion=False)
 
     @property
     def _arguments(self) -> tuple:

@@ -72,9 +72,8 @@ VARIANTS = {
     "unaligned": Variant(offset=1),
     "rows in FBGEMM's cache": Variant(cached=True),
 }
-# Bytes of local memory that a thread may use: ptxas keeps there one or two numbers that a program reads once. A row of
-# 600 columns does not fit in the registers of its program.
-MOST_LOCAL_BYTES, MOST_IN_WIDE_ROWS = 8, 360
+# Bytes of local memory that a thread may use: ptxas keeps there one or two numbers that a program reads once.
+MOST_LOCAL_BYTES = 8
 
 
 @cache
@@ -126,9 +125,8 @@ every_variant = pytest.mark.parametrize(
 
 @every_variant
 def test_kernels_keep_their_values_in_registers(architecture: int, variant: str) -> None:
-    most = MOST_IN_WIDE_ROWS if variant == "width 600" else MOST_LOCAL_BYTES
     used = {str(each): resources(each.kernel) for each in kernels(architecture, variant)}
-    assert not {each: its for each, its in used.items() if max(its.stack, its.local) > most}
+    assert not {each: its for each, its in used.items() if max(its.stack, its.local) > MOST_LOCAL_BYTES}
 
 
 @every_variant
