@@ -53,8 +53,12 @@ class ClipStatistics:
         self._is_copy = lookup.is_replicated and dist.get_rank(lookup.process_group) > 0
         self._rows = torch.zeros(len(lookup.shards), dtype=torch.int64, device=device)
         self._clipped, self.outside = torch.zeros_like(self._rows), torch.zeros_like(self._rows)
-        self.latest = RowResults(torch.empty(0, device=device), self._rows[:0])
+        self.record_no_rows()
         self.latest_rows = np.zeros(len(lookup.shards), np.int64)
+
+    def record_no_rows(self) -> None:
+        """Records a step without ids."""
+        self.latest = RowResults(torch.empty(0, device=self._rows.device), self._rows[:0])
 
     def record(self, ratios: Tensor, rows: RowSums | RowGradients) -> None:
         """Records ``||g|| / limit`` of each row, float [nnz], padded like the rows."""
@@ -92,8 +96,8 @@ class ClipStatistics:
         for shard, outside in zip(self._lookup.shards, values[3], strict=True):
             if outside:
                 raise ValueError(
-                    f"{outside:.0f} ids were outside table {shard.name!r}, which holds {shard.rows} rows here; row 0"
-                    " was trained for them. Map ids into [0, num_embeddings) before the lookup"
+                    f"{outside:.0f} looked-up ids were outside table {shard.name!r}, which holds {shard.rows} rows"
+                    " here; row 0 was trained for them. Map ids into [0, num_embeddings) before the lookup"
                 )
         return {
             shard.name: TableStats(int(rows), clipped / max(rows, 1), ratio)

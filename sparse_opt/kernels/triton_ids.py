@@ -18,8 +18,10 @@ def _locate(
 ):  # fmt: skip
     bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
     exists = bag < bags
-    begin = tl.load(offsets + bag, mask=exists, other=0).to(tl.int32)
+    begin = tl.maximum(tl.load(offsets + bag, mask=exists, other=0).to(tl.int32), 0)
     end = tl.minimum(tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int32), count)
+    # Ids outside all bags join the first and the last, as in FBGEMM.
+    begin, end = tl.where(bag == 0, 0, begin), tl.where(bag == bags - 1, count, end)
     table = tl.load(layout.feature_table + bag // batch, mask=exists, other=0)
     first = tl.load(layout.first_row + table)
     rows = tl.load(layout.rows + table)
@@ -57,13 +59,14 @@ def find_rows_on_device(layout: LookupLayout, indices: Tensor, offsets: Tensor, 
         outside: ids outside each table so far, int64 [tables]; added to.
     """
     count, bags, device = indices.numel(), len(offsets) - 1, indices.device
-    bag = torch.empty(count, dtype=torch.int32, device=device)
-    row = torch.empty(count, dtype=torch.int32 if layout.num_rows < 1 << 31 else torch.int64, device=device)
+    # Zeros, so that offsets that do not ascend cannot leave rows outside the tables.
+    dtype = torch.int32 if layout.num_rows < 1 << 31 else torch.int64
+    bag, row = torch.zeros(2, count, dtype=dtype, device=device)
     batch = bags // len(layout.feature_table)
     grid = (triton.cdiv(bags, _BAGS),)
     _locate[grid](
-        indices,
-        offsets,
+        indices.contiguous(),
+        offsets.contiguous(),
         layout,
         bag,
         row,

@@ -157,7 +157,7 @@ class DeviceRows:
     ):
         grad = output_grad.contiguous()
         self.ids, self._layout, self._count, self._cache = ids, layout, len(ids.row), cache
-        self._output = OutputGrad(grad, grad if id_weights is None else id_weights, grad.shape[1])
+        self._output = OutputGrad(grad, grad if id_weights is None else id_weights.contiguous(), grad.shape[1])
         columns = triton.next_power_of_2(layout.max_dim)
         shared = {"COLUMNS": columns, "HALVINGS": halvings(len(layout.dim)), "WEIGHTED": id_weights is not None}
         ids_at_once = max(1, min(IDS, MOST_ELEMENTS // columns))

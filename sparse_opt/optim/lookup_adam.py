@@ -71,6 +71,7 @@ class LookupAdam:
     def step(self, value: int) -> None:
         self._step = value
         self._taken.fill_(value)
+        self._history.return_to(value)
 
     def catch_up(self, indices: Tensor, offsets: Tensor) -> LookupIds | None:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
@@ -105,13 +106,13 @@ class LookupAdam:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Takes back what the host counts within, because the kernels are recorded but do not run."""
-        step, latest = self._step, self.clipped.statistics.latest
+        statistics = self.clipped.statistics
+        step, latest, self._captured = self._step, statistics.latest, None
         try:
             yield
+            self._captured = statistics.latest  # the graph writes its results there in every replay
         finally:
-            # The graph writes its results into these tensors at every replay.
-            self._captured, self.clipped.statistics.latest = self.clipped.statistics.latest, latest
-            self._step = step
+            self._step, statistics.latest = step, latest
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the tensors that a captured CUDA graph of a step reads and writes."""
@@ -139,9 +140,10 @@ class LookupAdam:
         self.clipped.compiled.run(adam_rows, sums, to_numpy(self.state), *numbers, to_numpy(progress))
 
     def _update_on_device(self, backward: LookupBackward) -> None:
-        if not backward.indices.numel():
-            return
         clipped = self.clipped
+        if not backward.indices.numel():
+            clipped.statistics.record_no_rows()
+            return
         rows = clipped.device_rows(backward)
         steps, clips = self._device_steps, clipped.limits.clips
         results = rows.update(clips, self.state, steps, self._constants, replays=self.replay is not None)

@@ -65,6 +65,10 @@ class StepHistory:
         """Takes back the record of steps after ``step``."""
         self._steps = min(self._steps, step)
 
+    def return_to(self, step: int) -> None:
+        """Makes step ``step`` the latest that has been scheduled: those after it may have other learning rates."""
+        self._scheduled = min(self._scheduled, step)
+
     def replace(self, lrs: np.ndarray) -> None:
         """Sets the learning rates of all steps so far, float64 [steps]."""
         self._lrs, self._steps = np.array(lrs, np.float64), len(lrs)
@@ -74,11 +78,10 @@ class StepHistory:
 
     def _write(self, first: int, lrs: list[float]) -> None:
         scalars = [adam_scalars(self._config, lr, step) for step, lr in enumerate(lrs, first)]
-        both = torch.tensor(scalars, dtype=torch.float32).view(-1, 2)
-        device = self.schedule.step_sizes.device
-        if device.type == "cuda":
+        both = torch.tensor(scalars, dtype=torch.float32).view(-1, 2).t().contiguous()
+        if self.schedule.step_sizes.is_cuda:
             both = both.pin_memory()
-        for values, column in zip(self.schedule, both.unbind(1), strict=True):
+        for values, column in zip(self.schedule, both, strict=True):
             values[first - 1 : first - 1 + len(lrs)].copy_(column, non_blocking=True)
 
     def _reserve(self, steps: int) -> None:

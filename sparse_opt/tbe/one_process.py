@@ -45,7 +45,8 @@ def only_exchanges(collection: ShardedEmbeddingBagCollection) -> bool:
 
 def _look_up(collection: ShardedEmbeddingBagCollection, forward: _Forward, features: KeyedJaggedTensor) -> KeyedTensor:
     """Pooled rows of the features; ``forward`` is TorchRec's."""
-    if collection._has_uninitialized_input_dist or features.variable_stride_per_key():
+    needs_torchrec = collection._has_uninitialized_input_dist or not isinstance(features, KeyedJaggedTensor)
+    if needs_torchrec or features.variable_stride_per_key() or collection.post_lookup_tracker_fn is not None:
         return forward(features)
     if collection._has_features_permute:
         features = features.permute(collection._features_order, collection._features_order_tensor)

@@ -39,6 +39,8 @@ from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
 from cowrec.trainer.training import captured_steps
+from cowrec.trainer.training.cuda_graph import Step
+from cowrec.trainer.training.sequential_steps import Output
 from cowrec.trainer.training.state import TrainState
 from device_watch import Call, DeviceWatch, numbers
 from fake_cuda import build_guard, fake_cuda, fake_process_group, run_with_guard
@@ -121,7 +123,7 @@ def _reported(case: Case) -> Report:
 
 
 def _report(run: "_Run", waits: list[str]) -> Report:
-    run.warm_up()
+    run.take_first_steps()
     host, graph = run.record()
     waits.clear()
     next_host, next_graph = run.record()
@@ -166,13 +168,13 @@ class _Run:
     def __init__(self, case: Case, launches: list[Launch]) -> None:
         config, self._schema = config_from(case.config), _schema(case.config)
         self._process = Process(case.rank, case.world_size, case.world_size, False, torch.device("cuda", case.rank))
-        with patch.object(captured_steps, "cuda_graph", self._capture):
+        with patch.object(captured_steps, "CudaGraphCapture", lambda: self):
             self._state = TrainState(config, self._schema, self._process, warmup_steps=100)
         self._losses = LossWatch(self._process)
         self._batches = self._state.ids.training_batches(self._epoch(config))
         self._watch, self._launches, self._graph = DeviceWatch(), launches, _Record([], [])
 
-    def warm_up(self) -> None:
+    def take_first_steps(self) -> None:
         """Takes the first steps, and step 14: steps 15 and 16 would be different to Triton if they were arguments."""
         for _ in range(3):
             self._step()
@@ -192,10 +194,15 @@ class _Run:
         step = self._state.step(self._batches)
         self._losses.add(step.loss, self._state.steps - 1)
 
-    def _capture(self, step: captured_steps.Step) -> captured_steps.Step:
-        """Stands for a CUDA graph: takes the step again, operator by operator, at each replay."""
+    wait = ""  # this and the next two stand for a CUDA graph
 
-        def replay() -> captured_steps.Output:
+    def warm_up(self, step: Step) -> Output:
+        return step()
+
+    def capture(self, step: Step) -> Step:
+        """Takes the step again, operator by operator, at each replay."""
+
+        def replay() -> Output:
             calls, kernels = self._watch.calls, self._launches
             first_call, first_kernel = len(calls), len(kernels)
             assert self._state.adam

@@ -22,7 +22,7 @@ METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 
 _MAY_CHANGE = {
     "data": ("dir", "resident"),
-    "train": ("epochs", "device", "eval_batch_size", "log_every", "timeout_seconds"),
+    "train": ("epochs", "device", "eval_batch_size", "log_every", "timeout_seconds", "cuda_graph"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "sharding": ("plan", "tables"),
 }

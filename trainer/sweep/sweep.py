@@ -74,7 +74,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
 def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """The values of a run's line. Trains the run, unless it has a report and only its line was lost."""
     error = None if (run_dir / REPORT).exists() else _train_in_subprocess(config, run_dir)
-    for large in (CHECKPOINTS, VOCABULARY):
+    for large in (CHECKPOINTS, VOCABULARY) if error is None else ():
         shutil.rmtree(run_dir / large, ignore_errors=True)
     what = {
         "model": config.model.name,

@@ -1,7 +1,7 @@
 """Pipeline of one process on CUDA that launches a whole training step at once, as a captured CUDA graph."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,14 +19,11 @@ from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.tables import table_specs
 
+from .cuda_graph import Capture, CaptureFailed, CudaGraphCapture, Step
 from .sequential_steps import Output, SequentialSteps
 
 WARMUP_STEPS = 3
 """Steps before the capture: they compile kernels, and let libraries choose and allocate what they need."""
-
-Step = Callable[[], Output]
-Capture = Callable[[Step], Step]
-"""Records a step without taking it; returns a function that takes the recorded step and returns the same tensors."""
 
 _logger = logging.getLogger(__name__)
 
@@ -35,8 +32,8 @@ class CapturedSteps:
     """Takes the training steps of full batches as a CUDA graph, and all other steps one operation after another.
 
     The first steps, short batches and evaluation run as in :class:`SequentialSteps`, on the same model and optimizers.
-    If the capture fails, so do all later steps, and a warning says why; no step is lost or taken twice. Results do
-    not depend on which steps were captured.
+    If these steps wait for the device, or the capture fails, so do all later steps, and a warning says why; no step is
+    lost or taken twice. Results do not depend on which steps were captured.
 
     A replayed step copies the batch to fixed memory, launches the graph and copies its results out. All that changes
     from step to step is in tensors that the graph reads: see :meth:`DenseAdam.prepare` and
@@ -62,7 +59,7 @@ class CapturedSteps:
     ) -> None:
         self._model, self._optimizer, self._adam, self._device = model, optimizer, adam, device
         self._batch_size = batch_size
-        self._capture = capture or cuda_graph
+        self._capture = capture or CudaGraphCapture()
         self._sequential = SequentialSteps(model, optimizer, device)
         self._warmup_left, self._failed = WARMUP_STEPS, False
         self._graph: _Graph | None = None
@@ -80,7 +77,10 @@ class CapturedSteps:
             return self._sequential.take(batch)
         if self._warmup_left:
             self._warmup_left -= 1
-            return self._sequential.take(batch)
+            output = self._capture.warm_up(partial(self._sequential.take, batch))
+            if not self._warmup_left and self._capture.wait:
+                self._give_up(self._capture.wait)
+            return output
         self._adam.prepare_step()
         addresses = (*self._optimizer.addresses(), *self._adam.addresses())
         if self._graph is None or self._graph.addresses != addresses:
@@ -101,15 +101,15 @@ class CapturedSteps:
         inputs = _copied(batch.to(self._device))
         try:
             with self._optimizer.capturing(), self._adam.capturing():
-                replay = self._capture(partial(self._sequential.take, inputs))
-        except Exception as error:  # of whatever type: the step has not been taken, and is now taken without a graph
-            self._failed = True
-            while error.__context__:  # the end of a failed capture raises an error of its own
-                error = error.__context__  # type: ignore[assignment]
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            _logger.warning("the training step cannot be captured as a CUDA graph, which makes it slower: %s", reason)
+                replay = self._capture.capture(partial(self._sequential.take, inputs))
+        except CaptureFailed as error:
+            self._give_up(str(error))
             return None
         return _Graph(inputs, replay, addresses)
+
+    def _give_up(self, reason: str) -> None:
+        self._failed = True
+        _logger.warning("the training step cannot be captured as a CUDA graph, which makes it slower: %s", reason)
 
 
 @dataclass(frozen=True)
@@ -133,27 +133,6 @@ class _Graph:
             own.copy_(given, non_blocking=True)
         loss, logits, label = self.replay()
         return loss.clone(), logits.clone(), label.clone()
-
-
-def cuda_graph(step: Step) -> Step:
-    """Captures a step as a CUDA graph. It has not run on a GPU yet; the tests of CapturedSteps use a stand-in for it.
-
-    Raises:
-        RuntimeError: the step waits for the device, or does something else that a graph cannot hold.
-    """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        # Not "global": the reader's thread may allocate page-locked memory meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = step()
-    finally:
-        torch.cuda.set_stream(stream)  # a failed capture leaves its own
-
-    def replay() -> Output:
-        graph.replay()
-        return output
-
-    return replay
 
 
 def why_not_captured(

@@ -232,7 +232,7 @@ def looped_factors(problem: Problem, ids: LookupIds, sums: Tensor, columns: list
 
 
 def compare_outside() -> None:
-    """Ids outside their tables are counted, and row 0 stands for them."""
+    """Ids outside their tables are counted, and row 0 stands for them; so do ids outside all bags."""
     from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
 
     problem = draw(False, 32, torch.device("cpu"))
@@ -244,7 +244,16 @@ def compare_outside() -> None:
     ids = find_rows_on_device(problem.layout, indices, problem.offsets, outside)
     assert outside.tolist() == [1, 1, 2]
     indices[[0, int(ends[0]), -1, -2]] = 0
-    assert_equal_ids(ids, find_rows(problem.layout, indices, problem.offsets))
+    expected = find_rows(problem.layout, indices, problem.offsets)
+    assert_equal_ids(ids, expected)
+    # Ids after the last bag belong to it, as in FBGEMM, and need not be neighbours in memory.
+    offsets, strided = problem.offsets.clone(), torch.stack([indices, indices + 1], dim=1)[:, 0]
+    offsets[-1] -= 1
+    assert_equal_ids(find_rows_on_device(problem.layout, strided, offsets, outside), expected)
+    offsets[:] = offsets.flip(0)  # no rows outside the tables
+    rows = find_rows_on_device(problem.layout, indices, offsets, outside).row
+    assert (rows >= 0).all()
+    assert (rows < problem.layout.num_rows).all()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""Scalars of steps are on the device before each step, whatever rates and returns to earlier steps came before."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cowrec.sparse_opt import AdamConfig
+from cowrec.sparse_opt.algorithm.adam import adam_scalars
+from cowrec.sparse_opt.optim.step_history import StepHistory
+
+RATES = (1e-2, 1e-3)
+CONFIG = AdamConfig(lr=RATES[0], adam_epsilon="keras")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(RATES), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 5))), max_size=8)
+)
+def test_schedule_holds_the_scalars_of_every_step(runs: list[tuple[float, int, int | None]]) -> None:
+    """Runs of steps at one rate, after some of which an earlier state is loaded, ``back`` steps before."""
+    history, step = StepHistory(CONFIG, torch.device("cpu")), 0
+    for lr, steps, back in runs:
+        for _ in range(steps):
+            step += 1
+            history.prepare(step, lr)
+            scheduled = [values[step - 1] for values in history.schedule]
+            assert scheduled == [torch.tensor(value) for value in adam_scalars(CONFIG, lr, step)]
+        if back is not None:
+            step = max(step - back, 0)
+            history.return_to(step)
+
+
+def test_a_constant_rate_is_written_once_in_many_steps() -> None:
+    history = StepHistory(CONFIG, torch.device("cpu"))
+    history.prepare(1, CONFIG.lr)
+    before = [values.clone() for values in history.schedule]
+    for step in range(2, 1000):
+        history.prepare(step, CONFIG.lr)
+    assert all(torch.equal(one, other) for one, other in zip(history.schedule, before, strict=True))
