@@ -79,4 +79,4 @@ def programs(rows: int, per_program: int) -> tuple[int]:
 
 def warps(elements: int) -> int:
     """Warps of a program for this many elements; few, because a row's steps depend on each other."""
-    return 1 if elements <= 256 else 4
+    return 1 if elements <= 256 else 4 if elements <= 1024 else 8

@@ -72,8 +72,8 @@ VARIANTS = {
     "unaligned": Variant(offset=1),
     "rows in FBGEMM's cache": Variant(cached=True),
 }
-# Bytes of local memory that a thread may use: ptxas keeps there one or two numbers that a program reads once.
-MOST_LOCAL_BYTES = 8
+# Bytes of local memory that a thread may use: ptxas keeps there a few numbers that a program reads once.
+MOST_LOCAL_BYTES = 16
 
 
 @cache
