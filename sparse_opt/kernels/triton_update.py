@@ -70,10 +70,10 @@ def _update(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _factors(
-    ids, count, output, layout, partial, cache, clips, weights, results, factors,
+def _clip_rows(
+    ids, count, output, layout, partial, cache, clips, weights, results, out, twice_l2,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+    WRITES: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     block = tl.program_id(0)
@@ -84,35 +84,18 @@ def _factors(
         pointers = weights_at(weights, element, cache, begin, exists, column, CACHED)
         w = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
-        factor, ratio, _ = _clip(w, sums.to(tl.float32), inside, end - begin, table, exists, clips, column)
-        tl.store(factors + u, factor, mask=exists)
-        tl.store(results.ratio + u, ratio, mask=exists)
-        tl.store(results.table + u, table.to(tl.int32), mask=exists)
-        block += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _write(
-    ids, count, output, layout, partial, cache, clips, weights, results, written, twice_l2,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
-):  # fmt: skip
-    column = tl.arange(0, COLUMNS)
-    block = tl.program_id(0)
-    while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
-        u, exists, begin, end, _, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
-        inside = exists[:, None] & (column[None, :] < dim[:, None])
-        element = start[:, None] + column[None, :]
-        pointers = weights_at(weights, element, cache, begin, exists, column, CACHED)
-        w = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-        sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
-        g = sums.to(tl.float32) + twice_l2 * w
+        g = sums.to(tl.float32)
+        if WRITES:
+            g += twice_l2 * w
         factor, ratio, measured = _clip(w, g, inside, end - begin, table, exists, clips, column)
-        g = tl.where(measured, g * factor[:, None], g)
         tl.store(results.ratio + u, ratio, mask=exists)
         tl.store(results.table + u, table.to(tl.int32), mask=exists)
-        address = output_address(tl.load(ids.order + begin, mask=exists, other=0), exists, ids, output, layout)
-        tl.store(written + address[:, None] + column[None, :], g, mask=inside)
+        if WRITES:
+            g = tl.where(measured, g * factor[:, None], g)
+            address = output_address(tl.load(ids.order + begin, mask=exists, other=0), exists, ids, output, layout)
+            tl.store(out + address[:, None] + column[None, :], g, mask=inside)
+        else:
+            tl.store(out + u, factor, mask=exists)
         block += tl.num_programs(0)
 
 
@@ -185,21 +168,16 @@ class DeviceRows:
 
     def factors(self, clips: TableClips, weights: Tensor) -> tuple[Tensor, RowResults]:
         """Computes the clip factor of each distinct row, float32 [nnz], from the lookup's flat weights."""
-        results = self._results()
-        factors = torch.empty_like(results.ratio)
-        arguments = (*self._arguments, self._cache or clips, clips, weights, results, factors)
-        _factors[self._grid](*arguments, CACHED=self._cache is not None, **self._options)
-        return factors, results
+        factors = torch.empty(self._count, device=self.ids.row.device)
+        return factors, self._clip_into(factors, clips, weights)
 
     def written(self, clips: TableClips, weights: Tensor, twice_l2: float) -> tuple[Tensor, RowResults]:
         """Computes an output gradient whose sum over each row's ids is ``clip(g + twice_l2 * w)``.
 
         It has the row's gradient at its first id and zeros at the others; bags hold at most one id.
         """
-        results, written = self._results(), torch.zeros_like(self._output.grad)
-        arguments = (*self._arguments, self._cache or clips, clips, weights, results, written, twice_l2)
-        _write[self._grid](*arguments, CACHED=self._cache is not None, **self._options)
-        return written, results
+        written = torch.zeros_like(self._output.grad)
+        return written, self._clip_into(written, clips, weights, twice_l2, writes=True)
 
     def sums(self) -> Tensor:
         """Sums the gradient of each distinct row, float64 [nnz, D], zero in the padding and beyond a row's columns."""
@@ -217,6 +195,14 @@ class DeviceRows:
         """Adds the numbers of rows and of clipped rows of each table, int64 [tables], in place."""
         grid = (triton.cdiv(self._count, _COUNTED),)
         _count[grid](self.ids.begin, self._count, results, rows, clipped, ROWS=_COUNTED, enable_fp_fusion=False)
+
+    def _clip_into(
+        self, out: Tensor, clips: TableClips, weights: Tensor, twice_l2: float = 0.0, *, writes: bool = False
+    ) -> RowResults:
+        results, cached = self._results(), self._cache is not None
+        arguments = (*self._arguments, self._cache or clips, clips, weights, results, out, twice_l2)
+        _clip_rows[self._grid](*arguments, WRITES=writes, CACHED=cached, **self._options)
+        return results
 
     @property
     def _arguments(self) -> tuple:
