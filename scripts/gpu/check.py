@@ -50,6 +50,7 @@ def main() -> int:
         return 1
     results = arguments.results or ROOT / ("build" if arguments.rehearse else "results")
     check = Check(results, arguments.rehearse, 60 * arguments.minutes)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     check.run([part for part in PARTS if part in parts])
     print(f"{summary(check.result)}\n{check.output}")
     return 0 if check.result["passed"] else 1
@@ -80,7 +81,19 @@ class Check:
         self.result: dict[str, Any] = {}
 
     def run(self, parts: Sequence[str]) -> None:
-        """Runs the parts; those that cannot run are recorded with the reason."""
+        """Runs the parts; those that cannot run, or are interrupted by Ctrl-C or SIGTERM, are recorded."""
+        try:
+            self._run(parts)
+        except KeyboardInterrupt:
+            for part in parts:
+                if part not in self._parts:
+                    self._parts[part] = {"passed": False, "why": "interrupted"}
+                    self._not_reached.append({"what": part, "why": "interrupted, at least in part"})
+            self._write()
+        else:
+            self._write(finished=True)
+
+    def _run(self, parts: Sequence[str]) -> None:
         with ExitStack() as stack:
             runner = None
             for part in parts:
@@ -95,7 +108,6 @@ class Check:
                     outcome = {"passed": False, "why": f"not run: {error}"}
                 self._parts[part] = {**outcome, "seconds": time.monotonic() - started}
                 self._write()
-        self._write(finished=True)
 
     def _runner(self) -> Any:
         """Makes what measures the combinations.
