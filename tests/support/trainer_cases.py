@@ -166,7 +166,7 @@ def train_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: i
     launch = [*torchrun(processes), __file__, str(file)]
     with subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as running:
         try:
-            _, errors = running.communicate(timeout=240)
+            _, errors = running.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             running.terminate()  # torchrun then ends its ranks; if killed it would leave them running
             raise
