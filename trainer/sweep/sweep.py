@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import signal
 import sys
 import threading
 import tomllib
@@ -37,9 +38,10 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     """Trains each run of a grid in its own process, so that a failed run is recorded and the others continue.
 
     A run with a line in ``sweep.jsonl`` is not trained again: after an interruption the same call continues, the run in
-    progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its line.
-    At the base batch size all scaling rules are the same run, which is trained once. The runs' folders are kept,
-    without checkpoints and vocabularies.
+    progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its line;
+    a run whose process was killed, for example for lack of memory, then continues from its latest checkpoint. At the
+    base batch size all scaling rules are the same run, which is trained once. The runs' folders are kept, without
+    checkpoints and vocabularies.
 
     Returns:
         The grid's lines: rule, batch_size, clip, seed; auc and logloss (of the last epoch), best_epoch_auc, steps,
@@ -48,7 +50,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
 
     Raises:
         ValueError: settings that cannot work, or a folder with another configuration or other files.
-        Interrupted: by Ctrl-C; the run in progress keeps its latest checkpoint.
+        Interrupted: by Ctrl-C, or by SIGTERM to the run's process; the run keeps its latest checkpoint and has no line.
     """
     if "on" in grid.clips and config.clip.rule == "none":
         raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
@@ -103,23 +105,35 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _train_in_subprocess(config: RunConfig, run_dir: Path) -> str | None:
-    """Trains in a subprocess, from the latest checkpoint if there is one. Returns the text of its error, or None."""
+    """Trains in a subprocess, from the latest checkpoint if there is one. Returns the text of its error, or None.
+
+    Raises Interrupted if the subprocess or this process is asked to stop, which is no failure of the run.
+    """
     if not (run_dir / CONFIG).exists():
         shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
     try:
-        run_in_subprocess(_train_here, config, run_dir)
+        interrupted = run_in_subprocess(_train_here, config, run_dir)
     except ProcessFailed as error:
         return str(error)
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped in run {run_dir.name}; the same command continues there") from None
+        interrupted = True
+    if interrupted:
+        raise Interrupted(f"stopped in run {run_dir.name}; the same command continues there")
     return None
 
 
-def _train_here(config: RunConfig, run_dir: Path) -> None:
+def _train_here(config: RunConfig, run_dir: Path) -> bool:
+    """Trains in this process. Returns whether it was interrupted."""
+    # Before and after the training loop, which handles SIGTERM itself, the signal interrupts as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # tqdm's default lock includes a semaphore, which a killed run would leave behind.
     tqdm.set_lock(threading.RLock())
     prepare_process()
-    train(config, Path(config.data.dir), run_dir, resume=True)
+    try:
+        train(config, Path(config.data.dir), run_dir, resume=True)
+    except (Interrupted, KeyboardInterrupt):
+        return True
+    return False
 
 
 def _require_own(folder: Path) -> None:

@@ -184,6 +184,30 @@ def test_ctrl_c_ends_the_run_and_says_how_to_continue(folder: Path, tmp_path: Pa
     assert not (tmp_path / "out" / "sweep.jsonl").exists()
 
 
+def test_a_stopped_subprocess_ends_the_sweep_without_a_line(folder: Path, tmp_path: Path) -> None:
+    epochs, output, grid = 100, tmp_path / "out", Grid([51], ["linear"], ["off"], 1)
+    run = output / "runs" / "linear-51-clip_off-seed0"
+
+    def stop() -> None:
+        while not any(run.glob("checkpoints/*")):
+            os.sched_yield()
+        (training,) = multiprocessing.active_children()
+        training.terminate()
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(Interrupted, match=f"stopped in run {run.name}; the same command continues there"):
+        run_sweep(folder, output, f"train.epochs={epochs}", grid=grid)
+    stopping.join()
+    assert not (output / "sweep.jsonl").exists()
+    before = (run / "metrics.jsonl").read_bytes().splitlines()
+    (line,) = run_sweep(folder, output, f"train.epochs={epochs}", grid=grid)
+    assert line["steps"] == 5 * epochs
+    after = (run / "metrics.jsonl").read_bytes().splitlines()
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
+
+
 def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path: Path) -> None:
     grid = Grid([1000, 102], ["none"], ["on"], 1)
     refused, good = run_sweep(folder, tmp_path / "drop", "train.drop_last=true", grid=grid)
