@@ -87,9 +87,14 @@ def results_of(lines: Sequence[dict[str, Any]]) -> Results:
     results: Results = {}
     for line in lines:
         cell = Cell(line["model"], line["clip"], line["rule"], line["batch_size"])
-        values = None if "error" in line else Values(100 * line["auc"], line["logloss"], line["train_seconds"] / 60)
-        results.setdefault(cell, []).append(values)
+        results.setdefault(cell, []).append(None if "error" in line else _values(line))
     return results
+
+
+def _values(line: dict[str, Any]) -> Values:
+    # A test split of one class has no AUC, and runs of a few steps have no measured seconds.
+    auc = None if line["auc"] is None else 100 * line["auc"]
+    return Values(auc, line["logloss"], line["train_seconds"] / 60 or None)
 
 
 def read_published() -> Published:
@@ -169,13 +174,18 @@ def _pairs(runs: Sequence[Values | None] | None, paper: Values) -> list[str]:
     found = [run for run in runs or [] if run]
     cells = []
     for field, form in (("auc", ".2f"), ("logloss", ".4f"), ("minutes", ".3g")):
-        values = [getattr(run, field) for run in found]
-        ours = "failed" if runs and not values else "-" if not values else f"{mean(values):{form}}"
+        values = _known(found, field)
+        ours = f"{mean(values):{form}}" if values else "failed" if runs and not found else "-"
         if len(values) > 1 and field != "minutes":
             ours += f" ± {stdev(values):{form}}"
         theirs = getattr(paper, field)
         cells.append(f"{ours} / {'-' if theirs is None else f'{theirs:{form}}'}")
     return cells
+
+
+def _known(runs: Sequence[Values | None], field: str) -> list[float]:
+    """Returns a field's values of the runs that have one."""
+    return [value for run in runs if run and (value := getattr(run, field)) is not None]
 
 
 def _preface(setting: set[tuple[int, int, str]]) -> str:
@@ -212,7 +222,8 @@ def draw(results: Results, published: Published, setting: set[tuple[int, int, st
                 cross = {"ls": "none", "marker": marker, "ms": 9, "mew": 2, "color": f"C{number}", "label": name}
                 axis.plot(list(known), list(known.values()), **cross)
         _scale(axis, sizes, label)
-    axes[2].set_yscale("log")
+    if any(_known(runs, "minutes") for runs in results.values()):  # an empty axis cannot be logarithmic
+        axes[2].set_yscale("log")
     legends = [axis.get_legend_handles_labels() for axis in axes]
     handles = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
@@ -227,7 +238,7 @@ def draw(results: Results, published: Published, setting: set[tuple[int, int, st
 def _points(results: Results, curve: Cell, field: str) -> Iterator[tuple[int, float]]:
     """Yields batch size and mean value of a curve's finished runs, by batch size."""
     for cell in sorted((cell for cell in results if cell[:3] == curve[:3]), key=lambda cell: cell.batch_size):
-        if values := [getattr(run, field) for run in results[cell] if run]:
+        if values := _known(results[cell], field):
             yield cell.batch_size, mean(values)
 
 

@@ -25,9 +25,28 @@ REAL = ROOT.parent / "shared" / "data" / "criteo_8k.tsv.xz"
 SMALL = {"REPRODUCE_MODELS": "deepfm", "REPRODUCE_BATCHES": "512", "REPRODUCE_EPOCHS": "2", "OMP_NUM_THREADS": "1"}
 
 
+DEFAULTS = {
+    "REPRODUCE_MODELS": "deepfm wdl",
+    "REPRODUCE_BATCHES": "512 1K",
+    "REPRODUCE_EPOCHS": "10",
+    "REPRODUCE_SEEDS": "1",
+    "REPRODUCE_BASELINE": "linear,sqrt",
+    "REPRODUCE_MIN_COUNT": "1",
+}
+
+
 @pytest.fixture(scope="module")
 def paper_report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("paper_report", ROOT / "scripts" / "paper" / "report.py")
+    return module("report")
+
+
+@pytest.fixture(scope="module")
+def paper_settings() -> ModuleType:
+    return module("settings")
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"paper_{name}", ROOT / "scripts" / "paper" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -61,18 +80,26 @@ def rows(table: str) -> dict[str, list[str]]:
 
 
 def test_a_killed_script_continues(tmp_path: Path) -> None:
-    """Killed with all its processes in the second of two runs; the first is not repeated."""
+    """Stopped in the second of two runs; the first is not repeated, and other settings are refused."""
     raw, output = tmp_path / "train.txt", tmp_path / "out"
     write_criteo(raw, 3000)
     first, second = (output / method / "deepfm" for method in ("cowclip", "baseline"))
     process = start(raw, output)
     wait_for((second / "runs").exists, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    said = process.communicate()[0]
+    os.kill(process.pid, signal.SIGTERM)
+    # The pipe closes with the last process, so none is left behind.
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 143
+    assert said.endswith("\nstopped; the same command continues\n")
+    assert "Traceback" not in said
     assert "0 of 2 runs done; the time they take is estimated after the first" in said
     assert re.search(r"1 of 2 runs done; about \d+ (s|min) of training left", said)
     done, prepared = lines(first / "sweep.jsonl"), (output / "data" / "schema.json").stat().st_mtime_ns
     assert not (second / "sweep.jsonl").exists()
+
+    process = start(raw, output, REPRODUCE_EPOCHS="3")
+    assert "settings.json has REPRODUCE_EPOCHS = 2, but 3 is given; give the same" in process.communicate()[0]
+    assert process.returncode == 2
 
     said = start(raw, output).communicate()[0]
     assert (output / "data" / "schema.json").stat().st_mtime_ns == prepared
@@ -111,10 +138,54 @@ def test_real_lines_and_published_numbers_side_by_side(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").touch()
+    wrong = start(tmp_path / "train.txt", tmp_path / "out", REPRODUCE_SEEDS="0")
     process = start(tmp_path / "none.txt", tmp_path / "out")
     assert "TRAIN_TXT must be a file" in process.communicate()[0]
     assert process.returncode == 2
+    said = wrong.communicate()[0]
+    assert said == "reproduce_paper.sh: REPRODUCE_SEEDS is '0', but must be a whole number of at least 1\n"
+    assert wrong.returncode == 2
     assert not (tmp_path / "out").exists()
+
+
+WRONG = {
+    "MODELS": ["deepfm,wdl", "lstm", " ", "wdl wdl"],
+    "BATCHES": ["abc", "2K,4K", "0", "1K 1024"],
+    "EPOCHS": ["x", "0", "-1"],
+    "SEEDS": ["x", "0"],
+    "BASELINE": ["linear sqrt", "cubic", "linear,"],
+    "MIN_COUNT": ["1.5", "0"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_settings_are_refused(paper_settings: ModuleType, name: str, value: str) -> None:
+    paper_settings.check(DEFAULTS)
+    with pytest.raises(ValueError, match=f"REPRODUCE_{name} is '{value}', but must be "):
+        paper_settings.check({**DEFAULTS, f"REPRODUCE_{name}": value})
+
+
+def test_an_output_keeps_its_input_file(paper_settings: ModuleType, tmp_path: Path) -> None:
+    train, other, output = tmp_path / "train.txt", tmp_path / "other.txt", tmp_path / "out"
+    train.write_text("1")
+    other.write_text("1")
+    paper_settings.keep(other, output, DEFAULTS)
+    paper_settings.keep(train, output, DEFAULTS)  # nothing is prepared yet
+    (output / "data").mkdir()
+    (output / "data" / "schema.json").touch()
+    paper_settings.keep(train, output, DEFAULTS)
+    file = re.escape(f"{output}/settings.json has ")
+    with pytest.raises(ValueError, match=rf"{file}TRAIN_TXT = {train}, but {other} is given; .* another OUTPUT"):
+        paper_settings.keep(other, output, DEFAULTS)
+    with pytest.raises(ValueError, match=f"{file}REPRODUCE_MIN_COUNT = 1, but 4 is given"):
+        paper_settings.keep(train, output, {**DEFAULTS, "REPRODUCE_MIN_COUNT": "4"})
+    train.write_text("12")
+    with pytest.raises(ValueError, match=f"{file}bytes of TRAIN_TXT = 1, but 2 is given"):
+        paper_settings.keep(train, output, DEFAULTS)
+    (output / "settings.json").unlink()
+    with pytest.raises(ValueError, match=f"{file}TRAIN_TXT = unknown"):
+        paper_settings.keep(train, output, DEFAULTS)
 
 
 def test_published_numbers_name_their_sources(paper_report: ModuleType) -> None:
@@ -144,3 +215,14 @@ def test_failed_runs_and_seeds_in_the_table(paper_report: ModuleType) -> None:
     said = paper_report.progress(waiting, results, published, 2)
     left = 1.5 * 768 / 390 + 2 * 1.5 * 204 / 390
     assert said.endswith(f": 3 of 6 runs done, 1 failed; about {left:.0f} min of training left")
+
+
+def test_runs_without_auc_and_seconds(paper_report: ModuleType, tmp_path: Path) -> None:
+    """A test split of one class has no AUC, and a run of a few steps takes no measured time."""
+    line = {"model": "deepfm", "clip": "on", "rule": "cowclip", "batch_size": 1024}
+    results = paper_report.results_of([{**line, "auc": None, "logloss": 0.6, "train_seconds": 0.0}])
+    setting = {(6, 1, "a CPU")}
+    cells = rows(paper_report.markdown(results, {}, setting))
+    assert cells["1K"] == ["- / -", "0.6000 / -", "- / -"]
+    paper_report.draw(results, {}, setting, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
