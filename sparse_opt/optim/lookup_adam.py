@@ -49,7 +49,8 @@ class LookupAdam:
         self.replay = (
             Replay(clipped, config, history, self.state, self._taken) if config.absent_rows == "replay" else None
         )
-        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, torch.empty(0))
+        no_number = torch.empty(0, dtype=torch.float64, device=weights.device)
+        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, no_number)
         self._captured: RowResults | None = None
 
     @property

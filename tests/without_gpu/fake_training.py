@@ -29,6 +29,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from ahead_of_time import Launch, recorded_launches
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
@@ -132,7 +133,7 @@ def _report(run: "_Run", waits: list[str]) -> Report:
     return Report(
         launches=host.launches(),
         captured=graph.launches(),
-        crossings=sorted({each.place for each in (*host.calls, *graph.calls) if len(each.devices) > 1}),
+        crossings=sorted(host.crossings() | graph.crossings()),
         changing=host.changing(next_host),
         frozen=graph.changing(next_graph),
         recompiled=sorted(recompiled),
@@ -145,6 +146,11 @@ class _Record(NamedTuple):
 
     calls: list[Call]
     kernels: list[Launch]
+
+    def crossings(self) -> set[str]:
+        """Places of operators with tensors of several devices, and of kernels with tensors on the host."""
+        operators = {each.place for each in self.calls if len(each.devices) > 1}
+        return operators | {f"{each.name} in Triton" for each in self.kernels if "cpu" in devices(each.arguments)}
 
     def launches(self) -> dict[str, int]:
         return dict(
@@ -228,6 +234,11 @@ class _Run:
             yield block.take(part).batch(self._schema, config.train.batch_size)
 
 
+def devices(arguments: Any) -> set[str]:
+    """Kinds of devices of the tensors among arguments."""
+    return {each.device.type for each in tree_leaves(arguments) if isinstance(each, Tensor)}
+
+
 def _schema(config: dict[str, dict[str, Any]]) -> Schema:
     translated = config.get("id_table", {}).get("kind") == "collisionless"
     encoding: Any = "raw" if translated else "vocabulary"
@@ -241,7 +252,7 @@ def _schema(config: dict[str, dict[str, Any]]) -> Schema:
 
 @torch.library.custom_op("fake_training::lookup", mutates_args=())
 def _lookup(indices: Tensor, offsets: Tensor, bags: int, columns: int) -> Tensor:
-    raise NotImplementedError
+    raise NotImplementedError  # it only ever runs on fake tensors, by the function below
 
 
 @_lookup.register_fake

@@ -2,6 +2,7 @@
 
 import math
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,5 +98,5 @@ def two_processes(rank: int, folder: str) -> None:
         assert watch.read() == (1.0, None)
 
 
-def test_all_processes_read_the_same(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_all_processes_read_the_same(tmp_path: Path) -> None:
     mp.spawn(two_processes, args=(str(tmp_path),), nprocs=2)
