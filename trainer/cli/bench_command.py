@@ -43,9 +43,9 @@ def bench(
     """Measures training speed and memory in the steady state, on generated ids.
 
     By default with Criteo's frequencies and the settings published for Criteo; with --preset mlperf-dcnv2 the network,
-    tables and ids of MLPerf Training's DLRM-DCNv2, on one GPU or, under torchrun, on several. Each line of the output
-    is one combination: speed, memory, time of the parts of a step, configuration, versions and hardware. Prints tables
-    at the end. After a combination that fails the others are measured, and the exit code is 2.
+    tables and numbers of ids of MLPerf Training's DLRM-DCNv2, on one GPU or, under torchrun, on several. Each line of
+    the output is one combination: speed, memory, time of the parts of a step, configuration, versions and hardware.
+    Prints tables at the end. After a combination that fails the others are measured, and the exit code is 2.
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
