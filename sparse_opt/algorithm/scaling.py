@@ -1,12 +1,13 @@
-"""Hyperparameters for a batch size: the scaling rules of the CowClip paper and its presets, as pure functions.
+"""Hyperparameters for a batch size: scaling rules, and the presets of the CowClip paper, as pure functions.
 
-A rule sets how values for a base batch change at s times that batch (arXiv 2204.06240, sections 3 and 5; where the
-reference code differs, its values are used, because the published accuracies come from it).
+A rule sets how values for a base batch change at s times that batch. `half_life` is cowrec's own; the others are those
+of arXiv 2204.06240, sections 3 and 5 (where the reference code differs, its values are used, because the published
+accuracies come from it).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import expm1, inf, log, sqrt
 
 from .clip import ClipRule, ConstantClip, ReferenceCowClip
 
@@ -19,42 +20,91 @@ class Hyperparameters:
         embedding_lr: learning rate of the embedding tables, per step, >= 0.
         dense_lr: learning rate of everything else, after its warm-up, per step, >= 0.
         l2: coefficient of ``l2 * sum(w^2)`` over embeddings and wide weights, >= 0.
+        betas: decay of Adam's first and second moment, per step, each in [0, 1); of tables and network.
+        eps: added to the root of Adam's second moment, > 0; of tables and network.
 
     Raises:
-        ValueError: a value is negative or not finite.
+        ValueError: a value is out of range.
     """
 
     embedding_lr: float
     dense_lr: float
     l2: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
 
     def __post_init__(self) -> None:
         for key in ("embedding_lr", "dense_lr", "l2"):
             value = getattr(self, key)
             if not 0 <= value < inf:
                 raise ValueError(f"{key} must be >= 0 and finite, got {value}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        if not 0 < self.eps < inf:
+            raise ValueError(f"eps must be > 0 and finite, got {self.eps}")
 
 
 @dataclass(frozen=True)
-class _Factors:
-    """Exponents of s for the embedding learning rate, its L2 and the dense learning rate."""
+class _Powers:
+    """A rule that multiplies each value by a power of s; betas and eps stay."""
 
     embedding_lr: float
     l2: float
     dense_lr: float
 
+    def scale(self, base: Hyperparameters, s: float) -> Hyperparameters:
+        return replace(
+            base,
+            embedding_lr=base.embedding_lr * s**self.embedding_lr,
+            dense_lr=base.dense_lr * s**self.dense_lr,
+            l2=base.l2 * s**self.l2,
+        )
 
-SCALING_RULES: dict[str, _Factors] = {
-    "none": _Factors(0, 0, 0),
-    "sqrt": _Factors(0.5, 0.5, 0.5),
-    "sqrt_star": _Factors(0.5, 0, 0.5),
-    "linear": _Factors(1, 0, 1),
-    "n2_lambda": _Factors(0, 2, 0.5),
-    "n2_lambda_table8": _Factors(0, 2, 1),
-    "cowclip": _Factors(0, 1, 0.5),
+
+MAX_BETA1 = 0.95
+"""Largest beta1 under `half_life`, as a share of sqrt(beta2)."""
+
+
+@dataclass(frozen=True)
+class _HalfLife:
+    """Adam's second moment keeps its half-life in samples, and a rare row its movement for each occurrence.
+
+    With ``beta2 -> beta2^s`` the second moment forgets as much in one step as it did in s steps of the base batch. A
+    row that Adam has forgotten since its last occurrence moves by ``lr / sqrt(1 - beta2)``, whatever its gradient; that
+    stays the same with ``lr -> lr * k``, ``k = sqrt((1 - beta2^s) / (1 - beta2))``, which is about sqrt(s) as long as
+    s is far below the memory of ``1 / (1 - beta2)`` steps, and never exceeds the root of that. For a row that occurs
+    in most steps, sqrt(s) keeps the movement for each sample (Malladi et al., arXiv 2205.10287, square-root scaling;
+    arXiv 2507.07101 for the half-life). L2 stays: in units of ``lr / sqrt(v)`` it pulls each row as far in a sample as
+    before. The root of the second moment shrinks to ``k / s``, and eps with it. ``beta1`` stays where it is below
+    sqrt(beta2), without which a step of Adam has no bound.
+    """
+
+    def scale(self, base: Hyperparameters, s: float) -> Hyperparameters:
+        beta1, beta2 = base.betas
+        # In logarithms: beta2^s may round to 1, and 1 - beta2^s to 0.
+        forgotten = -expm1(s * log(beta2)) if beta2 else 1.0
+        k = sqrt(forgotten / (1 - beta2))
+        return replace(
+            base,
+            embedding_lr=base.embedding_lr * k,
+            dense_lr=base.dense_lr * k,
+            betas=(min(beta1, MAX_BETA1 * sqrt(beta2**s)), beta2**s),
+            eps=base.eps * k / s,
+        )
+
+
+SCALING_RULES: dict[str, _Powers | _HalfLife] = {
+    "half_life": _HalfLife(),
+    "none": _Powers(0, 0, 0),
+    "sqrt": _Powers(0.5, 0.5, 0.5),
+    "sqrt_star": _Powers(0.5, 0, 0.5),
+    "linear": _Powers(1, 0, 1),
+    "n2_lambda": _Powers(0, 2, 0.5),
+    "n2_lambda_table8": _Powers(0, 2, 1),
+    "cowclip": _Powers(0, 1, 0.5),
 }
-"""How each value grows with the batch, as a power of s. `sqrt_star` is DeepFM's variant of `sqrt`; of the empirical
-n^2-lambda rule the paper's text and its Table 8 give different dense exponents; both are offered."""
+"""How each value changes with the batch. `sqrt_star` is DeepFM's variant of `sqrt`; of the empirical n^2-lambda rule
+the paper's text and its Table 8 give different dense exponents; both are offered."""
 
 
 def scale_hyperparameters(
@@ -72,12 +122,7 @@ def scale_hyperparameters(
         ValueError: the rule is unknown or a batch size is below 1.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
-    factors = SCALING_RULES[rule]
-    return Hyperparameters(
-        embedding_lr=base.embedding_lr * s**factors.embedding_lr,
-        dense_lr=base.dense_lr * s**factors.dense_lr,
-        l2=base.l2 * s**factors.l2,
-    )
+    return base if s == 1 else SCALING_RULES[rule].scale(base, s)
 
 
 def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str) -> ClipRule:
@@ -117,7 +162,7 @@ class Preset:
 
 def criteo_preset(batch_size: int) -> Preset:
     """CowClip's settings for Criteo: base 1K, embedding lr 1e-4, dense lr 8e-4, l2 1e-5, r = 1, bound 1e-5."""
-    base = Hyperparameters(embedding_lr=1e-4, dense_lr=8e-4, l2=1e-5)
+    base = Hyperparameters(embedding_lr=1e-4, dense_lr=8e-4, l2=1e-5, eps=1e-7)
     scaled = scale_hyperparameters(base, base_batch_size=1024, batch_size=batch_size, rule="cowclip")
     return Preset(batch_size, scaled, ReferenceCowClip(r=1.0, bound=1e-5))
 
@@ -127,7 +172,7 @@ def avazu_preset(batch_size: int) -> Preset:
 
     At 128K and above the reference deviates from the rule: dense lr 16e-4 and l2 96e-5.
     """
-    base = Hyperparameters(embedding_lr=1e-4, dense_lr=1e-4, l2=1e-5)
+    base = Hyperparameters(embedding_lr=1e-4, dense_lr=1e-4, l2=1e-5, eps=1e-7)
     scaled = scale_hyperparameters(base, base_batch_size=1024, batch_size=batch_size, rule="cowclip")
     if batch_size >= 128 * 1024:
         scaled = replace(scaled, dense_lr=16e-4, l2=96e-5)

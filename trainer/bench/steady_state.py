@@ -126,8 +126,8 @@ def measure(case: Case) -> Measurement:
         assert isinstance(adam, EmbeddingAdam)
         dense = DenseAdam(
             dense_parameters(model),
-            case.config.optimizer,
-            derived_hyperparameters(case.config).dense_lr,
+            derived_hyperparameters(case.config),
+            case.config.optimizer.adam_epsilon,
             warmup_steps=round(case.config.optimizer.warmup_epochs * case.epoch_samples / case.batch_size),
         )
         captured = None if why_not_captured(case.config, schema, process, model, adam) else adam
@@ -194,14 +194,14 @@ def _gradient_size(case: Case, adam: EmbeddingAdam, batch: Batch) -> Tensor:
     Gradients of frequent rows are larger sums, but do not matter, since these rows are never absent for long.
     """
     second, counts = _rows_of(batch, _shards(adam.state_dict()), "exp_avg_sq")
-    return (second[counts == counts.min()].mean(0) / (1 - case.config.optimizer.betas[1])).sqrt().cpu()
+    return (second[counts == counts.min()].mean(0) / (1 - derived_hyperparameters(case.config).betas[1])).sqrt().cpu()
 
 
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
     """Sets the moments and, if there are any, the last steps of all rows to their values after ``steps_before``."""
     adam.steps = case.steps_before
     state = _shards(adam.state_dict())
-    first_decay, second_decay = case.config.optimizer.betas
+    first_decay, second_decay = derived_hyperparameters(case.config).betas
     device = next(iter(state.values())).device
     generator, size = torch.Generator(device).manual_seed(1), size.to(device)
     start = 0

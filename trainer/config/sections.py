@@ -106,14 +106,15 @@ class OptimizerConfig:
         absent_rows: for "adam", the update of rows without an id in the batch. "replay", the default, is the published
             algorithm: L2 and momentum move every row at every step; a row's steps are computed when it is next needed.
             "dense" computes the same at once, at the cost of the whole table. "lazy" skips these steps.
-        base_batch_size: the batch size of the values below.
-        scaling: one of the scaling rules; "none" keeps the values.
+        base_batch_size: the batch size of embedding_lr, dense_lr, l2, betas and eps.
+        scaling: the rule that scales these values to train.batch_size; "none" keeps them. "half_life", the default,
+            keeps the quality of the base batch; "cowclip" is the published rule.
         embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
             kernel.
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
-        betas, eps, adam_epsilon: Adam's values, dense and embedding; `adam_epsilon` selects the position of eps in the
-            formula ("torch" or "keras").
+        betas, eps, adam_epsilon: Adam's values, dense and embedding, betas and eps at the base batch size;
+            `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
         weight_norm_coefficient, lower_bound: for "fbgemm_cowclip", whose limit of a row is
             ``counter * max(weight_norm_coefficient * ||w||, lower_bound)``.
@@ -124,7 +125,7 @@ class OptimizerConfig:
     embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam", "fbgemm_cowclip"] = "adam"
     absent_rows: Literal["replay", "dense", "lazy"] | None = None
     base_batch_size: int = 1024
-    scaling: str = "cowclip"
+    scaling: str = "half_life"
     embedding_lr: float = 1e-4
     dense_lr: float = 8e-4
     l2: float = 1e-5

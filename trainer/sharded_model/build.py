@@ -123,15 +123,15 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 
 def fused_params(config: RunConfig) -> dict[str, Any]:
     """Settings of FBGEMM's fused optimizer, as TorchRec passes them to the tables."""
-    optimizer = config.optimizer
+    optimizer, hyperparameters = config.optimizer, derived_hyperparameters(config)
     params: dict[str, Any] = {
         "optimizer": FUSED_OPTIMIZERS[optimizer.embedding],
-        "learning_rate": derived_hyperparameters(config).embedding_lr,
-        "eps": optimizer.eps,
+        "learning_rate": hyperparameters.embedding_lr,
+        "eps": hyperparameters.eps,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
     if optimizer.embedding == "fbgemm_adam":
-        params |= {"beta1": optimizer.betas[0], "beta2": optimizer.betas[1]}
+        params |= dict(zip(("beta1", "beta2"), hyperparameters.betas, strict=True))
     if optimizer.embedding == "fbgemm_cowclip":
         params["weight_decay_mode"] = WeightDecayMode.COWCLIP
         params["cowclip_regularization"] = CowClipDefinition(
@@ -159,8 +159,8 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
     if config.optimizer.embedding == "adam":
         adam = AdamConfig(
             lr=hyperparameters.embedding_lr,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
+            betas=hyperparameters.betas,
+            eps=hyperparameters.eps,
             adam_epsilon=config.optimizer.adam_epsilon,
             l2=hyperparameters.l2,
             absent_rows=config.optimizer.absent_rows or "replay",
@@ -184,9 +184,11 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
-    """Learning rates and L2 of the run: the base values, scaled by the scaling rule to the batch size."""
+    """Learning rates, L2, betas and eps of the run: the base values, scaled by the scaling rule to the batch size."""
     optimizer = config.optimizer
-    base = Hyperparameters(optimizer.embedding_lr, optimizer.dense_lr, optimizer.l2)
+    base = Hyperparameters(
+        optimizer.embedding_lr, optimizer.dense_lr, optimizer.l2, betas=optimizer.betas, eps=optimizer.eps
+    )
     return scale_hyperparameters(
         base,
         base_batch_size=optimizer.base_batch_size,

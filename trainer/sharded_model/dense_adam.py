@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from cowrec.trainer.config.sections import OptimizerConfig
+from cowrec.sparse_opt import Hyperparameters
 
 _WARMUP_START = 1e-8
 
@@ -22,20 +22,26 @@ class DenseAdam(Adam):
 
     Args:
         parameters: parameters to update, by name; all on one device.
-        config: betas, eps and the form of epsilon, Keras' or torch's.
-        lr: learning rate after the warm-up.
+        hyperparameters: dense_lr, the learning rate after the warm-up, betas and eps.
+        adam_epsilon: form of epsilon, Keras' or torch's.
         warmup_steps: steps of the warm-up; 0 for none.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, lr: float, warmup_steps: int):
-        device = next(iter(parameters.values())).device
-        super().__init__(list(parameters.values()), lr=0.0, betas=config.betas, eps=config.eps, fused=True)
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        hyperparameters: Hyperparameters,
+        adam_epsilon: str,
+        warmup_steps: int,
+    ) -> None:
+        device, betas = next(iter(parameters.values())).device, hyperparameters.betas
+        super().__init__(list(parameters.values()), lr=0.0, betas=betas, eps=hyperparameters.eps, fused=True)
         self._parameters = dict(parameters)
-        self._config, self._lr, self._warmup_steps = config, lr, warmup_steps
+        self._betas, self._lr, self._warmup_steps = betas, hyperparameters.dense_lr, warmup_steps
         self._rate, self._rate_now = torch.zeros((), device=device), 0.0
         for group in self.param_groups:
             group["lr"] = self._rate
-        self._corrects_in_rate = config.adam_epsilon == "keras"
+        self._corrects_in_rate = adam_epsilon == "keras"
         for parameter in self._parameters.values():
             steps = torch.full((), inf if self._corrects_in_rate else 0.0, device=device)
             moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -50,7 +56,7 @@ class DenseAdam(Adam):
         lr = _WARMUP_START + (self._lr - _WARMUP_START) * share if self._warmup_steps else self._lr
         rate = lr
         if self._corrects_in_rate:
-            beta1, beta2 = self._config.betas
+            beta1, beta2 = self._betas
             rate *= sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
         if rate != self._rate_now:
             self._rate.fill_(rate)

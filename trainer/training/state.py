@@ -82,8 +82,12 @@ class TrainState:
         if self.embedding_optimizer is not None and config.clip.rule != "none":
             tables = [spec.name for spec in table_specs(schema, config.id_table)]
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
-        lr = derived_hyperparameters(config).dense_lr
-        self.dense_optimizer = DenseAdam(dense_parameters(self.model), config.optimizer, lr, warmup_steps)
+        self.dense_optimizer = DenseAdam(
+            dense_parameters(self.model),
+            derived_hyperparameters(config),
+            config.optimizer.adam_epsilon,
+            warmup_steps,
+        )
         self.why_not_captured = why_not_captured(config, schema, process, self.model, self.embedding_optimizer)
         self.pipeline = pipeline_of(
             self.model,

@@ -142,9 +142,11 @@ class Trainer:
         uncaptured = (
             f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
         )
+        beta1, beta2 = derived.betas
         return (
             f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: embedding lr"
-            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}{uncaptured}"
+            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}, betas {beta1:g} and"
+            f" {beta2:g}, eps {derived.eps:g}{uncaptured}"
         )
 
     def say(self, text: str) -> None:

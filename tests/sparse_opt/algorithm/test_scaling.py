@@ -1,5 +1,8 @@
 """Scaling rules equal the paper's table, and presets the reference's numbers."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from cowrec.sparse_opt import (
@@ -17,7 +20,7 @@ from cowrec.sparse_opt import (
     scale_hyperparameters,
 )
 
-BASE = Hyperparameters(embedding_lr=1e-4, dense_lr=8e-4, l2=1e-5)
+BASE = Hyperparameters(embedding_lr=1e-4, dense_lr=8e-4, l2=1e-5, betas=(0.9, 0.999), eps=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,38 @@ def test_rules(rule: str, embedding_lr: float, l2: float, dense_lr: float) -> No
     assert scaled.embedding_lr == pytest.approx(embedding_lr * 1e-4, rel=1e-12)
     assert scaled.l2 == pytest.approx(l2 * 1e-5, rel=1e-12)
     assert scaled.dense_lr == pytest.approx(dense_lr * 8e-4, rel=1e-12)
+    assert (scaled.betas, scaled.eps) == (BASE.betas, BASE.eps)
+
+
+def second_moment(values: Hyperparameters, gradients: np.ndarray) -> float:
+    """Root of Adam's second moment after the gradients of some steps, from zero."""
+    moment = 0.0
+    for gradient in gradients:
+        moment = values.betas[1] * moment + (1 - values.betas[1]) * gradient**2
+    return moment**0.5
+
+
+@pytest.mark.parametrize("s", [1 / 8, 1 / 2, 2, 8, 128, 512, 1024, 4096])
+def test_half_life_keeps_what_a_sample_does_to_a_rare_row(s: float) -> None:
+    """The gradient of one occurrence is 1/s of the base batch's, for the loss is the mean over s times the samples."""
+    scaled = scale_hyperparameters(BASE, base_batch_size=4096, batch_size=round(4096 * s), rule="half_life")
+    (_, slow), (beta1, beta2) = BASE.betas, scaled.betas
+    assert scaled.l2 == BASE.l2
+    assert np.log(beta2) == pytest.approx(s * np.log(slow), rel=1e-9)  # the half-life in samples
+    before, after = second_moment(BASE, np.ones(1)), second_moment(scaled, np.ones(1) / s)
+    for key in ("embedding_lr", "dense_lr"):  # the first movement, relative to the first moment
+        moves = getattr(scaled, key) / s / after
+        assert moves == pytest.approx(getattr(BASE, key) / before, rel=1e-9)
+    assert scaled.eps / after == pytest.approx(BASE.eps / before, rel=1e-9)
+    assert beta1 < min(beta2**0.5, BASE.betas[0] + 1e-12)
+
+
+def test_half_life_is_square_root_scaling_within_the_memory_of_adam() -> None:
+    scaled = scale_hyperparameters(BASE, base_batch_size=1024, batch_size=4096, rule="half_life")
+    assert scaled.embedding_lr == pytest.approx(2e-4, rel=2e-3)
+    assert scaled.eps == pytest.approx(5e-8, rel=2e-3)
+    forgetful = replace(BASE, betas=(0.9, 0.0))
+    assert scale_hyperparameters(forgetful, base_batch_size=1, batch_size=9, rule="half_life").dense_lr == 8e-4
 
 
 def test_every_rule_is_the_identity_at_the_base_batch() -> None:
@@ -55,15 +90,15 @@ def test_presets_are_the_references() -> None:
     avazu = PRESETS["avazu"]
     assert avazu(2048).clip == ReferenceCowClip(r=10.0, bound=1e-3)
     assert avazu(4096).clip == ReferenceCowClip(r=1.0, bound=1e-4)
-    assert avazu(1024).hyperparameters == Hyperparameters(1e-4, 1e-4, 1e-5)
+    assert avazu(1024).hyperparameters == Hyperparameters(1e-4, 1e-4, 1e-5, eps=1e-7)
     assert avazu(64 * 1024).hyperparameters.dense_lr == pytest.approx(8e-4, rel=1e-12)
-    assert avazu(128 * 1024).hyperparameters == Hyperparameters(1e-4, 16e-4, 96e-5)
+    assert avazu(128 * 1024).hyperparameters == Hyperparameters(1e-4, 16e-4, 96e-5, eps=1e-7)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rule": "cowclop"}, "scaling rule must be one of none, sqrt, .*got 'cowclop'"),
+        ({"rule": "cowclop"}, "scaling rule must be one of half_life, none, .*got 'cowclop'"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"base_batch_size": -1}, "base_batch_size must be at least 1, got -1"),
     ],
@@ -74,9 +109,13 @@ def test_refuses(change: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_refuses_invalid_rates(value: float) -> None:
+def test_refuses_invalid_values(value: float) -> None:
     with pytest.raises(ValueError, match="dense_lr must be >= 0 and finite"):
         Hyperparameters(1e-4, value, 0.0)
+    with pytest.raises(ValueError, match="betas must be two numbers in"):
+        Hyperparameters(1e-4, 1e-4, 0.0, betas=(0.9, value))
+    with pytest.raises(ValueError, match="eps must be > 0 and finite"):
+        Hyperparameters(1e-4, 1e-4, 0.0, eps=value)
 
 
 def test_constant_thresholds_grow_with_the_root_of_the_batch() -> None:

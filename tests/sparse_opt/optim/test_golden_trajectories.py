@@ -23,11 +23,11 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch
-from cowrec.sparse_opt import AdamConfig, ClipRule, EmbeddingAdam, NoClip, ReferenceCowClip, clip_rows
+from cowrec.sparse_opt import AdamConfig, ClipRule, EmbeddingAdam, Hyperparameters, NoClip, ReferenceCowClip, clip_rows
 from cowrec.sparse_opt.algorithm.adam import adam_scalars
 from cowrec.sparse_opt.kernels.dense_adam import dense_adam_
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import OptimizerConfig, ShardingConfig
+from cowrec.trainer.config.sections import ShardingConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
@@ -66,8 +66,8 @@ def adam_config(golden: Golden, absent_rows: str) -> AdamConfig:
 
 def dense_adam(golden: Golden, parameters: dict[str, nn.Parameter]) -> DenseAdam:
     adam = adam_config(golden, "dense")
-    config = OptimizerConfig(betas=adam.betas, eps=adam.eps, adam_epsilon="keras")
-    return DenseAdam(parameters, config, float(golden["hp/lr"]), int(golden["hp/warmup_steps"]))
+    values = Hyperparameters(adam.lr, float(golden["hp/lr"]), adam.l2, betas=adam.betas, eps=adam.eps)
+    return DenseAdam(parameters, values, "keras", int(golden["hp/warmup_steps"]))
 
 
 def train_task(golden: Golden, model: nn.Module, world_size: int = 1) -> TrainTask:

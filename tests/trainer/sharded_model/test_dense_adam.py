@@ -7,21 +7,23 @@ import pytest
 import torch
 from torch import nn
 
-from cowrec.trainer.config.sections import OptimizerConfig
+from cowrec.sparse_opt import Hyperparameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.tables import _BLOCK_ROWS, _fill_shard
 
 
-def plain_adam(weights: np.ndarray, grads: list, lr: float, warmup_steps: int, config: OptimizerConfig) -> np.ndarray:
+def plain_adam(
+    weights: np.ndarray, grads: list, warmup_steps: int, config: Hyperparameters, epsilon: str
+) -> np.ndarray:
     """Adam in float64, step by step, by the formulas of Keras (epsilon outside the correction) and of torch."""
-    beta1, beta2 = config.betas
+    (beta1, beta2), lr = config.betas, config.dense_lr
     w, m, v = weights.astype(np.float64), np.zeros(weights.shape), np.zeros(weights.shape)
     for k, grad in enumerate(grads):
         rate = lr if k >= warmup_steps else 1e-8 + (lr - 1e-8) * k / warmup_steps
         m = beta1 * m + (1 - beta1) * grad
         v = beta2 * v + (1 - beta2) * grad**2
         first, second = 1 - beta1 ** (k + 1), 1 - beta2 ** (k + 1)
-        if config.adam_epsilon == "keras":
+        if epsilon == "keras":
             w = w - rate * math.sqrt(second) / first * m / (np.sqrt(v) + config.eps)
         else:
             w = w - rate * (m / first) / (np.sqrt(v / second) + config.eps)
@@ -35,27 +37,26 @@ def test_dense_adam_equals_the_reference(epsilon: str, warmup_steps: int) -> Non
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=40) * 10 ** rng.uniform(-8, 0, 40) for _ in range(7)]
     weights = rng.normal(size=40).astype(np.float32)
-    config = OptimizerConfig(eps=1e-5, adam_epsilon=epsilon, betas=(0.8, 0.99))
+    config = Hyperparameters(0.0, 0.1, 0.0, betas=(0.8, 0.99), eps=1e-5)
     parameter = nn.Parameter(torch.from_numpy(weights.copy()))
-    optimizer = DenseAdam({"weight": parameter}, config, lr=0.1, warmup_steps=warmup_steps)
+    optimizer = DenseAdam({"weight": parameter}, config, epsilon, warmup_steps)
     for step, grad in enumerate(grads):
         optimizer.prepare(step)
         parameter.grad = torch.from_numpy(grad.astype(np.float32))
         optimizer.step()
-    expected = plain_adam(weights, grads, 0.1, warmup_steps, config)
+    expected = plain_adam(weights, grads, warmup_steps, config, epsilon)
     np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=2e-6)
 
 
 def test_the_two_forms_of_epsilon_differ() -> None:
-    grads, weights = [np.full(1, 1e-6)] * 2, np.zeros(1)
-    keras = plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, adam_epsilon="keras"))
-    torchs = plain_adam(weights, grads, 0.1, 0, OptimizerConfig(eps=1e-7, adam_epsilon="torch"))
+    grads, weights, config = [np.full(1, 1e-6)] * 2, np.zeros(1), Hyperparameters(0.0, 0.1, 0.0, eps=1e-7)
+    keras, torchs = (plain_adam(weights, grads, 0, config, epsilon) for epsilon in ("keras", "torch"))
     assert abs(keras[0]) < 0.5 * abs(torchs[0])
 
 
 @pytest.mark.parametrize("epsilon", ["keras", "torch"])
 def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
-    config, grads = OptimizerConfig(eps=1e-5, adam_epsilon=epsilon), torch.randn(6, 40)
+    config, grads = Hyperparameters(0.0, 0.1, 0.0, eps=1e-5), torch.randn(6, 40)
 
     def train(parameter: nn.Parameter, optimizer: DenseAdam, steps: range) -> None:
         for step in steps:
@@ -64,7 +65,7 @@ def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
             optimizer.step()
 
     through, first, second = (nn.Parameter(torch.ones(40)) for _ in range(3))
-    one, two, three = (DenseAdam({"w": each}, config, 0.1, 4) for each in (through, first, second))
+    one, two, three = (DenseAdam({"w": each}, config, epsilon, 4) for each in (through, first, second))
     train(through, one, range(6))
     train(first, two, range(3))
     with torch.no_grad():
@@ -77,14 +78,15 @@ def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
 
 def test_a_step_is_capturable_during_a_capture_alone() -> None:
     """torch warns of steps that are capturable but not captured."""
-    optimizer = DenseAdam({"w": nn.Parameter(torch.ones(3))}, OptimizerConfig(), lr=0.1, warmup_steps=0)
+    optimizer = DenseAdam({"w": nn.Parameter(torch.ones(3))}, Hyperparameters(0.0, 0.1, 0.0), "torch", warmup_steps=0)
     with optimizer.capturing():
         assert optimizer.param_groups[0]["capturable"]
     assert not optimizer.param_groups[0]["capturable"]
 
 
 def test_learning_rate_rises_then_stays_constant() -> None:
-    optimizer = DenseAdam({"weight": nn.Parameter(torch.zeros(1))}, OptimizerConfig(), lr=0.1, warmup_steps=10)
+    weight, config = nn.Parameter(torch.zeros(1)), Hyperparameters(0.0, 0.1, 0.0)
+    optimizer = DenseAdam({"weight": weight}, config, "torch", warmup_steps=10)
     assert [optimizer.prepare(step) for step in (0, 5, 10, 99)] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
 
 
