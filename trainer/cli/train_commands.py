@@ -83,7 +83,10 @@ def sweep(
         Path | None,
         typer.Option("--output", "-o", help="Folder of the sweep; an interrupted sweep continues. [sweeps/NAME]"),
     ] = None,
-    rules: Annotated[str, typer.Option(help="Scaling rules, separated by commas.")] = "cowclip,linear,none",
+    rules: Annotated[
+        str | None,
+        typer.Option(help="Scaling rules, separated by commas. [the TOML file's rule, and cowclip,linear,none]"),
+    ] = None,
     clip: Annotated[str, typer.Option(help="on (the TOML file's clip rule), off, or both.")] = "on,off",
     seeds: Annotated[int, typer.Option(help="Runs of each combination; seeds count up from train.seed.")] = 3,
     overrides: Overrides = None,
@@ -94,16 +97,20 @@ def sweep(
 
     Example: `cowrec sweep scripts/configs/criteo.toml --data data/criteo --batch-sizes 1K,8K,64K`
     """
-    from cowrec.trainer.sweep.grid import Grid
-    from cowrec.trainer.sweep.plot import PLOT, plot, table
+    from cowrec.trainer.sweep.grid import Grid, default_rules
+    from cowrec.trainer.sweep.plot import PLOT, plot
     from cowrec.trainer.sweep.sweep import sweep as run
+    from cowrec.trainer.sweep.table import table
 
     if launched_world_size() > 1:
         raise ValueError("sweep starts its own processes; start it without torchrun")
-    grid = Grid(
-        [parse_batch_size(each) for each in parse_list(batch_sizes)], parse_list(rules), parse_list(clip), seeds
-    )
     loaded, data_dir = load_run(config, overrides, data)
+    grid = Grid(
+        [parse_batch_size(each) for each in parse_list(batch_sizes)],
+        default_rules(loaded) if rules is None else parse_list(rules),
+        parse_list(clip),
+        seeds,
+    )
     folder = output or Path("sweeps") / config.stem
     lines = run(loaded, data_dir, folder, grid)
     print(f"{table(lines)}\n\n{folder}, plot: {plot(lines, folder / PLOT)}")

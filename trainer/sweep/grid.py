@@ -38,6 +38,15 @@ class Cell:
         )
 
 
+COMPETITORS = ("cowclip", "linear", "none")
+"""Scaling rules with which a configuration's own rule is compared unless others are asked for."""
+
+
+def default_rules(config: RunConfig) -> list[str]:
+    """The configuration's scaling rule and its main competitors."""
+    return list(dict.fromkeys((config.optimizer.scaling, *COMPETITORS)))
+
+
 @dataclass(frozen=True)
 class Grid:
     """Values that a sweep varies; each combination is one run.

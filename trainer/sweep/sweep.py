@@ -29,7 +29,9 @@ from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 from cowrec.trainer.sharded_model.build import derived_hyperparameters
 from cowrec.trainer.training.loop import train
 
+from .comparison import too_few_steps
 from .grid import Cell, Grid
+from .table import few_steps_warning
 
 RESULTS, RUNS = "sweep.jsonl", "runs"
 
@@ -46,7 +48,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     Returns:
         The grid's lines: rule, batch_size, clip, seed; auc and logloss (of the last epoch), best_epoch_auc, steps,
         epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), best_possible, or error
-        instead of these; the derived hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
+        instead of these; base_batch_size, the derived hyperparameters, the SHA-256 of ``config.toml``, versions,
+        hardware, commit.
 
     Raises:
         ValueError: settings that cannot work, or a folder with another configuration or other files.
@@ -64,8 +67,9 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
         for number, cell in enumerate(cells, 1):
             if _find(lines, cell):
                 continue
-            print(f"\nrun {number} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
             same = _same_run(lines, cell, config.optimizer.base_batch_size)
+            is_same = f" is {same['rule']}'s run: all rules are equal at the base batch size" if same else ""
+            print(f"\nrun {number} of {len(cells)}: {cell.name}{is_same}", file=sys.stderr, flush=True)
             result = same or _trained(cell.config(config), output / RUNS / cell.name)
             lines.append({**result, **dataclasses.asdict(cell), "config_sha256": config_hash})
             _write_lines(output / RESULTS, lines)
@@ -81,6 +85,7 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     what = {
         "model": config.model.name,
         "data": Path(config.data.dir).name,
+        "base_batch_size": config.optimizer.base_batch_size,
         **dataclasses.asdict(derived_hyperparameters(config)),
     }
     if error is not None:
@@ -179,4 +184,7 @@ def _in_short(line: dict[str, Any]) -> str:
     if "error" in line:
         return f"failed: {line['error']}"
     shown = {key: float("nan") if line[key] is None else line[key] for key in ("auc", "logloss", "samples_per_second")}
-    return "AUC {auc:.4f}  logloss {logloss:.4f}  {samples_per_second:,.0f} samples/s".format(**shown)
+    text = "AUC {auc:.4f}  logloss {logloss:.4f}  {samples_per_second:,.0f} samples/s".format(**shown)
+    size, steps = line["batch_size"], line["steps"]
+    few = too_few_steps(size, steps, line.get("base_batch_size"))
+    return f"{text}\n{few_steps_warning(size, steps)}" if few else text

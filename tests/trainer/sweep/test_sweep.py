@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import Interrupted
-from cowrec.trainer.sweep.grid import Grid
-from cowrec.trainer.sweep.plot import plot, table
+from cowrec.trainer.sweep.grid import Grid, default_rules
+from cowrec.trainer.sweep.plot import plot
 from cowrec.trainer.sweep.sweep import sweep
+from cowrec.trainer.sweep.table import table
 from cowrec.trainer.training.loop import train
 from trainer_cases import config_file, make_data
 
@@ -62,7 +61,7 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     for same in ("auc", "logloss", "steps", "versions", "device", "threads", "git_commit", "best_possible"):
         assert line[same] == alone[same]
     assert line["steps"] == 2 * 3
-    assert line["epochs"] == 2
+    assert (line["epochs"], line["base_batch_size"]) == (2, 51)
     assert line["best_epoch_auc"] == max(epoch["auc"] for epoch in alone["epochs"])
     assert line["clipped"] == alone["clip_statistics"]["clipped"] > 0
     derived = {name: line[name] for name in ("embedding_lr", "dense_lr", "l2")}
@@ -218,25 +217,6 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
     assert plot([line], tmp_path / "empty.png").exists()
 
 
-def test_table_and_plot_show_mean_and_spread(tmp_path: Path) -> None:
-    shared = {"model": "deepfm", "data": "clicks", "device": "a CPU", "best_possible": {"auc": 0.9, "logloss": 0.3}}
-    aucs = {(8192, "on"): [0.81, 0.82, 0.84], (8192, "off"): [0.7], (100, "on"): [0.8, 0.8, 0.8]}
-    lines = [
-        {**shared, "rule": "cowclip", "batch_size": size, "clip": clip, "seed": seed, "auc": auc, "logloss": 1 - auc}
-        for (size, clip), values in aucs.items()
-        for seed, auc in enumerate(values)
-    ]
-    head, on, off = table(lines).split("\n\n")[0].splitlines()
-    assert head.split() == ["test", "AUC", "(%)", "100", "8K"]
-    mean, spread = np.mean(aucs[8192, "on"]), np.std(aucs[8192, "on"], ddof=1)
-    assert on.split("  ")[-1] == f"{100 * mean:.2f} ± {100 * spread:.2f}"
-    assert "80.00 ± 0.00" in on
-    assert off.split() == ["cowclip,", "clip", "off", "failed", "70.00", "(1", "of", "3)"]
-    image = plt.imread(plot(lines, tmp_path / "sweep.png"))
-    assert min(image.shape[:2]) > 400
-    assert image.std() > 0
-
-
 def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     monkeypatch.setattr(sys, "argv", ["cowrec", "sweep", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
@@ -252,10 +232,18 @@ def test_the_command_prints_the_table(
     assert cli(monkeypatch, *arguments, "--rules", "cowclip,linear", "--seeds", "1") == 0
     captured = capsys.readouterr()
     assert captured.err == "", "something was trained again"
+    assert "warning: batch 102 has 6 steps, below 200: too few steps to judge a rule\n" in captured.out
     (line,) = [line for line in lines_of(folder / "grid") if key(line) == ("cowclip", 102, "on", 0)]
     assert f"{100 * line['auc']:.2f}" in captured.out
     assert captured.out.endswith(f"plot: {folder}/grid/sweep.png\n")
     assert (folder / "grid" / "sweep.png").exists()
+
+
+def test_the_default_rules_include_the_configurations_own(folder: Path) -> None:
+    config = load_config(folder / "run.toml", [])
+    assert default_rules(config) == ["cowclip", "linear", "none"]
+    own = load_config(folder / "run.toml", ["optimizer.scaling=sqrt_star"])
+    assert default_rules(own) == ["sqrt_star", "cowclip", "linear", "none"]
 
 
 REFUSED = {
