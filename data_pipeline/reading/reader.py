@@ -6,7 +6,7 @@ Sizes: G samples of a global batch, W ranks.
 """
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,7 @@ from cowrec.data_pipeline.dataset.shards import load_shards
 
 from .memory import check_fits
 from .prefetch import prefetched
+from .row_range import parts_within, positions
 from .shuffle import Window, epoch_windows, rank_slice
 
 WINDOW_ROWS = 1 << 20
@@ -41,13 +42,14 @@ class Reader:
     Args:
         data_dir: a folder written by `prepare` or `synthesize`.
         split: "train" or "test".
+        rows: the samples of the split to read, a range of their stored order; by default all.
         batch_size: G, the global batch size; each rank gets a contiguous slice.
         rank, world_size: rank r takes samples [r * G // W, (r + 1) * G // W) of each global batch.
         shuffle: use a new order every epoch, across shards and within windows; otherwise the stored order.
         seed: seed of the shuffle.
         drop_last: drop the last global batch if it is short. For evaluation, keep it.
         device: device of the batches.
-        resident: store the entire split on `device` and gather batches there.
+        resident: store the samples on `device` and gather batches there.
         window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
 
     Raises:
@@ -60,6 +62,7 @@ class Reader:
         split: str,
         *,
         batch_size: int,
+        rows: range | None = None,
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = False,
@@ -81,7 +84,12 @@ class Reader:
         self.split = split
         self.batch_size = batch_size
         self.device = torch.device(device)
-        self._size = self.schema.split(split)
+        size = self.schema.split(split)
+        rows = range(size.rows) if rows is None else rows
+        if rows.step != 1 or not 0 <= rows.start <= rows.stop <= size.rows:
+            raise ValueError(f"rows must be a range within the {size.rows:,} samples of the {split} split, got {rows}")
+        self._parts = parts_within(size.shards, rows.start, rows.stop)
+        self._sizes = [part.samples for part in self._parts]
         self._data_dir = Path(data_dir)
         self._rank, self._world_size = rank, world_size
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
@@ -93,19 +101,20 @@ class Reader:
 
     @property
     def num_rows(self) -> int:
-        """Samples of the split over all ranks; with `drop_last`, an epoch may yield fewer."""
-        return self._size.rows
+        """Samples of an epoch over all ranks; with `drop_last`, an epoch may yield fewer."""
+        return sum(self._sizes)
 
     def make_resident(self) -> None:
-        """Loads the entire split and stores it on the device, from where all later epochs take their batches.
+        """Loads the shards of the samples and stores them on the device, where all later epochs take their batches.
 
         Raises:
             ValueError: the split does not fit, or a shard is missing or damaged.
         """
         check_fits(self.schema, self.split, self.device)
-        windows = epoch_windows(self._size.shards, self._window_rows, shuffle=False, seed=0, epoch=0)
-        parts = ((each.start, load_shards(self._data_dir, self.schema, self.split, each.shards)) for each in windows)
-        self._resident_block = SampleBlock.assemble(self.schema, self.num_rows, parts, self.device)
+        starts = self._starts(range(len(self._parts)))
+        windows = epoch_windows(self._sizes, self._window_rows, shuffle=False, seed=0, epoch=0)
+        parts = ((starts[each.shards[0]], self._load(each)) for each in windows)
+        self._resident_block = SampleBlock.assemble(self.schema, starts[-1], parts, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -193,26 +202,36 @@ class Reader:
         return rank_slice(step, self.batch_size, self.num_rows, self._rank, self._world_size)
 
     def _windows(self, epoch: int, start_step: int) -> list[Window]:
-        windows = epoch_windows(
-            self._size.shards, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch
-        )
+        windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
         first, end = start_step * self.batch_size, len(self) * self.batch_size
         return [each for each in windows if each.stop > first and each.start < end]
 
     def _streamed(self, epoch: int, start_step: int) -> Windows:
         def load() -> Windows:
             for window in self._windows(epoch, start_step):
-                block = load_shards(self._data_dir, self.schema, self.split, window.shards)
-                yield window, block, self._order(window, block.label.device)
+                block = self._load(window)
+                yield window, block, self._order(window, self._starts(window.shards), block.label.device)
 
         return prefetched(load, capacity=1)
 
     def _resident(self, epoch: int, start_step: int) -> Windows:
         assert self._resident_block is not None
-        starts, device = [0, *accumulate(self._size.shards)], self._resident_block.label.device
+        starts, device = self._starts(range(len(self._parts))), self._resident_block.label.device
         for window in self._windows(epoch, start_step):
-            shards = [torch.arange(starts[each], starts[each + 1], device=device) for each in window.shards]
-            yield window, self._resident_block, torch.cat(shards)[self._order(window, device)]
+            first = [starts[each] for each in window.shards]
+            yield window, self._resident_block, self._order(window, first, device)
 
-    def _order(self, window: Window, device: torch.device) -> torch.Tensor:
-        return window.keyed_order(device) if self._keyed_order else torch.from_numpy(window.order())
+    def _load(self, window: Window) -> SampleBlock:
+        """Loads the complete shards of a window's parts."""
+        numbers = tuple(self._parts[each].number for each in window.shards)
+        return load_shards(self._data_dir, self.schema, self.split, numbers)
+
+    def _starts(self, parts: Sequence[int]) -> list[int]:
+        """Returns where the complete shards of parts start in a block of them, and where the last one ends."""
+        return [0, *accumulate(self._parts[each].shard_samples for each in parts)]
+
+    def _order(self, window: Window, starts: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Returns the index for each position of the window in a block whose shards start at `starts`."""
+        order = window.keyed_order(device) if self._keyed_order else torch.from_numpy(window.order())
+        parts = [self._parts[each] for each in window.shards]
+        return positions(parts, starts[: len(parts)], device)[order.to(device)]

@@ -45,6 +45,16 @@ class RunConfig:
                 f'optimizer.embedding = "fbgemm_cowclip" does its own clipping, not clip.rule = {self.clip.rule!r};'
                 ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
             )
+        if self.train.patience and not self.train.validation_fraction:
+            raise ValueError(
+                f"train.patience = {self.train.patience} needs validation samples; set train.validation_fraction, for"
+                " example to 0.1"
+            )
+        if self.train.patience and self.checkpoint.keep_best == "none":
+            raise ValueError(
+                f"train.patience = {self.train.patience} needs the best epoch's checkpoint; set checkpoint.keep_best to"
+                ' "logloss" or "auc", which patience then looks at'
+            )
         replays = self.optimizer.embedding == "adam" and self.optimizer.absent_rows in (None, "replay")
         if replays and self.clip.build().scope != "row":
             raise ValueError(

@@ -36,7 +36,11 @@ class TrainConfig:
     Attributes:
         batch_size: samples per step over all processes.
         eval_batch_size: the same at evaluation.
-        epochs: passes over the training set.
+        epochs: passes over the training set; at most, with `patience`.
+        validation_fraction: share of the training split, its last samples in the stored order, that is kept out of
+            training and measured after each epoch; 0: none.
+        patience: epochs without a better validation quality, that of checkpoint.keep_best, after which training ends;
+            report and later commands then use the best epoch. 0: never.
         seed: seed of initial values and shuffling.
         device: "auto" is CUDA on a machine with a GPU, else the CPU.
         drop_last: leave out the short last batch of an epoch.
@@ -53,6 +57,8 @@ class TrainConfig:
     batch_size: int = 1024
     eval_batch_size: int = 16384
     epochs: int = 10
+    validation_fraction: float = 0.0
+    patience: int = 0
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drop_last: bool = False
@@ -68,6 +74,9 @@ class TrainConfig:
         _require(
             "train.timeout_seconds", self.timeout_seconds, 1 <= self.timeout_seconds < inf, "at least 1 and finite"
         )
+        fraction = self.validation_fraction
+        _require("train.validation_fraction", fraction, 0 <= fraction < 1, "at least 0 and below 1")
+        _require("train.patience", self.patience, self.patience >= 0, "at least 0")
         _require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
 
 
@@ -78,7 +87,8 @@ class CheckpointConfig:
     Attributes:
         every_steps: steps between two checkpoints within an epoch; 0: only the one after each epoch.
         keep_last: number of latest checkpoints to keep.
-        keep_best: also keep the checkpoint after the epoch with the best test "auc" or "logloss".
+        keep_best: also keep the checkpoint after the epoch with the best "auc" or "logloss" of the validation samples,
+            or of the test split where train.validation_fraction = 0.
         asynchronous: train while a checkpoint is written, which needs memory for a copy of tables and moments.
     """
 

@@ -6,8 +6,9 @@ step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp ...    
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ class Progress:
     samples: int = 0
     seconds: float = 0.0
     clip: dict[str, list[int]] = field(default_factory=dict)
+
+
+def best_epoch(epochs: Sequence[dict[str, Any]], metric: str) -> dict[str, Any] | None:
+    """The first epoch with the best "auc" or "logloss": of the validation samples if there are any, else of the test
+    split. None if no epoch has a finite value."""
+    sign = 1 if metric == "auc" else -1
+    values = [(each.get(f"validation_{metric}", each[metric]), each) for each in epochs]
+    known = [(sign * value, each) for value, each in values if value is not None and isfinite(value)]
+    return max(known, key=lambda pair: pair[0])[1] if known else None
 
 
 def unfinished(folder: Path, step: int) -> Path:
@@ -108,6 +118,21 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progr
     return None
 
 
+def best_intact(folder: Path, metric: str, say: Callable[[str], None]) -> tuple[Path, Progress] | None:
+    """The checkpoint after the best epoch of the newest intact one's run; the newest itself before the first epoch has
+    ended, and where the best one is damaged. Otherwise as :func:`newest_intact`."""
+    newest = newest_intact(folder, say)
+    best = best_epoch(newest[1].epochs, metric) if newest else None
+    if newest is None or best is None or best["step"] == newest[1].step:
+        return newest
+    path = folder / checkpoint_name(best["step"])
+    try:
+        return path, _verified(path)
+    except Damaged as error:
+        say(f"{error}; taking {newest[0]} instead of the checkpoint of the best epoch")
+        return newest
+
+
 def _verified(path: Path) -> Progress:
     """Verifies sizes and checksums of a checkpoint's files and returns its progress; raises Damaged."""
     manifest = _manifest(path)
@@ -149,13 +174,13 @@ def _prune(folder: Path, keep: CheckpointConfig) -> None:
 
 def _best(found: list[Path], metric: str) -> list[Path]:
     """Checkpoint after the epoch with the best result so far, if it still exists."""
-    sign = 1 if metric == "auc" else -1
-    results: dict[Path, float] = {}
+    results: dict[Path, dict[str, Any]] = {}
     for path in found:
         try:
             progress = Progress(**_manifest(path)["progress"])
         except ValueError:
             continue
-        if progress.epochs and progress.epoch_step == 0 and progress.epochs[-1][metric] is not None:
-            results[path] = sign * progress.epochs[-1][metric]
-    return [max(results, key=lambda path: results[path])] if results else []
+        if progress.epochs and progress.epoch_step == 0:
+            results[path] = progress.epochs[-1]
+    best = best_epoch(list(results.values()), metric)
+    return [path for path, result in results.items() if result is best]

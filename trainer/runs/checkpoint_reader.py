@@ -19,13 +19,21 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from cowrec.trainer.runtime.processes import Process, on_first
 
-from .checkpoint_folder import Progress, newest_intact
+from .checkpoint_folder import Progress, best_intact, newest_intact
 
 
-def newest_checkpoint(folder: Path, process: Process, say: Callable[[str], None]) -> tuple[Path, Progress] | None:
+def newest_checkpoint(
+    folder: Path, process: Process, say: Callable[[str], None], best_by: str | None = None
+) -> tuple[Path, Progress] | None:
     """Newest intact checkpoint of a run; None where there is none. All processes call together.
 
     The first process verifies the files for all.
+
+    Args:
+        folder: of the run's checkpoints.
+        process: this process.
+        say: receives a message for each checkpoint that is skipped.
+        best_by: "auc" or "logloss": the checkpoint of the best epoch instead of the newest.
 
     Raises:
         ValueError: all checkpoints are damaged, or one is of another format.
@@ -33,7 +41,7 @@ def newest_checkpoint(folder: Path, process: Process, say: Callable[[str], None]
     found: list[tuple[Path, Progress] | None] = [None]
 
     def look() -> None:
-        found[0] = newest_intact(folder, say)
+        found[0] = best_intact(folder, best_by, say) if best_by else newest_intact(folder, say)
 
     on_first(process, look)
     dist.broadcast_object_list(found, src=0)

@@ -55,6 +55,8 @@ def require_own(path: Path, config: RunConfig) -> None:
     saved, given = to_plain(load_config(path / CONFIG)), to_plain(config)
     for section, keys in _MAY_CHANGE.items():
         for key in keys:
+            if key == "keep_best" and config.train.patience:
+                continue  # it chooses the epoch that the run reports
             saved.get(section, {}).pop(key, None)
             given.get(section, {}).pop(key, None)
     different = first_difference(saved, given)

@@ -46,7 +46,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     checkpoints and vocabularies.
 
     Returns:
-        The grid's lines: rule, batch_size, clip, seed; auc and logloss (of the last epoch), best_epoch_auc, steps,
+        The grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, steps,
         epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), best_possible, or error
         instead of these; base_batch_size, the derived hyperparameters, the SHA-256 of ``config.toml``, versions,
         hardware, commit.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -12,8 +13,22 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
 
-def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tuple[Reader, Reader]:
-    """Opens readers of the training split, shuffled, and of the test split. Both stream.
+class Readers(NamedTuple):
+    """Readers of a training run.
+
+    Attributes:
+        train: the training samples, shuffled.
+        validation: the last samples of the training split, which are not trained on; None without them.
+        test: the test split.
+    """
+
+    train: Reader
+    validation: Reader | None
+    test: Reader
+
+
+def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Readers:
+    """Opens the readers of a run. All stream.
 
     Raises:
         ValueError: the folder is not a data set, or a split cannot be trained on or evaluated.
@@ -22,8 +37,16 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tup
     for split in ("train", "test"):
         require_labels(schema, split, data_dir)
     reader = partial(Reader, data_dir, rank=process.rank, world_size=process.world_size, device=process.device)
+    rows = schema.split("train").rows
+    validation_rows = round(rows * config.train.validation_fraction)
+    if config.train.validation_fraction and not 0 < validation_rows < rows:
+        raise ValueError(
+            f"train.validation_fraction = {config.train.validation_fraction} of {rows:,} training samples is"
+            f" {validation_rows:,}; choose one that leaves samples on both sides"
+        )
     train = reader(
         "train",
+        rows=range(rows - validation_rows),
         batch_size=config.train.batch_size,
         shuffle=True,
         seed=config.train.seed,
@@ -35,7 +58,9 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> tup
             f"train.drop_last leaves nothing of {train.num_rows:,} training samples at train.batch_size ="
             f" {config.train.batch_size}; set train.drop_last = false or lower train.batch_size"
         )
-    return train, reader("test", batch_size=config.train.eval_batch_size)
+    evaluation = partial(reader, batch_size=config.train.eval_batch_size)
+    validation = evaluation("train", rows=range(rows - validation_rows, rows)) if validation_rows else None
+    return Readers(train, validation, evaluation("test"))
 
 
 def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:

@@ -33,17 +33,17 @@ class Quality:
 
 
 def evaluate(state: TrainState, reader: Reader) -> Quality:
-    """Measures AUC and logloss over a labelled split; all processes call together and get the same numbers."""
-    split = reader.schema.split(reader.split)
+    """Measures AUC and logloss over a reader's samples; all processes call together and get the same numbers."""
     auc = BinaryAUROC(thresholds=None, validate_args=False).to(reader.device)
-    logloss = MeanMetric().set_dtype(torch.float64).to(reader.device)
+    logloss, clicks = (MeanMetric().set_dtype(torch.float64).to(reader.device) for _ in range(2))
     for logits, label in predictions(state, reader):
         # Called even if this process has no samples: a metric that was never updated skips the final gathering, and the
         # other processes would wait for it.
+        clicks.update(label)
         auc.update(logits.double().sigmoid(), label.long())
         logloss.update(F.binary_cross_entropy_with_logits(logits.double(), label.double(), reduction="none"))
-    one_class = split.positives in (0, split.rows)
-    return Quality(nan if one_class else auc.compute().item(), logloss.compute().item(), split.rows)
+    one_class = clicks.compute().item() in (0, 1)
+    return Quality(nan if one_class else auc.compute().item(), logloss.compute().item(), reader.num_rows)
 
 
 def predictions(state: TrainState, reader: Reader) -> Iterator[tuple[Tensor, Tensor]]:

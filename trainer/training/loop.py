@@ -9,8 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cowrec.data_pipeline import Reader
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.checkpoint_folder import Progress, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.run_dir import write_report
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
@@ -19,7 +20,7 @@ from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .dataloading import even_slices, keep_resident, training_readers
-from .evaluation import evaluate
+from .evaluation import Quality, evaluate
 from .trainer import Trainer, require_run_dir
 from .warm_start import warm_start
 
@@ -61,7 +62,9 @@ class _EpochRun:
 
     def __init__(self, config: RunConfig, run_dir: Path, process: Process) -> None:
         self.config, self.process = config, process
-        self.train_reader, self.test_reader = training_readers(config, Path(config.data.dir), process)
+        self.train_reader, self.validation_reader, self.test_reader = training_readers(
+            config, Path(config.data.dir), process
+        )
         warmup = ceil(config.optimizer.warmup_epochs * len(self.train_reader))
         self.trainer = Trainer(config, self.train_reader.schema, run_dir, process, warmup)
         keep_resident(self.train_reader, config, process)
@@ -77,7 +80,7 @@ class _EpochRun:
         if not (resume and self.resume()) and self.config.train.warm_start:
             warm_start(self.config, self.trainer.run_dir, self.trainer.schema, self.state, self.process)
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:
-            while self.epoch < self.config.train.epochs:
+            while self.epoch < self.config.train.epochs and not self.ends_early():
                 self.train_epoch(log, stop)
                 self.evaluate(log)
                 self.save()
@@ -151,16 +154,35 @@ class _EpochRun:
         return every > 0 and self.trainer.steps % every == 0 and self.epoch_step < steps
 
     def evaluate(self, log: MetricsLog) -> None:
-        """Measures the test split after an epoch."""
-        quality, steps = evaluate(self.state, self.test_reader), self.trainer.steps
+        """Measures the test split, and the validation samples if there are any, after an epoch."""
+        quality, steps = self._quality(self.test_reader, "test split"), self.trainer.steps
+        values = dataclasses.asdict(quality)
+        text = f"test AUC {quality.auc:.4f}  logloss {quality.logloss:.4f}"
+        if self.validation_reader is not None:
+            validation = self._quality(self.validation_reader, "validation samples")
+            values |= {"validation_auc": validation.auc, "validation_logloss": validation.logloss}
+            text = f"validation AUC {validation.auc:.4f}  logloss {validation.logloss:.4f}  {text}"
+        log.write("eval", steps, epoch=self.epoch - 1, **values)
+        self.epochs.append({"epoch": self.epoch, "step": steps, **values})
+        self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
+
+    def _quality(self, reader: Reader, what: str) -> Quality:
+        quality = evaluate(self.state, reader)
         if not isfinite(quality.logloss):
-            raise self.trainer.non_finite(f"on the test split after step {steps} (epoch {self.epoch})")
-        log.write("eval", steps, epoch=self.epoch - 1, **dataclasses.asdict(quality))
-        self.epochs.append({"epoch": self.epoch, "step": steps, **dataclasses.asdict(quality)})
-        self.say(
-            f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  "
-            f"test AUC {quality.auc:.4f}  logloss {quality.logloss:.4f}"
-        )
+            raise self.trainer.non_finite(f"on the {what} after step {self.trainer.steps} (epoch {self.epoch})")
+        return quality
+
+    def ends_early(self) -> bool:
+        """True after `train.patience` epochs that were not better than the best one, also in a resumed run."""
+        patience, best = self.config.train.patience, self.best_epoch()
+        return patience > 0 and best is not None and self.epoch - best["epoch"] >= patience
+
+    def best_epoch(self) -> dict[str, Any] | None:
+        """The epoch with the best validation quality; None without validation samples."""
+        if self.validation_reader is None:
+            return None
+        metric = self.config.checkpoint.keep_best
+        return best_epoch(self.epochs, "logloss" if metric == "none" else metric)
 
     def save(self) -> None:
         """Saves a checkpoint from which the epoch can be continued."""
@@ -169,11 +191,13 @@ class _EpochRun:
         self.trainer.save(epochs=list(self.epochs), **position, **speed)
 
     def report(self) -> dict[str, Any]:
-        """Summarizes the run; the quality is that of the last epoch."""
-        last, schema = self.epochs[-1], self.trainer.schema
+        """Summarizes the run; the quality is that of the last epoch, with `train.patience` of the best one."""
+        best, schema = self.best_epoch(), self.trainer.schema
+        chosen = best if best and self.config.train.patience else self.epochs[-1]
+        measures = ("auc", "logloss", "validation_auc", "validation_logloss")
         return {
-            "auc": last["auc"],
-            "logloss": last["logloss"],
+            **{key: chosen[key] for key in measures if key in chosen},
+            **({"best_epoch": best["epoch"]} if best else {}),
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
             "best_possible": dict(schema.best) if schema.best else None,
@@ -188,6 +212,7 @@ class _EpochRun:
         table_rows = sum(spec.num_embeddings for spec in table_specs(schema, self.config.id_table))
         return (
             f"{self.config.model.name} on {schema.name}: {self.train_reader.num_rows:,} training samples, "
+            f"{f'{self.validation_reader.num_rows:,} validation samples, ' if self.validation_reader else ''}"
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
             f"batch {self.config.train.batch_size} ({len(self.train_reader)} steps an epoch), "
             f"{self.trainer.describe_settings()}"

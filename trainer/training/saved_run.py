@@ -28,6 +28,8 @@ from .state import TrainState
 def evaluate_run(run_dir: Path, data_dir: Path, split: str = "test") -> dict[str, Any]:
     """Measures AUC, logloss and number of samples of a split with a run's newest checkpoint.
 
+    With `train.patience` it is the checkpoint of the best epoch; so it is in the other functions here.
+
     Raises:
         ValueError: the folder is not a run, the data have other ids than the run's, or the split has no labels.
     """

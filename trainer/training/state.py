@@ -160,12 +160,15 @@ class TrainState:
     def load_weights(self, folder: Path, say: Callable[[str], None]) -> Progress:
         """Loads tables, network and id tables of the newest intact checkpoint, to use or export the model.
 
+        With `train.patience` it is the checkpoint of the best epoch.
+
         Absent rows of the checkpoint are brought up to date when they are looked up.
 
         Raises:
             ValueError: there is no checkpoint, all are damaged, or they do not fit the model.
         """
-        found = newest_checkpoint(folder, self._process, say)
+        best_by = self._config.checkpoint.keep_best if self._config.train.patience else None
+        found = newest_checkpoint(folder, self._process, say, best_by)
         if found is None:
             raise ValueError(f"no checkpoint in {folder}; train the run first")
         path, progress = found

@@ -122,6 +122,33 @@ def write_uneven(folder, sizes):
 
 @settings(max_examples=15, deadline=None)
 @given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    cuts=st.tuples(st.integers(0, 54), st.integers(0, 54)),
+    batch_size=st.integers(1, 40),
+    window_rows=st.integers(1, 30),
+    resident=st.booleans(),
+    keyed=st.booleans(),
+)
+def test_a_range_of_rows_has_those_of_the_stored_order(tmp_path_factory, sizes, cuts, **options):
+    """Shards are numbered samples, so that the ids of a range are the range; shuffled it is a permutation of it."""
+    folder = write_uneven(tmp_path_factory.mktemp("range") / "data", sizes)
+    rows = range(*sorted(min(cut, sum(sizes)) for cut in cuts))
+    reader = make_reader(folder, rows=rows, **options)
+    assert flat(ids(reader)) == list(rows)
+    assert reader.num_rows == len(rows)
+    assert sorted(flat(ids(make_reader(folder, rows=rows, shuffle=True, **options)))) == list(rows)
+
+
+def test_the_complete_range_has_the_order_without_one(numbered):
+    options = {"batch_size": 10, "shuffle": True, "window_rows": 25}
+    assert ids(Reader(numbered, "train", rows=range(103), **options)) == ids(Reader(numbered, "train", **options))
+    for rows in (range(104), range(0, 10, 2), range(-1, 5)):
+        with pytest.raises(ValueError, match=r"rows must be a range within the 103 samples of the train split"):
+            Reader(numbered, "train", rows=rows, **options)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     batch_size=st.integers(1, 40),
     window_rows=st.integers(1, 90),

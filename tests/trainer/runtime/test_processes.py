@@ -24,6 +24,7 @@ from trainer_cases import (
 
 STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
 FUSED = ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]  # with L2
+PATIENT = ["train.validation_fraction=0.2", "train.patience=1", "checkpoint.keep_best=logloss"]
 
 # name -> (data set, --set). The part before "/" names the run of one process that must have the same result.
 CASES = {
@@ -33,6 +34,7 @@ CASES = {
     "stock/row_wise": ("unweighted", [*STOCK, "sharding.plan=row_wise"]),
     "fused/table_wise": ("single", [*FUSED, "sharding.plan=table_wise"]),
     "fused/row_wise": ("single", [*FUSED, "sharding.plan=row_wise"]),
+    "patient/row_wise": ("single", PATIENT),
     "one_test_row/row_wise": ("one_test_row", ["sharding.plan=row_wise", "train.epochs=1"]),
 }
 

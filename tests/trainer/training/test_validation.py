@@ -1,0 +1,147 @@
+"""Validation samples and early stopping, against scikit-learn and runs on data that were cut by hand."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from sklearn.metrics import log_loss, roc_auc_score
+
+from cowrec.data_pipeline import Reader
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runs.checkpoint_folder import best_epoch
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from run_comparison import same
+from trainer_cases import TRAIN_ROWS, checkpoint, config_file, interrupted, make_data
+
+VALIDATION = ["train.validation_fraction=0.2", "optimizer.dense_lr=0.05", "optimizer.warmup_epochs=0"]
+PATIENT = [*VALIDATION, "train.epochs=8", "train.patience=2", "checkpoint.keep_best=logloss"]
+ROWS = 41
+"""A fifth of 205 training samples; 164 are left, which is four steps an epoch."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("validation")
+    make_data(folder, ("price", "city"))
+    config_file(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path) -> dict[str, Any]:
+    return run(folder, folder / "stopped", *PATIENT)
+
+
+def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
+    return train(load_config(folder / "run.toml", overrides), folder / "data", run_dir, resume=resume)
+
+
+def predicted(folder: Path, run_dir: Path, tmp_path: Path, split: str) -> tuple[Any, Any]:
+    predict_run(run_dir, folder / "data", tmp_path / split, split)
+    label = pq.read_table(folder / "data" / split)["label"].to_numpy()
+    return label, pq.read_table(tmp_path / split)["prediction"].to_numpy().astype(float)
+
+
+def test_the_last_training_samples_are_measured_and_not_trained_on(folder: Path, tmp_path: Path) -> None:
+    """Tolerance 1e-6: predictions are float32. Resident and streamed are bit-identical."""
+    report = run(folder, tmp_path / "run", *VALIDATION)
+    label, prediction = predicted(folder, tmp_path / "run", tmp_path, "train")
+    assert report["validation_auc"] == pytest.approx(roc_auc_score(label[-ROWS:], prediction[-ROWS:]), abs=1e-6)
+    assert report["validation_logloss"] == pytest.approx(log_loss(label[-ROWS:], prediction[-ROWS:]), abs=1e-6)
+    label, prediction = predicted(folder, tmp_path / "run", tmp_path, "test")
+    assert report["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
+    assert report["steps"] == 2 * 4
+    assert report["epochs"][-1]["validation_logloss"] == report["validation_logloss"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["validation_auc"] for line in lines if line["kind"] == "eval"] == [
+        epoch["validation_auc"] for epoch in report["epochs"]
+    ]
+    # Other labels of the validation samples change what is measured, and nothing that is trained.
+    shutil.copytree(folder, tmp_path / "other")
+    shards = sorted((tmp_path / "other" / "data" / "train").glob("*.parquet"))
+    table = pq.read_table(shards[-1])
+    assert len(table) >= ROWS
+    flipped = table["label"].to_numpy().copy()
+    flipped[-ROWS:] = 1 - flipped[-ROWS:]
+    index = table.column_names.index("label")
+    pq.write_table(table.set_column(index, table.schema.field(index), [flipped]), shards[-1])
+    other = run(tmp_path / "other", tmp_path / "flipped", *VALIDATION, "data.resident=yes")
+    assert same(checkpoint(tmp_path / "run"), checkpoint(tmp_path / "flipped"))
+    assert other["logloss"] == report["logloss"]
+    assert other["validation_auc"] == pytest.approx(1 - report["validation_auc"], abs=1e-6)
+
+
+def test_patience_ends_the_run_and_chooses_the_best_epoch(
+    folder: Path, stopped: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    losses = [epoch["validation_logloss"] for epoch in stopped["epochs"]]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 2 < 8, losses
+    assert stopped["best_epoch"] == best + 1
+    for key in ("auc", "logloss", "validation_auc", "validation_logloss"):
+        assert stopped[key] == stopped["epochs"][best][key]
+    # Later commands use the best epoch's checkpoint, and the last one where that is damaged.
+    label, prediction = predicted(folder, folder / "stopped", tmp_path, "test")
+    assert stopped["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
+    copy = shutil.copytree(folder / "stopped", tmp_path / "copy")
+    shutil.rmtree(copy / "checkpoints" / f"step_{4 * (best + 1):09d}")
+    assert evaluate_run(copy, folder / "data")["logloss"] == pytest.approx(stopped["epochs"][-1]["logloss"], abs=1e-7)
+    assert "instead of the checkpoint of the best epoch" in capsys.readouterr().err
+
+
+def test_a_resumed_run_stops_at_the_same_epoch(folder: Path, stopped: dict[str, Any], tmp_path: Path) -> None:
+    always = [*PATIENT, "checkpoint.every_steps=3", "checkpoint.keep_last=100"]
+    run(folder, tmp_path / "all", *always)
+    last = 4 * len(stopped["epochs"])
+    for at in (3, 4, last):
+        copy = interrupted(tmp_path / "all", at, tmp_path / f"at{at}")
+        again = run(folder, copy, *always, resume=True)
+        assert again["epochs"] == stopped["epochs"]
+        assert again["logloss"] == stopped["logloss"]
+        assert same(checkpoint(copy), checkpoint(folder / "stopped"))
+    with pytest.raises(ValueError, match=r"checkpoint.keep_best = 'logloss', but 'auc' is requested"):
+        run(folder, tmp_path / "all", *always, "checkpoint.keep_best=auc", resume=True)
+
+
+def test_the_best_epoch_is_the_first_of_equals_and_needs_a_value() -> None:
+    def epochs(*values: float | None) -> list[dict[str, Any]]:
+        return [{"epoch": number, "auc": 0.0, "validation_auc": value} for number, value in enumerate(values, 1)]
+
+    def best(*values: float | None) -> int | None:
+        found = best_epoch(epochs(*values), "auc")
+        return found["epoch"] if found else None
+
+    assert best(0.5, 0.7, 0.7) == 2
+    assert best(float("nan"), 0.1, None) == 2
+    assert best(float("nan")) is None
+    assert best() is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.validation_fraction=1.0"], "train.validation_fraction must be at least 0 and below 1, got 1.0"),
+        (["train.validation_fraction=0.001"], "= 0.001 of 205 training samples is 0; choose one that leaves samples"),
+        (["train.validation_fraction=0.999"], "of 205 training samples is 205; choose one that leaves samples"),
+        (["train.patience=-1"], "train.patience must be at least 0"),
+        (["train.patience=1"], "train.patience = 1 needs validation samples; set train.validation_fraction"),
+        ([*VALIDATION, "train.patience=1"], "set checkpoint.keep_best to .logloss. or .auc."),
+    ],
+)
+def test_settings_without_meaning_are_refused(folder: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(folder, tmp_path / "run", *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_range_of_one_class_has_no_auc(folder: Path, tmp_path: Path) -> None:
+    """The last sample alone has one class: its AUC is null, and the run goes on."""
+    assert Reader(folder / "data", "train", batch_size=1).num_rows == TRAIN_ROWS
+    report = run(folder, tmp_path / "run", "train.validation_fraction=0.005", "train.epochs=1")
+    saved = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert saved["validation_auc"] is None
+    assert saved["validation_logloss"] == report["validation_logloss"] > 0
