@@ -42,6 +42,7 @@ from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 
 CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
@@ -124,7 +125,7 @@ def measure(interval: str, config: RunConfig, drift: DriftConfig, data: str) -> 
     config = dataclasses.replace(config, id_table=dataclasses.replace(config.id_table, capacity=2 * max_ids(drift)))
     with process_group("cpu") as process:
         reader = Reader(data, "train", batch_size=config.train.batch_size)
-        trained = TrainState(config, reader.schema, process, warmup_steps=0)
+        trained = TrainState(config, reader.schema, process, Schedule())
         assert trained.id_tables is not None
         quality = follow(trained, reader, events)[1]
         tables = trained.id_tables.counters()

@@ -8,8 +8,11 @@ accuracies come from it).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import expm1, inf, log, sqrt
+from typing import Literal, get_args
 
 from .clip import ClipRule, ConstantClip, ReferenceCowClip
+
+EmbeddingOptimizer = Literal["adam", "adagrad", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class _Powers:
     l2: float
     dense_lr: float
 
-    def scale(self, base: Hyperparameters, s: float) -> Hyperparameters:
+    def scale(self, base: Hyperparameters, s: float, embedding: EmbeddingOptimizer) -> Hyperparameters:
         return replace(
             base,
             embedding_lr=base.embedding_lr * s**self.embedding_lr,
@@ -77,16 +80,19 @@ class _HalfLife:
     arXiv 2507.07101 for the half-life). L2 stays: in units of ``lr / sqrt(v)`` it pulls each row as far in a sample as
     before. The root of the second moment shrinks to ``k / s``, and eps with it. ``beta1`` stays where it is below
     sqrt(beta2), without which a step of Adam has no bound.
+
+    Adagrad never forgets: the root of its sum over the same samples shrinks to 1/s like the gradient of each, so that
+    its learning rate stays (as in MLPerf's DLRM-DCNv2, at all batch sizes). Plain SGD needs lr * s.
     """
 
-    def scale(self, base: Hyperparameters, s: float) -> Hyperparameters:
+    def scale(self, base: Hyperparameters, s: float, embedding: EmbeddingOptimizer) -> Hyperparameters:
         beta1, beta2 = base.betas
         # In logarithms: beta2^s may round to 1, and 1 - beta2^s to 0.
         forgotten = -expm1(s * log(beta2)) if beta2 else 1.0
         k = sqrt(forgotten / (1 - beta2))
         return replace(
             base,
-            embedding_lr=base.embedding_lr * k,
+            embedding_lr=base.embedding_lr * {"adam": k, "adagrad": 1.0, "sgd": s}[embedding],
             dense_lr=base.dense_lr * k,
             betas=(min(beta1, MAX_BETA1 * sqrt(beta2**s)), beta2**s),
             eps=base.eps * k / s,
@@ -108,21 +114,35 @@ the paper's text and its Table 8 give different dense exponents; both are offere
 
 
 def scale_hyperparameters(
-    base: Hyperparameters, *, base_batch_size: int, batch_size: int, rule: str
+    base: Hyperparameters,
+    *,
+    base_batch_size: int,
+    batch_size: int,
+    rule: str = "half_life",
+    embedding: EmbeddingOptimizer = "adam",
 ) -> Hyperparameters:
     """Scales hyperparameters to another batch size.
+
+    Example: values tuned at batch 1K, for Adam at 64K::
+
+        base = Hyperparameters(embedding_lr=1e-3, dense_lr=1e-3, l2=1e-5)
+        scaled = scale_hyperparameters(base, base_batch_size=1024, batch_size=65536)
+        torch.optim.Adam(network.parameters(), lr=scaled.dense_lr, betas=scaled.betas, eps=scaled.eps)
 
     Args:
         base: values for ``base_batch_size``.
         base_batch_size: samples per step of ``base``, over all processes.
         batch_size: samples per step to scale to; smaller than the base is allowed.
         rule: a key of :data:`SCALING_RULES`.
+        embedding: kind of the tables' optimizer, on which `half_life` depends; row-wise Adagrad is "adagrad".
 
     Raises:
-        ValueError: the rule is unknown or a batch size is below 1.
+        ValueError: the rule or optimizer is unknown, or a batch size is below 1.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
-    return base if s == 1 else SCALING_RULES[rule].scale(base, s)
+    if embedding not in get_args(EmbeddingOptimizer):
+        raise ValueError(f"embedding must be one of {', '.join(get_args(EmbeddingOptimizer))}, got {embedding!r}")
+    return base if s == 1 else SCALING_RULES[rule].scale(base, s, embedding)
 
 
 def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str) -> ClipRule:

@@ -41,6 +41,7 @@ from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
 from cowrec.trainer.training import captured_steps
 from cowrec.trainer.training.cuda_graph import Step
+from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.sequential_steps import Output
 from cowrec.trainer.training.state import TrainState
 from device_watch import Call, DeviceWatch, numbers
@@ -175,7 +176,7 @@ class _Run:
         config, self._schema = config_from(case.config), _schema(case.config)
         self._process = Process(case.rank, case.world_size, case.world_size, False, torch.device("cuda", case.rank))
         with patch.object(captured_steps, "CudaGraphCapture", lambda: self):
-            self._state = TrainState(config, self._schema, self._process, warmup_steps=100)
+            self._state = TrainState(config, self._schema, self._process, Schedule(100))
         self._losses = LossWatch(self._process)
         self._batches = self._state.ids.training_batches(self._epoch(config))
         self._watch, self._launches, self._graph = DeviceWatch(), launches, _Record([], [])

@@ -124,21 +124,17 @@ def measure(case: Case) -> Measurement:
         model = build_sharded(case.config, schema, process)
         adam = embedding_optimizer(case.config, schema, model)
         assert isinstance(adam, EmbeddingAdam)
-        dense = DenseAdam(
-            dense_parameters(model),
-            derived_hyperparameters(case.config),
-            case.config.optimizer.adam_epsilon,
-            warmup_steps=round(case.config.optimizer.warmup_epochs * case.epoch_samples / case.batch_size),
-        )
+        values = derived_hyperparameters(case.config)
+        dense = DenseAdam(dense_parameters(model), values, case.config.optimizer.adam_epsilon)
         captured = None if why_not_captured(case.config, schema, process, model, adam) else adam
         pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)
         batches = iter(on_device)
-        dense.prepare(0)
+        dense.prepare(0, values.dense_lr)
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(case, adam, first_batch[0]))
 
         def step(index: int) -> None:
-            dense.prepare(case.steps_before + index)
+            dense.prepare(case.steps_before + index, values.dense_lr)
             pipeline.progress(batches)
 
         seconds, host_seconds = step_times(step, case.warmup_steps, case.max_steps, case.seconds, process.device)

@@ -123,6 +123,9 @@ class OptimizerConfig:
             kernel.
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
+        lr_decay: "linear": both learning rates fall linearly to 0 over train.epochs, which often improves the last
+            quality at every batch size; a stream has no end, so that it has no effect online. "none": they stay, as
+            published.
         betas, eps, adam_epsilon: Adam's values, dense and embedding, betas and eps at the base batch size;
             `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
@@ -141,6 +144,7 @@ class OptimizerConfig:
     l2: float = 1e-5
     cross_l2: float = 0.0
     warmup_epochs: float = 1.0
+    lr_decay: Literal["none", "linear"] = "none"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     adam_epsilon: Literal["torch", "keras"] = "torch"

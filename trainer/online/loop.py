@@ -22,6 +22,7 @@ from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.id_translation import TranslatedBatch
+from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.trainer import Trainer, require_run_dir
 
 from .progressive import ProgressiveQuality, WindowQuality
@@ -76,7 +77,7 @@ class _OnlineRun:
     def __init__(self, config: RunConfig, run_dir: Path, process: Process) -> None:
         self.config, self.run_dir, self.process = config, run_dir, process
         schema = Schema.load(config.data.dir)
-        self.trainer = Trainer(config, schema, run_dir, process, config.online.warmup_steps)
+        self.trainer = Trainer(config, schema, run_dir, process, Schedule(config.online.warmup_steps))
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = ProgressiveQuality(seconds(config.online.window, "online.window"))
         self.saved_step = self.samples = self.newest_time = 0

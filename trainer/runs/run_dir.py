@@ -57,6 +57,8 @@ def require_own(path: Path, config: RunConfig) -> None:
         for key in keys:
             if key == "keep_best" and config.train.patience:
                 continue  # it chooses the epoch that the run reports
+            if key == "epochs" and config.optimizer.lr_decay != "none":
+                continue  # the learning rates depend on it
             saved.get(section, {}).pop(key, None)
             given.get(section, {}).pop(key, None)
     different = first_difference(saved, given)

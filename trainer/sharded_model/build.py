@@ -29,6 +29,7 @@ from cowrec.sparse_opt import (
     scale_clip,
     scale_hyperparameters,
 )
+from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
@@ -45,6 +46,15 @@ FUSED_OPTIMIZERS = {
     "fbgemm_adam": EmbOptimType.ADAM,
     "fbgemm_cowclip": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
+KINDS: dict[str, EmbeddingOptimizer] = {
+    "adam": "adam",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rowwise_adagrad": "adagrad",
+    "fbgemm_adam": "adam",
+    "fbgemm_cowclip": "adagrad",
+}
+"""How each optimizer of the tables remembers its gradients, for the scaling rules."""
 
 
 def build_sharded(config: RunConfig, schema: Schema, process: Process) -> DistributedModelParallel:
@@ -194,6 +204,7 @@ def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
         base_batch_size=optimizer.base_batch_size,
         batch_size=config.train.batch_size,
         rule=optimizer.scaling,
+        embedding=KINDS[optimizer.embedding],
     )
 
 

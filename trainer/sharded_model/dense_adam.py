@@ -10,11 +10,9 @@ from torch.optim import Adam
 
 from cowrec.sparse_opt import Hyperparameters
 
-_WARMUP_START = 1e-8
-
 
 class DenseAdam(Adam):
-    """torch's Adam with a learning rate that rises linearly from 1e-8 during the warm-up and then stays constant.
+    """torch's Adam with a learning rate that is set before every step.
 
     Everything that changes from step to step is a tensor on the parameters' device. Epsilon is a number, hence
     constant: Keras' form, ``lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``, is torch's form for infinitely
@@ -22,9 +20,8 @@ class DenseAdam(Adam):
 
     Args:
         parameters: parameters to update, by name; all on one device.
-        hyperparameters: dense_lr, the learning rate after the warm-up, betas and eps.
+        hyperparameters: betas and eps.
         adam_epsilon: form of epsilon, Keras' or torch's.
-        warmup_steps: steps of the warm-up; 0 for none.
     """
 
     def __init__(
@@ -32,12 +29,11 @@ class DenseAdam(Adam):
         parameters: Mapping[str, nn.Parameter],
         hyperparameters: Hyperparameters,
         adam_epsilon: str,
-        warmup_steps: int,
     ) -> None:
         device, betas = next(iter(parameters.values())).device, hyperparameters.betas
         super().__init__(list(parameters.values()), lr=0.0, betas=betas, eps=hyperparameters.eps, fused=True)
         self._parameters = dict(parameters)
-        self._betas, self._lr, self._warmup_steps = betas, hyperparameters.dense_lr, warmup_steps
+        self._betas = betas
         self._rate, self._rate_now = torch.zeros((), device=device), 0.0
         for group in self.param_groups:
             group["lr"] = self._rate
@@ -47,13 +43,8 @@ class DenseAdam(Adam):
             moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": steps, **moments}
 
-    def prepare(self, step: int) -> float:
-        """Sets the learning rate of step ``step``, counted from 0, on the device; returns it without corrections.
-
-        Source: the CowClip reference's schedule, ``1e-8 + (lr - 1e-8) * min(k, W) / W``.
-        """
-        share = min(step, self._warmup_steps) / self._warmup_steps if self._warmup_steps else 1.0
-        lr = _WARMUP_START + (self._lr - _WARMUP_START) * share if self._warmup_steps else self._lr
+    def prepare(self, step: int, lr: float) -> None:
+        """Sets the learning rate of step ``step``, counted from 0, on the device."""
         rate = lr
         if self._corrects_in_rate:
             beta1, beta2 = self._betas
@@ -61,7 +52,6 @@ class DenseAdam(Adam):
         if rate != self._rate_now:
             self._rate.fill_(rate)
             self._rate_now = rate
-        return lr
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from cowrec.trainer.sharded_model.tables import table_specs
 
 from .dataloading import even_slices, keep_resident, training_readers
 from .evaluation import Quality, evaluate
+from .schedule import Schedule
 from .trainer import Trainer, require_run_dir
 from .warm_start import warm_start
 
@@ -65,14 +66,18 @@ class _EpochRun:
         self.train_reader, self.validation_reader, self.test_reader = training_readers(
             config, Path(config.data.dir), process
         )
-        warmup = ceil(config.optimizer.warmup_epochs * len(self.train_reader))
-        self.trainer = Trainer(config, self.train_reader.schema, run_dir, process, warmup)
+        self.trainer = Trainer(config, self.train_reader.schema, run_dir, process, self._schedule())
         keep_resident(self.train_reader, config, process)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
         self.speed = _Speed()
         self.epochs: list[dict[str, Any]] = []
+
+    def _schedule(self) -> Schedule:
+        optimizer, steps = self.config.optimizer, len(self.train_reader)
+        decay = steps * self.config.train.epochs if optimizer.lr_decay == "linear" else 0
+        return Schedule(ceil(optimizer.warmup_epochs * steps), decay)
 
     def train(self, resume: bool) -> dict[str, Any]:
         """Runs from the first step, or from the newest checkpoint, to the report."""

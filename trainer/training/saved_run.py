@@ -22,6 +22,7 @@ from cowrec.trainer.runtime.processes import Process, process_group
 
 from .dataloading import require_labels
 from .evaluation import evaluate, predictions
+from .schedule import Schedule
 from .state import TrainState
 
 
@@ -64,7 +65,7 @@ def trained_state(run_dir: Path, process: Process) -> tuple[TrainState, Progress
         ValueError: the folder is not a run, or has no usable checkpoint.
     """
     config, schema = run_of(run_dir)
-    state = TrainState(config, schema, process, warmup_steps=0)
+    state = TrainState(config, schema, process, Schedule())
     return state, state.load_weights(run_dir / CHECKPOINTS, partial(print, file=sys.stderr))
 
 

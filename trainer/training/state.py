@@ -31,6 +31,7 @@ from cowrec.trainer.sharded_model.tables import table_specs
 from .captured_steps import CapturedSteps, why_not_captured
 from .clip_metrics import ClipWatch
 from .pipeline import pipeline_of
+from .schedule import Schedule
 
 
 class Step(NamedTuple):
@@ -56,7 +57,7 @@ class TrainState:
         config: of the run.
         schema: of its data.
         process: this process.
-        warmup_steps: steps over which the dense learning rate rises.
+        schedule: of the learning rates.
 
     Attributes:
         model: a TrainTask, sharded.
@@ -73,7 +74,7 @@ class TrainState:
         ValueError: from :func:`build_sharded`, :func:`embedding_optimizer` or :class:`IdTranslation`.
     """
 
-    def __init__(self, config: RunConfig, schema: Schema, process: Process, warmup_steps: int) -> None:
+    def __init__(self, config: RunConfig, schema: Schema, process: Process, schedule: Schedule) -> None:
         self._config, self._process = config, process
         self.model = build_sharded(config, schema, process)
         self.embedding_optimizer = embedding_optimizer(config, schema, self.model)
@@ -82,12 +83,8 @@ class TrainState:
         if self.embedding_optimizer is not None and config.clip.rule != "none":
             tables = [spec.name for spec in table_specs(schema, config.id_table)]
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
-        self.dense_optimizer = DenseAdam(
-            dense_parameters(self.model),
-            derived_hyperparameters(config),
-            config.optimizer.adam_epsilon,
-            warmup_steps,
-        )
+        self._schedule, self._values = schedule, derived_hyperparameters(config)
+        self.dense_optimizer = DenseAdam(dense_parameters(self.model), self._values, config.optimizer.adam_epsilon)
         self.why_not_captured = why_not_captured(config, schema, process, self.model, self.embedding_optimizer)
         self.pipeline = pipeline_of(
             self.model,
@@ -117,10 +114,20 @@ class TrainState:
 
     def step(self, batches: Iterator[Batch]) -> Step:
         """Trains on the next batch, which ``self.ids`` has translated."""
-        lr = self.dense_optimizer.prepare(self.steps)
+        lr = self._schedule.dense_lr(self._values, self.steps)
+        self.dense_optimizer.prepare(self.steps, lr)
+        self._set_embedding_lr(self._schedule.embedding_lr(self._values, self.steps))
         loss, logits, label = self.pipeline.progress(batches)
         self.steps += 1
         return Step(loss, logits, label, lr)
+
+    def _set_embedding_lr(self, lr: float) -> None:
+        if self.adam:
+            self.adam.lr = lr
+        elif self._schedule.decay_steps:
+            for group in self.model.fused_optimizer.param_groups:
+                group["lr"] = lr
+            self.model.fused_optimizer.step()  # updates nothing: hands the rate to the tables
 
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:
         """Writes a checkpoint; see :meth:`Checkpoints.save`."""

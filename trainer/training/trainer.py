@@ -20,6 +20,7 @@ from cowrec.trainer.runtime.processes import Process, on_first
 from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model.build import derived_hyperparameters, describe
 
+from .schedule import Schedule
 from .state import Step, TrainState
 
 
@@ -31,7 +32,7 @@ class Trainer:
         schema: of its data.
         run_dir: folder of the run.
         process: this process.
-        warmup_steps: steps over which the dense learning rate rises.
+        schedule: of the learning rates.
 
     Attributes:
         state: what training changes.
@@ -41,9 +42,9 @@ class Trainer:
         ValueError: see :class:`TrainState`.
     """
 
-    def __init__(self, config: RunConfig, schema: Schema, run_dir: Path, process: Process, warmup_steps: int) -> None:
+    def __init__(self, config: RunConfig, schema: Schema, run_dir: Path, process: Process, schedule: Schedule) -> None:
         self.config, self.schema, self.run_dir, self.process = config, schema, run_dir, process
-        self.state = TrainState(config, schema, process, warmup_steps)
+        self.state = TrainState(config, schema, process, schedule)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
         self._heartbeat = Heartbeat(process)
         self._losses = LossWatch(process)

@@ -66,6 +66,19 @@ def test_half_life_keeps_what_a_sample_does_to_a_rare_row(s: float) -> None:
     assert beta1 < min(beta2**0.5, BASE.betas[0] + 1e-12)
 
 
+@pytest.mark.parametrize("embedding", ["adagrad", "sgd"])
+@pytest.mark.parametrize("s", [1 / 8, 8, 512])
+def test_half_life_under_other_optimizers(embedding: str, s: float) -> None:
+    """Ten steps have one occurrence of a rare row each, whose gradient is the sample's share of the mean."""
+    moved = []
+    for size in (8, round(8 * s)):
+        values = scale_hyperparameters(BASE, base_batch_size=8, batch_size=size, embedding=embedding)
+        gradients = np.ones(10) / size
+        root = np.sqrt(np.cumsum(gradients**2)) if embedding == "adagrad" else 1
+        moved.append((values.embedding_lr * gradients / root).sum())
+    assert moved[1] == pytest.approx(moved[0], rel=1e-9)
+
+
 def test_half_life_is_square_root_scaling_within_the_memory_of_adam() -> None:
     scaled = scale_hyperparameters(BASE, base_batch_size=1024, batch_size=4096, rule="half_life")
     assert scaled.embedding_lr == pytest.approx(2e-4, rel=2e-3)
@@ -99,6 +112,7 @@ def test_presets_are_the_references() -> None:
     ("change", "message"),
     [
         ({"rule": "cowclop"}, "scaling rule must be one of half_life, none, .*got 'cowclop'"),
+        ({"embedding": "lion"}, "embedding must be one of adam, adagrad, sgd, got 'lion'"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"base_batch_size": -1}, "base_batch_size must be at least 1, got -1"),
     ],

@@ -33,6 +33,7 @@ from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.task import TrainTask
+from cowrec.trainer.training.schedule import Schedule
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
 from sharded_case import process_group
 
@@ -65,9 +66,17 @@ def adam_config(golden: Golden, absent_rows: str) -> AdamConfig:
 
 
 def dense_adam(golden: Golden, parameters: dict[str, nn.Parameter]) -> DenseAdam:
+    return DenseAdam(parameters, hyperparameters(golden), "keras")
+
+
+def hyperparameters(golden: Golden) -> Hyperparameters:
     adam = adam_config(golden, "dense")
-    values = Hyperparameters(adam.lr, float(golden["hp/lr"]), adam.l2, betas=adam.betas, eps=adam.eps)
-    return DenseAdam(parameters, values, "keras", int(golden["hp/warmup_steps"]))
+    return Hyperparameters(adam.lr, float(golden["hp/lr"]), adam.l2, betas=adam.betas, eps=adam.eps)
+
+
+def dense_lr(golden: Golden, step: int) -> float:
+    """Learning rate of the network in step ``step``, from 1."""
+    return Schedule(int(golden["hp/warmup_steps"])).dense_lr(hyperparameters(golden), step - 1)
 
 
 def train_task(golden: Golden, model: nn.Module, world_size: int = 1) -> TrainTask:
@@ -136,7 +145,8 @@ def test_the_dense_oracle_on_unsharded_tables(golden_dir: Path, precision: str) 
                     config=config,
                     scalars=adam_scalars(config, config.lr, step),
                 )
-            lr = optimizer.prepare(step - 1)
+            lr = dense_lr(golden, step)
+            optimizer.prepare(step - 1, lr)
             assert lr == pytest.approx(golden["lr_dense"][step - 1], rel=1e-6, abs=1e-9)  # Keras counts in float32
             optimizer.step()
             if step in RECORDED_STEPS:
@@ -194,7 +204,7 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
     compared = Comparison(file, golden)
     first_before = {field: torch.zeros_like(table) for field, table in initial.items()}
     for step in range(1, int(golden["hp/steps"]) + 1):
-        optimizer.prepare(step - 1)
+        optimizer.prepare(step - 1, dense_lr(golden, step))
         optimizer.zero_grad()
         batch = batch_of(golden, step - 1, torch.float32)
         loss, (_, logits, label) = model(_slice(batch, process))

@@ -10,6 +10,7 @@ from torch import nn
 from cowrec.sparse_opt import Hyperparameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.tables import _BLOCK_ROWS, _fill_shard
+from cowrec.trainer.training.schedule import Schedule
 
 
 def plain_adam(
@@ -39,9 +40,9 @@ def test_dense_adam_equals_the_reference(epsilon: str, warmup_steps: int) -> Non
     weights = rng.normal(size=40).astype(np.float32)
     config = Hyperparameters(0.0, 0.1, 0.0, betas=(0.8, 0.99), eps=1e-5)
     parameter = nn.Parameter(torch.from_numpy(weights.copy()))
-    optimizer = DenseAdam({"weight": parameter}, config, epsilon, warmup_steps)
+    optimizer = DenseAdam({"weight": parameter}, config, epsilon)
     for step, grad in enumerate(grads):
-        optimizer.prepare(step)
+        optimizer.prepare(step, Schedule(warmup_steps).dense_lr(config, step))
         parameter.grad = torch.from_numpy(grad.astype(np.float32))
         optimizer.step()
     expected = plain_adam(weights, grads, warmup_steps, config, epsilon)
@@ -60,12 +61,12 @@ def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
 
     def train(parameter: nn.Parameter, optimizer: DenseAdam, steps: range) -> None:
         for step in steps:
-            optimizer.prepare(step)
+            optimizer.prepare(step, 0.1)
             parameter.grad = grads[step]
             optimizer.step()
 
     through, first, second = (nn.Parameter(torch.ones(40)) for _ in range(3))
-    one, two, three = (DenseAdam({"w": each}, config, epsilon, 4) for each in (through, first, second))
+    one, two, three = (DenseAdam({"w": each}, config, epsilon) for each in (through, first, second))
     train(through, one, range(6))
     train(first, two, range(3))
     with torch.no_grad():
@@ -78,16 +79,21 @@ def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
 
 def test_a_step_is_capturable_during_a_capture_alone() -> None:
     """torch warns of steps that are capturable but not captured."""
-    optimizer = DenseAdam({"w": nn.Parameter(torch.ones(3))}, Hyperparameters(0.0, 0.1, 0.0), "torch", warmup_steps=0)
+    optimizer = DenseAdam({"w": nn.Parameter(torch.ones(3))}, Hyperparameters(0.0, 0.1, 0.0), "torch")
     with optimizer.capturing():
         assert optimizer.param_groups[0]["capturable"]
     assert not optimizer.param_groups[0]["capturable"]
 
 
-def test_learning_rate_rises_then_stays_constant() -> None:
-    weight, config = nn.Parameter(torch.zeros(1)), Hyperparameters(0.0, 0.1, 0.0)
-    optimizer = DenseAdam({"weight": weight}, config, "torch", warmup_steps=10)
-    assert [optimizer.prepare(step) for step in (0, 5, 10, 99)] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
+def test_learning_rates_rise_and_fall() -> None:
+    values = Hyperparameters(0.5, 0.1, 0.0)
+    steps, warm, falling = (0, 5, 10, 99), Schedule(10), Schedule(10, decay_steps=100)
+    assert [warm.dense_lr(values, k) for k in steps] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
+    assert [falling.dense_lr(values, k) for k in steps] == pytest.approx([1e-8, 0.0475, 0.09, 0.001], rel=1e-6)
+    assert [warm.embedding_lr(values, k) for k in steps] == [0.5] * 4
+    assert [falling.embedding_lr(values, k) for k in (*steps, 100, 101)] == pytest.approx(
+        [0.5, 0.475, 0.45, 0.005, 0.0, 0.0]
+    )
 
 
 @pytest.mark.parametrize("border", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])

@@ -15,6 +15,7 @@ from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 from run_comparison import same
 from trainer_cases import (
@@ -75,7 +76,7 @@ def test_a_batch_is_translated_directly_before_its_step(folder: Path) -> None:
     config = load_config(folder / "run.toml", IDS)
     with process_group("cpu") as process:
         reader = Reader(folder / "single" / "data", "train", batch_size=51)
-        state = TrainState(config, reader.schema, process, warmup_steps=0)
+        state = TrainState(config, reader.schema, process, Schedule())
         assert state.id_tables is not None
         batches, seen = state.ids.training_batches(reader.epoch(0)), 0
         for batch in reader.epoch(0):
@@ -88,7 +89,7 @@ def test_translation_returns_rows_and_new_rows(folder: Path) -> None:
     config = load_config(folder / "run.toml", IDS)
     with process_group("cpu") as process:
         reader = Reader(folder / "single" / "data", "train", batch_size=51)
-        state = TrainState(config, reader.schema, process, warmup_steps=0)
+        state = TrainState(config, reader.schema, process, Schedule())
         batch = next(reader.epoch(0))
         assert set(state.ids.lookup(batch).sparse.values().tolist()) <= set(range(RESERVED_ROWS))
         (table,) = (value.local_shards()[0].tensor for value in tables_of(state.model).values())

@@ -28,6 +28,7 @@ from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.training.captured_steps import WARMUP_STEPS, CapturedSteps, why_not_captured
 from cowrec.trainer.training.cuda_graph import Capture, CaptureFailed, Step
+from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.sequential_steps import Output
 from cowrec.trainer.training.state import TrainState
 from trainer_cases import config_file, tensors
@@ -161,10 +162,10 @@ def compare(case: str, process: Process) -> None:
     """Compares a trajectory under capture with sequential steps, and again after it resumed from its checkpoint."""
     config, folder = config_of(case), Path(tempfile.mkdtemp())
     everywhere = range(len(SIZES))
-    sequential = TrainState(config, SCHEMA, process, warmup_steps=10)
+    sequential = TrainState(config, SCHEMA, process, Schedule(10))
     expected, end = train(sequential, everywhere), everything(sequential)
     checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False), process, print)
-    state = TrainState(config, SCHEMA, process, warmup_steps=10)
+    state = TrainState(config, SCHEMA, process, Schedule(10))
     graph = Graph(state)
     captured(state, graph)
     assert_equal(train(state, everywhere, checkpoints), expected)
@@ -174,7 +175,7 @@ def compare(case: str, process: Process) -> None:
     assert graph.replays == SIZES.count(BATCH) - WARMUP_STEPS
     assert_equal(everything(state), end)
     after = slice(3 * (SAVED_AFTER + 1) + 6, None)  # three results a step, and six of an evaluation
-    fresh = TrainState(config, SCHEMA, process, warmup_steps=10)
+    fresh = TrainState(config, SCHEMA, process, Schedule(10))
     for resumed in (state, captured(fresh, Graph(fresh))):
         assert resumed.adam
         resumed.adam.lr = resumed.adam.config.lr
@@ -214,9 +215,9 @@ def test_a_failed_capture_loses_no_step(
     wait: str, reason: str, process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, everywhere = config_of(), range(len(SIZES))
-    sequential = TrainState(config, SCHEMA, process, warmup_steps=0)
+    sequential = TrainState(config, SCHEMA, process, Schedule())
     expected = train(sequential, everywhere)
-    state = TrainState(config, SCHEMA, process, warmup_steps=0)
+    state = TrainState(config, SCHEMA, process, Schedule())
     assert state.adam
     graph = Failing(state)
     graph.wait = wait
@@ -246,7 +247,7 @@ def test_a_failed_capture_loses_no_step(
 )
 def test_reasons(overrides: list[str], why: str, process: Process) -> None:
     config = config_of(*overrides)
-    state = TrainState(config, SCHEMA, process, warmup_steps=0)
+    state = TrainState(config, SCHEMA, process, Schedule())
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
     for each in state.adam.lookups if state.adam else ():
         each.clipped.uses_triton = True
