@@ -47,23 +47,42 @@ class Subprocess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def call(self, function: Callable[..., Result], *arguments: Any, timeout: float | None = None) -> Result:
-        """Calls ``function(*arguments)``; see :func:`run_in_subprocess`."""
+    def call(
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        timeout: float | None = None,
+        answer: Callable[[Any], Any] | None = None,
+    ) -> Result:
+        """Calls ``function(*arguments)``; see :func:`run_in_subprocess`.
+
+        Args:
+            function: of a module.
+            arguments: of the function.
+            timeout: seconds without a result or a question after which the subprocess is killed.
+            answer: called here for each question; the function then gets one more argument, ``ask(question)``, which
+                returns the answer.
+        """
         if self._process is None:
             self._start(function.__module__)
         try:
-            self._connection.send((function, arguments))
-            if not self._connection.poll(timeout):
-                raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
-            result, error = self._connection.recv()
+            self._connection.send((function, arguments, answer is not None))
+            while True:
+                if not self._connection.poll(timeout):
+                    raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
+                kind, value = self._connection.recv()
+                if kind != "question" or answer is None:
+                    break
+                self._connection.send(answer(value))
         except (EOFError, ConnectionError):
             raise ProcessFailed(f"the process ended {self._end()}") from None
         except BaseException:
             self._end(kill=True)
             raise
-        if error is not None:
+        if kind == "error":
             self._end()
-            raise ProcessFailed(error)
+            raise ProcessFailed(value)
+        result: Result = value
         return result
 
     def close(self) -> None:
@@ -103,6 +122,11 @@ def _context(module: str) -> ForkServerContext | SpawnContext:
 
 def _serve(connection: Connection) -> None:
     """Runs calls until the other side closes the connection or one fails."""
+
+    def ask(question: Any) -> Any:
+        connection.send(("question", question))
+        return connection.recv()
+
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
@@ -110,12 +134,12 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            function, arguments = pickle.loads(call)
-            connection.send((function(*arguments), None))
+            function, arguments, asks = pickle.loads(call)
+            connection.send(("result", function(*arguments, *([ask] if asks else []))))
         except Exception as error:
             if not is_message(error):
                 traceback.print_exc()
-            connection.send((None, f"{type(error).__name__}: {error}"))
+            connection.send(("error", f"{type(error).__name__}: {error}"))
             return
 
 

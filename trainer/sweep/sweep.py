@@ -4,40 +4,35 @@ Files of its folder: config.toml, sweep.jsonl, sweep.png, runs/RULE-BATCH-clip_o
 """
 
 import dataclasses
-import hashlib
 import json
 import shutil
-import signal
 import sys
-import threading
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.files import locked_folder, replace_file
+from cowrec.data_pipeline.files import locked_folder
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.config.run import RunConfig, first_difference, save_config
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, to_json
-from cowrec.trainer.runtime.environment import prepare_process
-from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
-from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY
+from cowrec.trainer.runtime.errors import ProcessFailed
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import derived_hyperparameters
-from cowrec.trainer.training.loop import train
 
 from .comparison import too_few_steps
 from .grid import Cell, Grid
+from .run_group import keep_config, read_lines, require_own, write_lines
+from .run_process import train_in
 from .table import few_steps_warning
 
 RESULTS, RUNS = "sweep.jsonl", "runs"
 
 
 def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
-    """Trains each run of a grid in its own process, so that a failed run is recorded and the others continue.
+    """Trains each run of a grid in a subprocess, so that a failed run is recorded and the others continue.
 
     A run with a line in ``sweep.jsonl`` is not trained again: after an interruption the same call continues, the run in
     progress from its latest checkpoint, and with a larger grid it adds runs. To repeat a failed run, delete its line;
@@ -60,26 +55,31 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     Schema.load(data_dir)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
     cells = grid.cells(config.train.seed)
-    with locked_folder(output):
-        _require_own(output)
-        config_hash = _keep_config(config, output / CONFIG)
-        lines = _read_lines(output / RESULTS)
+    with locked_folder(output), Subprocess() as process:
+        require_own(output, "sweep")
+        config_hash = keep_config(config, output / CONFIG)
+        lines = read_lines(output / RESULTS)
         for number, cell in enumerate(cells, 1):
             if _find(lines, cell):
                 continue
             same = _same_run(lines, cell, config.optimizer.base_batch_size)
             is_same = f" is {same['rule']}'s run: all rules are equal at the base batch size" if same else ""
             print(f"\nrun {number} of {len(cells)}: {cell.name}{is_same}", file=sys.stderr, flush=True)
-            result = same or _trained(cell.config(config), output / RUNS / cell.name)
+            result = same or _trained(process, cell.config(config), output / RUNS / cell.name)
             lines.append({**result, **dataclasses.asdict(cell), "config_sha256": config_hash})
-            _write_lines(output / RESULTS, lines)
+            write_lines(output / RESULTS, lines)
             print(_in_short(lines[-1]), file=sys.stderr, flush=True)
     return [line for cell in cells if (line := _find(lines, cell))]
 
 
-def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
+def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """The values of a run's line. Trains the run, unless it has a report and only its line was lost."""
-    error = None if (run_dir / REPORT).exists() else _train_in_subprocess(config, run_dir)
+    error = None
+    if not (run_dir / REPORT).exists():
+        try:
+            train_in(process, config, run_dir)
+        except ProcessFailed as failed:
+            error = str(failed)
     for large in (CHECKPOINTS, VOCABULARY) if error is None else ():
         shutil.rmtree(run_dir / large, ignore_errors=True)
     what = {
@@ -109,55 +109,6 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _train_in_subprocess(config: RunConfig, run_dir: Path) -> str | None:
-    """Trains in a subprocess, from the latest checkpoint if there is one. Returns the text of its error, or None.
-
-    Raises Interrupted if the subprocess or this process is asked to stop, which is no failure of the run.
-    """
-    if not (run_dir / CONFIG).exists():
-        shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
-    try:
-        interrupted = run_in_subprocess(_train_here, config, run_dir)
-    except ProcessFailed as error:
-        return str(error)
-    except KeyboardInterrupt:
-        interrupted = True
-    if interrupted:
-        raise Interrupted(f"stopped in run {run_dir.name}; the same command continues there")
-    return None
-
-
-def _train_here(config: RunConfig, run_dir: Path) -> bool:
-    """Trains in this process. Returns whether it was interrupted."""
-    # Before and after the training loop, which handles SIGTERM itself, the signal interrupts as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # tqdm's default lock includes a semaphore, which a killed run would leave behind.
-    tqdm.set_lock(threading.RLock())
-    prepare_process()
-    try:
-        train(config, Path(config.data.dir), run_dir, resume=True)
-    except (Interrupted, KeyboardInterrupt):
-        return True
-    return False
-
-
-def _require_own(folder: Path) -> None:
-    if not (folder / CONFIG).exists() and any(each.suffix != ".partial" for each in folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and not the folder of a sweep; choose another --output")
-
-
-def _keep_config(config: RunConfig, file: Path) -> str:
-    """Writes the configuration that all runs share, or checks an existing file against it. Returns its SHA-256."""
-    fresh = file.with_suffix(".partial")
-    save_config(config, fresh)
-    if file.exists() and file.read_bytes() != fresh.read_bytes():
-        there, given = (tomllib.loads(each.read_text(encoding="utf-8")) for each in (file, fresh))
-        fresh.unlink()
-        raise ValueError(f"{file} has another configuration: {first_difference(there, given)}; choose another --output")
-    fresh.rename(file)
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def _find(lines: list[dict[str, Any]], cell: Cell) -> dict[str, Any] | None:
     wanted = dataclasses.asdict(cell)
     return next((line for line in lines if wanted.items() <= line.items()), None)
@@ -169,15 +120,6 @@ def _same_run(lines: list[dict[str, Any]], cell: Cell, base_batch_size: int) -> 
         return None
     twins = (dataclasses.replace(cell, rule=rule) for rule in SCALING_RULES)
     return next((line for twin in twins if (line := _find(lines, twin))), None)
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-
-
-def _write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
-    """Replaces the file at once, so that it never holds half a line."""
-    replace_file(file, "".join(to_json(line) + "\n" for line in lines).encode())
 
 
 def _in_short(line: dict[str, Any]) -> str:

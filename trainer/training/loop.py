@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from math import ceil, isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,13 @@ from .schedule import Schedule
 from .trainer import Trainer, require_run_dir
 from .warm_start import warm_start
 
+AfterEpoch = Callable[[dict[str, Any]], bool]
+"""Takes the measurements after an epoch, as the report lists them, and decides whether the run ends there."""
 
-def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = False) -> dict[str, Any]:
+
+def train(
+    config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = False, after_epoch: AfterEpoch | None = None
+) -> dict[str, Any]:
     """Trains a model, evaluating and saving after every epoch; returns the report that ``run_dir`` then holds.
 
     The report's ``samples_per_second`` and ``train_seconds`` cover the training steps only, without evaluations and
@@ -39,6 +45,8 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
         run_dir: folder of the run, new or empty unless it is resumed.
         resume: continue from the newest checkpoint in that folder, or start if there is none. On the same number of
             processes the weights are bit-identical to those of an uninterrupted run.
+        after_epoch: called after each epoch but the last, in a resumed run first for the epoch before; all processes
+            must decide alike.
 
     Raises:
         ValueError: a setting or data set does not work; nothing has been trained.
@@ -50,7 +58,7 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
-        run = _EpochRun(config, run_dir, process)
+        run = _EpochRun(config, run_dir, process, after_epoch)
         with run.trainer.running(resume):
             on_first(process, lambda: save_sharding(run_dir, run.sharding))
             report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
@@ -61,8 +69,8 @@ def train(config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = Fa
 class _EpochRun:
     """A run over epochs of a data set: its readers, its trainer, its position and its measurements."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, process: Process) -> None:
-        self.config, self.process = config, process
+    def __init__(self, config: RunConfig, run_dir: Path, process: Process, after_epoch: AfterEpoch | None) -> None:
+        self.config, self.process, self.after_epoch = config, process, after_epoch
         self.train_reader, self.validation_reader, self.test_reader = training_readers(
             config, Path(config.data.dir), process
         )
@@ -178,9 +186,14 @@ class _EpochRun:
         return quality
 
     def ends_early(self) -> bool:
-        """True after `train.patience` epochs that were not better than the best one, also in a resumed run."""
+        """True after `train.patience` epochs that were not better than the best one, or where `after_epoch` says so.
+
+        Decided anew in a resumed run.
+        """
         patience, best = self.config.train.patience, self.best_epoch()
-        return patience > 0 and best is not None and self.epoch - best["epoch"] >= patience
+        if patience and best and self.epoch - best["epoch"] >= patience:
+            return True
+        return bool(self.after_epoch and self.epochs and self.after_epoch(self.epochs[-1]))
 
     def best_epoch(self) -> dict[str, Any] | None:
         """The epoch with the best validation quality; None without validation samples."""
