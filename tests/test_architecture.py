@@ -83,7 +83,8 @@ FOLDERS: dict[str, dict[str, str]] = {
         "serving": "export publishing",
         "bench": "config runtime reports sharded_model runs training",
         "sweep": "config runtime reports sharded_model runs training",
-        "cli": "config runtime runs training export online serving bench sweep",
+        "tune": "config runtime reports sharded_model runs sweep",
+        "cli": "config runtime runs training export online serving bench sweep tune",
         "__main__": "cli",
     },
 }

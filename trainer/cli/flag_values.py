@@ -31,6 +31,17 @@ def parse_table_rows(text: str) -> int | None:
     return parse_number(text, 1000, "--rows must be full or a number, with K for 1000, such as 100K")
 
 
+def parse_range(flag: str, text: str) -> tuple[float, float] | None:
+    """Reads LOWEST,HIGHEST; fixed is None. Raises ValueError, which names the flag."""
+    if text == "fixed":
+        return None
+    try:
+        low, high = map(float, parse_list(text))
+    except ValueError:
+        raise ValueError(f"{flag} must be fixed or LOWEST,HIGHEST, such as 1e-5,1e-3; got {text!r}") from None
+    return low, high
+
+
 def parse_number(text: str, kilo: int, what: str) -> int:
     """Reads a whole number; a final K means ``kilo``. Raises ValueError, which starts with ``what``."""
     digits, factor = (text[:-1], kilo) if text[-1:] in ("K", "k") else (text, 1)

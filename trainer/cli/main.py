@@ -13,7 +13,7 @@ import typer
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, is_message
 
-from . import bench_command, data_commands, model_commands, train_commands
+from . import bench_command, data_commands, model_commands, train_commands, tune_command
 
 app = typer.Typer(
     name="cowrec",
@@ -24,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
 )
-for commands in (data_commands, train_commands, model_commands, bench_command):
+for commands in (data_commands, train_commands, tune_command, model_commands, bench_command):
     app.add_typer(commands.app)
 
 

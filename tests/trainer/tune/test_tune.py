@@ -1,0 +1,219 @@
+"""A study against single runs and what Optuna reads from its file; killed, failed and refused studies."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from cowrec.trainer.cli.main import main
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.tune.search import Search, edges
+from cowrec.trainer.tune.study import Study
+from cowrec.trainer.tune.tune import Outcome, tune
+from trainer_cases import config_file, make_data
+
+TRIALS = 6
+OVERRIDES = ["train.epochs=3", "optimizer.warmup_epochs=0", "data.resident=yes"]
+SEARCH = Search(102, ranges={"embedding_lr": None, "dense_lr": (1e-4, 1.0)}, validation_fraction=0.2)
+VALUES = ("embedding_lr", "dense_lr", "l2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    make_data(folder, ("price", "city"))
+    config_file(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Outcome:
+    return run(folder, folder / "study")
+
+
+def run(folder: Path, output: Path, *overrides: str, search: Search = SEARCH, trials: int = TRIALS) -> Outcome:
+    config = load_config(folder / "run.toml", [*OVERRIDES, *overrides])
+    return tune(config, folder / "data", output, search, trials)
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "tune.jsonl").read_text().splitlines()]
+
+
+def read_study(output: Path) -> optuna.Study:
+    return optuna.load_study(study_name="tune", storage=JournalStorage(JournalFileBackend(f"{output}/tune.journal")))
+
+
+def test_optuna_reads_the_values_and_qualities_of_the_lines(folder: Path, found: Outcome) -> None:
+    study, lines = read_study(folder / "study"), lines_of(folder / "study")
+    assert lines == found.lines
+    assert len(lines) == TRIALS
+    states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
+    for trial, line in zip(study.trials, lines, strict=True):
+        assert states[trial.state] == line["state"]
+        assert trial.params == {name: line[name] for name in ("dense_lr", "l2")}
+        losses = {epoch["epoch"]: epoch["validation_logloss"] for epoch in line["epochs"]}
+        assert trial.intermediate_values == losses
+        assert line["validation_logloss"] == min(losses.values())
+        assert line["best_epoch"] == min(losses, key=lambda epoch: losses[epoch])
+        assert 1e-4 <= line["dense_lr"] <= 1
+        assert line["embedding_lr"] == 1e-2
+        assert {"seconds", "versions", "device", "git_commit", "steps", "config_sha256"} <= line.keys()
+        assert not {"auc", "logloss"} & line.keys(), "the test split is looked at"
+    assert found.best == lines[study.best_trial.number]
+    assert len({line["dense_lr"] for line in lines}) == TRIALS
+
+
+def test_the_first_trial_is_the_configuration_scaled_to_the_batch_size(folder: Path, found: Outcome) -> None:
+    """CowClip's rule at twice the base batch: the dense rate times sqrt 2, L2 times 2."""
+    first = {name: found.lines[0][name] for name in VALUES}
+    assert first == pytest.approx({"embedding_lr": 1e-2, "dense_lr": 1e-2 * 2**0.5, "l2": 2e-4})
+    assert found.ranges["l2"] == pytest.approx((2e-5, 2e-3))
+
+
+def test_tuned_toml_trains_what_the_best_trial_did(folder: Path, found: Outcome, tmp_path: Path) -> None:
+    file = folder / "study" / "tuned.toml"
+    tuned, best = load_config(file), found.best
+    assert best is not None
+    assert file.read_text().startswith(
+        f"# found by cowrec tune at batch size 102: trial {best['trial'] + 1} of {TRIALS} "
+    )
+    assert {name: getattr(tuned.optimizer, name) for name in VALUES} == {name: best[name] for name in VALUES}
+    assert (tuned.optimizer.base_batch_size, tuned.train.batch_size) == (102, 102)
+    assert (tuned.train.epochs, tuned.train.validation_fraction) == (best["best_epoch"], 0.0)
+    alone = load_config(file, ["train.validation_fraction=0.2"])
+    report = train(alone, folder / "data", tmp_path / "alone")
+    assert report["validation_logloss"] == best["validation_logloss"]
+
+
+def test_a_killed_study_goes_on_as_if_it_had_not_been(folder: Path, found: Outcome, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "cowrec.trainer", "tune", f"{folder}/run.toml", "--data", f"{folder}/data"]
+    command += ["--output", str(output), "--batch-size", "102", "--trials", str(TRIALS), "--validation-fraction", "0.2"]
+    command += ["--embedding-lr", "fixed", "--dense-lr", "1e-4,1"]
+    command += [part for override in OVERRIDES for part in ("--set", override)]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    trial = ""
+    for line in process.stderr:
+        trial = line if line.startswith("trial ") else trial
+        if line.startswith("epoch 2/") and trial.startswith("trial 3"):
+            process.kill()
+    assert process.wait() == -9, trial
+    assert len(lines_of(output)) == 2
+    # What a kill within a write leaves: the journal's lock, half a line.
+    (output / "tune.journal.lock").touch()
+    with (output / "tune.journal").open("a") as file:
+        file.write('{"op_code": 6, "wor')
+    journal = (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns
+    again = run(folder, output)
+    assert (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns == journal
+    for one, other in zip(again.lines, found.lines, strict=True):
+        assert {key: one[key] for key in ("trial", "state", *VALUES, "epochs")} == {
+            key: other[key] for key in ("trial", "state", *VALUES, "epochs")
+        }
+    assert not list(output.glob("runs/*/checkpoints"))
+
+
+def test_more_trials_and_wider_ranges_continue(folder: Path, found: Outcome, tmp_path: Path) -> None:
+    wider = dataclasses.replace(SEARCH, ranges={**SEARCH.ranges, "dense_lr": (1e-6, 10.0)})
+    more = run(folder, folder / "study", search=wider, trials=TRIALS + 1)
+    assert more.lines[:TRIALS] == found.lines
+    assert len(more.lines) == TRIALS + 1
+    with pytest.raises(ValueError, match="is a study of logloss, not of auc; choose another --output"):
+        Study(folder / "study" / "tune.journal", dataclasses.replace(SEARCH, metric="auc"), {}, {})
+    with pytest.raises(ValueError, match=r"another configuration: it has checkpoint.keep_best = 'logloss', but 'auc'"):
+        run(folder, folder / "study", search=dataclasses.replace(SEARCH, metric="auc"))
+
+
+def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(folder: Path, tmp_path: Path) -> None:
+    search = Search(51, "auc", {"dense_lr": (5e-3, 1e37), "embedding_lr": None, "l2": None}, patience=0)
+    outcome = run(folder, tmp_path / "out", "train.epochs=1", search=search, trials=4)
+    failed = [line for line in outcome.lines if line["state"] == "failed"]
+    assert failed, outcome.lines
+    assert all(line["error"].startswith("NonFiniteLoss: the loss was not finite") for line in failed)
+    assert outcome.best is not None
+    assert outcome.best["validation_auc"] == max(line.get("validation_auc", 0) for line in outcome.lines)
+    assert [trial.state.is_finished() for trial in read_study(tmp_path / "out").trials] == [True] * 4
+
+
+def test_values_at_the_edge_are_named() -> None:
+    values, ranges = {"dense_lr": 0.9e-3, "l2": 1e-5}, {"dense_lr": (1e-5, 1e-3), "l2": (1e-6, 1e-4)}
+    (message,) = edges(values, ranges)
+    assert message.endswith(
+        "dense_lr = 0.0009 is at the edge of the searched 1e-05 to 0.001; continue with --dense-lr "
+        "1e-05,0.01 and more --trials"
+    )
+    assert "--l2 1e-07,0.0001" in edges({"l2": 1e-6}, {"l2": (1e-6, 1e-4)})[0]
+
+
+def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["cowrec", "tune", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_the_command_prints_the_best_trials(
+    folder: Path, found: Outcome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [folder / "run.toml", "--data", folder / "data", "-o", folder / "study", "--batch-size", "102"]
+    arguments += ["--trials", "3", "--validation-fraction", "0.2", "--embedding-lr", "fixed", "--dense-lr", "1e-4,1"]
+    arguments += [part for override in OVERRIDES for part in ("--set", override)]
+    assert cli(monkeypatch, *arguments) == 0
+    captured = capsys.readouterr()
+    assert "trial 1 of" not in captured.err, "something was trained again"
+    assert found.best is not None
+    assert f"{found.best['validation_logloss']:.5f}" in captured.out
+    assert (folder / "study" / "tune.png").stat().st_size > 5000
+
+
+REFUSED = {
+    "no number": (["--batch-size", "8Q"], "must be a number, with K for 1024, such as 512 or 8K; got '8Q'"),
+    "no trials": (["--batch-size", "51", "--trials", "0"], "--trials must be at least 1, got 0"),
+    "metric": (["--batch-size", "51", "--metric", "f1"], "--metric 'f1' is not known; known: logloss, auc"),
+    "no range": (
+        ["--batch-size", "51", "--l2", "1e-5"],
+        "--l2 must be fixed or LOWEST,HIGHEST, such as 1e-5,1e-3; got",
+    ),
+    "empty": (["--batch-size", "51", "--l2", "1e-3,1e-5"], "--l2 needs 0 < LOWEST < HIGHEST, got 0.001,1e-05"),
+    "outside": (
+        ["--batch-size", "51", "--dense-lr", "1e-5,1e-3"],
+        "does not include the first trial's, the configuration's optimizer.dense_lr = 0.01 at batch size 51",
+    ),
+    "nothing": (
+        ["--batch-size", "51", "--dense-lr", "fixed", "--embedding-lr", "fixed", "--set", "optimizer.l2=0"],
+        "nothing to search: give a range with --embedding-lr, --dense-lr, --l2",
+    ),
+    "no data": (["--batch-size", "51", "--data", "none"], "none is not a prepared data set"),
+    "fraction": (["--batch-size", "51", "--validation-fraction", "0"], "--validation-fraction must be above 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_studies_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    arguments, message = REFUSED[name]
+    assert cli(monkeypatch, folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_optuna_the_command_names_the_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert cli(monkeypatch, folder / "run.toml", "--batch-size", "51") == 2
+    assert "tune requires optuna, which is not installed: pip install 'cowrec[tune]'" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""The command ``cowrec tune``."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cowrec.trainer.runtime.environment import launched_world_size
+
+from .flag_values import parse_batch_size, parse_range
+from .run_flags import Overrides, RunToml, TrainData, load_run
+
+app = typer.Typer()
+
+_RANGE = "LOWEST,HIGHEST, or fixed. [a tenth to ten times the configuration's value]"
+
+
+@app.command()
+def tune(
+    config: RunToml,
+    batch_size: Annotated[str, typer.Option(help="Batch size to tune at, such as 256 or 1K; K is 1024.")],
+    data: TrainData = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of the study; an interrupted study continues. [tunings/NAME]"),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Trials of the study, pruned and failed ones included.")] = 20,
+    embedding_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
+    dense_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
+    l2: Annotated[str | None, typer.Option(help=_RANGE)] = None,
+    metric: Annotated[str, typer.Option(help="Validation quality to optimize: logloss or auc.")] = "logloss",
+    validation_fraction: Annotated[
+        float, typer.Option(help="Share of the training split to validate on, where train.validation_fraction is 0.")
+    ] = 0.1,
+    patience: Annotated[
+        int, typer.Option(help="Epochs without improvement that end a trial, where train.patience is 0; 0: never.")
+    ] = 1,
+    prune: Annotated[bool, typer.Option(help="End trials that are worse than the median of the others.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the search; all trials have the seed of the TOML file.")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which no further trial starts.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Searches learning rates and L2 at one batch size; writes tuned.toml, for `cowrec train` and `cowrec sweep`.
+
+    Trials are chosen by the last samples of the training split, never by the test split. After an interruption the same
+    command continues; with more trials or wider ranges it goes on from the trials it has.
+
+    Example: `cowrec tune scripts/configs/criteo.toml --data data/criteo --batch-size 1K --trials 20`
+    """
+    try:
+        import optuna  # noqa: F401
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'cowrec[tune]'"
+        raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
+    from cowrec.trainer.tune.plot import PLOT, plot, table
+    from cowrec.trainer.tune.search import VALUES, Search, edges
+    from cowrec.trainer.tune.tune import TUNED
+    from cowrec.trainer.tune.tune import tune as run
+
+    if launched_world_size() > 1:
+        raise ValueError("tune starts its own processes; start it without torchrun")
+    texts = dict(zip(VALUES, (embedding_lr, dense_lr, l2), strict=True))
+    ranges = {name: parse_range(f"--{name.replace('_', '-')}", text) for name, text in texts.items() if text}
+    search = Search(parse_batch_size(batch_size), metric, ranges, validation_fraction, patience, prune, seed)
+    loaded, data_dir = load_run(config, overrides, data)
+    folder = output or Path("tunings") / config.stem
+    found = run(loaded, data_dir, folder, search, trials, timeout)
+    if found.best is None:
+        raise ValueError(
+            f"no trial is complete; the lines of {folder} say why; lower the ranges, or give more --trials"
+        )
+    picture = plot(found.lines, metric, found.ranges, folder / PLOT)
+    print(f"{table(found.lines, metric)}\n\n{folder / TUNED}, plot: {picture}")
+    for message in edges(found.best, found.ranges):
+        print(f"cowrec: {message}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""`cowrec tune`: a search for the base values at one batch size."""
