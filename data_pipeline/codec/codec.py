@@ -116,8 +116,13 @@ class Encoded:
 
 def sample_block(table: pa.Table, schema: Schema, *, timed: bool = True) -> SampleBlock:
     """Converts the columns of `Encoded.table` to tensors."""
-    block = block_from_table(table, dataclasses.replace(schema, timed=False), "samples")
+    block = block_from_table(table, _features(schema), "samples")
     return dataclasses.replace(block, time=torch.from_numpy(table[TIME_COLUMN].to_numpy().copy())) if timed else block
+
+
+def _features(schema: Schema) -> Schema:
+    """The schema without the columns that samples of a stream or request do not have, or have by other names."""
+    return dataclasses.replace(schema, timed=False, true_logits=False)
 
 
 class SampleCodec:
@@ -224,7 +229,7 @@ class SampleCodec:
         has_ids = SAMPLE_ID in samples.table.column_names
         sample_ids = columns.texts(SAMPLE_ID) if has_ids else pa.nulls(count, pa.string()).fill_null("")
         parsed = self._parsed(columns, samples.index, label)
-        wanted = arrow_schema(dataclasses.replace(self.schema, timed=False))
+        wanted = arrow_schema(_features(self.schema))
         table = self._encoder.encode(parsed).select(wanted.names).cast(wanted)
         table = table.append_column(TIME_COLUMN, pa.array(time)).append_column(ID_COLUMN, sample_ids)
         good = columns.good

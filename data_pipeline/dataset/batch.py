@@ -18,6 +18,8 @@ class Batch(Pipelineable):
         label: float32 [B], 0 or 1; NaN if the split has no labels.
         global_batch_size: samples over all ranks; B by default.
         time: int64 [B], Unix seconds; None if the data set has no time column.
+        true_logit: float32 [B], logits of the true click probabilities; None if the data set has none, or the reader
+            does not read them.
     """
 
     dense: torch.Tensor
@@ -25,6 +27,7 @@ class Batch(Pipelineable):
     label: torch.Tensor
     global_batch_size: int = -1
     time: torch.Tensor | None = None
+    true_logit: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 0:
@@ -38,6 +41,7 @@ class Batch(Pipelineable):
             self.label.to(device, non_blocking=non_blocking),
             self.global_batch_size,
             None if self.time is None else self.time.to(device, non_blocking=non_blocking),
+            None if self.true_logit is None else self.true_logit.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> "Batch":
@@ -48,6 +52,7 @@ class Batch(Pipelineable):
             self.label.pin_memory(),
             self.global_batch_size,
             None if self.time is None else self.time.pin_memory(),
+            None if self.true_logit is None else self.true_logit.pin_memory(),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -57,3 +62,5 @@ class Batch(Pipelineable):
         self.label.record_stream(stream)
         if self.time is not None:
             self.time.record_stream(stream)
+        if self.true_logit is not None:
+            self.true_logit.record_stream(stream)

@@ -75,6 +75,7 @@ class SampleBlock:
         ids: int32 [R, S], single-valued fields in schema order; int64 if the schema has raw ids.
         bags: list fields by name.
         time: int64 [R], Unix seconds, or None.
+        true_logit: float32 [R], or None.
     """
 
     dense: torch.Tensor
@@ -82,6 +83,7 @@ class SampleBlock:
     ids: torch.Tensor
     bags: dict[str, Bags]
     time: torch.Tensor | None = None
+    true_logit: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.label.numel()
@@ -99,6 +101,7 @@ class SampleBlock:
             self.ids.index_select(0, index),
             {name: bags.take(index, total) for (name, bags), total in zip(self.bags.items(), known, strict=True)},
             None if self.time is None else self.time.index_select(0, index),
+            None if self.true_logit is None else self.true_logit.index_select(0, index),
         )
 
     def take_each(self, order: torch.Tensor, slices: Sequence[slice]) -> Iterator["SampleBlock"]:
@@ -123,12 +126,14 @@ class SampleBlock:
         if len(parts) == 1:
             return parts[0]
         times = [part.time for part in parts if part.time is not None]
+        true_logits = [part.true_logit for part in parts if part.true_logit is not None]
         return SampleBlock(
             torch.cat([part.dense for part in parts]),
             torch.cat([part.label for part in parts]),
             torch.cat([part.ids for part in parts]),
             {name: Bags.concat([part.bags[name] for part in parts]) for name in parts[0].bags},
             torch.cat(times) if times else None,
+            torch.cat(true_logits) if true_logits else None,
         )
 
     @staticmethod
@@ -145,6 +150,7 @@ class SampleBlock:
         dtype = id_dtype(schema)
         ids = torch.empty((total, singles), dtype=dtype, device=device)
         time = torch.empty(total, dtype=torch.int64, device=device) if schema.timed else None
+        true_logit = torch.empty(total, dtype=torch.float32, device=device) if schema.true_logits else None
         bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
         for start, block in parts:
             stop = start + len(block)
@@ -153,9 +159,12 @@ class SampleBlock:
             ids[start:stop] = block.ids
             if time is not None and block.time is not None:
                 time[start:stop] = block.time
+            if true_logit is not None and block.true_logit is not None:
+                true_logit[start:stop] = block.true_logit
             for name, field_bags in bags.items():
                 field_bags.append(block.bags[name].to(device))
-        return SampleBlock(dense, label, ids, {name: Bags.concat(each, dtype) for name, each in bags.items()}, time)
+        joined = {name: Bags.concat(each, dtype) for name, each in bags.items()}
+        return SampleBlock(dense, label, ids, joined, time, true_logit)
 
     def batch(self, schema: Schema, global_batch_size: int) -> Batch:
         """Converts all samples to a batch.
@@ -163,7 +172,7 @@ class SampleBlock:
         Sets the number of ids of each field, which TorchRec would otherwise read from the device at every step.
         """
         sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
-        return Batch(self.dense, sparse, self.label, global_batch_size, self.time)
+        return Batch(self.dense, sparse, self.label, global_batch_size, self.time, self.true_logit)
 
     def _one_id_each(self, schema: Schema) -> KeyedJaggedTensor:
         lengths, offsets = _unit_bags(self.ids.numel(), self.ids.device)

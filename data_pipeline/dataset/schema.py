@@ -20,6 +20,7 @@ FORMAT_VERSION = 1
 SCHEMA_FILE = "schema.json"
 LABEL = "label"
 TIME = "time"
+TRUE_LOGIT = "true_logit"
 WEIGHT_SUFFIX = "__weight"
 """Parquet column of a weighted field's weights: the field's name and this suffix."""
 
@@ -131,7 +132,10 @@ class Schema:
         dense, sparse: fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
         splits: "train" and "test".
         timed: True if every sample has a time, in the Parquet column `time`: int64, Unix seconds.
-        best: {"auc", "logloss"} of the true probabilities on the test split, for synthetic data; otherwise None.
+        true_logits: True if every sample has the logit of its true click probability, in the Parquet column
+            `true_logit`: float32; for synthetic data.
+        best: {"auc", "logloss", "expected_auc", "expected_logloss"} of the true probabilities on the test split, for
+            synthetic data; otherwise None. Older data sets lack the expected ones.
         settings: configuration that the data set was made with, as plain JSON.
         sources: raw files and their checksums.
         versions: versions of the libraries that wrote the data set.
@@ -147,9 +151,10 @@ class Schema:
     sources: tuple[SourceFile, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    true_logits: bool = False
 
     def __post_init__(self) -> None:
-        names = [LABEL] + [TIME] * self.timed
+        names = [LABEL] + [TIME] * self.timed + [TRUE_LOGIT] * self.true_logits
         names += [each.name for each in self.dense] + [each.name for each in self.sparse]
         names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
         repeated = sorted({name for name in names if names.count(name) > 1})

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from .sample_block import Bags, SampleBlock, id_dtype
-from .schema import LABEL, TIME, WEIGHT_SUFFIX, Schema, SparseField
+from .schema import LABEL, TIME, TRUE_LOGIT, WEIGHT_SUFFIX, Schema, SparseField
 
 WEIGHT_LIST = pa.list_(pa.float32())
 
@@ -22,8 +22,10 @@ def shard_path(data_dir: Path, split: str, number: int) -> Path:
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """Returns the Parquet columns of a data set: label, time, dense fields, sparse fields (and weights)."""
-    columns = [(LABEL, pa.float32()), *([(TIME, pa.int64())] if schema.timed else [])]
+    """Returns the Parquet columns of a data set: label, time, true logit, dense fields, sparse fields (and weights)."""
+    columns = [(LABEL, pa.float32())]
+    columns += [(TIME, pa.int64())] if schema.timed else []
+    columns += [(TRUE_LOGIT, pa.float32())] if schema.true_logits else []
     columns += [(field.name, pa.float32()) for field in schema.dense]
     for field in schema.sparse:
         ids = pa.int64() if field.encoding == "raw" else pa.int32()
@@ -55,6 +57,23 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
     return SampleBlock.assemble(schema, sum(sizes), parts(), torch.device("cpu"))
 
 
+def read_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[str]) -> pa.Table:
+    """Reads columns of a split's shards, without the checks of ids.
+
+    Raises:
+        ValueError: a shard is missing or damaged, or differs from the schema in these columns or in size.
+    """
+    expected = pa.schema([each for each in arrow_schema(schema) if each.name in names])
+    tables = [expected.empty_table()]
+    for number, size in enumerate(schema.split(split).shards):
+        path = shard_path(data_dir, split, number)
+        with _opened(path, schema) as file:
+            _check_columns(path, file.schema_arrow, expected)
+            _check_size(path, file.metadata.num_rows, size)
+            tables.append(file.read(columns=expected.names).cast(expected))
+    return pa.concat_tables(tables)
+
+
 def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
     """Converts a table with the columns of `arrow_schema` to a `SampleBlock`; `path` is for messages.
 
@@ -68,6 +87,7 @@ def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> Sampl
         _stacked(table, single, np.int64 if schema.has_raw_ids else np.int32, path),
         {field.name: _bags(table, field, schema, path) for field in schema.sparse if field.kind != "categorical"},
         _stacked(table, [TIME], np.int64, path)[:, 0] if schema.timed else None,
+        _stacked(table, [TRUE_LOGIT], np.float32, path)[:, 0] if schema.true_logits else None,
     )
 
 

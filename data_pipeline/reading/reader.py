@@ -5,6 +5,7 @@ for CUDA draw another order than those for CPU, one that the GPU can compute.
 Sizes: G samples of a global batch, W ranks.
 """
 
+import dataclasses
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -51,6 +52,7 @@ class Reader:
         device: device of the batches.
         resident: store the samples on `device` and gather batches there.
         window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
+        true_logits: also read the logits of the true click probabilities, where the data set has them; for evaluation.
 
     Raises:
         ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.
@@ -71,6 +73,7 @@ class Reader:
         device: str | torch.device = "cpu",
         resident: bool = False,
         window_rows: int = WINDOW_ROWS,
+        true_logits: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -80,7 +83,8 @@ class Reader:
             raise ValueError(f"window_rows must be at least 1, got {window_rows}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        self.schema = Schema.load(data_dir)
+        stored = Schema.load(data_dir)
+        self.schema = stored if true_logits else dataclasses.replace(stored, true_logits=False)
         self.split = split
         self.batch_size = batch_size
         self.device = torch.device(device)
@@ -117,6 +121,11 @@ class Reader:
         self._resident_block = SampleBlock.assemble(self.schema, starts[-1], parts, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def positions(self, step: int) -> slice:
+        """Positions in the epoch of this rank's samples of global batch `step`; without shuffling, in the split."""
+        start, stop, _ = self._slice(step)
+        return slice(start, stop)
 
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""

@@ -9,11 +9,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import LABEL, RESERVED_ROWS, DenseField, Schema, SparseField, library_versions
+from cowrec.data_pipeline.dataset.schema import (
+    LABEL,
+    RESERVED_ROWS,
+    TRUE_LOGIT,
+    DenseField,
+    Schema,
+    SparseField,
+    library_versions,
+)
 from cowrec.data_pipeline.dataset.writer import SHARD_ROWS, ShardWriter, new_folder
 from cowrec.data_pipeline.parallel import ordered_map
 
-from .metrics import exact_auc, exact_logloss
+from .metrics import best_quality
 from .planted import PILOT_ROWS, Draw, PlantedModel, intercept_for
 
 # Distinct values of C1..C26 in the 45,840,617 rows of Criteo's Kaggle training set.
@@ -91,7 +99,7 @@ def synthesize(
         progress: called with the number of samples just written.
 
     Returns:
-        The schema; `best` has the AUC and logloss of the true probabilities on the test split.
+        The schema; `best` has the quality of the true probabilities on the test split.
 
     Raises:
         ValueError: `output` is not empty.
@@ -144,6 +152,7 @@ def _schema(config: SynthesizeConfig, model: PlantedModel) -> Schema:
         splits={},
         settings=dataclasses.asdict(config),
         versions=library_versions(),
+        true_logits=True,
     )
 
 
@@ -154,7 +163,7 @@ def _drawn(model: PlantedModel, stream: int, rows: int) -> Iterator[Draw]:
 
 
 def _table(schema: Schema, draw: Draw) -> pa.Table:
-    columns = {LABEL: draw.labels}
+    columns = {LABEL: draw.labels, TRUE_LOGIT: draw.logits.astype(np.float32)}
     columns |= {field.name: values for field, values in zip(schema.dense, draw.dense, strict=True)}
     ids = draw.ids + np.int32(RESERVED_ROWS)
     columns |= {field.name: values for field, values in zip(schema.sparse, ids, strict=True)}
@@ -164,5 +173,5 @@ def _table(schema: Schema, draw: Draw) -> pa.Table:
 def _best(draws: list[Draw]) -> dict[str, float] | None:
     logits = np.concatenate([draw.logits for draw in draws])
     labels = np.concatenate([draw.labels for draw in draws])
-    auc = exact_auc(logits, labels)
-    return None if np.isnan(auc) else {"auc": auc, "logloss": exact_logloss(logits, labels)}
+    best = best_quality(logits, labels)
+    return None if np.isnan(best["auc"]) else best

@@ -10,14 +10,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.dataset.schema import LABEL, TIME, DenseField, Schema, SparseField, library_versions
+from cowrec.data_pipeline.dataset.schema import (
+    LABEL,
+    TIME,
+    TRUE_LOGIT,
+    DenseField,
+    Schema,
+    SparseField,
+    library_versions,
+)
 from cowrec.data_pipeline.dataset.writer import SHARD_ROWS, ShardWriter, new_folder
 from cowrec.data_pipeline.encoding.vocabulary import raw_ids
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
 
 from .drifting import DAY, DriftConfig, DriftDraw, DriftingModel
-from .metrics import exact_auc, exact_logloss
+from .metrics import best_quality
 
 NAME = "drifting"
 SAMPLE_ID = "sample_id"
@@ -45,7 +53,7 @@ def synthesize_drifting(
         progress: called with the number of samples just written.
 
     Returns:
-        The schema; `best` has the AUC and logloss of the true probabilities on the test split.
+        The schema; `best` has the quality of the true probabilities on the test split.
 
     Raises:
         ValueError: `output` is not empty.
@@ -59,7 +67,7 @@ def synthesize_drifting(
         splits = {}
         for name, first, rows in (("train", 0, config.rows), ("test", config.rows, test_rows)):
             writer = ShardWriter(folder, name, schema, SHARD_ROWS)
-            for table in drifting_tables(config, first, rows):
+            for table in _tables(config, first, rows, CHUNK_ROWS, true_logits=True):
                 writer.write(_with_raw_ids(table, schema))
                 if progress is not None:
                     progress(table.num_rows)
@@ -68,7 +76,8 @@ def synthesize_drifting(
         windows = best_by_window(config, 0, config.rows + test_rows)
         (folder / WINDOWS_FILE).write_text("".join(json.dumps(_json(line)) + "\n" for line in windows))
         known = not np.isnan(best["auc"])
-        quality = {"auc": best["auc"], "logloss": best["logloss"]} if known else None
+        names = ("auc", "logloss", "expected_auc", "expected_logloss")
+        quality = {each: best[each] for each in names} if known else None
         schema = dataclasses.replace(schema, splits=splits, best=quality)
         schema.save(folder)
     return schema
@@ -96,11 +105,19 @@ def drifting_tables(config: DriftConfig, first_row: int, rows: int, chunk_rows: 
     Columns: sample_id (its number), time (Unix seconds), label, I1..IN (float32), C1..CF (text: "core_17", or
     "born_1234" for a short-lived id).
     """
+    return _tables(config, first_row, rows, chunk_rows)
+
+
+def _tables(
+    config: DriftConfig, first_row: int, rows: int, chunk_rows: int, *, true_logits: bool = False
+) -> Iterator[pa.Table]:
     model = DriftingModel.of(config)
     stop = first_row + rows
 
     def table(first: int) -> pa.Table:
-        return raw_table(model.draw(first, min(chunk_rows, stop - first)), first)
+        draw = model.draw(first, min(chunk_rows, stop - first))
+        raw = raw_table(draw, first)
+        return raw.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))) if true_logits else raw
 
     return ordered_map(table, range(first_row, stop, chunk_rows))
 
@@ -129,7 +146,8 @@ def best_by_window(config: DriftConfig, first_row: int, rows: int, window_second
 
     Returns:
         For each window with samples: its first second (`time`, start + k * window_seconds), `samples`, `ctr`, and the
-        `auc` and `logloss` of the true probabilities. The AUC of a window with a single class is NaN.
+        `auc` and `logloss` of the true probabilities with their expectations, `expected_auc` and `expected_logloss`.
+        The AUC of a window with a single class is NaN.
     """
     model = DriftingModel.of(config)
     logits, labels, times = np.empty(rows), np.empty(rows, bool), np.empty(rows, np.int64)
@@ -144,8 +162,7 @@ def best_by_window(config: DriftConfig, first_row: int, rows: int, window_second
             "time": int(config.start + window[first] * window_seconds),
             "samples": stop - first,
             "ctr": float(labels[first:stop].mean()),
-            "auc": exact_auc(logits[first:stop], labels[first:stop]),
-            "logloss": exact_logloss(logits[first:stop], labels[first:stop]),
+            **best_quality(logits[first:stop], labels[first:stop]),
         }
         for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), rows], strict=True)
     ]
@@ -166,6 +183,7 @@ def _schema(config: DriftConfig) -> Schema:
         tuple(SparseField(name, 0, encoding="raw", source=name) for name in ids),
         {},
         timed=True,
+        true_logits=True,
         settings=json.loads(json.dumps(settings)),
         versions=library_versions(),
     )

@@ -55,6 +55,13 @@ class LookupsHandle:
             found |= each.statistics.per_table(list(zip(*islice(values, own.shape[1]), strict=True)))
         return found
 
+    def latest_ratios(self) -> dict[str, Tensor]:
+        """``||g|| / limit`` of the rows of each table in the latest step, float32, on the CPU. Waits for the device.
+
+        Over the rows that this process holds; a row was clipped where the ratio is above 1.
+        """
+        return {name: each for own in self._lookups for name, each in own.statistics.latest_ratios().items()}
+
     def remove(self) -> None:
         """Detaches from the model; the weights do not change. Calling it again has no effect."""
         for undo in self._undo:

@@ -82,6 +82,15 @@ class ClipStatistics:
         self._clipped += torch.from_numpy(np.bincount(tables[values > 1], minlength=len(rows)))
         self.latest = RowResults(torch.from_numpy(values), torch.from_numpy(tables))
 
+    def latest_ratios(self) -> dict[str, Tensor]:
+        """``||g|| / limit`` of each row of the latest step, float32, by table name; waits for the device."""
+        ratio, table = self.latest.ratio.cpu(), self.latest.table.cpu()
+        return {
+            shard.name: ratio[table == index]
+            for index, shard in enumerate(self._lookup.shards)
+            if shard.first_column == 0 and not self._is_copy
+        }
+
     def on_device(self) -> Tensor:
         """Rows, clipped rows, median ratio and ids outside of each table, float64 [4, tables]."""
         counts = (self._rows, self._clipped, self._medians(), self.outside)

@@ -96,6 +96,10 @@ class EmbeddingAdam:
         """Statistics as of :meth:`LookupsHandle.stats`."""
         return self._handle.stats()
 
+    def latest_ratios(self) -> dict[str, Tensor]:
+        """Ratios of the latest step, as of :meth:`LookupsHandle.latest_ratios`."""
+        return self._handle.latest_ratios()
+
     def remove(self) -> None:
         """Brings all rows up to date and detaches from the model, which then trains by its fused SGD again."""
         if self._state_hooks:

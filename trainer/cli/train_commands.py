@@ -99,6 +99,7 @@ def sweep(
     """
     from cowrec.trainer.sweep.grid import Grid, default_rules
     from cowrec.trainer.sweep.plot import PLOT, plot
+    from cowrec.trainer.sweep.sweep import clip_remark
     from cowrec.trainer.sweep.sweep import sweep as run
     from cowrec.trainer.sweep.table import table
 
@@ -113,4 +114,5 @@ def sweep(
     )
     folder = output or Path("sweeps") / config.stem
     lines = run(loaded, data_dir, folder, grid)
-    print(f"{table(lines)}\n\n{folder}, plot: {plot(lines, folder / PLOT)}")
+    remark = clip_remark(lines)
+    print(f"{table(lines)}\n\n" + (f"{remark}\n" if remark else "") + f"{folder}, plot: {plot(lines, folder / PLOT)}")

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,7 +29,9 @@ def tune(
     embedding_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
     dense_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
     l2: Annotated[str | None, typer.Option(help=_RANGE)] = None,
-    metric: Annotated[str, typer.Option(help="Validation quality to optimize: logloss or auc.")] = "logloss",
+    metric: Annotated[
+        Literal["logloss", "auc"], typer.Option(help="Validation quality to optimize: logloss or auc.")
+    ] = "logloss",
     validation_fraction: Annotated[
         float, typer.Option(help="Share of the training split to validate on, where train.validation_fraction is 0.")
     ] = 0.1,

@@ -20,7 +20,15 @@ from .id_table import IdConfig
 from .nearest_name import nearest_name
 from .online import OnlineConfig
 from .overrides import apply_override
-from .sections import CheckpointConfig, ClipConfig, DataConfig, OptimizerConfig, ShardingConfig, TrainConfig
+from .sections import (
+    CheckpointConfig,
+    ClipConfig,
+    DataConfig,
+    EvaluateConfig,
+    OptimizerConfig,
+    ShardingConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class RunConfig:
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)

@@ -81,6 +81,24 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class EvaluateConfig:
+    """`[evaluate]`: what is measured after each epoch, beside AUC and logloss of the test split.
+
+    Attributes:
+        by_id_counts: also measure thirds of the test samples by how often their ids occur in training; reads the ids of
+            the training split once more at the start, one field at a time.
+        train_rows: training samples to measure as well: the same random sample each time, kept in memory; reads the
+            training split once more at the start. 0: none.
+    """
+
+    by_id_counts: bool = False
+    train_rows: int = 0
+
+    def __post_init__(self) -> None:
+        _require("evaluate.train_rows", self.train_rows, self.train_rows >= 0, "at least 0")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """`[checkpoint]`: when the run's state is saved, and which checkpoints are kept.
 
@@ -185,6 +203,8 @@ class ClipConfig:
         r, zeta, bound: values of the rule.
         max_norm: threshold of "constant", "field" and "global" at optimizer.base_batch_size; at s times that batch size
             it is sqrt(s) times as large, unless optimizer.scaling = "none".
+        histogram: count rows by ``||g|| / limit``, in the steps after which metrics are written, into the report's
+            `clip_histogram`.
     """
 
     rule: str = "cowclip"
@@ -192,6 +212,7 @@ class ClipConfig:
     zeta: float | None = None
     bound: float | None = None
     max_norm: float | None = None
+    histogram: bool = False
 
     def __post_init__(self) -> None:
         require_known("clip.rule", self.rule, CLIP_RULES)
@@ -201,7 +222,8 @@ class ClipConfig:
         if self.rule == NoClip.name:  # so that the one override clip.rule=none turns any run's clip off
             return NoClip()
         kind: Any = CLIP_RULES[self.rule]
-        given = {key: value for key, value in dataclasses.asdict(self).items() if key != "rule" and value is not None}
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("rule", "histogram")}
+        given = {key: value for key, value in values.items() if value is not None}
         known = {each.name for each in dataclasses.fields(kind)}
         for key, value in given.items():
             if key not in known:

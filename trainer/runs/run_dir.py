@@ -23,7 +23,9 @@ METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 _MAY_CHANGE = {
     "data": ("dir", "resident"),
     "train": ("epochs", "device", "eval_batch_size", "log_every", "timeout_seconds", "cuda_graph"),
+    "evaluate": ("by_id_counts", "train_rows"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
+    "clip": ("histogram",),
     "sharding": ("plan", "tables"),
 }
 """Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""

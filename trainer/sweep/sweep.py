@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import locked_folder
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY
 from cowrec.trainer.runtime.errors import ProcessFailed
@@ -29,6 +31,8 @@ from .run_process import train_in
 from .table import few_steps_warning
 
 RESULTS, RUNS = "sweep.jsonl", "runs"
+_MEASURES = ("expected_auc", "expected_logloss", "excess_logloss", "by_id_counts", "train")
+"""Further measures of a report's last epoch, where they are known."""
 
 
 def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
@@ -42,7 +46,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
 
     Returns:
         The grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, steps,
-        epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), best_possible, or error
+        epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), clip_remark,
+        best_possible, the measures of :class:`Quality` that are known, by_epoch (the measures of every epoch), or error
         instead of these; base_batch_size, the derived hyperparameters, the SHA-256 of ``config.toml``, versions,
         hardware, commit.
 
@@ -70,6 +75,18 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
             write_lines(output / RESULTS, lines)
             print(_in_short(lines[-1]), file=sys.stderr, flush=True)
     return [line for cell in cells if (line := _find(lines, cell))]
+
+
+def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on the runs in which the clip had no effect, or almost none; "" if it had one in all."""
+    clipped = [line for line in lines if line.get("clipped") is not None]
+    without = sum(bool(line.get("clip_remark")) for line in clipped)
+    if not without:
+        return ""
+    return (
+        f"the clip had no effect, or almost none, in {without} of {len(clipped)} runs with clip on: it clipped less"
+        f" than {HARDLY_ANY:g} of the row updates, so their results are those of clip off"
+    )
 
 
 def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str, Any]:
@@ -103,6 +120,9 @@ def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str,
         "samples_per_second": report["samples_per_second"],
         "train_seconds": report["train_seconds"],
         "clipped": clip_statistics["clipped"] if clip_statistics else None,
+        "clip_remark": report["clip_remark"],
+        **{key: report[key] for key in _MEASURES if key in report},
+        "by_epoch": report["epochs"],
         "best_possible": report["best_possible"],
         **what,
         **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
+from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
@@ -58,9 +59,27 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Rea
             f"train.drop_last leaves nothing of {train.num_rows:,} training samples at train.batch_size ="
             f" {config.train.batch_size}; set train.drop_last = false or lower train.batch_size"
         )
-    evaluation = partial(reader, batch_size=config.train.eval_batch_size)
+    evaluation = partial(reader, batch_size=config.train.eval_batch_size, true_logits=True)
     validation = evaluation("train", rows=range(rows - validation_rows, rows)) if validation_rows else None
     return Readers(train, validation, evaluation("test"))
+
+
+def training_sample(config: RunConfig, train: Reader, process: Process) -> RandomSample | None:
+    """Draws the training samples that are measured after each epoch; None without `evaluate.train_rows`."""
+    if not config.evaluate.train_rows:
+        return None
+    return RandomSample(
+        config.data.dir,
+        "train",
+        config.evaluate.train_rows,
+        batch_size=config.train.eval_batch_size,
+        among=train.num_rows,
+        rank=process.rank,
+        world_size=process.world_size,
+        seed=config.train.seed,
+        device=process.device,
+        true_logits=True,
+    )
 
 
 def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
@@ -80,7 +99,7 @@ def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
                 lengths,
                 length_per_key=sparse.length_per_key(),  # a sample without ids adds none
             )
-            batch = Batch(dense, padded, batch.label, batch.global_batch_size, batch.time)
+            batch = Batch(dense, padded, batch.label, batch.global_batch_size, batch.time, batch.true_logit)
         yield batch
 
 

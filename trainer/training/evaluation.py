@@ -1,64 +1,84 @@
-"""Evaluation: exact AUC and logloss of a model over a complete split, and its predictions, over all processes."""
+"""Evaluation of a model over a complete split, and its predictions, over all processes."""
 
+import dataclasses
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import nan
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric
-from torchmetrics.classification import BinaryAUROC
 
-from cowrec.data_pipeline import Reader
+from cowrec.data_pipeline import Batch, Reader
+from cowrec.data_pipeline.reading.random_sample import RandomSample
+from cowrec.trainer.measures.id_count_groups import GROUPS, IdCountGroups
+from cowrec.trainer.measures.quality import Quality, QualityMeter
 
 from .dataloading import even_slices
 from .state import TrainState
 
 
-@dataclass(frozen=True)
-class Quality:
-    """Quality of a model's predictions of a split.
+class Predicted(NamedTuple):
+    """Predictions of a batch of this process, on its device.
 
     Attributes:
-        auc: area under the ROC curve, exact (no binning); NaN where the split has one class only.
-        logloss: mean binary cross-entropy, in nats.
-        rows: samples.
+        logits: float32 [B].
+        label: float32 [B].
+        true_logit: float32 [B], where the reader has them.
     """
 
-    auc: float
-    logloss: float
-    rows: int
+    logits: Tensor
+    label: Tensor
+    true_logit: Tensor | None
+
+    def where(self, chosen: Tensor) -> "Predicted":
+        """Those of the chosen samples, bool [B]."""
+        true_logit = None if self.true_logit is None else self.true_logit[chosen]
+        return Predicted(self.logits[chosen], self.label[chosen], true_logit)
 
 
-def evaluate(state: TrainState, reader: Reader) -> Quality:
-    """Measures AUC and logloss over a reader's samples; all processes call together and get the same numbers."""
-    auc = BinaryAUROC(thresholds=None, validate_args=False).to(reader.device)
-    logloss, clicks = (MeanMetric().set_dtype(torch.float64).to(reader.device) for _ in range(2))
-    for logits, label in predictions(state, reader):
-        # Called even if this process has no samples: a metric that was never updated skips the final gathering, and the
-        # other processes would wait for it.
-        clicks.update(label)
-        auc.update(logits.double().sigmoid(), label.long())
-        logloss.update(F.binary_cross_entropy_with_logits(logits.double(), label.double(), reduction="none"))
-    one_class = clicks.compute().item() in (0, 1)
-    return Quality(nan if one_class else auc.compute().item(), logloss.compute().item(), reader.num_rows)
+def evaluate(state: TrainState, reader: Reader | RandomSample, groups: IdCountGroups | None = None) -> Quality:
+    """Measures a reader's labelled samples; all processes call together and get the same numbers.
+
+    Args:
+        state: of training.
+        reader: not shuffled.
+        groups: of the split's samples, to be measured by themselves too; the reader then reads the complete split.
+    """
+    meter, *meters = (QualityMeter(reader.device, reader.schema.true_logits) for _ in range(1 + len(GROUPS)))
+    for step, predicted in enumerate(predictions(state, reader)):
+        meter.add(*predicted)
+        if groups:
+            of_samples = groups.of_samples[reader.positions(step)]
+            for group, own in enumerate(meters):
+                own.add(*predicted.where(of_samples == group))
+    quality = meter.quality()
+    if not groups:
+        return quality
+    by_id_counts = {name: own.quality() for name, own in zip(GROUPS, meters, strict=True)}
+    return dataclasses.replace(quality, by_id_counts=by_id_counts)
 
 
-def predictions(state: TrainState, reader: Reader) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (logits [B], label [B]) of each batch of this process, in the reader's order, on its device.
+def predictions(state: TrainState, reader: Reader | RandomSample) -> Iterator[Predicted]:
+    """Yields the predictions of each batch of this process, in the reader's order.
 
     The model is in evaluation mode meanwhile.
     """
     was_training = state.model.training
     state.model.eval()
-    batches = map(state.ids.lookup, even_slices(reader.epoch(0), dist.get_world_size()))
+    true_logits: deque[Tensor | None] = deque()  # of the batches that the pipeline has taken
+
+    def batches() -> Iterator[Batch]:
+        for batch in even_slices(reader.epoch(0), dist.get_world_size()):
+            true_logits.append(batch.true_logit)
+            yield state.ids.lookup(batch)
+
+    taken = batches()
     state.pipeline.reset()
     try:
         with torch.no_grad():
             for _ in range(len(reader)):
-                _, logits, label = state.pipeline.progress(batches)
-                yield logits, label
+                _, logits, label = state.pipeline.progress(taken)
+                yield Predicted(logits, label, true_logits.popleft())
     finally:
         state.model.train(was_training)

@@ -4,13 +4,12 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from math import ceil, isfinite, nan
+from math import ceil, nan
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from cowrec.data_pipeline import Reader
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runs.checkpoint_folder import Progress, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
@@ -21,7 +20,7 @@ from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .dataloading import even_slices, keep_resident, training_readers
-from .evaluation import Quality, evaluate
+from .epoch_quality import EpochQuality
 from .schedule import Schedule
 from .trainer import Trainer, require_run_dir
 from .warm_start import warm_start
@@ -71,12 +70,12 @@ class _EpochRun:
 
     def __init__(self, config: RunConfig, run_dir: Path, process: Process, after_epoch: AfterEpoch | None) -> None:
         self.config, self.process, self.after_epoch = config, process, after_epoch
-        self.train_reader, self.validation_reader, self.test_reader = training_readers(
-            config, Path(config.data.dir), process
-        )
+        readers = training_readers(config, Path(config.data.dir), process)
+        self.train_reader, self.validation_reader = readers.train, readers.validation
         self.trainer = Trainer(config, self.train_reader.schema, run_dir, process, self._schedule())
         keep_resident(self.train_reader, config, process)
         self.state, self.say = self.trainer.state, self.trainer.say
+        self.quality = EpochQuality(config, readers, process, self._non_finite)
         self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
         self.speed = _Speed()
@@ -98,7 +97,10 @@ class _EpochRun:
                 self.evaluate(log)
                 self.save()
         self.trainer.checkpoints.finish()
-        return self.report()
+        report = self.report()
+        if report["clip_remark"]:
+            self.say(report["clip_remark"])
+        return report
 
     def resume(self) -> bool:
         """Continues from the newest checkpoint of the run; False if it has none."""
@@ -167,23 +169,15 @@ class _EpochRun:
         return every > 0 and self.trainer.steps % every == 0 and self.epoch_step < steps
 
     def evaluate(self, log: MetricsLog) -> None:
-        """Measures the test split, and the validation samples if there are any, after an epoch."""
-        quality, steps = self._quality(self.test_reader, "test split"), self.trainer.steps
-        values = dataclasses.asdict(quality)
-        text = f"test AUC {quality.auc:.4f}  logloss {quality.logloss:.4f}"
-        if self.validation_reader is not None:
-            validation = self._quality(self.validation_reader, "validation samples")
-            values |= {"validation_auc": validation.auc, "validation_logloss": validation.logloss}
-            text = f"validation AUC {validation.auc:.4f}  logloss {validation.logloss:.4f}  {text}"
+        """Measures the model after an epoch."""
+        values, text = self.quality.measure(self.state)
+        steps = self.trainer.steps
         log.write("eval", steps, epoch=self.epoch - 1, **values)
         self.epochs.append({"epoch": self.epoch, "step": steps, **values})
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
 
-    def _quality(self, reader: Reader, what: str) -> Quality:
-        quality = evaluate(self.state, reader)
-        if not isfinite(quality.logloss):
-            raise self.trainer.non_finite(f"on the {what} after step {self.trainer.steps} (epoch {self.epoch})")
-        return quality
+    def _non_finite(self, where: str) -> Exception:
+        return self.trainer.non_finite(f"on the {where} after step {self.trainer.steps} (epoch {self.epoch})")
 
     def ends_early(self) -> bool:
         """True after `train.patience` epochs that were not better than the best one, or where `after_epoch` says so.
@@ -212,9 +206,8 @@ class _EpochRun:
         """Summarizes the run; the quality is that of the last epoch, with `train.patience` of the best one."""
         best, schema = self.best_epoch(), self.trainer.schema
         chosen = best if best and self.config.train.patience else self.epochs[-1]
-        measures = ("auc", "logloss", "validation_auc", "validation_logloss")
         return {
-            **{key: chosen[key] for key in measures if key in chosen},
+            **{key: value for key, value in chosen.items() if key not in ("epoch", "step", "rows")},
             **({"best_epoch": best["epoch"]} if best else {}),
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,

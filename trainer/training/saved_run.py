@@ -1,6 +1,5 @@
 """Use of a saved run without its training data: evaluation and prediction."""
 
-import dataclasses
 import filecmp
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from .state import TrainState
 
 
 def evaluate_run(run_dir: Path, data_dir: Path, split: str = "test") -> dict[str, Any]:
-    """Measures AUC, logloss and number of samples of a split with a run's newest checkpoint.
+    """Measures a split with a run's newest checkpoint; returns the values of :class:`Quality`.
 
     With `train.patience` it is the checkpoint of the best epoch; so it is in the other functions here.
 
@@ -36,7 +35,7 @@ def evaluate_run(run_dir: Path, data_dir: Path, split: str = "test") -> dict[str
     """
     with _saved_run(run_dir, data_dir, split) as (state, reader):
         require_labels(reader.schema, split, data_dir)
-        return dataclasses.asdict(evaluate(state, reader))
+        return evaluate(state, reader).values()
 
 
 def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test") -> int:
@@ -50,8 +49,8 @@ def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test"
     schema = pa.schema([("prediction", pa.float32())])
     with _saved_run(run_dir, data_dir, split) as (state, reader):
         with replacing(output) as file, pq.ParquetWriter(file, schema) as writer:
-            for logits, _ in predictions(state, reader):
-                writer.write(pa.record_batch([logits.sigmoid().float().cpu().numpy()], schema=schema))
+            for each in predictions(state, reader):
+                writer.write(pa.record_batch([each.logits.sigmoid().float().cpu().numpy()], schema=schema))
         return reader.num_rows
 
 
@@ -89,6 +88,7 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[Trai
             rank=process.rank,
             world_size=process.world_size,
             device=process.device,
+            true_logits=True,
         )
         state, _ = trained_state(run_dir, process)
         yield state, reader

@@ -13,6 +13,8 @@ from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.config.run import RunConfig, to_plain
+from cowrec.trainer.measures.clip_metrics import ClipWatch
+from cowrec.trainer.measures.ratio_histogram import RatioHistogram
 from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.checkpoint_reader import checkpoint_keys, newest_checkpoint, read_checkpoint, readable
@@ -29,7 +31,6 @@ from cowrec.trainer.sharded_model.id_translation import IdTranslation
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .captured_steps import CapturedSteps, why_not_captured
-from .clip_metrics import ClipWatch
 from .pipeline import pipeline_of
 from .schedule import Schedule
 
@@ -67,6 +68,7 @@ class TrainState:
         pipeline: runs steps and evaluation.
         why_not_captured: why no step can be a captured CUDA graph; "" if they can.
         clip_watch: reads the clip's statistics; None without a clip.
+        ratio_histogram: counts rows by norm over limit; None without a clip and unless `clip.histogram`.
         steps: training steps taken.
         environment: versions and hardware.
 
@@ -80,9 +82,12 @@ class TrainState:
         self.embedding_optimizer = embedding_optimizer(config, schema, self.model)
         self.ids = IdTranslation(config, schema, process, self.model, self.adam)
         self.clip_watch: ClipWatch | None = None
+        self.ratio_histogram: RatioHistogram | None = None
         if self.embedding_optimizer is not None and config.clip.rule != "none":
             tables = [spec.name for spec in table_specs(schema, config.id_table)]
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
+            if config.clip.histogram:
+                self.ratio_histogram = RatioHistogram(self.embedding_optimizer.latest_ratios, tables, process)
         self._schedule, self._values = schedule, derived_hyperparameters(config)
         self.dense_optimizer = DenseAdam(dense_parameters(self.model), self._values, config.optimizer.adam_epsilon)
         self.why_not_captured = why_not_captured(config, schema, process, self.model, self.embedding_optimizer)

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.measures.clip_metrics import clip_remark
 from cowrec.trainer.runs.checkpoint import Checkpoints, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.metrics_log import MetricsLog
@@ -114,6 +115,8 @@ class Trainer:
         """Writes the readings of the clip and of the id tables, where there are any."""
         if self.state.clip_watch:
             log.write("clip", self.steps, **labels, **self.state.clip_watch.read())
+        if self.state.ratio_histogram:
+            self.state.ratio_histogram.add()
         if self.state.id_tables:
             log.write("ids", self.steps, **labels, **self.state.id_tables.counters())
 
@@ -128,9 +131,12 @@ class Trainer:
 
     def report(self) -> dict[str, Any]:
         """Entries that every report has."""
+        statistics = self.state.clip_watch.total() if self.state.clip_watch else None
         return {
             "steps": self.steps,
-            "clip_statistics": self.state.clip_watch.total() if self.state.clip_watch else None,
+            "clip_statistics": statistics,
+            "clip_remark": clip_remark(statistics),
+            "clip_histogram": self.state.ratio_histogram.total() if self.state.ratio_histogram else None,
             "cuda_graph": self.state.captured,
             "seed": self.config.train.seed,
             **describe(self.config),

@@ -59,7 +59,9 @@ class Search:
         """The configuration with base values for the study's batch size: its own, scaled by its own rule."""
         at_size = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=self.batch_size))
         derived, clip = derived_hyperparameters(at_size), derived_clip(at_size)
-        clip_values = {} if config.clip.max_norm is None else {"max_norm": getattr(clip, "max_norm", None)}
+        clip_values: dict[str, Any] = (
+            {} if config.clip.max_norm is None else {"max_norm": getattr(clip, "max_norm", None)}
+        )
         known = {each.name for each in dataclasses.fields(config.optimizer)}
         values = {key: value for key, value in dataclasses.asdict(derived).items() if key in known}
         return dataclasses.replace(
@@ -106,7 +108,7 @@ class Search:
         )
 
 
-def with_values(config: RunConfig, values: Mapping[str, float]) -> RunConfig:
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """A configuration with the values of a trial."""
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **values))
 

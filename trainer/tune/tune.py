@@ -110,7 +110,7 @@ class _Trials:
             pruned = trial.should_prune()
             return pruned
 
-        line = {"trial": trial.number, "batch_size": self.shared.train.batch_size, **values}
+        line: dict[str, Any] = {"trial": trial.number, "batch_size": self.shared.train.batch_size, **values}
         value = None
         try:
             report = train_in(self.process, with_values(self.shared, values), run_dir, after_epoch)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cowrec.data_pipeline import SynthesizeConfig, synthesize
 from trainer_cases import (
     ENVIRONMENT,
+    TEST_ROWS,
+    TRAIN_ROWS,
     UNWEIGHTED,
     checkpoint,
     config_file,
@@ -25,6 +28,7 @@ from trainer_cases import (
 STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
 FUSED = ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]  # with L2
 PATIENT = ["train.validation_fraction=0.2", "train.patience=1", "checkpoint.keep_best=logloss"]
+MEASURED = ["train.epochs=1", "evaluate.by_id_counts=true", "evaluate.train_rows=101"]
 
 # name -> (data set, --set). The part before "/" names the run of one process that must have the same result.
 CASES = {
@@ -36,6 +40,7 @@ CASES = {
     "fused/row_wise": ("single", [*FUSED, "sharding.plan=row_wise"]),
     "patient/row_wise": ("single", PATIENT),
     "one_test_row/row_wise": ("one_test_row", ["sharding.plan=row_wise", "train.epochs=1"]),
+    "synthetic/row_wise": ("synthetic", [*MEASURED, "sharding.plan=row_wise"]),
 }
 
 
@@ -48,6 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_data(folder / "unweighted", UNWEIGHTED)
     make_data(folder / "single", ("price", "city"))
     make_data(folder / "one_test_row", test_rows=1)
+    sizes = {"rows": TRAIN_ROWS, "test_rows": TEST_ROWS, "vocabulary_scale": 1e-6}
+    synthesize(folder / "synthetic" / "data", SynthesizeConfig(**sizes))
 
     def case(name: str, data: str, overrides: list[str], world_size: int) -> dict:
         run_dir = folder / f"runs{world_size}" / name.replace("/", "_")
@@ -65,13 +72,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def flat(measures: dict, path: str = "") -> dict[str, float]:
+    """Numbers of nested dictionaries, by path."""
+    if not isinstance(measures, dict):
+        return {path: measures}
+    return {key: number for name, each in measures.items() for key, number in flat(each, f"{path}/{name}").items()}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_what_one_does(folder: Path, name: str) -> None:
     one, two = folder / "runs1" / name.split("/")[0], folder / "runs2" / name.replace("/", "_")
     reports = [json.loads((run / "report.json").read_text()) for run in (one, two)]
     assert [report["world_size"] for report in reports] == [1, 2]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
-        assert first == pytest.approx(second, abs=1e-6)
+        assert flat(first) == pytest.approx(flat(second), abs=1e-6)
     states = [checkpoint(run) for run in (one, two)]
     assert newest_progress(one)["step"] == newest_progress(two)["step"]
     weights = [state["model"] for state in states]

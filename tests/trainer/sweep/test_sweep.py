@@ -20,7 +20,7 @@ from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.sweep.grid import Grid, default_rules
 from cowrec.trainer.sweep.plot import plot
-from cowrec.trainer.sweep.sweep import sweep
+from cowrec.trainer.sweep.sweep import clip_remark, sweep
 from cowrec.trainer.sweep.table import table
 from cowrec.trainer.training.loop import train
 from trainer_cases import config_file, make_data
@@ -64,6 +64,8 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     assert (line["epochs"], line["base_batch_size"]) == (2, 51)
     assert line["best_epoch_auc"] == max(epoch["auc"] for epoch in alone["epochs"])
     assert line["clipped"] == alone["clip_statistics"]["clipped"] > 0
+    assert line["by_epoch"] == alone["epochs"]
+    assert line["clip_remark"] is None
     derived = {name: line[name] for name in ("embedding_lr", "dense_lr", "l2")}
     assert derived == pytest.approx({"embedding_lr": 1e-2, "dense_lr": 1e-2 * 2**0.5, "l2": 2e-4})
     assert lines["linear", 102, "off", 0]["embedding_lr"] == pytest.approx(2e-2)
@@ -215,6 +217,12 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
     (line,) = run_sweep(folder, tmp_path / "astray", *astray, grid=Grid([51], ["none"], ["off"], 1))
     assert line["error"].startswith("NonFiniteLoss: the loss was not finite")
     assert plot([line], tmp_path / "empty.png").exists()
+
+
+def test_remark_on_runs_whose_clip_had_no_effect() -> None:
+    lines = [{"clipped": 0.0, "clip_remark": "never"}, {"clipped": 0.2, "clip_remark": None}, {"clipped": None}]
+    assert clip_remark(lines).startswith("the clip had no effect, or almost none, in 1 of 2 runs with clip on")
+    assert clip_remark(lines[1:]) == ""
 
 
 def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cowrec.sparse_opt import TableStats
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.measures.clip_metrics import ClipWatch, clip_remark
 from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.training.clip_metrics import ClipWatch
 from cowrec.trainer.training.loop import train
 from trainer_cases import COLUMNS, TRAIN_ROWS, config_file, make_data
 
@@ -69,6 +69,7 @@ def test_limit_to_norm_doubles_with_the_limit(
     assert found[1e-4][0]["clipped"] == 1
     assert found[1e9][0]["clipped"] == 0
     assert report["clip_statistics"]["clipped"] == 0
+    assert report["clip_remark"].startswith("the clip never took effect: none of ")
     for line in (*found[1.0], *found[2.0]):
         for field in line["fields"].values():
             # More than half of the rows exceed their limit exactly if the median row does.
@@ -102,6 +103,58 @@ def test_an_unclipped_run_has_no_clip_statistics(folder: Path, tmp_path: Path) -
     lines, report = trained(folder, tmp_path / "run", "clip.rule=none", "train.epochs=1")
     assert lines == []
     assert report["clip_statistics"] is None
+    assert report["clip_remark"] is None
+
+
+@pytest.mark.parametrize(
+    ("clipped", "distance", "remark"),
+    [
+        (
+            0.0,
+            41.2,
+            "the clip never took effect: none of 20,000 row updates was clipped, and the limit of the typical"
+            ' row is 41.2 times its gradient norm; the results are those of clip.rule = "none"',
+        ),
+        (
+            0.0,
+            np.inf,
+            "the clip never took effect: none of 20,000 row updates was clipped;"
+            ' the results are those of clip.rule = "none"',
+        ),
+        (
+            5e-5,
+            2.0,
+            "the clip had almost no effect: 0.005 % of 20,000 row updates were clipped, and the limit of the"
+            ' typical row is 2 times its gradient norm; expect the results of clip.rule = "none"',
+        ),
+        (1e-4, 2.0, None),
+        (1.0, 0.1, None),
+    ],
+)
+def test_remark_on_a_clip_without_effect(clipped: float, distance: float, remark: str | None) -> None:
+    assert clip_remark({"rows": 20_000, "clipped": clipped, "limit_to_norm": distance}) == remark
+    assert clip_remark({"rows": 0, "clipped": np.nan, "limit_to_norm": np.nan}) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides"),
+    [("data", ()), ("data", ("optimizer.absent_rows=dense",)), ("single/data", ("optimizer.embedding=adagrad",))],
+    ids=["compiled", "torch", "fused"],
+)
+def test_histogram_agrees_with_the_counts_of_clipped_rows(
+    folder: Path, tmp_path: Path, data: str, overrides: tuple[str, ...]
+) -> None:
+    """Metrics are written after every step here, so that no step is missing; rows above the edge 1 are clipped."""
+    every = ("train.log_every=1", "clip.histogram=true", "train.epochs=1", *overrides)
+    _, report = trained(folder, tmp_path / "run", *every, data=data)
+    histogram, total = report["clip_histogram"], report["clip_statistics"]
+    above = np.array(histogram["edges"][:-1]) > 1 - 1e-9
+    assert sum(above) == 8
+    assert histogram["fields"].keys() == total["fields"].keys()
+    for name, counts in histogram["fields"].items():
+        field = total["fields"][name]
+        assert sum(counts) == field["rows"] > 0
+        assert np.array(counts)[above].sum() == pytest.approx(field["clipped"] * field["rows"], abs=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,30 @@ import torch.distributed as dist
 from cowrec.sparse_opt import TableStats
 from cowrec.trainer.runtime.processes import Process
 
+HARDLY_ANY = 1e-4
+"""Share of clipped rows below which the clip counts as without effect."""
+
+
+def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
+    """A sentence for a run whose clip had no effect, or almost none; None for others, and without a clip.
+
+    Args:
+        statistics: of the complete run; see :meth:`ClipWatch.total`.
+    """
+    if not statistics or not statistics["rows"] or statistics["clipped"] >= HARDLY_ANY:
+        return None
+    rows, clipped, distance = statistics["rows"], statistics["clipped"], statistics["limit_to_norm"]
+    typical = f", and the limit of the typical row is {distance:.3g} times its gradient norm" if distance < inf else ""
+    if clipped == 0:
+        return (
+            f"the clip never took effect: none of {rows:,} row updates was clipped{typical};"
+            ' the results are those of clip.rule = "none"'
+        )
+    return (
+        f"the clip had almost no effect: {100 * clipped:.2g} % of {rows:,} row updates were clipped{typical};"
+        ' expect the results of clip.rule = "none"'
+    )
+
 
 class ClipWatch:
     """Reader of the clip's statistics over all processes, since the last reading and since the beginning.

@@ -1,0 +1,55 @@
+"""Counts of a sample's ids in training, against plain loops over the Parquet files."""
+
+from collections import Counter
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from cowrec.data_pipeline import synthesize_drifting
+from cowrec.data_pipeline.reading.id_counts import ONE, log_id_counts
+from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+from numbered_data import write_numbered
+from trainer_cases import make_data
+
+
+def counted(data, fields, train_rows=None, split="test"):
+    """The same by plain loops."""
+    train, test = (pq.read_table(data / each).to_pydict() for each in ("train", split))
+    total = np.zeros(len(test["label"]))
+    for name in fields:
+        bags = [[each] if isinstance(each, int) else each for each in train[name][:train_rows]]
+        counts = Counter(each for bag in bags for each in bag)
+        for row, ids in enumerate(test[name]):
+            bag = [ids] if isinstance(ids, int) else ids
+            total[row] += np.mean([np.log1p(counts[each]) for each in bag]) if bag else 0
+    return total
+
+
+@pytest.mark.parametrize("train_rows", [None, 50, 0])
+def test_counts_equal_plain_loops(tmp_path, train_rows):
+    """Lists may repeat an id. Tolerance: one unit of rounding for each field."""
+    data, fields = make_data(tmp_path), ["city", "tags", "history"]
+    found = log_id_counts(data, "test", fields, train_rows)
+    np.testing.assert_allclose(found / ONE, counted(data, fields, train_rows), atol=2 * 3 / ONE)
+    # The sum over processes, each with its share of the fields, is exact.
+    parts = [log_id_counts(data, "test", each, train_rows) for each in (fields[::2], fields[1::2])]
+    np.testing.assert_array_equal(sum(parts), found)
+
+
+def test_empty_lists_add_nothing(tmp_path):
+    data = write_numbered(tmp_path, 20, 7, lists=True)
+    found = log_id_counts(data, "train", ["list", "pair"])
+    np.testing.assert_allclose(found / ONE, counted(data, ["list", "pair"], split="train"), atol=4 / ONE)
+    assert not found[::3].any()
+
+
+def test_raw_ids_that_training_has_not_seen_count_nothing(tmp_path):
+    config = DriftConfig(rows=400, days=2.0, core_ids=(5, 20), new_ids_per_day=(0, 50))
+    synthesize_drifting(tmp_path / "data", config, test_rows=300)
+    found = log_id_counts(tmp_path / "data", "test", ["C1", "C2"])
+    np.testing.assert_allclose(found / ONE, counted(tmp_path / "data", ["C1", "C2"]), atol=4 / ONE)
+    unseen = ~np.isin(*(pq.read_table(tmp_path / "data" / split)["C2"].to_numpy() for split in ("test", "train")))
+    assert unseen.any()
+    assert not log_id_counts(tmp_path / "data", "test", ["C2"])[unseen].any()
+    assert not log_id_counts(tmp_path / "data", "test", []).any()

@@ -1,0 +1,133 @@
+"""Measures of an evaluation: under the true probabilities and by groups, against scikit-learn's of the predictions."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from sklearn.metrics import log_loss, roc_auc_score
+
+from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
+from cowrec.data_pipeline.reading.random_sample import RandomSample
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from trainer_cases import config_file
+
+ROWS, TEST_ROWS = 400, 301
+KEYS = ("auc", "logloss", "rows", "expected_auc", "expected_logloss", "excess_logloss")
+SIZES = {"rows": ROWS, "test_rows": TEST_ROWS, "vocabulary_scale": 1e-5, "shard_rows": 150}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quality")
+    synthesize(folder / "data", SynthesizeConfig(**SIZES))
+    config_file(folder)
+    settings = ["train.epochs=1", "evaluate.by_id_counts=true", "evaluate.train_rows=150"]
+    train(load_config(folder / "run.toml", settings), folder / "data", folder / "run")
+    for split in ("train", "test"):
+        predict_run(folder / "run", folder / "data", folder / f"{split}.parquet", split)
+    return folder
+
+
+def report(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "run" / "report.json").read_text())
+    return content
+
+
+def of_predictions(folder: Path, chosen: Any = slice(None), split: str = "test") -> dict[str, Any]:
+    """Measures of some samples by scikit-learn; soft labels are samples of both classes with weights."""
+    q = pq.read_table(folder / f"{split}.parquet")["prediction"].to_numpy().astype(float)[chosen]
+    stored = pq.read_table(folder / "data" / split)
+    label = stored["label"].to_numpy()[chosen]
+    p = 1 / (1 + np.exp(-stored["true_logit"].to_numpy().astype(float)[chosen]))
+    both, weights = np.repeat([1, 0], len(p)), np.concatenate([p, 1 - p])
+    pairs, own = p.sum() * (1 - p).sum(), (p * (1 - p)).sum()
+    expected, least = (log_loss(both, np.tile(each, 2), sample_weight=weights) for each in (q, p))
+    return {
+        "auc": roc_auc_score(label, q),
+        "logloss": log_loss(label, q),
+        "rows": len(q),
+        "expected_auc": (roc_auc_score(both, np.tile(q, 2), sample_weight=weights) * pairs - own / 2) / (pairs - own),
+        "expected_logloss": expected,
+        "excess_logloss": expected - least,
+    }
+
+
+def test_measures_equal_scikit_learns(folder: Path) -> None:
+    """Tolerance 1e-6: predictions are float32, and torchmetrics sums the curve in float32."""
+    measured = {key: value for key, value in report(folder)["epochs"][-1].items() if key in KEYS}
+    assert measured == pytest.approx(of_predictions(folder), abs=1e-6)
+    assert 0 < measured["excess_logloss"] < measured["expected_logloss"]
+    assert evaluate_run(folder / "run", folder / "data") == pytest.approx(measured, abs=1e-7)
+    best = report(folder)["best_possible"]
+    assert measured["expected_logloss"] - measured["excess_logloss"] == pytest.approx(
+        best["expected_logloss"], abs=1e-6
+    )
+    assert best["expected_auc"] > measured["expected_auc"]
+
+
+def test_groups_are_thirds_by_the_counts_of_ids(folder: Path) -> None:
+    trained, test = (pq.read_table(folder / "data" / split).to_pydict() for split in ("train", "test"))
+    fields = [field.name for field in Schema.load(folder / "data").sparse]
+    occurrences = {name: Counter(trained[name]) for name in fields}
+    counts = [[occurrences[name][each] for each in test[name]] for name in fields]
+    groups = np.argsort(np.argsort(np.log1p(np.stack(counts)).mean(0), kind="stable")) * 3 // TEST_ROWS
+    measured = report(folder)["by_id_counts"]
+    assert list(measured) == ["rare", "middle", "frequent"]
+    for group, values in enumerate(measured.values()):
+        assert values == pytest.approx(of_predictions(folder, groups == group), abs=1e-6)
+    board = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(board[-1])["by_id_counts"] == measured
+
+
+def test_a_random_sample_of_the_training_split_is_measured(folder: Path) -> None:
+    """The sample is the same on every rank, without repetitions, and spans all shards."""
+    stored = pq.read_table(folder / "data" / "train")["I1"].to_pylist()
+    drawn: list[float] = []
+    for rank in (0, 1):
+        sample = RandomSample(folder / "data", "train", 150, batch_size=20, rank=rank, world_size=2, seed=0)
+        assert (len(sample), sample.num_rows) == (8, 150)
+        for batch in sample.epoch(0):
+            assert batch.global_batch_size in (20, 10)
+            drawn += batch.dense[:, 0].tolist()
+    chosen = np.isin(stored, drawn)
+    assert chosen.sum() == len(drawn) == 150
+    assert all(0 < chosen[start : start + 150].sum() < 150 for start in (0, 150, 300))
+    assert report(folder)["train"] == pytest.approx(of_predictions(folder, chosen, "train"), abs=1e-6)
+    first = RandomSample(folder / "data", "train", 150, batch_size=150, among=120, true_logits=True)
+    (batch,) = first.epoch(3)
+    assert batch.dense[:, 0].tolist() == stored[:120]
+    assert len(batch.true_logit) == 120
+
+
+def test_a_data_set_without_true_logits_is_measured_as_before(folder: Path, tmp_path: Path) -> None:
+    """Data sets of earlier versions do not have the key."""
+    shutil.copytree(folder / "data", tmp_path / "data")
+    content = json.loads((tmp_path / "data" / "schema.json").read_text())
+    assert content.pop("true_logits") is True
+    (tmp_path / "data" / "schema.json").write_text(json.dumps(content))
+    before = {key: report(folder)[key] for key in ("auc", "logloss")} | {"rows": TEST_ROWS}
+    assert evaluate_run(folder / "run", tmp_path / "data") == pytest.approx(before, abs=1e-7)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_readers_give_true_logits_when_asked(folder: Path, resident: bool) -> None:
+    """Two ranks, shuffled, in windows of one shard: every sample keeps its own; training reads none."""
+    stored = pq.read_table(folder / "data" / "train")
+    known = dict(zip(stored["I1"].to_pylist(), stored["true_logit"].to_pylist(), strict=True))
+    seen = 0
+    for rank in (0, 1):
+        options = {"batch_size": 64, "rank": rank, "world_size": 2, "shuffle": True, "window_rows": 100}
+        asked = Reader(folder / "data", "train", resident=resident, true_logits=True, **options)
+        for batch in asked.epoch(1):
+            assert [known[each] for each in batch.dense[:, 0].tolist()] == batch.true_logit.tolist()
+            seen += len(batch.label)
+        plain = Reader(folder / "data", "train", resident=resident, **options)
+        assert next(iter(plain.epoch(1))).true_logit is None
+    assert seen == ROWS
