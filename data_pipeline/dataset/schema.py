@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -203,13 +204,19 @@ class Schema:
             )
         try:
             # Strict JSON mode requires exact types, and accepts a list for a tuple.
-            return TypeAdapter(Schema).validate_json(text, strict=True)
+            return _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "top level"
             raise ValueError(
                 f"{path} does not describe a data set ({key}: {first['msg']}); prepare it again"
             ) from error
+
+
+@cache
+def _adapter() -> TypeAdapter[Schema]:
+    """The validator of schemas; pydantic takes tens of milliseconds to build one."""
+    return TypeAdapter(Schema)
 
 
 def library_versions() -> dict[str, str]:

@@ -74,5 +74,10 @@ def tune(
         )
     picture = plot(found.lines, metric, found.ranges, folder / PLOT)
     print(f"{table(found.lines, metric)}\n\n{folder / TUNED}, plot: {picture}")
-    for message in edges(found.best, found.ranges):
+    last = loaded.train.epochs
+    still = [
+        f"the best epoch, {last}, was the last one; a study with more of them (--set train.epochs={2 * last}, another"
+        " --output) may find better values"
+    ]
+    for message in edges(found.best, found.ranges) + still * (found.best["best_epoch"] == last > 1):
         print(f"cowrec: {message}", file=sys.stderr)

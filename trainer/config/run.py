@@ -5,6 +5,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -127,7 +128,7 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
     # lacks (TOML's dates) become strings, which the message shows.
     text = json.dumps(_without_none(values), default=str)
     try:
-        return TypeAdapter(RunConfig).validate_json(text, strict=True)
+        return _adapter().validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -137,6 +138,12 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
             named = not key or f"{key}." in str(cause)
             raise ValueError(str(cause) if named else f"[{key}] {cause}") from None
         raise ValueError(f"{key} = {first['input']!r}: {_lower(first['msg'])}") from None
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    """The validator of configurations; pydantic takes tens of milliseconds to build one."""
+    return TypeAdapter(RunConfig)
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], prefix: str) -> None:

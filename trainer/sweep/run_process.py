@@ -52,6 +52,8 @@ def _train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch) -> di
     # tqdm's default lock includes a semaphore, which a killed run would leave behind.
     tqdm.set_lock(threading.RLock())
     prepare_process()
+    if not gc.get_freeze_count():
+        gc.freeze()  # what was imported is never garbage; looking through it would take longer than building a model
     try:
         return train(config, Path(config.data.dir), run_dir, resume=True, after_epoch=after_epoch)
     except (Interrupted, KeyboardInterrupt):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, log
-from typing import Any, Literal
+from typing import Any
 
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.sharded_model.build import derived_clip, derived_hyperparameters
@@ -14,7 +14,6 @@ VALUES = ("embedding_lr", "dense_lr", "l2")
 _DEFAULT_FACTOR = 10.0
 _EDGE = 0.05
 
-Metric = Literal["logloss", "auc"]
 Range = tuple[float, float]
 
 
@@ -29,12 +28,12 @@ class Search:
             value, except for 0, which is not searched.
         validation_fraction: of the training samples, where the configuration has none.
         patience: epochs without a better value after which a trial ends, where the configuration has none; 0: never.
-        prune: end a trial whose epochs are worse than the median of the others'.
+        prune: from the second epoch on, end a trial that is worse than the median of the others at that epoch.
         seed: of the search; all trials train with the configuration's seed.
     """
 
     batch_size: int
-    metric: Metric = "logloss"
+    metric: str = "logloss"
     ranges: Mapping[str, Range | None] = dataclasses.field(default_factory=dict)
     validation_fraction: float = 0.1
     patience: int = 1

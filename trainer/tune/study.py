@@ -36,7 +36,9 @@ class Study:
         self._search, self._ranges = search, ranges
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         _repair(file)
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=4) if search.prune else optuna.pruners.NopPruner()
+        # Not after the first epoch, where values that learn fast and overfit look best.
+        median = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2)
+        pruner = median if search.prune else optuna.pruners.NopPruner()
         self._study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file)))),
             study_name="tune",
