@@ -56,7 +56,7 @@ def tune(
         remedy = "pip install 'cowrec[tune]'"
         raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
     from cowrec.trainer.tune.plot import PLOT, plot, table
-    from cowrec.trainer.tune.search import VALUES, Search, edges
+    from cowrec.trainer.tune.search import VALUES, Search, hints
     from cowrec.trainer.tune.tune import TUNED
     from cowrec.trainer.tune.tune import tune as run
 
@@ -74,10 +74,5 @@ def tune(
         )
     picture = plot(found.lines, metric, found.ranges, folder / PLOT)
     print(f"{table(found.lines, metric)}\n\n{folder / TUNED}, plot: {picture}")
-    last = loaded.train.epochs
-    still = [
-        f"the best epoch, {last}, was the last one; a study with more of them (--set train.epochs={2 * last}, another"
-        " --output) may find better values"
-    ]
-    for message in edges(found.best, found.ranges) + still * (found.best["best_epoch"] == last > 1):
+    for message in hints(found.best, found.ranges, loaded.train.epochs):
         print(f"cowrec: {message}", file=sys.stderr)

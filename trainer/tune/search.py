@@ -96,6 +96,7 @@ class Search:
     def of_trials(self, base: RunConfig) -> RunConfig:
         """The configuration that all trials share: with validation samples, and as few checkpoints as possible."""
         train, checkpoint = base.train, base.checkpoint
+        metric: Any = self.metric
         return dataclasses.replace(
             base,
             train=dataclasses.replace(
@@ -103,7 +104,7 @@ class Search:
                 validation_fraction=train.validation_fraction or self.validation_fraction,
                 patience=train.patience or self.patience,
             ),
-            checkpoint=dataclasses.replace(checkpoint, keep_last=1, keep_best=self.metric),
+            checkpoint=dataclasses.replace(checkpoint, keep_last=1, keep_best=metric),
         )
 
 
@@ -112,17 +113,31 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **values))
 
 
-def edges(values: Mapping[str, Any], ranges: Mapping[str, Range]) -> list[str]:
-    """A message for each value within a twentieth of its range, in logarithms, from an end of it."""
+def hints(best: Mapping[str, Any], ranges: Mapping[str, Range], epochs: int) -> list[str]:
+    """Messages about where better values may be found.
+
+    For each value within a twentieth of its range, in logarithms, from an end of it, and where the last of several
+    epochs was the best.
+
+    Args:
+        best: line of the best trial.
+        ranges: that were searched.
+        epochs: most epochs of a trial.
+    """
     found = []
     for name, (low, high) in ranges.items():
-        share = log(values[name] / low) / log(high / low)
+        share = log(best[name] / low) / log(high / low)
         if _EDGE < share < 1 - _EDGE:
             continue
         wider = (low / _DEFAULT_FACTOR, high) if share <= _EDGE else (low, high * _DEFAULT_FACTOR)
         found.append(
-            f"the best optimizer.{name} = {values[name]:.4g} is at the edge of the searched {low:g} to {high:g};"
+            f"the best optimizer.{name} = {best[name]:.4g} is at the edge of the searched {low:g} to {high:g};"
             f" continue with {_flag(name)} {wider[0]:g},{wider[1]:g} and more --trials"
+        )
+    if best["best_epoch"] == epochs > 1:
+        found.append(
+            f"the best epoch, {epochs}, was the last one; a study with more of them (--set train.epochs={2 * epochs},"
+            " another --output) may find better values"
         )
     return found
 

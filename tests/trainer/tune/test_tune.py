@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
-from cowrec.trainer.tune.search import Search, edges
+from cowrec.trainer.tune.search import Search, hints
 from cowrec.trainer.tune.study import Study
 from cowrec.trainer.tune.tune import Outcome, tune
 from trainer_cases import config_file, make_data
@@ -147,14 +147,15 @@ def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(folder: Pa
     assert [trial.state.is_finished() for trial in read_study(tmp_path / "out").trials] == [True] * 4
 
 
-def test_values_at_the_edge_are_named() -> None:
-    values, ranges = {"dense_lr": 0.9e-3, "l2": 1e-5}, {"dense_lr": (1e-5, 1e-3), "l2": (1e-6, 1e-4)}
-    (message,) = edges(values, ranges)
-    assert message.endswith(
-        "dense_lr = 0.0009 is at the edge of the searched 1e-05 to 0.001; continue with --dense-lr "
-        "1e-05,0.01 and more --trials"
-    )
-    assert "--l2 1e-07,0.0001" in edges({"l2": 1e-6}, {"l2": (1e-6, 1e-4)})[0]
+def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
+    best, ranges = {"dense_lr": 0.9e-3, "l2": 1e-5, "best_epoch": 3}, {"dense_lr": (1e-5, 1e-3), "l2": (1e-6, 1e-4)}
+    (message,) = hints(best, ranges, 4)
+    assert "dense_lr = 0.0009 is at the edge of the searched 1e-05 to 0.001" in message
+    assert "continue with --dense-lr 1e-05,0.01 and more --trials" in message
+    low, epochs = hints({"l2": 1e-6, "best_epoch": 4}, {"l2": (1e-6, 1e-4)}, 4)
+    assert "--l2 1e-07,0.0001" in low
+    assert "--set train.epochs=8" in epochs
+    assert not hints({"l2": 1e-5, "best_epoch": 1}, {"l2": (1e-6, 1e-4)}, 1)
 
 
 def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
