@@ -38,7 +38,8 @@ def train(
     report = run(loaded, data_dir, folder, resume=resume)
     if launched_rank() == 0:
         auc, logloss, speed = report["auc"], report["logloss"], report["samples_per_second"]
-        print(f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed:,.0f} samples/s  run {folder}")
+        epoch = f"  epoch {report['best_epoch']}" if loaded.train.patience and "best_epoch" in report else ""
+        print(f"AUC {auc:.4f}  logloss {logloss:.4f}{epoch}  {speed:,.0f} samples/s  run {folder}")
 
 
 @app.command()

@@ -45,11 +45,11 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     checkpoints and vocabularies.
 
     Returns:
-        The grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, steps,
-        epochs, samples_per_second, train_seconds, clipped (share of rows, None with clip off), clip_remark,
-        best_possible, the measures of :class:`Quality` that are known, by_epoch (the measures of every epoch), or error
-        instead of these; base_batch_size, the derived hyperparameters, the SHA-256 of ``config.toml``, versions,
-        hardware, commit.
+        The grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, with validation
+        samples validation_auc, validation_logloss and best_epoch, steps, epochs, samples_per_second, train_seconds,
+        clipped (share of rows, None with clip off), clip_remark, best_possible, the measures of :class:`Quality` that
+        are known, by_epoch (the measures of every epoch), or error instead of these; base_batch_size, the derived
+        hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
 
     Raises:
         ValueError: settings that cannot work, or a folder with another configuration or other files.
@@ -115,6 +115,7 @@ def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str,
         "auc": report["auc"],
         "logloss": report["logloss"],
         "best_epoch_auc": max(aucs, default=None),
+        **{key: report[key] for key in ("validation_auc", "validation_logloss", "best_epoch") if key in report},
         "steps": report["steps"],
         "epochs": len(report["epochs"]),
         "samples_per_second": report["samples_per_second"],
