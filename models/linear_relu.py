@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 _SAMPLES = 8192
 """Samples per part of a kernel's gradient, so that their copies in oneDNN's tensors stay in the cache."""
+_FEW_SAMPLES = 1024
+"""Most samples for which a kernel's gradient is a product of transposed tensors: the copies would cost more."""
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -50,6 +52,8 @@ class _OneDnn(torch.autograd.Function):
         grad_x = _product(grad, weight.t(), None, "none") if ctx.needs_input_grad[0] else None
         if grad.dtype != torch.float32:  # torch computes these products with oneDNN
             return grad_x, grad.t() @ x, grad.sum(0)
+        if 0 < len(grad) <= _FEW_SAMPLES:
+            return grad_x, _product(grad.t(), x.t(), None, "none"), grad.sum(0)
         grad_weight = grad_bias = None
         kernel = weight.to_mkldnn()  # only its shape is read
         for some, inputs in zip(grad.split(_SAMPLES), x.split(_SAMPLES), strict=True):

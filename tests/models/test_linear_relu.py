@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from cowrec.models.deepfm import PairwiseProducts
 from cowrec.models.layers import logits_of
-from cowrec.models.linear_relu import _SAMPLES, LinearRelu, linear_relu
+from cowrec.models.linear_relu import _FEW_SAMPLES, _SAMPLES, LinearRelu, linear_relu
 
 
 def drawn(samples: int, width: int, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -23,7 +23,7 @@ def with_gradients(function, x, weight, bias, grad) -> list[torch.Tensor]:
     return [y.detach(), *(each.grad for each in leaves)]
 
 
-@pytest.mark.parametrize("samples", [0, 1, 3, _SAMPLES + 1])
+@pytest.mark.parametrize("samples", [0, 1, 3, _FEW_SAMPLES, _SAMPLES + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_float64(samples, dtype):
     """The tolerance is the rounding of sums of that many terms, relative to the largest value of each tensor."""
