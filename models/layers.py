@@ -51,7 +51,10 @@ def glorot_normal(*shape: int) -> nn.Parameter:
 
 def logits_of(x: Tensor, kernel: Tensor) -> Tensor:
     """``x @ kernel``, [B], of x [B, K] and kernel [K, 1], in the kernel's dtype under autocast too."""
-    with torch.autocast(x.device.type, enabled=False):
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):  # entering a context takes longer than a small product
+        return (x.to(kernel.dtype) @ kernel).squeeze(1)
+    with torch.autocast(kind, enabled=False):
         return (x.to(kernel.dtype) @ kernel).squeeze(1)
 
 

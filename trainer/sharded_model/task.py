@@ -1,5 +1,7 @@
 """The module that training and evaluation run: a model with its loss, in the form that TorchRec's pipelines drive."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,11 +38,14 @@ class TrainTask(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         device = self._bfloat16_device
-        with torch.autocast(device or "cpu", torch.bfloat16, enabled=bool(device)):
-            # Samples after the last label are padding; see even_slices.
-            logits = self.model(batch.dense, batch.sparse)[: batch.label.numel()]
+        with torch.autocast(device, torch.bfloat16) if device else nullcontext():
+            logits = self.model(batch.dense, batch.sparse)
+        if self._world_size > 1:  # samples after the last label are padding; see even_slices
+            logits = logits[: batch.label.numel()]
         total = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
-        loss = total * self._world_size / batch.global_batch_size
+        if self._world_size > 1:
+            total = total * self._world_size
+        loss = total / batch.global_batch_size
         for coefficient, kernel in self._penalties:
             loss = loss + coefficient * kernel.square().sum()
         return loss, (loss.detach(), logits.detach(), batch.label)
