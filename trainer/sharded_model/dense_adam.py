@@ -62,7 +62,7 @@ class DenseAdam(Adam):
             super().step()
             return
         own = [self.state[each] for each in self._parameters.values()]
-        steps, (beta1, beta2) = [each["step"] for each in own], self._config.betas
+        steps, (beta1, beta2) = [each["step"] for each in own], self._betas
         with torch.no_grad():
             if not self._corrects_in_rate:
                 torch._foreach_add_(steps, 1)
@@ -77,7 +77,7 @@ class DenseAdam(Adam):
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=0.0,
-                eps=self._config.eps,
+                eps=self.param_groups[0]["eps"],
                 amsgrad=False,
                 maximize=False,
             )

@@ -1,0 +1,180 @@
+"""The large-batch study: tunes each bed's base values, then sweeps batch sizes, scaling rules and clips over them.
+
+A bed is a data set with a base batch size; the commands that make the data sets are at the top of the beds' TOML files.
+Every part is a call of `cowrec tune` or `cowrec sweep`, printed before it starts, and resumable like these: the same
+command continues an interrupted study, and a run that has a result is not repeated.
+"""
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COWREC = (sys.executable, "-m", "cowrec.trainer")
+PUBLISHED = ("none", "sqrt", "sqrt_star", "linear", "cowclip")
+
+
+@dataclass(frozen=True)
+class Bed:
+    """A data set and its base batch size, so small that 128 times as large a batch leaves 200 steps if data allow.
+
+    Attributes:
+        base: the base batch size.
+        trials: of `cowrec tune`.
+        scales: multiples of the base batch size.
+    """
+
+    base: int
+    trials: int
+    scales: tuple[int, ...] = (8, 32, 128, 256, 512)
+
+
+BEDS = {
+    "synthetic": Bed(32, 8),
+    "criteo": Bed(8, 14),
+    "movielens": Bed(64, 8),
+    "avazu": Bed(8, 14, (8, 32)),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A question of the study: a sweep for each variant.
+
+    Attributes:
+        beds: beds on which it is asked.
+        rules: scaling rules.
+        scales: multiples of the base batch size.
+        clip: "on", "off" or both.
+        seeds: number of seeds.
+        variants: settings that differ from the tuned ones, by name; "{l2}" is the tuned value.
+    """
+
+    beds: tuple[str, ...]
+    rules: tuple[str, ...]
+    scales: tuple[int, ...]
+    clip: str = "on"
+    seeds: int = 3
+    variants: tuple[tuple[str, tuple[str, ...]], ...] = (("", ()),)
+
+
+def _l2(*factors: float, more: tuple[str, ...] = ()) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((f"l2_x{factor:g}", (*more, f"optimizer.l2={{l2}}*{factor!r}")) for factor in factors)
+
+
+PARTS = {
+    # Which rule keeps the base's quality at 128 times its batch, and how far does it hold?
+    "rules": Part(tuple(BEDS), ("half_life", *PUBLISHED), (1, 128)),
+    "scales": Part(tuple(BEDS), ("half_life", "sqrt_star", "cowclip"), (8, 32, 256, 512)),
+    # Ten epochs: which rule overfits, and what stops it?
+    "ten_epochs": Part(
+        ("criteo",), ("half_life", *PUBLISHED), (1, 128), seeds=2, variants=(("", ("train.epochs=10",)),)
+    ),
+    "ten_epochs_l2": Part(
+        ("criteo",), ("half_life",), (128,), seeds=2, variants=_l2(2, 4, 11, 128, more=("train.epochs=10",))
+    ),
+    # The learning rates fall to zero over the run.
+    "decay": Part(
+        ("synthetic", "criteo", "movielens"),
+        ("half_life",),
+        (1, 128, 512),
+        variants=(("", ('optimizer.lr_decay="linear"',)),),
+    ),
+    # The clip: off, and with limits that bind.
+    "clip_off": Part(("synthetic", "criteo", "movielens"), ("half_life", "cowclip", "linear"), (128,), clip="off"),
+    "clip_binds": Part(
+        ("criteo",),
+        ("half_life", "linear"),
+        (128,),
+        seeds=2,
+        variants=tuple(
+            (f"r{r:g}", ('clip.rule="cowclip"', f"clip.r={r!r}", "clip.bound=null", f"clip.zeta={1e-5 * r!r}"))
+            for r in (0.1, 0.01, 0.001)
+        ),
+    ),
+    # One epoch.
+    "one_epoch": Part(
+        ("synthetic", "criteo"),
+        ("half_life", "sqrt_star", "cowclip", "none"),
+        (1, 128),
+        variants=_l2(0, 0.1, 1, more=("train.epochs=1",)),
+    ),
+    # The other networks, at DeepFM's tuned values.
+    "networks": Part(
+        ("criteo",),
+        ("half_life", "cowclip"),
+        (1, 128),
+        variants=tuple((name, (f'model.name="{name}"',)) for name in ("wdl", "dcn", "dcnmix", "dcnv2")),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder with a prepared data set for each bed")
+    parser.add_argument("--output", type=Path, default=Path("runs/large_batch"), help="folder of the results")
+    parser.add_argument("--beds", default=",".join(BEDS), help="beds, separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts, separated by commas")
+    arguments = parser.parse_args()
+    for bed in arguments.beds.split(","):
+        tuned = arguments.output / bed / "tune"
+        if not (tuned / "tuned.toml").exists():
+            run(*tune(bed, arguments.data / bed, tuned))
+        for part in arguments.parts.split(","):
+            for command in sweeps(bed, part, arguments.data / bed, arguments.output / bed):
+                run(*command)
+
+
+def tune(bed: str, data: Path, output: Path) -> list[str]:
+    """The call of `cowrec tune` for a bed."""
+    size, trials = str(BEDS[bed].base), str(BEDS[bed].trials)
+    config = str(HERE / f"{bed}.toml")
+    places = ["--data", str(data), "--output", str(output)]
+    return ["tune", config, *places, "--batch-size", size, "--trials", trials, "--patience", "1"]
+
+
+def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]:
+    """The calls of `cowrec sweep` for a part on a bed; none if it is not asked there."""
+    part, base = PARTS[name], BEDS[bed]
+    if bed not in part.beds:
+        return
+    tuned = output / "tune" / "tuned.toml"
+    values = tomllib.loads(tuned.read_text())
+    epochs = tomllib.loads((HERE / f"{bed}.toml").read_text())["train"]["epochs"]
+    allowed = {1, 128, *base.scales} if len(base.scales) > 2 else {1, *base.scales}
+    sizes = [scale * base.base for scale in part.scales if scale in allowed]
+    for variant, settings in part.variants:
+        # Trained on the whole training split, for the bed's epochs.
+        fixed = ["train.validation_fraction=0", "train.patience=0", f"train.epochs={epochs}"]
+        given = [setting(each, values["optimizer"]["l2"]) for each in settings]
+        measured = ["evaluate.by_id_counts=true", "evaluate.train_rows=20000"]
+        yield [
+            *("sweep", str(tuned), "--data", str(data), "--output", str(output / name / variant)),
+            *("--batch-sizes", ",".join(map(str, sizes)), "--rules", ",".join(part.rules)),
+            *("--clip", part.clip, "--seeds", str(part.seeds)),
+            *(argument for each in (*fixed, *given, *measured) for argument in ("--set", each)),
+        ]
+
+
+def setting(text: str, l2: float) -> str:
+    """A value of `--set`; "{l2}*4" is four times the tuned L2."""
+    key, _, value = text.partition("=")
+    if value.startswith("{l2}*"):
+        value = repr(l2 * float(value.removeprefix("{l2}*")))
+    return f"{key}={value}"
+
+
+def run(*arguments: str) -> None:
+    """Runs a command of cowrec, and stops the study where it fails."""
+    print("\n$ cowrec " + " ".join(arguments), file=sys.stderr, flush=True)
+    ended = subprocess.run([*COWREC, *arguments], check=False)
+    if ended.returncode:
+        sys.exit(ended.returncode)
+
+
+if __name__ == "__main__":
+    main()
