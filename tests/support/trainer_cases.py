@@ -37,6 +37,7 @@ device = "cpu"
 
 [optimizer]
 base_batch_size = 51
+scaling = "cowclip"
 embedding_lr = 1e-2
 dense_lr = 1e-2
 l2 = 1e-4
