@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import inf, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +56,19 @@ class DenseAdam(Adam):
             self._rate.fill_(rate)
             self._rate_now = rate
 
-    def _step_on_cpu(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, without torch's grouping by device; or sets them to zero, as torch does."""
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _step_on_cpu(self, closure: Any = None) -> None:
         """Does what torch's method does, for parameters that all have gradients, in a fifth of its host time."""
-        grads = [each.grad for each in self._parameters.values()]
-        if any(each is None for each in grads):
-            super().step()
+        grads = [each.grad for each in self._parameters.values() if each.grad is not None]
+        if closure is not None or len(grads) < len(self._parameters):
+            super().step(closure)
             return
         own = [self.state[each] for each in self._parameters.values()]
         steps, (beta1, beta2) = [each["step"] for each in own], self._betas
