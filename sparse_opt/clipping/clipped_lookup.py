@@ -5,14 +5,16 @@ norm, torch does (kernels/torch_rows.py and row_factors.py).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from cowrec.sparse_opt.algorithm.clip import ClipRule
 from cowrec.sparse_opt.kernels import cpu_rows
+from cowrec.sparse_opt.kernels.layout import to_numpy
+from cowrec.sparse_opt.kernels.profiling import profiled
 from cowrec.sparse_opt.kernels.torch_rows import (
     LookupIds,
     RowGradients,
@@ -84,6 +86,11 @@ class ClippedLookup:
                 ' compute_kernel="fused_uvm"'
             )
 
+    @cached_property
+    def numpy_layout(self) -> Any:
+        """:attr:`layout` as numpy arrays, on CPU."""
+        return to_numpy(self.layout)
+
     @property
     def is_local(self) -> bool:
         """True if a row's limit and update depend only on what this process has of the row."""
@@ -122,7 +129,7 @@ class ClippedLookup:
 
     def sum_rows(self, backward: LookupBackward) -> RowSums:
         """Distinct rows of a backward pass and their gradients, in torch; of replicated tables those of all ranks."""
-        with record_function(ROW_GRADIENTS):
+        with profiled(ROW_GRADIENTS):
             if self.uses_triton and backward.indices.numel():
                 on_device = self.device_rows(backward)
                 rows = with_sums(self.layout, on_device.ids, on_device.sums(), backward.output_grad.dtype)

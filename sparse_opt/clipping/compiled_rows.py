@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.profiler import record_function
 
 from cowrec.sparse_opt.kernels import cpu_rows
 from cowrec.sparse_opt.kernels.cpu_rows import Bags, DistinctRows, Ratios, bags_of
 from cowrec.sparse_opt.kernels.layout import LookupLayout, to_numpy
+from cowrec.sparse_opt.kernels.profiling import profiled
 from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads
 from cowrec.sparse_opt.tbe.layout import LookupBackward, raise_bad_id
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
@@ -48,8 +48,8 @@ class CompiledRows:
         """
         bags = bags_of(self._layout, backward.indices, backward.offsets)
         # A distinct row costs several times what an id does, and a table has about as many in every step.
-        groups = balanced_groups(np.diff(bags.begins) + _WORK_OF_ROW * self._statistics.latest_rows)
-        with record_function(ROW_GRADIENTS):
+        groups = balanced_groups(bags.begins[1:] - bags.begins[:-1] + _WORK_OF_ROW * self._statistics.latest_rows)
+        with profiled(ROW_GRADIENTS):
             id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
             output_grad = backward.output_grad.contiguous().numpy()
             common = (self._layout, bags, id_weights, output_grad)

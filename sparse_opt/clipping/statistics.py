@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.sparse_opt.kernels.cpu_rows import Ratios
+from cowrec.sparse_opt.kernels.cpu_rows import Ratios, count_rows
 from cowrec.sparse_opt.kernels.layout import RowResults
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients, RowSums
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
@@ -74,12 +74,8 @@ class ClipStatistics:
 
     def record_compiled(self, ratios: Ratios, begins: np.ndarray) -> None:
         """Records the ratios that a kernel of cpu_rows.py or cpu_adam.py wrote."""
-        rows = self.latest_rows = ratios.rows
-        tables = np.repeat(np.arange(len(rows)), rows)
-        first = np.repeat(begins[:-1] - (np.cumsum(rows) - rows), rows)
-        values = ratios.values[first + np.arange(len(tables))]
-        self._rows += torch.from_numpy(rows)
-        self._clipped += torch.from_numpy(np.bincount(tables[values > 1], minlength=len(rows)))
+        self.latest_rows = ratios.rows
+        values, tables = count_rows(ratios, begins, self._rows.numpy(), self._clipped.numpy())
         self.latest = RowResults(torch.from_numpy(values), torch.from_numpy(tables))
 
     def latest_ratios(self) -> dict[str, Tensor]:

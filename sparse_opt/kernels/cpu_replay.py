@@ -52,6 +52,29 @@ def stale_rows(tables, layout, bags, progress, keys, used):
     return -1
 
 
+@njit(nogil=True, cache=True)
+def join_keys(keys, begins, used):
+    """Moves the keys that :func:`stale_rows` wrote, from each ``begins[t]`` on, to the front; returns their number."""
+    count = 0
+    for t in range(len(used)):
+        for i in range(begins[t], begins[t] + used[t]):
+            keys[count] = keys[i]
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def rows_of_keys(keys, layout):
+    """:class:`StaleRows` of keys, as a tuple of arrays."""
+    table, start, row = np.empty_like(keys), np.empty_like(keys), np.empty_like(keys)
+    last = np.empty(len(keys), np.int32)
+    for i in range(len(keys)):
+        row[i], last[i] = keys[i] & ((1 << ROW_BITS) - 1), keys[i] >> ROW_BITS
+        t = np.searchsorted(layout.first_row, row[i], side="right") - 1
+        table[i], start[i] = t, layout.start[t] + (row[i] - layout.first_row[t]) * layout.dim[t]
+    return table, start, row, last
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def _steps(w, m, v, count, first, end, schedule, constants):
     """Takes steps first + 1 .. end on the leading elements, a multiple of the vector's width, without a clip."""

@@ -66,7 +66,8 @@ def bags_of(layout: Any, indices: Tensor, offsets: Tensor) -> Bags:
     """Converts the ids of a lookup, as FBGEMM gets them; ``layout`` is a :class:`LookupLayout` of numpy arrays."""
     ends = offsets.long().numpy()
     size = (len(ends) - 1) // len(layout.feature_table)
-    begins = ends[np.append(layout.first_feature, layout.end_feature[-1]) * size]
+    begins = np.empty(len(layout.first_feature) + 1, np.int64)
+    begins[:-1], begins[-1] = ends[layout.first_feature * size], ends[layout.end_feature[-1] * size]
     return Bags(indices.long().numpy(), ends, begins, size)
 
 
@@ -177,6 +178,25 @@ def clip_factor(weight, grad, count, clips, t):
     if norm > limit:
         return limit / norm, norm / limit if limit > 0 else np.float32(np.inf)
     return np.float32(1), norm / limit if norm > 0 else np.float32(0)
+
+
+@njit(nogil=True, cache=True)
+def count_rows(ratios, begins, rows, clipped):
+    """Adds each table's distinct rows to ``rows`` and those above their limits to ``clipped``, int64 [tables].
+
+    Returns:
+        the ratio and the table of each row, float32 and int64 [U].
+    """
+    total = ratios.rows.sum()
+    values, tables = np.empty(total, np.float32), np.empty(total, np.int64)
+    n = 0
+    for t in range(len(rows)):
+        rows[t] += ratios.rows[t]
+        for i in range(begins[t], begins[t] + ratios.rows[t]):
+            values[n], tables[n] = ratios.values[i], t
+            clipped[t] += ratios.values[i] > 1
+            n += 1
+    return values, tables
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

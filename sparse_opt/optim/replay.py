@@ -17,7 +17,14 @@ from torch import Tensor
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
 from cowrec.sparse_opt.algorithm.clip import ClipRule, RowLimit
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.kernels.cpu_replay import ROW_BITS, replay_clipped_rows, replay_rows, stale_rows
+from cowrec.sparse_opt.kernels.cpu_replay import (
+    ROW_BITS,
+    join_keys,
+    replay_clipped_rows,
+    replay_rows,
+    rows_of_keys,
+    stale_rows,
+)
 from cowrec.sparse_opt.kernels.cpu_rows import bags_of
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
@@ -28,7 +35,7 @@ from cowrec.sparse_opt.kernels.layout import (
     to_float32,
     to_numpy,
 )
-from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads
+from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads, threads_for
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, RowSums
 from cowrec.sparse_opt.tbe.layout import raise_bad_id
 
@@ -101,6 +108,7 @@ class Replay:
         weight = _decayed_weight(config, [limit.floor for limit in limits])
         motion = weight * self._constants.eps * self._constants.one_minus_beta1
         self._thresholds = DecayThresholds(config.lr, weight, motion)
+        self._dims = sorted({shard.embedding_dim for shard in shards})
 
     @property
     def device_steps(self) -> DeviceSteps:
@@ -182,15 +190,16 @@ class Replay:
         return layout.first_row[table] + (start - layout.start[table]) // layout.dim[table]
 
     def _catch_up_on_cpu(self, indices: Tensor, offsets: Tensor, step: int) -> None:
-        layout = to_numpy(self._layout)
+        layout = self._clipped.numpy_layout
         bags = bags_of(layout, indices, offsets)
         keys, used = np.empty(len(bags.indices), np.int64), np.zeros(len(bags.begins) - 1, np.int64)
         common = (layout, bags, to_numpy(self.progress(step)), keys, used)
-        bad = in_threads([partial(stale_rows, group, *common) for group in balanced_groups(np.diff(bags.begins))])
-        found = np.concatenate([keys[begin : begin + n] for begin, n in zip(bags.begins, used, strict=False)])
+        groups = balanced_groups(bags.begins[1:] - bags.begins[:-1])
+        bad = in_threads([partial(stale_rows, group, *common) for group in groups])
+        found = join_keys(keys, bags.begins, used)
         # Rows that were marked before the bad id was found are caught up too: no row is lost.
-        if len(found):
-            self._replay(torch.from_numpy(found), step)
+        if found:
+            self._replay(keys[:found], step)
         raise_bad_id(self._clipped.lookup, bad, bags.begins, bags.indices)
 
     def _replay_rows(self, rows: Tensor, step: int) -> None:
@@ -202,23 +211,25 @@ class Replay:
 
             self._replay_on_device(rows, distinct_begins(rows))
         else:
-            self._replay(self.last_step[rows].long() << ROW_BITS | rows, step)
+            self._replay((self.last_step[rows].long() << ROW_BITS | rows).numpy(), step)
 
-    def _replay(self, keys: Tensor, step: int) -> None:
+    def _replay(self, keys: np.ndarray, step: int) -> None:
         """Takes the missed steps of distinct rows on CPU, in the order of their last steps.
 
         Args:
             keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
         """
-        keys.numpy().sort()
-        layout = self._layout
-        row, last = keys & ((1 << ROW_BITS) - 1), (keys >> ROW_BITS).int()
-        table = torch.searchsorted(layout.first_row, row, right=True) - 1
-        dims = layout.dim[table]
-        rows = StaleRows(table, layout.start[table] + (row - layout.first_row[table]) * dims, row, last)
-        for dim in dims.unique().tolist():
-            same = dims == dim
-            self._replay_on_cpu(dim, rows if same.all() else StaleRows(*(each[same] for each in rows)), step)
+        keys.sort()
+        layout = self._clipped.numpy_layout
+        rows = StaleRows(*rows_of_keys(keys, layout))
+        if len(self._dims) == 1:
+            self._replay_on_cpu(self._dims[0], rows, step)
+            return
+        dims = layout.dim[rows.table]
+        for dim in self._dims:
+            same = StaleRows(*(each[dims == dim] for each in rows))
+            if len(same.row):
+                self._replay_on_cpu(dim, same, step)
 
     def _replay_on_device(self, row: Tensor, begin: Tensor) -> None:
         from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
@@ -235,13 +246,13 @@ class Replay:
             self._thresholds,
         )
 
-    def _replay_on_cpu(self, dim: int, rows: StaleRows, step: int) -> None:
-        tuples = (to_numpy(each) for each in (rows, self._state, self.progress(step), self._history.schedule))
-        common: tuple[Any, ...] = (dim, *tuples, to_float32(self._constants), to_float32(self._thresholds))
+    def _replay_on_cpu(self, dim: int, rows: Any, step: int) -> None:
+        tuples = (to_numpy(each) for each in (self._state, self.progress(step), self._history.schedule))
+        common: tuple[Any, ...] = (dim, rows, *tuples, to_float32(self._constants), to_float32(self._thresholds))
         kernel: Callable[..., None] = replay_rows
         if self._absent_clip_binds:
             kernel, common = replay_clipped_rows, (*common, to_numpy(self._clipped.limits.clips))
-        parts = torch.get_num_threads()
+        parts = threads_for(len(rows.last) * step - int(rows.last.sum(dtype=np.int64)))
         in_threads([partial(kernel, part, parts, *common) for part in range(parts)])
 
 

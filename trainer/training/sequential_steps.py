@@ -6,9 +6,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from cowrec.data_pipeline import Batch
+from cowrec.sparse_opt.kernels.profiling import profiled
 
 Output: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(loss, logits [B], label [B]) of a step, detached."""
@@ -30,23 +30,24 @@ class SequentialSteps:
 
     def progress(self, batches: Iterator[Batch]) -> Output:
         """Takes a step on the next batch; raises StopIteration if there is none."""
-        with record_function("## load batch ##"):
+        with profiled("## load batch ##"):
             batch = next(batches)
         return self.take(batch)
 
     def take(self, batch: Batch) -> Output:
         """Takes a step on a batch."""
-        with record_function("## load batch ##"):
-            batch = batch.to(self._device, non_blocking=True)
+        with profiled("## load batch ##"):
+            if batch.dense.device != self._device:
+                batch = batch.to(self._device, non_blocking=True)
         if self._model.training:
-            with record_function("## zero_grad ##"):
+            with profiled("## zero_grad ##"):
                 self._optimizer.zero_grad()
-        with record_function("## forward ##"):
+        with profiled("## forward ##"):
             loss, output = self._model(batch)
         if self._model.training:
-            with record_function("## backward ##"):
+            with profiled("## backward ##"):
                 loss.backward()
-            with record_function("## optimizer ##"):
+            with profiled("## optimizer ##"):
                 self._optimizer.step()
         result: Output = output
         return result
