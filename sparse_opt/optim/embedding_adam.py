@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
@@ -20,6 +19,7 @@ from cowrec.sparse_opt.clipping.attach import Forward, Inputs, LookupsHandle, wr
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.requirements import check_lookup_inputs, clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
+from cowrec.sparse_opt.kernels.profiling import profiled
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds
 from cowrec.sparse_opt.tbe.discovery import column_split_tables, leave_ddp, sharded_collections
 from cowrec.sparse_opt.tbe.layout import LookupBackward
@@ -91,6 +91,7 @@ class EmbeddingAdam:
         self._rejoin_ddp = [leave_ddp(collection) for collection in self._collections]
         self._handle: LookupsHandle = wrap_lookups(clipped, self._look_up, needs_id_weights=False)
         self._state_hooks = self._hook_state()
+        self._anchor = torch.ones((), requires_grad=True)
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics as of :meth:`LookupsHandle.stats`."""
@@ -233,15 +234,18 @@ class EmbeddingAdam:
         if adam.replay:
             check_lookup_inputs(inputs)
         ids = adam.catch_up(inputs["indices"], inputs["offsets"])
-        output = forward(**inputs)
-        if not output.requires_grad:
+        id_weights = inputs.get("per_sample_weights")
+        with torch.no_grad():
+            if clipped.lookup.pools_on_cpu and inputs.get("batch_size_per_feature_per_rank") is None:
+                output = clipped.lookup.pool_on_cpu(inputs["indices"], inputs["offsets"], id_weights)
+            else:
+                output = forward(**inputs)
+        if not torch.is_grad_enabled():
             return output
         check_lookup_inputs(inputs)
-        id_weights = inputs.get("per_sample_weights")
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
-        anchor = torch.ones((), requires_grad=True)
-        updating: Tensor = _UpdateInBackward.apply(output.detach(), self, adam, inputs, ids, anchor)
+        updating: Tensor = _UpdateInBackward.apply(output, self, adam, inputs, ids, self._anchor)
         return updating
 
     def _hook_state(self) -> list[RemovableHandle]:
@@ -284,7 +288,7 @@ class _UpdateInBackward(torch.autograd.Function):
         inputs = ctx.inputs
         id_weights = inputs.get("per_sample_weights")
         backward = LookupBackward(inputs["indices"], inputs["offsets"], id_weights, grads[0], ctx.ids)
-        with record_function(EMBEDDING_UPDATE):
+        with profiled(EMBEDDING_UPDATE):
             ctx.adam.update(backward, ctx.optimizer.lr, step_of_forward=ctx.step)
         return None, None, None, None, None, None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -66,6 +66,7 @@ class TbeLookup:
         tables, views = kernel._config.embedding_tables, self.module.split_embedding_weights()
         self.shards = tuple(_shard_of(collection, table, view) for table, view in zip(tables, views, strict=True))
         self.feature_table: list[int] = list(kernel._feature_table_map)
+        self._ones = torch.ones(0)
 
     @property
     def is_mean_pooled(self) -> bool:
@@ -79,6 +80,33 @@ class TbeLookup:
     def pool_by_mean(self) -> None:
         """Switches the TBE back to means."""
         self.module.pooling_mode = PoolingMode.MEAN
+
+    @property
+    def pools_on_cpu(self) -> bool:
+        """True if :meth:`pool_on_cpu` can look its rows up."""
+        return not self.is_replicated and bool(self.module.use_cpu) and not self.is_mean_pooled
+
+    def pool_on_cpu(self, indices: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
+        """Pooled rows, float [B, sum D], without a gradient: FBGEMM's check and lookup, without its Python.
+
+        That Python takes ten times as long as the lookup of a small batch. Arguments as the module's forward gets them.
+        """
+        tbe, offsets = self.module, offsets.to(indices.dtype)
+        mode = tbe.bounds_check_mode_int
+        if mode != BoundsCheckMode.NONE.value:
+            torch.ops.fbgemm.bounds_check_indices(
+                tbe.rows_per_table, indices, offsets, mode, tbe.bounds_check_warning, id_weights
+            )
+        weights, pooling, output = tbe.weights_host, int(tbe.pooling_mode), tbe.output_dtype
+        geometry = (tbe.weights_offsets, tbe.D_offsets, tbe.total_D, tbe.hash_size_cumsum)
+        if id_weights is None:  # the operator needs some: 1 changes no bit
+            if len(self._ones) < len(indices):
+                self._ones = torch.ones(len(indices))
+            id_weights = self._ones[: len(indices)]
+        pooled: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
+            weights, *geometry, indices, offsets, pooling, id_weights, output
+        )
+        return pooled
 
     @property
     def is_plain_sgd(self) -> bool:

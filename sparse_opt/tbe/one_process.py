@@ -6,13 +6,16 @@ the exchanged tensors equal those that went in. Like lookup.py, this file uses p
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
+from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from cowrec.sparse_opt.kernels.profiling import profiled
 
 from .discovery import sharded_collections
 
@@ -50,11 +53,30 @@ def _look_up(collection: ShardedEmbeddingBagCollection, forward: _Forward, featu
         return forward(features)
     if collection._has_features_permute:
         features = features.permute(collection._features_order, collection._features_order_tensor)
-    parts = features.split(collection._feature_splits)
-    with record_function("[lookup]"):  # as TorchRec's forward names it
-        pooled = [lookup(part) for lookup, part in zip(collection._lookups, parts, strict=True)]
+    with profiled("[lookup]"):  # as TorchRec's forward names it
+        if len(collection._lookups) == 1:
+            pooled = [_pooled(collection._lookups[0], features)]
+        else:
+            parts = features.split(collection._feature_splits)
+            pooled = [_pooled(lookup, part) for lookup, part in zip(collection._lookups, parts, strict=True)]
     return KeyedTensor(
         keys=collection._embedding_names,
         length_per_key=collection._embedding_dims,
         values=pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1),
     )
+
+
+def _pooled(lookup: Any, features: KeyedJaggedTensor) -> torch.Tensor:
+    """Pooled rows of a sharding's features, [B, sum D], straight from its module of FBGEMM if it has a single one."""
+    kernels: Any = getattr(lookup, "_emb_modules", ())  # none under DDP
+    plain = len(kernels) == 1 and type(kernels[0]) is BatchedFusedEmbeddingBag
+    if not plain or getattr(kernels[0], "_raw_id_tracker_wrapper", None) is not None:
+        pooled: torch.Tensor = lookup(features)
+        return pooled
+    tbe, weights = kernels[0].emb_module, features.weights_or_none()
+    pooled = tbe(
+        indices=features.values().to(kernels[0]._embedding_table_index_type),
+        offsets=features.offsets().to(kernels[0]._embedding_table_offset_type),
+        per_sample_weights=weights if weights is not None and weights.is_floating_point() else None,
+    )
+    return pooled
