@@ -25,19 +25,21 @@ class Bed:
     Attributes:
         base: the base batch size.
         trials: of `cowrec tune`.
-        scales: multiples of the base batch size.
+        ranges: that it searches.
+        scales: multiples of the base batch size that the data allow.
     """
 
     base: int
     trials: int
-    scales: tuple[int, ...] = (8, 32, 128, 256, 512)
+    ranges: tuple[str, ...] = ()
+    scales: tuple[int, ...] = (1, 8, 32, 128, 256, 512)
 
 
 BEDS = {
-    "synthetic": Bed(32, 8),
-    "criteo": Bed(8, 14),
-    "movielens": Bed(64, 8),
-    "avazu": Bed(8, 14, (8, 32)),
+    "synthetic": Bed(64, 5, ("--embedding-lr", "3e-4,2e-3", "--dense-lr", "3e-4,3e-3", "--l2", "3e-5,3e-4")),
+    "criteo": Bed(8, 12, ("--embedding-lr", "6e-5,6e-4", "--dense-lr", "6e-5,6e-4", "--l2", "2e-5,2e-3")),
+    "movielens": Bed(128, 6, ("--embedding-lr", "3e-4,6e-3", "--dense-lr", "2e-4,4e-3", "--l2", "1e-6,3e-5")),
+    "avazu": Bed(8, 10, scales=(1, 8, 32)),
 }
 
 
@@ -69,7 +71,8 @@ def _l2(*factors: float, more: tuple[str, ...] = ()) -> tuple[tuple[str, tuple[s
 PARTS = {
     # Which rule keeps the base's quality at 128 times its batch, and how far does it hold?
     "rules": Part(tuple(BEDS), ("half_life", *PUBLISHED), (1, 128)),
-    "scales": Part(tuple(BEDS), ("half_life", "sqrt_star", "cowclip"), (8, 32, 256, 512)),
+    "scales": Part(("criteo", "avazu"), ("half_life", "sqrt_star", "cowclip"), (8, 32, 256, 512)),
+    "farther": Part(("synthetic", "movielens"), ("half_life", "sqrt_star"), (32, 512)),
     # Ten epochs: which rule overfits, and what stops it?
     "ten_epochs": Part(
         ("criteo",), ("half_life", *PUBLISHED), (1, 128), seeds=2, variants=(("", ("train.epochs=10",)),)
@@ -108,6 +111,7 @@ PARTS = {
         ("criteo",),
         ("half_life", "cowclip"),
         (1, 128),
+        seeds=1,
         variants=tuple((name, (f'model.name="{name}"',)) for name in ("wdl", "dcn", "dcnmix", "dcnv2")),
     ),
 }
@@ -134,7 +138,7 @@ def tune(bed: str, data: Path, output: Path) -> list[str]:
     size, trials = str(BEDS[bed].base), str(BEDS[bed].trials)
     config = str(HERE / f"{bed}.toml")
     places = ["--data", str(data), "--output", str(output)]
-    return ["tune", config, *places, "--batch-size", size, "--trials", trials, "--patience", "1"]
+    return ["tune", config, *places, "--batch-size", size, "--trials", trials, "--patience", "1", *BEDS[bed].ranges]
 
 
 def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]:
@@ -145,8 +149,7 @@ def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]
     tuned = output / "tune" / "tuned.toml"
     values = tomllib.loads(tuned.read_text())
     epochs = tomllib.loads((HERE / f"{bed}.toml").read_text())["train"]["epochs"]
-    allowed = {1, 128, *base.scales} if len(base.scales) > 2 else {1, *base.scales}
-    sizes = [scale * base.base for scale in part.scales if scale in allowed]
+    sizes = [scale * base.base for scale in part.scales if scale in base.scales]
     for variant, settings in part.variants:
         # Trained on the whole training split, for the bed's epochs.
         fixed = ["train.validation_fraction=0", "train.patience=0", f"train.epochs={epochs}"]
