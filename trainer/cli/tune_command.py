@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -54,7 +54,7 @@ def tune(
         remedy = "pip install 'cowrec[tune]'"
         raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
     from cowrec.trainer.tune.plot import PLOT, plot, table
-    from cowrec.trainer.tune.search import VALUES, Metric, Search, hints
+    from cowrec.trainer.tune.search import VALUES, Search, hints
     from cowrec.trainer.tune.tune import TUNED
     from cowrec.trainer.tune.tune import tune as run
 
@@ -62,9 +62,7 @@ def tune(
         raise ValueError("tune starts its own processes; start it without torchrun")
     texts = dict(zip(VALUES, (embedding_lr, dense_lr, l2), strict=True))
     ranges = {name: parse_range(f"--{name.replace('_', '-')}", text) for name, text in texts.items() if text}
-    search = Search(
-        parse_batch_size(batch_size), cast(Metric, metric), ranges, validation_fraction, patience, prune, seed
-    )
+    search = Search(parse_batch_size(batch_size), metric, ranges, validation_fraction, patience, prune, seed)
     loaded, data_dir = load_run(config, overrides, data)
     folder = output or Path("tunings") / config.stem
     found = run(loaded, data_dir, folder, search, trials, timeout)
