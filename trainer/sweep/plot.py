@@ -59,7 +59,7 @@ def plot(lines: Lines, path: Path) -> Path:
     return path
 
 
-def _style(rule: str, clip: str) -> dict[str, Any]:
+def style(rule: str, clip: str) -> dict[str, Any]:
     number = list(SCALING_RULES).index(rule)
     color = _COLORS[number % len(_COLORS)]
     return {
@@ -89,7 +89,7 @@ def _draw(axis: Axes, lines: Lines, curves: Series) -> None:
             [mean(values) for values in known.values()],
             [deviation(values) for values in known.values()],
             capsize=3,
-            **_style(rule, clip),
+            **style(rule, clip),
         )
     axis.grid(alpha=0.3)
 
@@ -112,7 +112,7 @@ def _legend(lines: Lines, *, has_best: bool) -> list[Any]:
     rules = list(dict.fromkeys(line["rule"] for line in lines))
     clips = list(dict.fromkeys(line["clip"] for line in lines))
     base = base_batch_size(lines)
-    handles: list[Any] = [Line2D([], [], **_style(rule, clips[0]), label=rule) for rule in rules]
+    handles: list[Any] = [Line2D([], [], **style(rule, clips[0]), label=rule) for rule in rules]
     for clip in clips:
         handles.append(Line2D([], [], color="black", ls="-" if clip == "on" else "--", label=f"clip {clip}"))
     if base is not None and any(line["batch_size"] == base for line in lines):
