@@ -145,18 +145,21 @@ def scale_hyperparameters(
     return base if s == 1 else SCALING_RULES[rule].scale(base, s, embedding)
 
 
-def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str) -> ClipRule:
-    """Scales a clip rule to another batch size: a constant threshold grows with sqrt(s), other rules do not change.
+def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str = "half_life") -> ClipRule:
+    """Scales a clip rule to another batch size.
 
-    The paper scales its constant thresholds this way (Table 6) under every scaling rule. The rule "none" leaves them
-    unchanged.
+    Under `half_life`, limits shrink like the gradients, so that the rows of the base batch are clipped alike: those of
+    a row like the gradient of one occurrence, to 1/s; those of a table, and of all tables, to 1/sqrt(s). Under the
+    paper's rules, constant thresholds grow with sqrt(s) (its Table 6) and other limits stay. "none" keeps all.
 
     Arguments and errors are those of :func:`scale_hyperparameters`.
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
+    if rule == "half_life":
+        return clip.times(1 / s if clip.scope == "row" else 1 / sqrt(s))
     if rule == "none" or not isinstance(clip, ConstantClip):
         return clip
-    return replace(clip, max_norm=clip.max_norm * sqrt(s))
+    return clip.times(sqrt(s))
 
 
 def _checked_scale(base_batch_size: int, batch_size: int, rule: str) -> float:

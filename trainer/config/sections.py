@@ -200,9 +200,8 @@ class ClipConfig:
     Attributes:
         rule: one of the clip rules. "field", "adaptive_field" and "global" take the norm over the batch's rows, or over
             all rows with optimizer.absent_rows = "dense"; they cannot be combined with "replay".
-        r, zeta, bound: values of the rule.
-        max_norm: threshold of "constant", "field" and "global" at optimizer.base_batch_size; at s times that batch size
-            it is sqrt(s) times as large, unless optimizer.scaling = "none".
+        r, zeta, bound, max_norm: values of the rule at optimizer.base_batch_size; optimizer.scaling scales them to
+            train.batch_size. max_norm is the threshold of "constant", "field" and "global".
         histogram: count rows by ``||g|| / limit``, in the steps after which metrics are written, into the report's
             `clip_histogram`.
     """

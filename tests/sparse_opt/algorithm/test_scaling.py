@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from cowrec.sparse_opt import (
     PRESETS,
     SCALING_RULES,
     AdaptiveFieldClip,
+    ClipRule,
     ConstantClip,
     CowClip,
     FieldClip,
@@ -16,6 +18,7 @@ from cowrec.sparse_opt import (
     Hyperparameters,
     NoClip,
     ReferenceCowClip,
+    clip_rows,
     scale_clip,
     scale_hyperparameters,
 )
@@ -141,3 +144,23 @@ def test_constant_thresholds_grow_with_the_root_of_the_batch() -> None:
         assert scale_clip(clip, **sizes, rule="cowclip") == clip
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         scale_clip(NoClip(), base_batch_size=1024, batch_size=0, rule="cowclip")
+
+
+@pytest.mark.parametrize("clip", [CowClip(0.5, 1e-3), ReferenceCowClip(0.5, 1e-3), ConstantClip(0.2)])
+def test_half_life_clips_a_row_of_the_base_batch_in_the_larger_one_too(clip: ClipRule) -> None:
+    """Gradients of one occurrence are 1/s of the base batch's."""
+    torch.manual_seed(0)
+    weights, grads = torch.randn(50, 4) * torch.logspace(-4, 0, 50)[:, None], torch.randn(50, 4) * 0.1
+    once = torch.ones(50, dtype=torch.int64)
+    scaled = scale_clip(clip, base_batch_size=8, batch_size=1024)
+    before, after = clip_rows(grads, weights, once, clip), clip_rows(grads / 128, weights, once, scaled)
+    assert 0 < (before != grads).any(1).sum() < 50
+    torch.testing.assert_close(after * 128, before)
+
+
+def test_half_life_keeps_the_clip_of_tables_whose_ids_are_all_rare() -> None:
+    """16 times the batch has 16 times the rows, with 1/16 of the gradient each: a norm of 1/4."""
+    for clip in (FieldClip(1.0), GlobalClip(1.0), AdaptiveFieldClip(1.0, 1e-2)):
+        scaled = scale_clip(clip, base_batch_size=1, batch_size=16)
+        assert vars(scaled) == pytest.approx({key: value / 4 for key, value in vars(clip).items()})
+    assert scale_clip(NoClip(), base_batch_size=1, batch_size=16) == NoClip()
