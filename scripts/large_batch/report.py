@@ -6,7 +6,7 @@ tables.md into the folder.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -41,7 +41,7 @@ def parts(bed: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in lines if "error" not in line]
 
 
-def plot_rules(beds: dict[str, Lines], path: Path) -> None:
+def plot_rules(beds: Mapping[str, Lines], path: Path) -> None:
     """Draws each rule's difference from the base against the multiple of the base batch. Band: the base's spread."""
     figure, axes = plt.subplots(
         len(QUALITY), len(beds), figsize=(3.4 * len(beds), 5.6), sharex="col", squeeze=False, layout="constrained"
@@ -83,7 +83,7 @@ def _draw_differences(axis: Axes, lines: Lines, measure: str, factor: float) -> 
     axis.grid(alpha=0.3)
 
 
-def plot_groups(beds: dict[str, Lines], path: Path) -> None:
+def plot_groups(beds: Mapping[str, Lines], path: Path) -> None:
     """Draws differences from the base at 128 times its batch, by thirds of the test samples by their ids' counts."""
     figure, axes = plt.subplots(1, len(beds), figsize=(3.4 * len(beds), 3.2), squeeze=False, layout="constrained")
     for axis, (bed, lines) in zip(axes[0], beds.items(), strict=True):

@@ -5,9 +5,9 @@ id in the global batch; the paper calls a row a column and a table a field. Size
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, sqrt
-from typing import ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,10 +56,6 @@ class ClipRule(Protocol):
 
     def limit(self, embedding_dim: int) -> RowLimit: ...
 
-    def times(self, factor: float) -> "ClipRule":
-        """The rule whose limits are ``factor`` times as large, factor > 0."""
-        ...
-
 
 @dataclass(frozen=True)
 class NoClip:
@@ -70,9 +66,6 @@ class NoClip:
 
     def limit(self, embedding_dim: int) -> RowLimit:
         return RowLimit(r=0.0, floor=inf, per_occurrence=False)
-
-    def times(self, factor: float) -> "NoClip":
-        return self
 
 
 @dataclass(frozen=True)
@@ -98,9 +91,6 @@ class CowClip:
 
     def limit(self, embedding_dim: int) -> RowLimit:
         return RowLimit(self.r, self.zeta, per_occurrence=True)
-
-    def times(self, factor: float) -> "CowClip":
-        return CowClip(self.r * factor, self.zeta * factor)
 
 
 @dataclass(frozen=True)
@@ -129,9 +119,6 @@ class ReferenceCowClip:
     def limit(self, embedding_dim: int) -> RowLimit:
         return RowLimit(self.r, self.r * self.r * sqrt(embedding_dim) * self.bound, per_occurrence=True)
 
-    def times(self, factor: float) -> "ReferenceCowClip":
-        return ReferenceCowClip(self.r * factor, self.bound / factor)
-
 
 @dataclass(frozen=True)
 class ConstantClip:
@@ -153,9 +140,6 @@ class ConstantClip:
 
     def limit(self, embedding_dim: int) -> RowLimit:
         return RowLimit(r=0.0, floor=self.max_norm, per_occurrence=False)
-
-    def times(self, factor: float) -> Self:
-        return replace(self, max_norm=self.max_norm * factor)
 
 
 @dataclass(frozen=True)
@@ -206,9 +190,6 @@ class AdaptiveFieldClip:
 
     def limit(self, embedding_dim: int) -> RowLimit:
         return RowLimit(self.r, self.zeta, per_occurrence=False)
-
-    def times(self, factor: float) -> "AdaptiveFieldClip":
-        return AdaptiveFieldClip(self.r * factor, self.zeta * factor)
 
 
 CLIP_RULES: dict[str, type[ClipRule]] = {

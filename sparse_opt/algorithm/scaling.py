@@ -6,9 +6,9 @@ accuracies come from it).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import expm1, inf, log, sqrt
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .clip import ClipRule, ConstantClip, ReferenceCowClip
 
@@ -156,10 +156,20 @@ def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: s
     """
     s = _checked_scale(base_batch_size, batch_size, rule)
     if rule == "half_life":
-        return clip.times(1 / s if clip.scope == "row" else 1 / sqrt(s))
+        return _with_limits_times(1 / s if clip.scope == "row" else 1 / sqrt(s), clip)
     if rule == "none" or not isinstance(clip, ConstantClip):
         return clip
-    return clip.times(sqrt(s))
+    return _with_limits_times(sqrt(s), clip)
+
+
+def _with_limits_times(factor: float, clip: ClipRule) -> ClipRule:
+    # The reference's floor is r^2 * sqrt(D) * bound.
+    factors = {"r": factor, "zeta": factor, "bound": 1 / factor, "max_norm": factor}
+    values: Any = clip
+    scaled: ClipRule = replace(
+        values, **{each.name: getattr(clip, each.name) * factors[each.name] for each in fields(values)}
+    )
+    return scaled
 
 
 def _checked_scale(base_batch_size: int, batch_size: int, rule: str) -> float:

@@ -99,11 +99,13 @@ def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str,
             error = str(failed)
     for large in (CHECKPOINTS, VOCABULARY) if error is None else ():
         shutil.rmtree(run_dir / large, ignore_errors=True)
+    derived = dataclasses.asdict(derived_hyperparameters(config))
     what = {
         "model": config.model.name,
         "data": Path(config.data.dir).name,
         "base_batch_size": config.optimizer.base_batch_size,
-        **dataclasses.asdict(derived_hyperparameters(config)),
+        **derived,
+        "betas": list(derived["betas"]),  # as in the file
     }
     if error is not None:
         on_cuda = config.train.device != "cpu" and torch.cuda.is_available()

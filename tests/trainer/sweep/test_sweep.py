@@ -258,7 +258,7 @@ REFUSED = {
     "no number": (["--batch-sizes", "8Q"], "must be a number, with K for 1024, such as 512 or 8K; got '8Q'"),
     "no rows": (["--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
     "twice": (["--batch-sizes", "1K,1024"], "--batch-sizes needs one value or several different ones"),
-    "rule": (["--batch-sizes", "1K", "--rules", "cubic"], "--rules 'cubic' is not known; known: none, sqrt"),
+    "rule": (["--batch-sizes", "1K", "--rules", "cubic"], "--rules 'cubic' is not known; known: half_life, none"),
     "clip": (["--batch-sizes", "1K", "--clip", "maybe"], "--clip 'maybe' is not known; known: on, off"),
     "seeds": (["--batch-sizes", "1K", "--seeds", "0"], "--seeds must be at least 1, got 0"),
     "no clip rule": (["--batch-sizes", "1K", "--set", "clip.rule=none"], "--clip on needs a clip rule"),
