@@ -34,28 +34,35 @@ class TableLimits:
     def __init__(self, lookup: TbeLookup, rule: ClipRule, clip_columns: Mapping[str, int], exclude: Sequence[str]):
         shards, device = lookup.shards, lookup.flat_weights().device
         self.scope = rule.scope
-        row_columns = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
+        self._row_columns = [_checked_columns(shard, clip_columns.get(shard.name, shard.table_dim)) for shard in shards]
         self.columns = [
             min(max(columns - shard.first_column, 0), shard.embedding_dim)
-            for shard, columns in zip(shards, row_columns, strict=True)
+            for shard, columns in zip(shards, self._row_columns, strict=True)
         ]
-        self.per_table = [
-            (NoClip() if shard.name in exclude else rule).limit(columns)
-            for shard, columns in zip(shards, row_columns, strict=True)
-        ]
-        r, floor, per_occurrence = zip(*self.per_table, strict=True)
+        self._is_excluded = [shard.name in exclude for shard in shards]
+        self.excluded = torch.tensor(self._is_excluded, device=device)
         self.clips = TableClips(
             torch.tensor(self.columns, device=device),
-            torch.tensor(r, dtype=torch.float32, device=device),
-            torch.tensor(floor, dtype=torch.float32, device=device),
-            torch.tensor(per_occurrence, device=device),
+            *(
+                torch.empty(len(shards), dtype=kind, device=device)
+                for kind in (torch.float32, torch.float32, torch.bool)
+            ),
         )
-        self.excluded = torch.tensor([shard.name in exclude for shard in shards], device=device)
+        self.set_rule(rule)
         self.clipped_column_shards = {
             shard.name
             for shard, limit in zip(shards, self.per_table, strict=True)
             if shard.column_ranks and limit.floor < inf
         }
+
+    def set_rule(self, rule: ClipRule) -> None:
+        """Takes the limits of a rule, in the same tensors; a later rule must be of the kind of the first."""
+        self.per_table = [
+            (NoClip() if excluded else rule).limit(columns)
+            for excluded, columns in zip(self._is_excluded, self._row_columns, strict=True)
+        ]
+        for tensor, values in zip(self.clips[1:], zip(*self.per_table, strict=True), strict=True):
+            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
 
 
 def _checked_columns(shard: TableShard, columns: int) -> int:

@@ -19,18 +19,13 @@ from cowrec.sparse_opt.clipping.attach import Forward, Inputs, LookupsHandle, wr
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.requirements import check_lookup_inputs, clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
-from cowrec.sparse_opt.kernels.profiling import profiled
-from cowrec.sparse_opt.kernels.torch_rows import LookupIds
 from cowrec.sparse_opt.tbe.discovery import column_split_tables, leave_ddp, sharded_collections
-from cowrec.sparse_opt.tbe.layout import LookupBackward
 
 from .lookup_adam import LookupAdam
 from .replay import Replay, require_replayable
 from .saved_state import load_optimizer_state, optimizer_state
 from .step_history import StepHistory
-
-EMBEDDING_UPDATE = "embedding_update"
-"""Name of a lookup's backward in torch's profiler."""
+from .update_in_backward import UpdateInBackward
 
 
 class EmbeddingAdam:
@@ -54,7 +49,9 @@ class EmbeddingAdam:
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
 
     Attributes:
+        config: settings of the next step.
         lr: learning rate of the next step.
+        rule: clip rule of the next step.
         lookups: state of each lookup of this process.
 
     Raises:
@@ -73,10 +70,11 @@ class EmbeddingAdam:
     ):
         self.config = config
         self.lr = config.lr
-        rule = rule or NoClip()
+        self.rule = rule = rule or NoClip()
         self._column_ranks = column_split_tables(model)
+        self._clipped_column_wise = sorted(self._column_ranks.keys() - set(exclude))
         if config.absent_rows == "replay":
-            require_replayable(rule, config, sorted(self._column_ranks.keys() - set(exclude)))
+            require_replayable(rule, config, self._clipped_column_wise)
         clipped = clipped_lookups(model, rule, exclude, clip_columns, replicated=True)
         for lookup in (each.lookup for each in clipped):
             if not lookup.is_plain_sgd:
@@ -116,6 +114,40 @@ class EmbeddingAdam:
         """Brings every row and its moments up to date; has no effect unless rows are replayed."""
         for adam, replay in self._replays():
             replay.flush(adam.step)
+
+    def reconfigure(self, config: AdamConfig, rule: ClipRule | None = None, *, after: int | None = None) -> None:
+        """Changes the settings of the coming steps, for training in stages, as with batches that grow.
+
+        Brings all rows up to date first, with the earlier settings: under "replay" a pass over the tables. Bias
+        corrections follow the betas of all steps. A CUDA graph of a step keeps the settings of its capture.
+
+        Before :meth:`load_state_dict`, repeat the calls of the steps to load, with ``after``.
+
+        Args:
+            config: settings; ``absent_rows`` and ``adam_epsilon`` must be the earlier ones.
+            rule: clip rule of the earlier kind, with other values; by default the earlier one.
+            after: step after which they hold; by default the latest.
+
+        Raises:
+            ValueError: what must not change does, or absent rows could not be replayed.
+        """
+        rule = rule or self.rule
+        for what, now, given in (
+            ("absent_rows", self.config.absent_rows, config.absent_rows),
+            ("adam_epsilon", self.config.adam_epsilon, config.adam_epsilon),
+            ("the clip rule", self.rule.name, rule.name),
+        ):
+            if now != given:
+                raise ValueError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
+        if config.absent_rows == "replay":
+            require_replayable(rule, config, self._clipped_column_wise)
+        if self.steps:
+            self.flush()
+        self.config, self.lr, self.rule = config, config.lr, rule
+        self.history.reconfigure(config, self.steps if after is None else after)
+        for adam in self.lookups:
+            adam.clipped.limits.set_rule(rule)
+            adam.reconfigure(config)
 
     def catch_up(self, table: str, rows: Tensor) -> None:
         """Brings rows of a table (distinct, int64 [n]) up to date, as far as this process holds them.
@@ -245,7 +277,7 @@ class EmbeddingAdam:
         check_lookup_inputs(inputs)
         if id_weights is not None and id_weights.requires_grad:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
-        updating: Tensor = _UpdateInBackward.apply(output, self, adam, inputs, ids, self._anchor)
+        updating: Tensor = UpdateInBackward.apply(output, adam, lambda: self.lr, inputs, ids, self._anchor)
         return updating
 
     def _hook_state(self) -> list[RemovableHandle]:
@@ -264,33 +296,6 @@ class EmbeddingAdam:
             hooks.append(collection.register_state_dict_pre_hook(before_state_dict))
             hooks.append(collection.register_load_state_dict_post_hook(after_loading))
         return hooks
-
-
-class _UpdateInBackward(torch.autograd.Function):
-    """Identity whose backward updates the rows of a lookup and returns no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        optimizer: EmbeddingAdam,
-        adam: LookupAdam,
-        inputs: Inputs,
-        ids: LookupIds | None,
-        _: Tensor,
-    ) -> Tensor:
-        ctx.optimizer, ctx.adam, ctx.inputs, ctx.ids, ctx.step = optimizer, adam, inputs, ids, adam.step
-        return output.view_as(output)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None, None]:
-        inputs = ctx.inputs
-        id_weights = inputs.get("per_sample_weights")
-        backward = LookupBackward(inputs["indices"], inputs["offsets"], id_weights, grads[0], ctx.ids)
-        with profiled(EMBEDDING_UPDATE):
-            ctx.adam.update(backward, ctx.optimizer.lr, step_of_forward=ctx.step)
-        return None, None, None, None, None, None
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element, adam_scalars
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.cpu_adam import adam_rows
 from cowrec.sparse_opt.kernels.dense_adam import exact_root
@@ -74,6 +74,12 @@ class LookupAdam:
         self._taken.fill_(value)
         self._history.return_to(value)
 
+    def reconfigure(self, config: AdamConfig) -> None:
+        """Changes the settings of the coming steps, under the lookup's present limits. No row may be behind."""
+        self._config, self._constants = config, adam_constants(config)
+        if self.replay:
+            self.replay.reconfigure(config)
+
     def catch_up(self, indices: Tensor, offsets: Tensor) -> LookupIds | None:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
         return self.replay.catch_up(indices, offsets, self.step) if self.replay else None
@@ -86,7 +92,7 @@ class LookupAdam:
         self._taken.add_(1)  # not a number from the host, which a captured graph would repeat
         if self.replay or self.clipped.runs_on_device:
             self._history.prepare(self.step, lr)
-        scalars = adam_scalars(self._config, lr, self.step)
+        scalars = self._history.scalars(self.step, lr)
         if self._config.absent_rows == "dense":
             update_all_rows(self.clipped, self.state, backward, self._config, scalars)
         elif self.clipped.runs_compiled(backward):

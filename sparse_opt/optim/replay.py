@@ -99,10 +99,15 @@ class Replay:
                 ' rounds in each step; make the table float32 or set absent_rows = "lazy"'
             )
         self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
+        self._taken = taken
+        self._log_beta2_on_device = torch.empty(1, dtype=torch.float64, device=weights.device)
+        self.reconfigure(config)
+
+    def reconfigure(self, config: AdamConfig) -> None:
+        """Changes the settings of the coming steps, under the lookup's present limits. No row may be behind."""
         self._log_beta2 = log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
-        self._taken, device = taken, weights.device
-        self._log_beta2_on_device = torch.tensor([self._log_beta2], dtype=torch.float64, device=device)
-        limits = clipped.limits.per_table
+        self._log_beta2_on_device.fill_(self._log_beta2)
+        limits = self._clipped.limits.per_table
         self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
         self._constants = adam_constants(config)
         weight = _decayed_weight(config, [limit.floor for limit in limits])

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_scalars
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, BetaHistory, adam_scalars
 from cowrec.sparse_opt.kernels.layout import Schedule
 
 _AHEAD = 1024
@@ -19,7 +19,7 @@ class StepHistory:
     """
 
     def __init__(self, config: AdamConfig, device: torch.device):
-        self._config = config
+        self._config, self._betas = config, BetaHistory(config.betas)
         self._lrs = np.empty(0)
         self._steps = 0
         self._scheduled, self._scheduled_lr = 0, config.lr
@@ -29,6 +29,15 @@ class StepHistory:
     def is_replayed(self) -> bool:
         """True if rows replay these steps."""
         return self._config.absent_rows == "replay"
+
+    def reconfigure(self, config: AdamConfig, after: int) -> None:
+        """Changes the settings of the steps after step ``after``. No row may be behind it."""
+        self._config, self._betas = config, self._betas.changed(config.betas, after)
+        self.return_to(after)
+
+    def scalars(self, step: int, lr: float) -> AdamScalars:
+        """Adam's scalars of step ``step``, from 1, which has the current settings."""
+        return adam_scalars(self._config, lr, step, self._betas)
 
     @property
     def lrs(self) -> Tensor:
@@ -48,7 +57,7 @@ class StepHistory:
         self._reserve(self._scheduled)
         if count == 1:
             # fill_ passes the number with the kernel; an assignment may copy it from the host.
-            for values, value in zip(self.schedule, adam_scalars(self._config, lr, step), strict=True):
+            for values, value in zip(self.schedule, self.scalars(step, lr), strict=True):
                 values[step - 1 : step].fill_(value)
         else:
             self._write(step, [lr] * count)
@@ -74,10 +83,11 @@ class StepHistory:
         self._lrs, self._steps = np.array(lrs, np.float64), len(lrs)
         self._scheduled = len(lrs)
         self._reserve(self._scheduled)
-        self._write(1, lrs.tolist())
+        first = self._betas.since  # no row is behind the steps with other settings, which none takes again
+        self._write(first + 1, lrs[first:].tolist())
 
     def _write(self, first: int, lrs: list[float]) -> None:
-        scalars = [adam_scalars(self._config, lr, step) for step, lr in enumerate(lrs, first)]
+        scalars = [self.scalars(step, lr) for step, lr in enumerate(lrs, first)]
         both = torch.tensor(scalars, dtype=torch.float32).view(-1, 2).t().contiguous()
         if self.schedule.step_sizes.is_cuda:
             both = both.pin_memory()

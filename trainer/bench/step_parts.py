@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cowrec.sparse_opt.clipping.compiled_rows import ROW_GRADIENTS
-from cowrec.sparse_opt.optim.embedding_adam import EMBEDDING_UPDATE
+from cowrec.sparse_opt.optim.update_in_backward import EMBEDDING_UPDATE
 
 PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
 """Parts of a step: loading and distributing the next batch; looking up rows, catch-up of missed steps included; the

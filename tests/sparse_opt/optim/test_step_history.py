@@ -1,7 +1,7 @@
 """Scalars of steps are on the device before each step, whatever rates and returns to earlier steps came before."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.sparse_opt import AdamConfig
@@ -12,6 +12,7 @@ RATES = (1e-2, 1e-3)
 CONFIG = AdamConfig(lr=RATES[0], adam_epsilon="keras")
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(RATES), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 5))), max_size=8)
 )
