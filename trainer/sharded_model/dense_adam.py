@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import inf, sqrt
+from math import inf, log, sqrt
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from cowrec.sparse_opt import Hyperparameters
+from cowrec.sparse_opt.algorithm.adam import BetaHistory
 
 
 class DenseAdam(Adam):
@@ -17,11 +18,13 @@ class DenseAdam(Adam):
 
     Everything that changes from step to step is a tensor on the parameters' device. Epsilon is a number, hence
     constant: Keras' form, ``lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``, is torch's form for infinitely
-    many steps, whose corrections ``1 - b^t`` are 1, at a learning rate that contains both corrections.
+    many steps, whose corrections ``1 - b^t`` are 1, at a learning rate that contains both corrections. In torch's form
+    after a change of the betas, t is a number of steps at which the second correction is right, and the learning rate
+    contains what the first one then lacks.
 
     Args:
         parameters: parameters to update, by name; all on one device.
-        hyperparameters: betas and eps.
+        hyperparameters: betas and eps of the first steps.
         adam_epsilon: form of epsilon, Keras' or torch's.
     """
 
@@ -34,7 +37,7 @@ class DenseAdam(Adam):
         device, betas = next(iter(parameters.values())).device, hyperparameters.betas
         super().__init__(list(parameters.values()), lr=0.0, betas=betas, eps=hyperparameters.eps, fused=True)
         self._parameters = dict(parameters)
-        self._betas = betas
+        self._betas, self._counted = BetaHistory(betas), 0.0
         self._rate, self._rate_now = torch.zeros((), device=device), 0.0
         for group in self.param_groups:
             group["lr"] = self._rate
@@ -50,11 +53,27 @@ class DenseAdam(Adam):
         """Sets the learning rate of step ``step``, counted from 0, on the device."""
         rate = lr
         if self._corrects_in_rate:
-            beta1, beta2 = self._betas
-            rate *= sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
+            first, second = self._betas.products(step + 1)
+            rate *= sqrt(1 - second) / (1 - first)
+        elif self._betas.since:
+            first, _ = self._betas.products(step + 1)
+            rate *= (1 - self._betas.betas[0] ** (self._counted + step + 1 - self._betas.since)) / (1 - first)
         if rate != self._rate_now:
             self._rate.fill_(rate)
             self._rate_now = rate
+
+    def reconfigure(self, hyperparameters: Hyperparameters, after: int) -> None:
+        """Changes betas and eps of the steps after step ``after``; the bias corrections follow the betas of all steps.
+
+        Before saved tensors are loaded, repeat the calls of the steps to load.
+        """
+        self._betas = self._betas.changed(hyperparameters.betas, after)
+        for group in self.param_groups:
+            group["betas"], group["eps"] = hyperparameters.betas, hyperparameters.eps
+        if not self._corrects_in_rate:
+            self._counted = _steps_until(self._betas.earlier[1], hyperparameters.betas[1])
+            for own in self.state.values():
+                own["step"].fill_(self._counted)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, without torch's grouping by device; or sets them to zero, as torch does."""
@@ -71,7 +90,7 @@ class DenseAdam(Adam):
             super().step(closure)
             return
         own = [self.state[each] for each in self._parameters.values()]
-        steps, (beta1, beta2) = [each["step"] for each in own], self._betas
+        steps, (beta1, beta2) = [each["step"] for each in own], self._betas.betas
         with torch.no_grad():
             if not self._corrects_in_rate:
                 torch._foreach_add_(steps, 1)
@@ -115,3 +134,10 @@ class DenseAdam(Adam):
         """Moments of each parameter by name, and for torch's form its steps, sharing the optimizer's memory."""
         saved = ("exp_avg", "exp_avg_sq") if self._corrects_in_rate else ("exp_avg", "exp_avg_sq", "step")
         return {name: {key: self.state[each][key] for key in saved} for name, each in self._parameters.items()}
+
+
+def _steps_until(product: float, beta: float) -> float:
+    """Number of steps, whole or not, whose betas have a product: ``beta^steps = product``."""
+    if product == 1:
+        return 0.0
+    return log(product) / log(beta) if product and beta else inf

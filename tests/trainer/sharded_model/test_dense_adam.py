@@ -49,6 +49,33 @@ def test_dense_adam_equals_the_reference(epsilon: str, warmup_steps: int) -> Non
     np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("later", [(0.9, 0.6), (0.0, 0.5), (0.7, 0.0)])
+@pytest.mark.parametrize("epsilon", ["keras", "torch"])
+def test_betas_and_eps_may_change_between_steps(epsilon: str, later: tuple[float, float]) -> None:
+    """Against a loop in float64 whose corrections are products of the betas of all steps; float32 rounds each step."""
+    rng = np.random.default_rng(1)
+    stages = {0: ((0.8, 0.99), 1e-5), 1: ((0.9, 0.95), 1e-4), 4: (later, 1e-3)}
+    values = {step: Hyperparameters(0.0, 0.1, 0.0, betas=betas, eps=eps) for step, (betas, eps) in stages.items()}
+    w, m, v, left1, left2 = rng.normal(size=40), np.zeros(40), np.zeros(40), 1.0, 1.0
+    parameter = nn.Parameter(torch.from_numpy(w.astype(np.float32)))
+    optimizer = DenseAdam({"weight": parameter}, values[0], epsilon)
+    for step in range(9):
+        if step in stages:
+            (beta1, beta2), eps = stages[step]
+            optimizer.reconfigure(values[step], after=step)
+        lr, grad = 0.1 / (1 + step), rng.normal(size=40) * 10 ** rng.uniform(-5, 0, 40)
+        optimizer.prepare(step, lr)
+        parameter.grad = torch.from_numpy(grad.astype(np.float32))
+        optimizer.step()
+        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad**2
+        left1, left2 = left1 * beta1, left2 * beta2
+        if epsilon == "keras":
+            w = w - lr * math.sqrt(1 - left2) / (1 - left1) * m / (np.sqrt(v) + eps)
+        else:
+            w = w - lr * (m / (1 - left1)) / (np.sqrt(v / (1 - left2)) + eps)
+    np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=0, atol=2e-6)
+
+
 def test_the_two_forms_of_epsilon_differ() -> None:
     grads, weights, config = [np.full(1, 1e-6)] * 2, np.zeros(1), Hyperparameters(0.0, 0.1, 0.0, eps=1e-7)
     keras, torchs = (plain_adam(weights, grads, 0, config, epsilon) for epsilon in ("keras", "torch"))
