@@ -15,7 +15,7 @@ from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 
-from .shuffle import rank_slice
+from .global_batches import GlobalBatches
 
 
 class RandomSample:
@@ -81,7 +81,8 @@ class RandomSample:
 
     def positions(self, step: int) -> slice:
         """Positions in the sample of this rank's part of global batch `step`."""
-        start, stop, _ = rank_slice(step, self.batch_size, self.num_rows, self._rank, self._world_size)
+        batches = GlobalBatches(self.num_rows, self.batch_size)
+        start, stop, _ = batches.of_rank(step, self._rank, self._world_size)
         return slice(start, stop)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:

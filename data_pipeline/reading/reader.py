@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias
@@ -20,10 +21,11 @@ from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 
+from .global_batches import GlobalBatches
 from .memory import check_fits
 from .prefetch import prefetched
 from .row_range import parts_within, positions
-from .shuffle import Window, epoch_windows, rank_slice
+from .shuffle import Window, epoch_windows
 
 WINDOW_ROWS = 1 << 20
 """Samples shuffled together by default: about 170 MB for Criteo's 39 fields."""
@@ -45,6 +47,7 @@ class Reader:
         split: "train" or "test".
         rows: the samples of the split to read, a range of their stored order; by default all.
         batch_size: G, the global batch size; each rank gets a contiguous slice.
+        first_batches: global sizes of the first batches of epoch 0, in place of `batch_size`.
         rank, world_size: rank r takes samples [r * G // W, (r + 1) * G // W) of each global batch.
         shuffle: use a new order every epoch, across shards and within windows; otherwise the stored order.
         seed: seed of the shuffle.
@@ -64,6 +67,7 @@ class Reader:
         split: str,
         *,
         batch_size: int,
+        first_batches: Sequence[int] = (),
         rows: range | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -77,6 +81,8 @@ class Reader:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if any(size < 1 for size in first_batches):
+            raise ValueError(f"first_batches must be sizes of at least 1, got {list(first_batches)}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
         if window_rows < 1:
@@ -96,7 +102,13 @@ class Reader:
         self._sizes = [part.samples for part in self._parts]
         self._data_dir = Path(data_dir)
         self._rank, self._world_size = rank, world_size
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._shuffle, self._seed = shuffle, seed
+        if sum(first_batches) > self.num_rows:
+            raise ValueError(
+                f"first_batches take {sum(first_batches):,} samples, but the rows are {self.num_rows:,}; pass fewer"
+            )
+        self._global_batches = GlobalBatches(self.num_rows, batch_size, drop_last=drop_last)
+        self._first_epoch = GlobalBatches(self.num_rows, batch_size, first_batches, drop_last=drop_last)
         self._window_rows = window_rows
         self._keyed_order = self.device.type == "cuda"
         self._resident_block: SampleBlock | None = None
@@ -123,14 +135,24 @@ class Reader:
             torch.cuda.synchronize(self.device)
 
     def positions(self, step: int) -> slice:
-        """Positions in the epoch of this rank's samples of global batch `step`; without shuffling, in the split."""
-        start, stop, _ = self._slice(step)
+        """Positions in an epoch of this rank's samples of global batch `step`; without shuffling, in the split.
+
+        Not in epoch 0 with `first_batches`.
+        """
+        start, stop, _ = self._global_batches.of_rank(step, self._rank, self._world_size)
         return slice(start, stop)
 
     def __len__(self) -> int:
-        """Steps of an epoch, the same on every rank."""
-        full, remainder = divmod(self.num_rows, self.batch_size)
-        return full + bool(remainder and not self._drop_last)
+        """Steps of an epoch, the same on every rank; for epoch 0 with `first_batches` see `steps`."""
+        return len(self._global_batches)
+
+    def steps(self, epoch: int) -> int:
+        """Steps of this epoch, the same on every rank."""
+        return len(self._of_epoch(epoch))
+
+    def samples_before(self, epoch: int, step: int) -> int:
+        """Samples, over all ranks, of the first `step` global batches of an epoch."""
+        return self._of_epoch(epoch).start(step)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """Yields the batches of an epoch from `start_step` on, without reading earlier windows.
@@ -144,14 +166,15 @@ class Reader:
         """
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
-        if not 0 <= start_step <= len(self):
-            raise ValueError(f"start_step must be in [0, {len(self)}], got {start_step}")
-        on_gpu = self.device.type == "cuda"
+        if not 0 <= start_step <= self.steps(epoch):
+            raise ValueError(f"start_step must be in [0, {self.steps(epoch)}], got {start_step}")
+        on_gpu, of_epoch = self.device.type == "cuda", self._of_epoch(epoch)
         if self._resident_block is not None:
             if on_gpu:
-                return self._batches(self._resident(epoch, start_step), start_step)
-            return prefetched(lambda: self._batches(self._resident(epoch, start_step), start_step))
-        batches = prefetched(lambda: self._batches(self._streamed(epoch, start_step), start_step, pin=on_gpu))
+                return self._batches(of_epoch, self._resident(epoch, start_step), start_step)
+            return prefetched(lambda: self._batches(of_epoch, self._resident(epoch, start_step), start_step))
+        streamed = partial(self._streamed, epoch, start_step)
+        batches = prefetched(lambda: self._batches(of_epoch, streamed(), start_step, pin=on_gpu))
         return self._copied_to_gpu(batches) if on_gpu else batches
 
     def _copied_to_gpu(self, batches: Batches) -> Batches:
@@ -178,15 +201,18 @@ class Reader:
             if ahead:
                 yield hand_over(*ahead)
 
-    def _batches(self, windows: Windows, step: int, pin: bool = False) -> Batches:
+    def _of_epoch(self, epoch: int) -> GlobalBatches:
+        return self._global_batches if epoch else self._first_epoch
+
+    def _batches(self, of_epoch: GlobalBatches, windows: Windows, step: int, pin: bool = False) -> Batches:
         """Splits windows into this rank's slices; concatenates the parts of a slice that spans several windows."""
         parts: list[SampleBlock] = []
         with closing(windows):
             for window, block, order in windows:
-                for part in block.take_each(order, self._slices_within(window, step)):
+                for part in block.take_each(order, self._slices_within(of_epoch, window, step)):
                     if len(part) or not parts:
                         parts.append(part)
-                    _, stop, size = self._slice(step)
+                    _, stop, size = of_epoch.of_rank(step, self._rank, self._world_size)
                     if stop > window.stop:
                         break
                     batch = SampleBlock.concat(parts).batch(self.schema, size)
@@ -194,25 +220,23 @@ class Reader:
                     parts = []
                     step += 1
 
-    def _slices_within(self, window: Window, step: int) -> list[slice]:
+    def _slices_within(self, of_epoch: GlobalBatches, window: Window, step: int) -> list[slice]:
         """Returns the positions in the window of this rank's slices of the batches from `step` on.
 
         The last slice is that of the batch that ends in a later window, as far as it is in this one.
         """
         slices = []
-        for each in range(step, len(self)):
-            start, stop, _ = self._slice(each)
+        for each in range(step, len(of_epoch)):
+            start, stop, _ = of_epoch.of_rank(each, self._rank, self._world_size)
             slices.append(slice(*(min(max(end - window.start, 0), window.samples) for end in (start, stop))))
             if stop > window.stop:
                 break
         return slices
 
-    def _slice(self, step: int) -> tuple[int, int, int]:
-        return rank_slice(step, self.batch_size, self.num_rows, self._rank, self._world_size)
-
     def _windows(self, epoch: int, start_step: int) -> list[Window]:
         windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
-        first, end = start_step * self.batch_size, len(self) * self.batch_size
+        of_epoch = self._of_epoch(epoch)
+        first, end = of_epoch.start(start_step), of_epoch.start(len(of_epoch))
         return [each for each in windows if each.stop > first and each.start < end]
 
     def _streamed(self, epoch: int, start_step: int) -> Windows:

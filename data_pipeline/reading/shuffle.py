@@ -76,17 +76,6 @@ def epoch_windows(shards: Sequence[int], window_rows: int, *, shuffle: bool, see
     return windows
 
 
-def rank_slice(step: int, batch_size: int, total: int, rank: int, world_size: int) -> tuple[int, int, int]:
-    """Returns (start, stop, size): the positions of `rank`'s slice of global batch `step`, and that batch's size.
-
-    The slices of the ranks are contiguous, cover the batch and differ by at most one sample in size. The last batch may
-    be short.
-    """
-    first = step * batch_size
-    size = min(batch_size, total - first)
-    return first + rank * size // world_size, first + (rank + 1) * size // world_size, size
-
-
 def _splitmix64(state: torch.Tensor) -> torch.Tensor:
     """Returns the output of SplitMix64 for each state, an int64 whose bits are the unsigned number's."""
     for shift, factor in _ROUNDS:

@@ -48,11 +48,17 @@ def test_the_columns_of_a_sample_stay_together(numbered):
     shuffle=st.booleans(),
     keyed=st.booleans(),
     resident=st.booleans(),
+    first_batches=st.lists(st.integers(1, 25), max_size=4),
 )
 def test_every_rank_split_of_an_epoch_is_the_same_permutation(numbered, epoch, resident, **options):
     """World sizes 1, 2 and 3 have the same global batches, as contiguous slices that differ by at most one sample."""
-    expected = ids(make_reader(numbered, **options), epoch)
+    reader = make_reader(numbered, **options)
+    expected = ids(reader, epoch)
     assert sorted(flat(expected)) == list(range(103))
+    assert [len(batch) for batch in expected] == sizes_by_loop(103, epoch, **options)
+    assert reader.steps(epoch) == len(expected)
+    befores = [reader.samples_before(epoch, step) for step in range(len(expected) + 1)]
+    assert befores == [len(flat(expected[:step])) for step in range(len(expected) + 1)]
     for world_size in (2, 3):
         readers = [
             make_reader(numbered, rank=rank, world_size=world_size, resident=resident, **options)
@@ -63,6 +69,18 @@ def test_every_rank_split_of_an_epoch_is_the_same_permutation(numbered, epoch, r
         for parts in zip(*by_rank, strict=True):
             sizes = [len(part) for part in parts]
             assert max(sizes) - min(sizes) <= 1
+
+
+def sizes_by_loop(left, epoch, *, batch_size, first_batches=(), drop_last=False, **_):
+    """Sizes of an epoch's global batches."""
+    sizes, planned = [], list(first_batches) if epoch == 0 else []
+    while left:
+        size = planned.pop(0) if planned else min(batch_size, left)
+        if drop_last and size < batch_size and len(sizes) >= len(first_batches) * (epoch == 0):
+            break
+        sizes.append(size)
+        left -= size
+    return sizes
 
 
 def test_epochs_and_seeds_differ_and_repeat(numbered):
@@ -155,16 +173,21 @@ def test_the_complete_range_has_the_order_without_one(numbered):
     world_size=st.integers(1, 3),
     resident=st.booleans(),
     keyed=st.booleans(),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 1),
     data=st.data(),
 )
-def test_resuming_is_exact_for_any_shards_and_ranks(tmp_path_factory, sizes, world_size, data, **options):
+def test_resuming_is_exact_for_any_shards_and_ranks(tmp_path_factory, sizes, world_size, epoch, data, **options):
     """A resumed epoch yields exactly the remaining samples, for any number of ranks."""
     folder = write_uneven(tmp_path_factory.mktemp("uneven") / "data", sizes)
+    first = data.draw(st.lists(st.integers(1, max(1, sum(sizes) // 4)), max_size=min(4, sum(sizes))))
+    options["first_batches"] = first
     reader = make_reader(folder, shuffle=True, **options)
-    step = data.draw(st.integers(0, len(reader)))
-    expected = ids(reader, 1)[step:]
+    step = data.draw(st.integers(0, reader.steps(epoch)))
+    expected = ids(reader, epoch)[step:]
+    assert [len(batch) for batch in expected] == sizes_by_loop(sum(sizes), epoch, **options)[step:]
     parts = [
-        ids(make_reader(folder, rank=rank, world_size=world_size, shuffle=True, **options), 1, step)
+        ids(make_reader(folder, rank=rank, world_size=world_size, shuffle=True, **options), epoch, step)
         for rank in range(world_size)
     ]
     assert [flat(each) for each in zip(*parts, strict=True)] == expected
@@ -265,6 +288,8 @@ def test_an_exception_in_the_thread_reaches_the_consumer(tmp_path):
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 1, "first_batches": [4, 0]}, r"first_batches must be sizes of at least 1, got \[4, 0\]"),
+        ({"batch_size": 1, "first_batches": [100, 4]}, "first_batches take 104 samples, but the rows are 103"),
         ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank must be in"),
         ({"batch_size": 1, "seed": -1}, "seed must be"),
         ({"batch_size": 1, "window_rows": 0}, "window_rows must be"),

@@ -1,0 +1,39 @@
+"""Global batches of an epoch: which positions of the epoch's order each of them has, and each rank's part."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+class GlobalBatches:
+    """Consecutive global batches that cover an epoch.
+
+    Args:
+        samples: of the epoch.
+        batch_size: of the batches after the first ones.
+        first: sizes of the first batches, at most ``samples`` in all.
+        drop_last: leave out the last batch if it is short.
+    """
+
+    def __init__(self, samples: int, batch_size: int, first: Sequence[int] = (), *, drop_last: bool = False) -> None:
+        self._samples, self._batch_size = samples, batch_size
+        self._starts = [0, *accumulate(first)]
+        full, remainder = divmod(samples - self._starts[-1], batch_size)
+        self._steps = len(first) + full + bool(remainder and not drop_last)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def start(self, step: int) -> int:
+        """Position of the first sample of batch ``step``, which is the number of samples before it."""
+        after = step - (len(self._starts) - 1)
+        start = self._starts[step] if after < 0 else self._starts[-1] + after * self._batch_size
+        return min(start, self._samples)
+
+    def of_rank(self, step: int, rank: int, world_size: int) -> tuple[int, int, int]:
+        """Returns (start, stop, size): the positions of ``rank``'s slice of batch ``step``, and that batch's size.
+
+        The slices of the ranks are contiguous, cover the batch and differ by at most one sample in size.
+        """
+        first = self.start(step)
+        size = self.start(step + 1) - first
+        return first + rank * size // world_size, first + (rank + 1) * size // world_size, size
