@@ -55,6 +55,12 @@ class RunConfig:
                 f'optimizer.embedding = "fbgemm_cowclip" does its own clipping, not clip.rule = {self.clip.rule!r};'
                 ' set clip.rule = "none", or optimizer.embedding = "rowwise_adagrad"'
             )
+        if self.train.batch_ramp and self.optimizer.embedding != "adam":
+            raise ValueError(
+                f"train.batch_ramp = {self.train.batch_ramp} changes betas, eps and L2 between steps, but"
+                f" optimizer.embedding = {self.optimizer.embedding!r} keeps those that it was built with; set"
+                ' train.batch_ramp = 0, or optimizer.embedding = "adam"'
+            )
         if self.train.patience and not self.train.validation_fraction:
             raise ValueError(
                 f"train.patience = {self.train.patience} needs validation samples; set train.validation_fraction, for"

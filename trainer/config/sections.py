@@ -36,6 +36,9 @@ class TrainConfig:
     Attributes:
         batch_size: samples per step over all processes.
         eval_batch_size: the same at evaluation.
+        batch_ramp: steps at each of optimizer.base_batch_size, twice that, four times that and so on, while below
+            batch_size, with which the run begins, each with the scaled values of its batch size; needs
+            optimizer.embedding = "adam". 0: every step has batch_size.
         epochs: passes over the training set; at most, with `patience`.
         validation_fraction: share of the training split, its last samples in the stored order, that is kept out of
             training and measured after each epoch; 0: none.
@@ -56,6 +59,7 @@ class TrainConfig:
 
     batch_size: int = 1024
     eval_batch_size: int = 16384
+    batch_ramp: int = 0
     epochs: int = 10
     validation_fraction: float = 0.0
     patience: int = 0
@@ -76,6 +80,7 @@ class TrainConfig:
         )
         fraction = self.validation_fraction
         _require("train.validation_fraction", fraction, 0 <= fraction < 1, "at least 0 and below 1")
+        _require("train.batch_ramp", self.batch_ramp, self.batch_ramp >= 0, "at least 0")
         _require("train.patience", self.patience, self.patience >= 0, "at least 0")
         _require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
 

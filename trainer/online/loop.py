@@ -59,6 +59,11 @@ def online(
     """
     if launched_world_size() > 1:
         raise ValueError("online trains in one process; start it without torchrun")
+    if config.train.batch_ramp:
+        raise ValueError(
+            f"train.batch_ramp = {config.train.batch_ramp} is for the first epoch of a data set, and a stream has none;"
+            " add --set train.batch_ramp=0"
+        )
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)

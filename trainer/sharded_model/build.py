@@ -167,15 +167,7 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
     hyperparameters = derived_hyperparameters(config)
     rule, columns = derived_clip(config), config.model.embedding_dim
     if config.optimizer.embedding == "adam":
-        adam = AdamConfig(
-            lr=hyperparameters.embedding_lr,
-            betas=hyperparameters.betas,
-            eps=hyperparameters.eps,
-            adam_epsilon=config.optimizer.adam_epsilon,
-            l2=hyperparameters.l2,
-            absent_rows=config.optimizer.absent_rows or "replay",
-        )
-        return EmbeddingAdam(model, adam, rule, clip_columns=columns)
+        return EmbeddingAdam(model, adam_config(config, hyperparameters), rule, clip_columns=columns)
     if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None
     several = [field.name for field in schema.sparse if field.kind != "categorical"]
@@ -188,13 +180,27 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
     return attach_cowclip(model, rule, clip_columns=columns, single_id_bags=True, l2=hyperparameters.l2)
 
 
+def adam_config(config: RunConfig, hyperparameters: Hyperparameters) -> AdamConfig:
+    """Settings of the tables' Adam with scaled hyperparameters."""
+    return AdamConfig(
+        lr=hyperparameters.embedding_lr,
+        betas=hyperparameters.betas,
+        eps=hyperparameters.eps,
+        adam_epsilon=config.optimizer.adam_epsilon,
+        l2=hyperparameters.l2,
+        absent_rows=config.optimizer.absent_rows or "replay",
+    )
+
+
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of the dense optimizer, by name: all but the tables, which their backward updates."""
     return {name: each for name, each in model.named_parameters() if ".embedding_bags." not in name}
 
 
-def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
-    """Learning rates, L2, betas and eps of the run: the base values, scaled by the scaling rule to the batch size."""
+def derived_hyperparameters(config: RunConfig, batch_size: int | None = None) -> Hyperparameters:
+    """Learning rates, L2, betas and eps: the base values, scaled by the scaling rule to a batch size, by default the
+    run's.
+    """
     optimizer = config.optimizer
     base = Hyperparameters(
         optimizer.embedding_lr, optimizer.dense_lr, optimizer.l2, betas=optimizer.betas, eps=optimizer.eps
@@ -202,19 +208,19 @@ def derived_hyperparameters(config: RunConfig) -> Hyperparameters:
     return scale_hyperparameters(
         base,
         base_batch_size=optimizer.base_batch_size,
-        batch_size=config.train.batch_size,
+        batch_size=batch_size or config.train.batch_size,
         rule=optimizer.scaling,
         embedding=KINDS[optimizer.embedding],
     )
 
 
-def derived_clip(config: RunConfig) -> ClipRule:
-    """Clip rule of the run; its threshold, if it has one, is scaled to the batch size."""
+def derived_clip(config: RunConfig, batch_size: int | None = None) -> ClipRule:
+    """Clip rule of the run; its threshold, if it has one, is scaled to a batch size, by default the run's."""
     optimizer = config.optimizer
     return scale_clip(
         config.clip.build(),
         base_batch_size=optimizer.base_batch_size,
-        batch_size=config.train.batch_size,
+        batch_size=batch_size or config.train.batch_size,
         rule=optimizer.scaling,
     )
 

@@ -13,6 +13,8 @@ from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
+from .batch_ramp import BatchRamp
+
 
 class Readers(NamedTuple):
     """Readers of a training run.
@@ -45,10 +47,18 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Rea
             f"train.validation_fraction = {config.train.validation_fraction} of {rows:,} training samples is"
             f" {validation_rows:,}; choose one that leaves samples on both sides"
         )
+    ramp = BatchRamp.of(config)
+    if ramp.samples > rows - validation_rows:
+        raise ValueError(
+            f"train.batch_ramp = {config.train.batch_ramp} takes {ramp.samples:,} samples, in batches of"
+            f" {', '.join(map(str, ramp.sizes))}, but there are {rows - validation_rows:,} to train on; lower"
+            " train.batch_ramp or train.batch_size"
+        )
     train = reader(
         "train",
         rows=range(rows - validation_rows),
         batch_size=config.train.batch_size,
+        first_batches=ramp.first_batches,
         shuffle=True,
         seed=config.train.seed,
         drop_last=config.train.drop_last,

@@ -19,6 +19,7 @@ from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding, sharding_table
 from cowrec.trainer.sharded_model.tables import table_specs
 
+from .batch_ramp import BatchRamp
 from .dataloading import even_slices, keep_resident, training_readers
 from .epoch_quality import EpochQuality
 from .schedule import Schedule
@@ -82,9 +83,10 @@ class _EpochRun:
         self.epochs: list[dict[str, Any]] = []
 
     def _schedule(self) -> Schedule:
-        optimizer, steps = self.config.optimizer, len(self.train_reader)
-        decay = steps * self.config.train.epochs if optimizer.lr_decay == "linear" else 0
-        return Schedule(ceil(optimizer.warmup_epochs * steps), decay)
+        optimizer, steps, ramp = self.config.optimizer, len(self.train_reader), BatchRamp.of(self.config)
+        total = self.train_reader.steps(0) + steps * (self.config.train.epochs - 1)
+        decay = ramp.full_steps(total) if optimizer.lr_decay == "linear" else 0
+        return Schedule(ceil(optimizer.warmup_epochs * steps), decay, ramp)
 
     def train(self, resume: bool) -> dict[str, Any]:
         """Runs from the first step, or from the newest checkpoint, to the report."""
@@ -128,11 +130,11 @@ class _EpochRun:
 
     def train_epoch(self, log: MetricsLog, stop: StopRequest) -> None:
         """Trains to the end of the epoch. Only steps after which metrics are written wait for the device."""
-        steps, size = len(self.train_reader), self.config.train.batch_size
+        steps = self.train_reader.steps(self.epoch)
         slices = even_slices(self.train_reader.epoch(self.epoch, self.epoch_step), self.process.world_size)
         batches = self.state.ids.training_batches(slices)
         self.state.pipeline.reset()
-        self.speed.start(self.epoch_step * size)
+        self.speed.start(self._done())
         with self._bar() as bar:
             while self.epoch_step < steps:
                 step = self.trainer.step(batches)
@@ -140,7 +142,7 @@ class _EpochRun:
                 stopping, saving = stop.agreed(), self._saves_now(steps)
                 if not (stopping or saving or self._logs_now(steps)):
                     continue
-                done = min(self.epoch_step * size, self.train_reader.num_rows)
+                done = self._done()
                 loss = self.write_metrics(log, done, step.dense_lr)
                 bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                 bar.update(done - bar.n)
@@ -150,6 +152,10 @@ class _EpochRun:
                 if stopping:
                     raise self.trainer.interrupted()
         self.epoch, self.epoch_step = self.epoch + 1, 0
+
+    def _done(self) -> int:
+        """Samples of the epoch that have been trained on."""
+        return self.train_reader.samples_before(self.epoch, self.epoch_step)
 
     def write_metrics(self, log: MetricsLog, done: int, dense_lr: float) -> float:
         """Writes the metrics since the last call, ``done`` samples into the epoch; returns the mean loss."""
@@ -214,6 +220,7 @@ class _EpochRun:
             "best_possible": dict(schema.best) if schema.best else None,
             "world_size": self.process.world_size,
             "epochs": self.epochs,
+            **({"batch_ramp": BatchRamp.of(self.config).sizes} if self.config.train.batch_ramp else {}),
             **self.trainer.report(),
         }
 
@@ -225,15 +232,21 @@ class _EpochRun:
             f"{self.config.model.name} on {schema.name}: {self.train_reader.num_rows:,} training samples, "
             f"{f'{self.validation_reader.num_rows:,} validation samples, ' if self.validation_reader else ''}"
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
-            f"batch {self.config.train.batch_size} ({len(self.train_reader)} steps an epoch), "
+            f"batch {self.config.train.batch_size} ({len(self.train_reader)} steps an epoch{self._ramp_text()}), "
             f"{self.trainer.describe_settings()}"
             + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
+    def _ramp_text(self) -> str:
+        ramp = BatchRamp.of(self.config)
+        sizes = ", ".join(map(str, ramp.sizes))
+        plural = "s" if ramp.steps_per_size > 1 else ""
+        return f"; the first epoch begins with {ramp.steps_per_size} step{plural} each at {sizes}" if sizes else ""
+
     def _bar(self) -> tqdm:
         return tqdm(
             total=self.train_reader.num_rows,
-            initial=min(self.epoch_step * self.config.train.batch_size, self.train_reader.num_rows),
+            initial=self._done(),
             desc=f"epoch {self.epoch + 1}",
             unit=" samples",
             unit_scale=True,

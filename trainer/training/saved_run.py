@@ -19,6 +19,7 @@ from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import Process, process_group
 
+from .batch_ramp import BatchRamp
 from .dataloading import require_labels
 from .evaluation import evaluate, predictions
 from .schedule import Schedule
@@ -64,7 +65,7 @@ def trained_state(run_dir: Path, process: Process) -> tuple[TrainState, Progress
         ValueError: the folder is not a run, or has no usable checkpoint.
     """
     config, schema = run_of(run_dir)
-    state = TrainState(config, schema, process, Schedule())
+    state = TrainState(config, schema, process, Schedule(ramp=BatchRamp.of(config)))
     return state, state.load_weights(run_dir / CHECKPOINTS, partial(print, file=sys.stderr))
 
 

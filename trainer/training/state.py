@@ -21,8 +21,10 @@ from cowrec.trainer.runs.checkpoint_reader import checkpoint_keys, newest_checkp
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import (
+    adam_config,
     build_sharded,
     dense_parameters,
+    derived_clip,
     derived_hyperparameters,
     embedding_optimizer,
 )
@@ -58,7 +60,7 @@ class TrainState:
         config: of the run.
         schema: of its data.
         process: this process.
-        schedule: of the learning rates.
+        schedule: of the learning rates and the batch sizes.
 
     Attributes:
         model: a TrainTask, sharded.
@@ -89,6 +91,7 @@ class TrainState:
             if config.clip.histogram:
                 self.ratio_histogram = RatioHistogram(self.embedding_optimizer.latest_ratios, tables, process)
         self._schedule, self._values = schedule, derived_hyperparameters(config)
+        self._stages = schedule.ramp.stages
         self.dense_optimizer = DenseAdam(dense_parameters(self.model), self._values, config.optimizer.adam_epsilon)
         self.why_not_captured = why_not_captured(config, schema, process, self.model, self.embedding_optimizer)
         self.pipeline = pipeline_of(
@@ -119,12 +122,30 @@ class TrainState:
 
     def step(self, batches: Iterator[Batch]) -> Step:
         """Trains on the next batch, which ``self.ids`` has translated."""
+        if self.steps in self._stages:
+            self._begin_stage(self.steps)
         lr = self._schedule.dense_lr(self._values, self.steps)
         self.dense_optimizer.prepare(self.steps, lr)
         self._set_embedding_lr(self._schedule.embedding_lr(self._values, self.steps))
         loss, logits, label = self.pipeline.progress(batches)
         self.steps += 1
         return Step(loss, logits, label, lr)
+
+    def _begin_stage(self, step: int) -> None:
+        """Sets the values of the stage of the batch ramp that begins with step ``step``, counted from 0."""
+        batch_size = self._stages[step]
+        self._values = derived_hyperparameters(self._config, batch_size)
+        self.dense_optimizer.reconfigure(self._values, after=step)
+        assert self.adam  # the configuration refuses others
+        rule = derived_clip(self._config, batch_size)
+        self.adam.reconfigure(adam_config(self._config, self._values), rule, after=step)
+        self.model.module.set_linear_l2(self._values.l2)
+
+    def _begin_stages_before(self, step: int) -> None:
+        """Sets the values of the latest of ``step`` steps that are about to be loaded, and those before it."""
+        for first in self._stages:
+            if first < step:
+                self._begin_stage(first)
 
     def _set_embedding_lr(self, lr: float) -> None:
         if self.adam:
@@ -151,6 +172,7 @@ class TrainState:
         if found is None:
             return None
         path, progress = found
+        self._begin_stages_before(progress.step)
         with readable(path):
             keys = checkpoint_keys(path)
             random = {key: value for key, value in _random_state(self._process).items() if key in keys}
@@ -184,6 +206,7 @@ class TrainState:
         if found is None:
             raise ValueError(f"no checkpoint in {folder}; train the run first")
         path, progress = found
+        self._begin_stages_before(progress.step)
         replayed = self.adam if self.adam and self.adam.config.absent_rows == "replay" else None
         with readable(path):
             if replayed:

@@ -28,6 +28,7 @@ from trainer_cases import (
 STOCK = ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"]
 FUSED = ["optimizer.embedding=rowwise_adagrad", "clip.rule=adaptive_field"]  # with L2
 PATIENT = ["train.validation_fraction=0.2", "train.patience=1", "checkpoint.keep_best=logloss"]
+RAMP = ["train.batch_ramp=1", "optimizer.base_batch_size=3", "train.validation_fraction=0.2", "train.epochs=1"]
 MEASURED = ["train.epochs=1", "evaluate.by_id_counts=true", "evaluate.train_rows=101"]
 
 # name -> (data set, --set). The part before "/" names the run of one process that must have the same result.
@@ -39,6 +40,7 @@ CASES = {
     "fused/table_wise": ("single", [*FUSED, "sharding.plan=table_wise"]),
     "fused/row_wise": ("single", [*FUSED, "sharding.plan=row_wise"]),
     "patient/row_wise": ("single", PATIENT),
+    "ramp/row_wise": ("single", [*RAMP, "sharding.plan=row_wise"]),
     "one_test_row/row_wise": ("one_test_row", ["sharding.plan=row_wise", "train.epochs=1"]),
     "synthetic/row_wise": ("synthetic", [*MEASURED, "sharding.plan=row_wise"]),
 }

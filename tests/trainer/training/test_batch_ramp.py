@@ -1,0 +1,138 @@
+"""The batch ramp: its sizes and schedule against plain loops; resumed, resident and dense runs are the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.sections import OptimizerConfig, TrainConfig
+from cowrec.trainer.online.loop import online
+from cowrec.trainer.training.batch_ramp import BatchRamp
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run
+from cowrec.trainer.training.schedule import Schedule
+from run_comparison import same
+from trainer_cases import TRAIN_ROWS, checkpoint, config_file, interrupted, make_data
+
+RAMP = ["train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.lr_decay=linear", "optimizer.warmup_epochs=0.5"]
+SIZES = [6, 6, 12, 12, 24, 24, 48, 48, 25, 51, 51, 51, 51, 1]
+"""Batches of RAMP's two epochs over 205 samples: twice each size below 51, the rest, then an epoch without a ramp."""
+ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.log_every=1", "checkpoint.asynchronous=false"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, and a run over a ramp."""
+    folder = tmp_path_factory.mktemp("ramp")
+    make_data(folder, ("price", "city"))
+    config_file(folder)
+    run(folder, folder / "run")
+    return folder
+
+
+def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
+    config = load_config(folder / "run.toml", [*ALWAYS, *RAMP, *overrides])
+    return train(config, folder / "data", run_dir, resume=resume)
+
+
+def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("base", "batch_size", "steps", "sizes"),
+    [
+        (64, 1024, 5, (64, 128, 256, 512)),
+        (64, 1000, 1, (64, 128, 256, 512)),
+        (1, 4, 3, (1, 2)),
+        (64, 65, 1, (64,)),
+        (64, 64, 5, ()),
+        (64, 16, 5, ()),
+        (64, 1024, 0, ()),
+    ],
+)
+def test_sizes_double_from_the_base_to_below_the_batch(base: int, batch_size: int, steps: int, sizes: tuple) -> None:
+    config = RunConfig(
+        train=TrainConfig(batch_size=batch_size, batch_ramp=steps), optimizer=OptimizerConfig(base_batch_size=base)
+    )
+    ramp, before, plain = BatchRamp.of(config), 0, Schedule()
+    assert ramp.sizes == sizes
+    assert list(ramp.stages.values()) == ([*sizes, batch_size] if sizes else [])
+    for step in range(40):
+        assert ramp.full_steps(step) == pytest.approx(before / batch_size)
+        size = sizes[step // steps] if sizes and step < steps * len(sizes) else batch_size
+        if sizes:
+            assert ramp.stages[max(first for first in ramp.stages if first <= step)] == size
+        else:
+            assert plain.ramp.full_steps(step) == ramp.full_steps(step) == step
+        before += size
+
+
+def test_each_step_has_the_values_of_its_batch_size(folder: Path) -> None:
+    """The logged learning rates, and the samples of the lines before, against a loop over the sizes."""
+    lines, seen = metrics(folder / "run", "train"), 0
+    assert [line["step"] for line in lines] == list(range(1, len(SIZES) + 1))
+    base = Hyperparameters(1e-2, 1e-2, 1e-4)
+    for step, line in enumerate(lines):
+        size = 51 if step >= 8 else SIZES[step]
+        scaled = scale_hyperparameters(base, base_batch_size=6, batch_size=size).dense_lr
+        warm = 1e-8 + (scaled - 1e-8) * min(seen / 51, 3) / 3  # half of five steps of the full size, rounded up
+        total = (180 + 51 + 5 * 51) / 51  # short batches count as full ones, as without a ramp
+        assert line["dense_lr"] == pytest.approx(warm * (1 - seen / 51 / total))
+        seen += size
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert (report["steps"], report["batch_ramp"]) == (len(SIZES), [6, 12, 24, 48])
+    assert report["samples_per_second"] * report["train_seconds"] == pytest.approx(2 * TRAIN_ROWS - 6)
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 8, 10])
+def test_a_run_resumed_within_the_ramp_is_bit_identical(folder: Path, tmp_path: Path, at: int) -> None:
+    """Within a stage, at the end of one and of the ramp, and after it."""
+    copy = interrupted(folder / "run", at, tmp_path / "copy")
+    run(folder, copy, resume=True)
+    assert same(checkpoint(copy), checkpoint(folder / "run"))
+    assert len(metrics(copy, "train")) == len(SIZES)
+
+
+def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> None:
+    """Checkpoints within the ramp too, whose absent rows catch up with the values of their stage."""
+    run(folder, tmp_path / "dense", "optimizer.absent_rows=dense", "data.resident=yes")
+    for at in (3, 4, len(SIZES)):
+        copies = [interrupted(each, at, tmp_path / f"{each.name}{at}") for each in (folder / "run", tmp_path / "dense")]
+        replayed, dense = (evaluate_run(copy, folder / "data") for copy in copies)
+        assert replayed == pytest.approx(dense, abs=1e-7)
+    assert same(checkpoint(tmp_path / "dense")["dense_optimizer"], checkpoint(folder / "run")["dense_optimizer"])
+
+
+def test_thresholds_and_l2_follow_the_batch_size(folder: Path, tmp_path: Path) -> None:
+    """A rule that changes L2 between stages, in Keras' form, and a constant clip; replay equals dense."""
+    settings = ["clip.rule=constant", "clip.max_norm=0.01", "optimizer.scaling=cowclip", "optimizer.adam_epsilon=keras"]
+    (toml := tmp_path / "run.toml").write_text(
+        (folder / "run.toml").read_text().replace("r = 0.5\nzeta = 1e-4\n", "max_norm = 0.01\n")
+    )
+    reports = []
+    for rows in ("replay", "dense"):
+        config = load_config(toml, [*RAMP, *settings, f"optimizer.absent_rows={rows}", "train.epochs=1"])
+        reports.append(train(config, folder / "data", tmp_path / rows))
+    assert reports[0]["logloss"] == pytest.approx(reports[1]["logloss"], abs=1e-7)
+    assert reports[0]["clip_statistics"] == reports[1]["clip_statistics"]
+    assert same(checkpoint(tmp_path / "dense")["dense_optimizer"], checkpoint(tmp_path / "replay")["dense_optimizer"])
+
+
+def test_what_cannot_ramp_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train.batch_ramp must be at least 0, got -1"):
+        run(folder, tmp_path / "run", "train.batch_ramp=-1")
+    for optimizer in ("fbgemm_adam", "sgd"):
+        with pytest.raises(ValueError, match=f"optimizer.embedding = '{optimizer}' keeps those that it was built with"):
+            run(folder, tmp_path / "run", f"optimizer.embedding={optimizer}")
+    with pytest.raises(ValueError, match=r"takes 270 samples, in batches of 6, 12, 24, 48, but there are 205 to train"):
+        run(folder, tmp_path / "run", "train.batch_ramp=3")
+    with pytest.raises(ValueError, match=r"train.batch_ramp = 2, but 1 is requested"):
+        run(folder, folder / "run", "train.batch_ramp=1", resume=True)
+    with pytest.raises(ValueError, match=r"a stream has none; add --set train.batch_ramp=0"):
+        online(load_config(folder / "run.toml", RAMP), folder / "data", "nowhere", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
