@@ -82,7 +82,7 @@ class EmbeddingAdam:
                     f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer.name}, whose update"
                     " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
                 )
-        self.history = StepHistory(config, _device_of(model))
+        self.history = StepHistory(config, next(model.parameters()).device)
         self.lookups = [LookupAdam(each, config, self.history) for each in clipped]
         self._adam_of = {adam.clipped: adam for adam in self.lookups}
         self._collections = list(sharded_collections(model))
@@ -296,8 +296,3 @@ class EmbeddingAdam:
             hooks.append(collection.register_state_dict_pre_hook(before_state_dict))
             hooks.append(collection.register_load_state_dict_post_hook(after_loading))
         return hooks
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Device of a sharded model's collectives."""
-    return next(model.parameters()).device

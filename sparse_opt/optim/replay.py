@@ -98,6 +98,7 @@ class Replay:
                 f"replay computes missed steps in float32, but table {shards[0].name!r} is {weights.dtype}, which"
                 ' rounds in each step; make the table float32 or set absent_rows = "lazy"'
             )
+        self._dims = sorted({shard.embedding_dim for shard in shards})
         self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
         self._taken = taken
         self._log_beta2_on_device = torch.empty(1, dtype=torch.float64, device=weights.device)
@@ -113,7 +114,6 @@ class Replay:
         weight = _decayed_weight(config, [limit.floor for limit in limits])
         motion = weight * self._constants.eps * self._constants.one_minus_beta1
         self._thresholds = DecayThresholds(config.lr, weight, motion)
-        self._dims = sorted({shard.embedding_dim for shard in shards})
 
     @property
     def device_steps(self) -> DeviceSteps:

@@ -117,7 +117,6 @@ def criteo_config(
             scaling="cowclip",
             **dataclasses.asdict(preset.hyperparameters),
             warmup_epochs=preset.warmup_epochs,
-            eps=1e-7,
             adam_epsilon="keras",
             embedding_init_std=preset.embedding_init_std,
             absent_rows=mode,  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def test_batches_of_a_resident_split_read_nothing_from_the_device(tmp_path, monk
 
     monkeypatch.setattr(SampleBlock, "_totals", counted)
     with ReadsOfTheDevice() as reads:
-        batches = list(reader._batches(reader._resident(0, 0), 0))
+        batches = list(reader._batches(reader._of_epoch(0), reader._resident(0, 0), 0))
     assert len(batches) == len(reader)
     assert reads.count == 0
     assert len(read) == (windows if lists else 0)

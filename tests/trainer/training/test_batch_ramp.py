@@ -17,7 +17,10 @@ from cowrec.trainer.training.schedule import Schedule
 from run_comparison import same
 from trainer_cases import TRAIN_ROWS, checkpoint, config_file, interrupted, make_data
 
-RAMP = ["train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.lr_decay=linear", "optimizer.warmup_epochs=0.5"]
+RAMP = [
+    *("train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.scaling=half_life"),
+    *("optimizer.lr_decay=linear", "optimizer.warmup_epochs=0.5"),
+]
 SIZES = [6, 6, 12, 12, 24, 24, 48, 48, 25, 51, 51, 51, 51, 1]
 """Batches of RAMP's two epochs over 205 samples: twice each size below 51, the rest, then an epoch without a ramp."""
 ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.log_every=1", "checkpoint.asynchronous=false"]
