@@ -58,14 +58,14 @@ def plot_rules(beds: Mapping[str, Lines], path: Path) -> None:
         column[-1].set_xlabel(f"batch / {base}; steps")
         column[0].set_title(BEDS[bed], fontsize=10)
     handles = {text: handle for axis in axes[0] for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=7, frameon=False, fontsize=8)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def _draw_differences(axis: Axes, lines: Lines, measure: str, factor: float) -> None:
     base = base_values(lines, measure)["on"]
-    middle, spread, size = mean(base), deviation(base), lines[0]["base_batch_size"]
+    middle, spread, size = mean(base), deviation(base) if len(base) > 1 else 0.0, lines[0]["base_batch_size"]
     axis.axhspan(-spread * factor, spread * factor, color="0.85", label="base ± one standard deviation")
     lowest = 0.0
     for (rule, clip), by_size in series(lines, measure).items():
@@ -159,8 +159,10 @@ def _rows(lines: Lines, others: Lines) -> Iterator[str]:
     ]
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault((line["rule"], line["clip"], line["batch_size"]), []).append(line)
-    for (rule, clip, batch), runs in groups.items():
+        rule = "base" if line["batch_size"] == size else line["rule"]
+        groups.setdefault((rule, line["clip"], line["batch_size"]), []).append(line)
+    for (rule, clip, batch), all_runs in groups.items():
+        runs = list({run["seed"]: run for run in all_runs}.values())  # at the base batch, all rules are one run
         cells = [
             rule,
             clip,
