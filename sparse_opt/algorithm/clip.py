@@ -125,7 +125,7 @@ class ConstantClip:
     """Constant threshold for each row (the paper's Table 6, column-wise): a gradient norm of at most ``max_norm``.
 
     Attributes:
-        max_norm: the threshold, in units of the gradient norm, > 0. Scales with sqrt(s), see :func:`scale_clip`.
+        max_norm: the threshold, in units of the gradient norm, > 0. :func:`scale_clip` scales it with the batch.
 
     Raises:
         ValueError: max_norm is out of range.

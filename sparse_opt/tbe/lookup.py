@@ -92,6 +92,7 @@ class TbeLookup:
         That Python takes ten times as long as the lookup of a small batch. Arguments as the module's forward gets them.
         """
         tbe, offsets = self.module, offsets.to(indices.dtype)
+        id_weights = None if id_weights is None else id_weights.float()
         mode = tbe.bounds_check_mode_int
         if mode != BoundsCheckMode.NONE.value:
             torch.ops.fbgemm.bounds_check_indices(

@@ -14,6 +14,7 @@ from cowrec.data_pipeline import Reader, synthesize_drifting
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.tables import tables_of
+from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,7 @@ def test_only_the_failed_shard_is_restored(script, tmp_path):
     config = load_config(script.CONFIG, ["train.batch_size=64", "id_table.capacity=20000"])
     with process_group("cpu") as process:
         reader = Reader(tmp_path, "train", batch_size=64)
-        trained = TrainState(config, reader.schema, process, warmup_steps=0)
+        trained = TrainState(config, reader.schema, process, Schedule())
         assert trained.adam is not None
         copies, snapshots = [], {}
         for step, batch in enumerate(reader.epoch(0)):

@@ -153,7 +153,7 @@ class OptimizerConfig:
             `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
         weight_norm_coefficient, lower_bound: for "fbgemm_cowclip", whose limit of a row is
-            ``counter * max(weight_norm_coefficient * ||w||, lower_bound)``.
+            ``counter * max(weight_norm_coefficient * ||w||, lower_bound)``; no scaling rule changes them.
         counter_halflife: for "fbgemm_cowclip": steps after which a row's appearance counts half; -1: every appearance
             counts fully; 0: only the present one counts.
     """

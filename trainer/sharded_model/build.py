@@ -215,7 +215,7 @@ def derived_hyperparameters(config: RunConfig, batch_size: int | None = None) ->
 
 
 def derived_clip(config: RunConfig, batch_size: int | None = None) -> ClipRule:
-    """Clip rule of the run; its threshold, if it has one, is scaled to a batch size, by default the run's."""
+    """Clip rule of the run, its values scaled to a batch size, by default the run's."""
     optimizer = config.optimizer
     return scale_clip(
         config.clip.build(),

@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline.files import replace_file
-from cowrec.trainer.config.run import RunConfig, first_difference, save_config
+from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runs.run_dir import CONFIG, to_json
 
 
@@ -19,13 +18,11 @@ def require_own(folder: Path, what: str) -> None:
 
 def keep_config(config: RunConfig, file: Path) -> str:
     """Writes the configuration that all runs share, or checks an existing file against it. Returns its SHA-256."""
-    fresh = file.with_suffix(".partial")
-    save_config(config, fresh)
-    if file.exists() and file.read_bytes() != fresh.read_bytes():
-        there, given = (tomllib.loads(each.read_text(encoding="utf-8")) for each in (file, fresh))
-        fresh.unlink()
-        raise ValueError(f"{file} has another configuration: {first_difference(there, given)}; choose another --output")
-    fresh.rename(file)
+    if not file.exists():
+        save_config(config, file)
+    # Loaded, so that a file from before a key was added has its default.
+    elif difference := first_difference(to_plain(load_config(file)), to_plain(config)):
+        raise ValueError(f"{file} has another configuration: {difference}; choose another --output")
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -58,9 +58,7 @@ class Search:
         """The configuration with base values for the study's batch size: its own, scaled by its own rule."""
         at_size = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=self.batch_size))
         derived, clip = derived_hyperparameters(at_size), derived_clip(at_size)
-        clip_values: dict[str, Any] = (
-            {} if config.clip.max_norm is None else {"max_norm": getattr(clip, "max_norm", None)}
-        )
+        clip_values: dict[str, Any] = vars(clip)
         known = {each.name for each in dataclasses.fields(config.optimizer)}
         values = {key: value for key, value in dataclasses.asdict(derived).items() if key in known}
         return dataclasses.replace(
@@ -102,7 +100,8 @@ class Search:
             train=dataclasses.replace(
                 train,
                 validation_fraction=train.validation_fraction or self.validation_fraction,
-                patience=train.patience or self.patience,
+                # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
+                patience=train.patience or (self.patience if base.optimizer.lr_decay == "none" else 0),
             ),
             checkpoint=dataclasses.replace(checkpoint, keep_last=1, keep_best=metric),
         )

@@ -72,6 +72,8 @@ class Study:
             seed = int(np.random.SeedSequence((self._search.seed, number)).generate_state(1)[0])
             self._study.sampler = TPESampler(seed=seed, n_startup_trials=8, multivariate=True)
             trial = Trial(self._study, running[0]._trial_id) if running else self._study.ask()
+            if running:  # goes on with its own values, also if the ranges are others now
+                return trial, dict(running[0].params)
             values = {name: trial.suggest_float(name, *bounds, log=True) for name, bounds in self._ranges.items()}
         return trial, values
 

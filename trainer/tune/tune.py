@@ -161,9 +161,12 @@ def best_line(lines: list[dict[str, Any]], metric: str) -> dict[str, Any] | None
 
 
 def tuned_config(config: RunConfig, base: RunConfig, best: dict[str, Any]) -> RunConfig:
-    """The configuration with the best values, and with as many epochs as were best, unless it ends early by itself."""
+    """The configuration with the best values, and with as many epochs as were best.
+
+    The epochs stay where a run ends early by itself, or where its learning rates depend on them.
+    """
     train = base.train
-    if not train.patience:
+    if not train.patience and base.optimizer.lr_decay == "none":
         train = dataclasses.replace(train, epochs=best["best_epoch"])
     values = {key: best[key] for key in ("embedding_lr", "dense_lr", "l2")}
     return dataclasses.replace(with_values(base, values), train=train, data=config.data)
