@@ -72,7 +72,7 @@ PARTS = {
     # Which rule keeps the base's quality at 128 times its batch, and how far does it hold?
     "rules": Part(tuple(BEDS), ("half_life", *PUBLISHED), (1, 128)),
     "scales": Part(("criteo", "avazu"), ("half_life", "sqrt_star", "cowclip"), (8, 32, 256, 512)),
-    "farther": Part(("synthetic", "movielens"), ("half_life", "sqrt_star"), (32, 512)),
+    "farther": Part(("synthetic", "movielens"), ("half_life",), (512,)),
     # Ten epochs: which rule overfits, and what stops it?
     "ten_epochs": Part(
         ("criteo",), ("half_life", *PUBLISHED), (1, 128), seeds=1, variants=(("", ("train.epochs=10",)),)
