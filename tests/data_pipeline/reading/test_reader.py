@@ -57,8 +57,8 @@ def test_every_rank_split_of_an_epoch_is_the_same_permutation(numbered, epoch, r
     assert sorted(flat(expected)) == list(range(103))
     assert [len(batch) for batch in expected] == sizes_by_loop(103, epoch, **options)
     assert reader.steps(epoch) == len(expected)
-    befores = [reader.samples_before(epoch, step) for step in range(len(expected) + 1)]
-    assert befores == [len(flat(expected[:step])) for step in range(len(expected) + 1)]
+    counts_before = [reader.samples_before(epoch, step) for step in range(len(expected) + 1)]
+    assert counts_before == [len(flat(expected[:step])) for step in range(len(expected) + 1)]
     for world_size in (2, 3):
         readers = [
             make_reader(numbered, rank=rank, world_size=world_size, resident=resident, **options)
