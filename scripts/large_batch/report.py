@@ -142,20 +142,22 @@ def tables(folder: Path) -> Iterator[str]:
     """A table in Markdown for each part of each bed."""
     for bed in BEDS:
         files = sorted((folder / bed).glob("*/sweep.jsonl")) + sorted((folder / bed).glob("*/*/sweep.jsonl"))
-        base = parts(folder / bed, "rules")
+        bases = parts(folder / bed, "rules", "ten_epochs")
         for file in files:
             lines = [line for line in parts(file.parent, ".") if line.get("auc") is not None]
             yield f"\n## {bed}: {file.parent.relative_to(folder / bed)}\n"
             yield "| rule | clip | batch | steps | AUC | less base | best epoch's | less base's | logloss | less base |"
             yield "|---|---|---|---|---|---|---|---|---|---|"
-            yield from _rows(lines, base)
+            yield from _rows(lines, bases)
 
 
 def _rows(lines: Lines, others: Lines) -> Iterator[str]:
-    """Lines of a table; differences are from the base of the same part, else from the tuned one."""
-    size = lines[0]["base_batch_size"]
+    """Lines of a table; differences are from the base of the same part, else from the tuned one of as many epochs."""
+    if not lines:
+        return
+    size, epochs = lines[0]["base_batch_size"], lines[0]["epochs"]
     base = [line for line in lines if line["batch_size"] == size] or [
-        line for line in others if line["batch_size"] == size
+        line for line in others if (line["batch_size"], line["epochs"]) == (size, epochs)
     ]
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for line in lines:
