@@ -49,14 +49,13 @@ def tune(
     Example: `cowrec tune scripts/configs/criteo.toml --data data/criteo --batch-size 1K --trials 20`
     """
     try:
-        import optuna  # noqa: F401
+        from cowrec.trainer.tune.plot import PLOT, plot, table
+        from cowrec.trainer.tune.search import VALUES, Search, hints
+        from cowrec.trainer.tune.tune import TUNED
+        from cowrec.trainer.tune.tune import tune as run
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[tune]'"
         raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
-    from cowrec.trainer.tune.plot import PLOT, plot, table
-    from cowrec.trainer.tune.search import VALUES, Search, hints
-    from cowrec.trainer.tune.tune import TUNED
-    from cowrec.trainer.tune.tune import tune as run
 
     if launched_world_size() > 1:
         raise ValueError("tune starts its own processes; start it without torchrun")

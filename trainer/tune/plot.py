@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
@@ -45,6 +46,9 @@ def plot(lines: Sequence[dict[str, Any]], metric: str, ranges: Mapping[str, Rang
             if line["state"] == "failed":
                 axis.axvline(line[name], color="gray", lw=0.8, ls=":")
         axis.set(xscale="log", xlabel=name, xlim=(bounds[0] / 1.1, bounds[1] * 1.1))
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     if len(measured) > 3:  # a trial gone astray would hide the differences between the good ones
         values = np.array([line[key] for line in measured])
