@@ -215,6 +215,8 @@ def test_invalid_studies_are_refused(
 def test_without_optuna_the_command_names_the_extra(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for module in ("tune", "study"):
+        monkeypatch.delitem(sys.modules, f"cowrec.trainer.tune.{module}")
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert cli(monkeypatch, folder / "run.toml", "--batch-size", "51") == 2
     assert "tune requires optuna, which is not installed: pip install 'cowrec[tune]'" in capsys.readouterr().err
