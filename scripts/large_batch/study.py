@@ -27,19 +27,45 @@ class Bed:
         trials: of `cowrec tune`.
         ranges: that it searches.
         scales: multiples of the base batch size that the data allow.
+        rules: scaling rules that are compared.
+        of: bed whose data set and TOML file it shares; its own by default.
     """
 
     base: int
     trials: int
     ranges: tuple[str, ...] = ()
     scales: tuple[int, ...] = (1, 8, 32, 128, 256, 512)
+    rules: tuple[str, ...] = ("half_life", *PUBLISHED)
+    of: str = ""
 
 
+CONTRAST = ("half_life", "sqrt_star", "cowclip")
 BEDS = {
     "synthetic": Bed(64, 5, ("--embedding-lr", "3e-4,2e-3", "--dense-lr", "3e-4,3e-3", "--l2", "3e-5,3e-4")),
     "criteo": Bed(8, 12, ("--embedding-lr", "6e-5,6e-4", "--dense-lr", "6e-5,6e-4", "--l2", "2e-5,2e-3")),
-    "movielens": Bed(128, 3, ("--embedding-lr", "3e-4,6e-3", "--dense-lr", "2e-4,4e-3", "--l2", "1e-6,3e-5")),
+    "movielens": Bed(
+        128,
+        8,
+        ("--embedding-lr", "5e-4,5e-3", "--dense-lr", "3e-4,3e-3", "--l2", "5e-7,1e-5"),
+        rules=("none", *CONTRAST),
+    ),
     "avazu": Bed(8, 10, scales=(1, 8, 32)),
+    # 512 times this base batch leaves more than 200 steps.
+    "synthetic_16": Bed(
+        16,
+        4,
+        ("--embedding-lr", "1.5e-4,1e-3", "--dense-lr", "2e-4,2e-3", "--l2", "3e-5,1.5e-4"),
+        (1, 128, 512),
+        CONTRAST,
+        of="synthetic",
+    ),
+    "frequent": Bed(
+        64,
+        5,
+        ("--embedding-lr", "3e-4,2e-3", "--dense-lr", "3e-4,3e-3", "--l2", "3e-6,1e-4"),
+        (1, 128),
+        CONTRAST,
+    ),
 }
 
 
@@ -71,7 +97,7 @@ def _l2(*factors: float, more: tuple[str, ...] = ()) -> tuple[tuple[str, tuple[s
 PARTS = {
     # Which rule keeps the base's quality at 128 times its batch, and how far does it hold?
     "rules": Part(tuple(BEDS), ("half_life", *PUBLISHED), (1, 128)),
-    "scales": Part(("criteo", "avazu"), ("half_life", "sqrt_star", "cowclip"), (8, 32, 256, 512)),
+    "scales": Part(("criteo", "avazu", "synthetic_16"), CONTRAST, (8, 32, 256, 512)),
     "farther": Part(("synthetic", "movielens"), ("half_life",), (512,)),
     # Ten epochs: which rule overfits, and what stops it?
     "ten_epochs": Part(
@@ -81,18 +107,28 @@ PARTS = {
         ("criteo",), ("half_life",), (128,), seeds=1, variants=_l2(2, 4, 11, 128, more=("train.epochs=10",))
     ),
     # The run begins with five steps at each doubling of the base batch.
-    "ramp": Part(
-        ("synthetic", "criteo", "movielens"), ("half_life",), (128, 512), variants=(("", ("train.batch_ramp=5",)),)
-    ),
+    "ramp": Part(("synthetic", "criteo"), ("half_life",), (128, 512), variants=(("", ("train.batch_ramp=5",)),)),
     # The learning rates fall to zero over the run.
     "decay": Part(
-        ("synthetic", "criteo", "movielens"),
+        ("criteo",),
         ("half_life",),
         (1, 128, 512),
         variants=(("", ('optimizer.lr_decay="linear"',)),),
     ),
     # Without the clip, which binds at Criteo's base batch.
     "clip_off": Part(("criteo",), ("half_life", "cowclip", "linear"), (1, 128), clip="off"),
+    # Limits of the clip, as the paper's Table 12 varies them; half_life scales these base values.
+    "limits": Part(
+        ("criteo",),
+        ("half_life", "cowclip"),
+        (128,),
+        seeds=1,
+        variants=tuple(
+            (f"r{r:g}_bound{bound:g}", (f"clip.r={r!r}", f"clip.bound={bound!r}"))
+            for r in (0.01, 0.1, 1.0, 10.0)
+            for bound in (0.0, 1e-5, 1e-3)
+        ),
+    ),
     # One epoch without L2; with the tuned L2 it is the first epoch of "rules".
     "one_epoch": Part(
         ("criteo",),
@@ -119,18 +155,18 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="parts, separated by commas")
     arguments = parser.parse_args()
     for bed in arguments.beds.split(","):
-        tuned = arguments.output / bed / "tune"
+        tuned, data = arguments.output / bed / "tune", arguments.data / (BEDS[bed].of or bed)
         if not (tuned / "tuned.toml").exists():
-            run(*tune(bed, arguments.data / bed, tuned))
+            run(*tune(bed, data, tuned))
         for part in arguments.parts.split(","):
-            for command in sweeps(bed, part, arguments.data / bed, arguments.output / bed):
+            for command in sweeps(bed, part, data, arguments.output / bed):
                 run(*command)
 
 
 def tune(bed: str, data: Path, output: Path) -> list[str]:
     """The call of `cowrec tune` for a bed."""
     size, trials = str(BEDS[bed].base), str(BEDS[bed].trials)
-    config = str(HERE / f"{bed}.toml")
+    config = str(HERE / f"{BEDS[bed].of or bed}.toml")
     places = ["--data", str(data), "--output", str(output)]
     return ["tune", config, *places, "--batch-size", size, "--trials", trials, "--patience", "1", *BEDS[bed].ranges]
 
@@ -138,12 +174,13 @@ def tune(bed: str, data: Path, output: Path) -> list[str]:
 def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]:
     """The calls of `cowrec sweep` for a part on a bed; none if it is not asked there."""
     part, base = PARTS[name], BEDS[bed]
-    if bed not in part.beds:
+    rules = [rule for rule in part.rules if rule in base.rules]
+    sizes = [scale * base.base for scale in part.scales if scale in base.scales]
+    if bed not in part.beds or not sizes:
         return
     tuned = output / "tune" / "tuned.toml"
     values = tomllib.loads(tuned.read_text())
-    epochs = tomllib.loads((HERE / f"{bed}.toml").read_text())["train"]["epochs"]
-    sizes = [scale * base.base for scale in part.scales if scale in base.scales]
+    epochs = tomllib.loads((HERE / f"{base.of or bed}.toml").read_text())["train"]["epochs"]
     for variant, settings in part.variants:
         # Trained on the whole training split, for the bed's epochs.
         fixed = ["train.validation_fraction=0", "train.patience=0", f"train.epochs={epochs}"]
@@ -151,7 +188,7 @@ def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]
         measured = ["evaluate.by_id_counts=true", "evaluate.train_rows=20000"]
         yield [
             *("sweep", str(tuned), "--data", str(data), "--output", str(output / name / variant)),
-            *("--batch-sizes", ",".join(map(str, sizes)), "--rules", ",".join(part.rules)),
+            *("--batch-sizes", ",".join(map(str, sizes)), "--rules", ",".join(rules)),
             *("--clip", part.clip, "--seeds", str(part.seeds)),
             *(argument for each in (*fixed, *given, *measured) for argument in ("--set", each)),
         ]
