@@ -9,7 +9,6 @@ batch's ids of its rows, so counts are global.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any
@@ -122,19 +121,60 @@ def attach_cowclip(
     lookups = clipped_lookups(model, rule, exclude, clip_columns, optional=() if l2 > 0 else exclude)
 
     def look_up(clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
-        output = forward(**inputs)
-        if output.requires_grad:
-            output.register_hook(partial(_clip_output_grad, clipped, inputs, single_id_bags, l2))
+        check_lookup_inputs(inputs)
+        given = inputs.get("per_sample_weights")
+        weights = None if single_id_bags else _scalable_weights(given, inputs["indices"])
+        output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
+        if not output.requires_grad:
+            return output
+        clipping: Tensor = _ClipInBackward.apply(
+            output, inputs["indices"], inputs["offsets"], given, weights, clipped, single_id_bags, l2
+        )
+        return clipping
+
+    return wrap_lookups(lookups, look_up)
+
+
+class _ClipInBackward(torch.autograd.Function):
+    """Identity whose backward clips what the backward of the lookup, which follows it, reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        given: Tensor | None,
+        weights: Tensor | None,
+        clipped: ClippedLookup,
+        single_id_bags: bool,
+        l2: float,
+    ) -> Tensor:
+        # Saved as FBGEMM saves them: activation checkpointing then hands both backwards the same tensors.
+        ctx.save_for_backward(indices, offsets, given, weights)
+        ctx.clipped, ctx.single_id_bags, ctx.l2 = clipped, single_id_bags, l2
+        ctx.mark_dirty(output)
         return output
 
-    return wrap_lookups(lookups, look_up, needs_id_weights=not single_id_bags)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        indices, offsets, given, weights = ctx.saved_tensors
+        backward = LookupBackward(indices, offsets, given, grads[0])
+        grad = grads[0]
+        if ctx.single_id_bags:
+            _require_single_ids(backward)
+            grad = clipped_output_grad(ctx.clipped, backward, ctx.l2)
+        else:
+            # Scaling the ids' weights scales the update. They are written anew in every backward of a forward.
+            factors = ctx.clipped.id_factors(backward)
+            weights.data.copy_(factors if given is None else given * factors)
+        return grad, *(None,) * 7
 
 
 def wrap_lookups(
     lookups: Sequence[ClippedLookup],
     look_up: Callable[[ClippedLookup, Forward, Inputs], Tensor],
-    *,
-    needs_id_weights: bool,
 ) -> LookupsHandle:
     """Replaces the forward of lookups by ``look_up(clipped lookup, its forward, inputs) -> output``.
 
@@ -145,17 +185,17 @@ def wrap_lookups(
     """
     if any(each.lookup.module in _ATTACHED for each in lookups):
         raise ValueError("this model's tables are attached already; call remove() of the earlier handle first")
-    return LookupsHandle(lookups, [_wrap_lookup(each, look_up, needs_id_weights) for each in lookups])
+    return LookupsHandle(lookups, [_wrap_lookup(each, look_up) for each in lookups])
 
 
 def _wrap_lookup(
-    clipped: ClippedLookup, look_up: Callable[[ClippedLookup, Forward, Inputs], Tensor], needs_id_weights: bool
+    clipped: ClippedLookup, look_up: Callable[[ClippedLookup, Forward, Inputs], Tensor]
 ) -> Callable[[], None]:
     """Replaces the forward of one lookup; returns a function that restores it."""
     module, forward, is_mean = clipped.lookup.module, clipped.lookup.module.forward, clipped.lookup.is_mean_pooled
 
     def wrapped(**inputs: Any) -> Tensor:
-        return look_up(clipped, forward, _with_id_weights(inputs, is_mean=is_mean, always=needs_id_weights))
+        return look_up(clipped, forward, _with_weights_of_means(inputs) if is_mean else inputs)
 
     def undo() -> None:
         del module.forward
@@ -170,18 +210,6 @@ def _wrap_lookup(
     return undo
 
 
-def _clip_output_grad(clipped: ClippedLookup, inputs: Inputs, single_id_bags: bool, l2: float, grad: Tensor) -> Tensor:
-    """Clips the row gradients of a lookup: scales the ids' weights, or returns another output gradient."""
-    check_lookup_inputs(inputs)
-    backward = LookupBackward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"), grad)
-    if single_id_bags:
-        _require_single_ids(backward)
-        return clipped_output_grad(clipped, backward, l2)
-    # FBGEMM saved this tensor for its backward, which reads it after this hook: scaling the data scales the update.
-    inputs["per_sample_weights"].data.mul_(clipped.id_factors(backward))
-    return grad
-
-
 def _require_single_ids(backward: LookupBackward) -> None:
     within = (backward.offsets[1:] - backward.offsets[:-1] <= 1).all()
     if within.is_cuda:
@@ -192,18 +220,16 @@ def _require_single_ids(backward: LookupBackward) -> None:
         raise ValueError("the lookup has ids' weights or mean pooling; attach CowClip with single_id_bags=False")
 
 
-def _with_id_weights(inputs: Inputs, *, is_mean: bool, always: bool) -> Inputs:
-    """Adds weights that the clip may scale to the inputs of a lookup: the caller's, 1/length for a mean, or ones."""
-    given, indices, offsets = inputs.get("per_sample_weights"), inputs["indices"], inputs["offsets"]
-    if given is not None and is_mean:
+def _with_weights_of_means(inputs: Inputs) -> Inputs:
+    """Adds the ids' weights 1/length, whose sum is a mean, to the inputs of a lookup."""
+    if inputs.get("per_sample_weights") is not None:
         raise ValueError("FBGEMM treats weighted ids with mean pooling differently on CPU and CUDA; use sum pooling")
-    if is_mean:
-        lengths = (offsets[1:] - offsets[:-1]).long()
-        weights = torch.repeat_interleave(1.0 / lengths.float(), lengths, output_size=indices.numel())
-    elif given is not None:
-        weights = given.float().clone()
-    elif always:
-        weights = torch.ones(indices.numel(), device=indices.device)
-    else:
-        return inputs
+    indices, offsets = inputs["indices"], inputs["offsets"]
+    lengths = (offsets[1:] - offsets[:-1]).long()
+    weights = torch.repeat_interleave(1.0 / lengths.float(), lengths, output_size=indices.numel())
     return {**inputs, "per_sample_weights": weights}
+
+
+def _scalable_weights(given: Tensor | None, indices: Tensor) -> Tensor:
+    """The ids' weights, or ones, in memory of their own, which the clip may change."""
+    return torch.ones(indices.numel(), device=indices.device) if given is None else given.float().clone()

@@ -87,7 +87,7 @@ class EmbeddingAdam:
         self._adam_of = {adam.clipped: adam for adam in self.lookups}
         self._collections = list(sharded_collections(model))
         self._rejoin_ddp = [leave_ddp(collection) for collection in self._collections]
-        self._handle: LookupsHandle = wrap_lookups(clipped, self._look_up, needs_id_weights=False)
+        self._handle: LookupsHandle = wrap_lookups(clipped, self._look_up)
         self._state_hooks = self._hook_state()
         self._anchor = torch.ones((), requires_grad=True)
 

@@ -30,15 +30,15 @@ class UpdateInBackward(torch.autograd.Function):
         ids: LookupIds | None,
         _: Tensor,
     ) -> Tensor:
-        ctx.adam, ctx.lr, ctx.inputs, ctx.ids, ctx.step = adam, lr, inputs, ids, adam.step
-        return output.view_as(output)
+        ctx.save_for_backward(inputs["indices"], inputs["offsets"], inputs.get("per_sample_weights"))
+        ctx.adam, ctx.lr, ctx.ids, ctx.step = adam, lr, ids, adam.step
+        ctx.mark_dirty(output)
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None, None]:
-        inputs = ctx.inputs
-        id_weights = inputs.get("per_sample_weights")
-        backward = LookupBackward(inputs["indices"], inputs["offsets"], id_weights, grads[0], ctx.ids)
+        backward = LookupBackward(*ctx.saved_tensors, grads[0], ctx.ids)
         with profiled(EMBEDDING_UPDATE):
             ctx.adam.update(backward, ctx.lr(), step_of_forward=ctx.step)
         return None, None, None, None, None, None
