@@ -9,7 +9,7 @@ batch's ids of its rows, so counts are global.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from math import inf
 from typing import Any
 from weakref import WeakSet
@@ -185,7 +185,25 @@ def wrap_lookups(
     """
     if any(each.lookup.module in _ATTACHED for each in lookups):
         raise ValueError("this model's tables are attached already; call remove() of the earlier handle first")
-    return LookupsHandle(lookups, [_wrap_lookup(each, look_up) for each in lookups])
+    collections = {id(each.lookup.collection): each.lookup.collection for each in lookups}
+    guards = [each.register_forward_pre_hook(_refuses_rebuilt(each)).remove for each in collections.values()]
+    return LookupsHandle(lookups, [*guards, *(_wrap_lookup(each, look_up) for each in lookups)])
+
+
+def _refuses_rebuilt(collection: nn.Module) -> Callable[..., None]:
+    """A forward pre-hook that raises RuntimeError once the lookups of a collection are not those of now."""
+    wrapped: list[nn.Module] = list(collection._lookups)  # type: ignore[arg-type]
+
+    def check(*_: Any) -> None:
+        if any(now is not then for now, then in zip_longest(collection._lookups, wrapped)):  # type: ignore[arg-type]
+            raise RuntimeError(
+                f"the lookups of {type(collection).__name__} were rebuilt after attaching, as by"
+                " DistributedModelParallel.reshard, so that its tables would train without the clip and without"
+                " EmbeddingAdam; call remove() before, and attach again after. For EmbeddingAdam save its state_dict()"
+                " before, and load it into the new one"
+            )
+
+    return check
 
 
 def _wrap_lookup(
