@@ -14,6 +14,7 @@ from cowrec.sparse_opt.tbe.discovery import (
     find_lookups,
     inconsistent_lookups,
     lookups_of_ranks,
+    meant_tables,
     replicated_tables,
     tables_on_some_ranks,
 )
@@ -47,7 +48,9 @@ def clipped_lookups(
             f"{type(model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of a model"
             " with EmbeddingBagCollections"
         )
-    columns = dict.fromkeys(known, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
+    given = dict.fromkeys(known, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
+    columns = {table: given[name] for table, name in meant_tables(model, given).items()}
+    exclude, optional = list(meant_tables(model, exclude)), list(meant_tables(model, optional))
     _require_known("exclude", exclude, known)
     _require_known("clip_columns", list(columns), known)
     lookups, refusals = find_lookups(model, replicated=replicated)

@@ -6,12 +6,11 @@ FBGEMM's own Adam exists for CUDA only, updates the batch's rows only, and decay
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
@@ -19,12 +18,17 @@ from cowrec.sparse_opt.clipping.attach import Forward, Inputs, LookupsHandle, wr
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.requirements import check_lookup_inputs, clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
-from cowrec.sparse_opt.tbe.discovery import column_split_tables, leave_ddp, sharded_collections
+from cowrec.sparse_opt.tbe.discovery import (
+    column_split_tables,
+    leave_ddp,
+    meant_tables,
+    sharded_collections,
+    table_names,
+)
 
+from .collection_adam import CollectionAdam
 from .lookup_adam import LookupAdam
 from .replay import Replay, require_replayable
-from .saved_state import load_optimizer_state, optimizer_state
-from .step_history import StepHistory
 from .update_in_backward import UpdateInBackward
 
 
@@ -33,8 +37,11 @@ class EmbeddingAdam:
 
     The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces.
     Data-parallel tables have no fused optimizer; they are removed from their DistributedDataParallel, and the dense
-    optimizer must not train them. Set ``lr`` between steps to follow a schedule. Every lookup must take part in every
-    step.
+    optimizer must not train them. Set :attr:`lr` between steps to follow a schedule.
+
+    A collection takes a step in each of its backward passes; collections may take different numbers of steps. If an
+    exception interrupts a backward pass, tables that others have left behind take that step without the batch's
+    gradients, with a warning, when the next one begins.
 
     Under ``absent_rows = "replay"`` rows catch up when a forward pass looks them up, in training and in evaluation, and
     all rows when the model's ``state_dict()`` is taken; neither changes the results of training. Call :meth:`flush`
@@ -50,9 +57,8 @@ class EmbeddingAdam:
 
     Attributes:
         config: settings of the next step.
-        lr: learning rate of the next step.
         rule: clip rule of the next step.
-        lookups: state of each lookup of this process.
+        collections: Adam on the lookups of each sharded collection.
 
     Raises:
         ValueError: as :func:`attach_cowclip`, a table has another fused optimizer or cannot be replayed, or the rule
@@ -71,8 +77,8 @@ class EmbeddingAdam:
         self.config = config
         self.lr = config.lr
         self.rule = rule = rule or NoClip()
-        self._column_ranks = column_split_tables(model)
-        self._clipped_column_wise = sorted(self._column_ranks.keys() - set(exclude))
+        column_ranks = column_split_tables(model)
+        self._clipped_column_wise = sorted(column_ranks.keys() - meant_tables(model, exclude).keys())
         if config.absent_rows == "replay":
             require_replayable(rule, config, self._clipped_column_wise)
         clipped = clipped_lookups(model, rule, exclude, clip_columns, replicated=True)
@@ -82,14 +88,44 @@ class EmbeddingAdam:
                     f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer.name}, whose update"
                     " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
                 )
-        self.history = StepHistory(config, next(model.parameters()).device)
-        self.lookups = [LookupAdam(each, config, self.history) for each in clipped]
+        device, names = next(model.parameters()).device, dict(table_names(model))
+        self.collections = [
+            CollectionAdam(
+                path,
+                module,
+                [each for each in clipped if each.lookup.collection is module],
+                config,
+                {name: column_ranks[name] for name in names[module].values() if name in column_ranks},
+                device,
+            )
+            for path, module in sharded_collections(model).items()
+        ]
         self._adam_of = {adam.clipped: adam for adam in self.lookups}
-        self._collections = list(sharded_collections(model))
-        self._rejoin_ddp = [leave_ddp(collection) for collection in self._collections]
+        self._rejoin_ddp = [leave_ddp(module) for module in sharded_collections(model).values()]
         self._handle: LookupsHandle = wrap_lookups(clipped, self._look_up)
-        self._state_hooks = self._hook_state()
+        for collection in self.collections:
+            collection.hook()
         self._anchor = torch.ones((), requires_grad=True)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step; under "replay" at most ``config.lr``, which bounds how far rows at rest move.
+
+        Raises:
+            ValueError: on setting a rate that is negative, not finite, or above the bound.
+        """
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        if not 0 <= value < inf:
+            raise ValueError(f"EmbeddingAdam.lr must be >= 0 and finite, got {value}")
+        if self.config.absent_rows == "replay" and value > self.config.lr * (1 + 1e-6):
+            raise ValueError(
+                f"EmbeddingAdam.lr = {value:g} is above AdamConfig.lr = {self.config.lr:g}, by which replay decides"
+                " when a row is at rest; give AdamConfig the largest learning rate of the schedule"
+            )
+        self._lr = value
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics as of :meth:`LookupsHandle.stats`."""
@@ -101,13 +137,12 @@ class EmbeddingAdam:
 
     def remove(self) -> None:
         """Brings all rows up to date and detaches from the model, which then trains by its fused SGD again."""
-        if self._state_hooks:
-            self.flush()
-        for hook in self._state_hooks:
-            hook.remove()
+        self.flush()
+        for collection in self.collections:
+            collection.unhook()
         for rejoin in self._rejoin_ddp:
             rejoin()
-        self._state_hooks, self._rejoin_ddp = [], []
+        self._rejoin_ddp = []
         self._handle.remove()
 
     def flush(self) -> None:
@@ -144,10 +179,10 @@ class EmbeddingAdam:
         if self.steps:
             self.flush()
         self.config, self.lr, self.rule = config, config.lr, rule
-        self.history.reconfigure(config, self.steps if after is None else after)
         for adam in self.lookups:
             adam.clipped.limits.set_rule(rule)
-            adam.reconfigure(config)
+        for collection in self.collections:
+            collection.reconfigure(config, after)
 
     def catch_up(self, table: str, rows: Tensor) -> None:
         """Brings rows of a table (distinct, int64 [n]) up to date, as far as this process holds them.
@@ -167,30 +202,22 @@ class EmbeddingAdam:
 
         For checkpoints that hold this optimizer's state too, which has the last step of each row, and to load them.
         """
-        hooks, self._state_hooks = self._state_hooks, []
-        for hook in hooks:
-            hook.remove()
-        try:
+        with ExitStack() as stack:
+            for collection in self.collections:
+                stack.enter_context(collection.as_stored())
             yield
-        finally:
-            if hooks:
-                self._state_hooks = self._hook_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments ``<table>.exp_avg`` and ``<table>.exp_avg_sq``, sharded like the weights, and the number of steps.
+        """Moments ``<weight>.exp_avg`` and ``<weight>.exp_avg_sq``, sharded like weights, and ``<collection>.step``.
 
-        Under "replay" also ``<table>.last_step``, int32 [rows, 1] (see :class:`LastSteps`), and the steps' ``lrs``,
-        float64 [steps]. Rows of column-wise and data-parallel tables are then brought up to date first, because their
-        shards or copies may be at different steps. The tensors share the optimizer's memory. All ranks must call
-        together.
-
-        Raises:
-            ValueError: under "replay", lookups have not taken the same steps.
+        Keys begin as those of the model's ``state_dict()``: ``<weight>`` is a weight's key without ``.weight``,
+        ``<collection>`` the path of a collection. Under "replay" also ``<weight>.last_step``, int32 [rows, 1] (see
+        :class:`LastSteps`), and ``<collection>.lrs``, the learning rates of the steps, float64 [steps]. All rows are
+        then brought up to date first, so that it does not matter whether this state or the model's is taken first, or
+        loaded first; within :meth:`as_stored` only those of column-wise and data-parallel tables, because their shards
+        or copies may be at different steps. The tensors share the optimizer's memory. All ranks must call together.
         """
-        for adam, replay in self._unequal_replays():
-            replay.flush(adam.step)
-        with self.as_stored():
-            return optimizer_state(self.lookups, self._collections, self.history)
+        return {key: value for each in self.collections for key, value in each.state().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state of :meth:`state_dict` that is sharded like this optimizer's.
@@ -199,25 +226,25 @@ class EmbeddingAdam:
         has its size.
 
         Raises:
-            ValueError: a table or moment is missing.
+            ValueError: a table or moment is missing, or the state is of "replay" and this optimizer is not.
         """
-        with self.as_stored():
-            own = optimizer_state(self.lookups, self._collections, self.history)
-        load_optimizer_state(own, state, self.lookups, self.history, self._column_ranks)
+        for collection in self.collections:
+            collection.load(state)
+
+    @property
+    def lookups(self) -> list[LookupAdam]:
+        """Adam on each lookup of this process."""
+        return [adam for each in self.collections for adam in each.lookups]
 
     @property
     def steps(self) -> int:
-        """Steps taken so far. Setting it assumes the configured learning rate for all of them."""
-        return max((adam.step for adam in self.lookups), default=0)
+        """Most steps that a collection has taken. Setting it sets all, and assumes the configured learning rate."""
+        return max((each.step for each in self.collections), default=0)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        for adam in self.lookups:
-            adam.step = value
-        for _, replay in self._unequal_replays():
-            replay.mark_current(value)
-        if self.config.absent_rows == "replay":
-            self.history.replace(np.full(value, self.config.lr))
+        for each in self.collections:
+            each.step = value
 
     @property
     def is_capturable(self) -> bool:
@@ -226,39 +253,29 @@ class EmbeddingAdam:
 
     def prepare_step(self) -> None:
         """Prepares the device for the coming step of a CUDA graph; call it before the capture and each replay."""
-        self.history.prepare(self.steps + 1, self.lr)
+        for each in self.collections:
+            each.history.prepare(each.step + 1, self.lr)
 
     def count_step(self) -> None:
         """Counts a step that a captured CUDA graph has taken."""
-        for adam in self.lookups:
-            adam.count_step()
-        if self.history.is_replayed:
-            self.history.record(self.steps, self.lr)
+        for each in self.collections:
+            each.count_step(self.lr)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Takes back what the host counts while a CUDA graph of a step is captured, since none is taken."""
-        step = self.steps
         with ExitStack() as stack:
-            for adam in self.lookups:
-                stack.enter_context(adam.capturing())
-            try:
-                yield
-            finally:
-                self.history.forget_after(step)
+            for each in self.collections:
+                stack.enter_context(each.capturing())
+            yield
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the tensors of a captured CUDA graph; capture it again when one has changed."""
         return tuple(address for adam in self.lookups for address in adam.addresses())
 
     def _replays(self) -> Iterator[tuple[LookupAdam, Replay]]:
-        yield from ((adam, adam.replay) for adam in self.lookups if adam.replay)
-
-    def _unequal_replays(self) -> Iterator[tuple[LookupAdam, Replay]]:
-        """Replays of lookups whose column shards or copies on other ranks may be at different steps."""
-        for adam, replay in self._replays():
-            if adam.lookup.is_replicated or adam.lookup.splits_columns:
-                yield adam, replay
+        for each in self.collections:
+            yield from each.replays()
 
     def _look_up(self, clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
         """Forward of a lookup: its rows catch up, are looked up, and are updated in its backward."""
@@ -279,20 +296,3 @@ class EmbeddingAdam:
             raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
         updating: Tensor = UpdateInBackward.apply(output, adam, lambda: self.lr, inputs, ids, self._anchor)
         return updating
-
-    def _hook_state(self) -> list[RemovableHandle]:
-        """Installs hooks that bring all rows up to date before a state_dict, and declare loaded rows up to date."""
-
-        def before_state_dict(*_: Any) -> None:
-            for adam, replay in self._replays():
-                replay.catch_up_all(adam.step)
-
-        def after_loading(*_: Any) -> None:
-            for adam, replay in self._replays():
-                replay.mark_current(adam.step)
-
-        hooks: list[RemovableHandle] = []
-        for collection in self._collections if self.config.absent_rows == "replay" else ():
-            hooks.append(collection.register_state_dict_pre_hook(before_state_dict))
-            hooks.append(collection.register_load_state_dict_post_hook(after_loading))
-        return hooks

@@ -32,7 +32,7 @@ class LookupAdam:
     Args:
         clipped: the lookup under its clip rule.
         config: Adam's settings.
-        history: the optimizer's steps.
+        history: steps of the lookup's collection.
 
     Attributes:
         exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
@@ -90,6 +90,22 @@ class LookupAdam:
             self.replay.catch_up(backward.indices, backward.offsets, self.step)
         self._step += 1
         self._taken.add_(1)  # not a number from the host, which a captured graph would repeat
+        try:
+            self._take_step(backward, lr)
+        except BaseException:
+            self.step = self._step - 1  # not taken; CollectionAdam.complete_step takes it if others have
+            raise
+        self._history.record(self.step, lr)
+
+    def take_without_ids(self, lr: float) -> None:
+        """Takes a step in which no id occurs."""
+        like = self.lookup.flat_weights()
+        offsets = torch.zeros(len(self.lookup.feature_table) + 1, dtype=torch.int64, device=like.device)
+        columns = sum(self.lookup.shards[table].embedding_dim for table in self.lookup.feature_table)
+        grad = torch.zeros(1, columns, device=like.device)
+        self.update(LookupBackward(offsets[:0], offsets, None, grad), lr, self.step)
+
+    def _take_step(self, backward: LookupBackward, lr: float) -> None:
         if self.replay or self.clipped.runs_on_device:
             self._history.prepare(self.step, lr)
         scalars = self._history.scalars(self.step, lr)
@@ -101,8 +117,6 @@ class LookupAdam:
             self._update_on_device(backward)
         elif backward.indices.numel() or self.clipped.waits_for_ranks:
             self._update_in_torch(backward, scalars)
-        if self.replay:
-            self._history.record(self.step, lr)
 
     def count_step(self) -> None:
         """Counts a step that a captured CUDA graph has taken, in which no code of this class ran."""

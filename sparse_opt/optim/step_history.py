@@ -44,6 +44,10 @@ class StepHistory:
         """Learning rate of each step so far, float64 [steps], on CPU; shares the history's memory."""
         return torch.from_numpy(self._lrs[: self._steps])
 
+    def lr_of(self, step: int) -> float:
+        """Learning rate of a step that was recorded, from 1."""
+        return float(self._lrs[step - 1])
+
     def prepare(self, step: int, lr: float) -> None:
         """Writes the scalars of step ``step``, from 1, and of steps after it, unless that is done.
 
@@ -67,7 +71,7 @@ class StepHistory:
         if step <= self._steps:
             return
         if step > len(self._lrs):
-            self._lrs = np.append(self._lrs, np.empty(max(step, len(self._lrs), 1024)))
+            self._lrs = np.append(self._lrs, np.zeros(max(step, len(self._lrs), 1024)))
         self._lrs[step - 1], self._steps = lr, step
 
     def forget_after(self, step: int) -> None:

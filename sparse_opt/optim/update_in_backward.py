@@ -38,7 +38,8 @@ class UpdateInBackward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None, None]:
-        backward = LookupBackward(*ctx.saved_tensors, grads[0], ctx.ids)
+        indices, offsets, id_weights = ctx.saved_tensors
+        backward = LookupBackward(indices, offsets, id_weights, grads[0], ctx.ids)
         with profiled(EMBEDDING_UPDATE):
             ctx.adam.update(backward, ctx.lr(), step_of_forward=ctx.step)
         return None, None, None, None, None, None

@@ -3,7 +3,8 @@
 Like lookup.py, this file uses private attributes of TorchRec and FBGEMM.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
@@ -37,33 +38,59 @@ def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[Tb
     """
     lookups: list[TbeLookup] = []
     refusals: list[Refusal] = []
-    for module in _outermost_collections(model):
+    for module, names in table_names(model):
         if not isinstance(module, ShardedEmbeddingBagCollection):
-            refusals += [Refusal(table, _why_not(module)) for table in _table_names(module)]
+            refusals += [Refusal(name, _why_not(module)) for name in names.values()]
             continue
         for kernel in _kernels(module):
             reason = _why_not_kernel(kernel, replicated)
             if reason:
-                refusals += [Refusal(table.name, reason) for table in kernel._config.embedding_tables]
+                refusals += [Refusal(names[table.name], reason) for table in kernel._config.embedding_tables]
             else:
-                lookups.append(TbeLookup(kernel, module))
+                lookups.append(TbeLookup(kernel, module, names))
     return lookups, refusals
 
 
-def sharded_collections(model: nn.Module) -> Iterator[ShardedEmbeddingBagCollection]:
-    """Yields the sharded EmbeddingBagCollections of a model."""
-    yield from (each for each in _outermost_collections(model) if isinstance(each, ShardedEmbeddingBagCollection))
+def sharded_collections(model: nn.Module) -> dict[str, ShardedEmbeddingBagCollection]:
+    """The sharded EmbeddingBagCollections of a model, by their paths in the keys of its ``state_dict()``."""
+    found = _outermost_collections(model)
+    return {path: each for path, each in found if isinstance(each, ShardedEmbeddingBagCollection)}
+
+
+def table_names(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
+    """Each collection of a model with its tables' names in the model, by their names in it; the same on all ranks.
+
+    A name that several collections have becomes ``<path of the collection>.<name>``.
+    """
+    found = [(path, module, _table_names(module)) for path, module in _outermost_collections(model)]
+    times = Counter(name for *_, names in found for name in names)
+    return [
+        (module, {name: name if times[name] == 1 or not path else f"{path}.{name}" for name in names})
+        for path, module, names in found
+    ]
 
 
 def all_table_names(model: nn.Module) -> set[str]:
     """Names of all tables of a model, on all ranks."""
-    return {name for module in _outermost_collections(model) for name in _table_names(module)}
+    return {name for _, names in table_names(model) for name in names.values()}
+
+
+def meant_tables(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """By their names in the model, the tables that a user's names mean, and what the user wrote.
+
+    A name that several collections have means the tables of all of them; an unknown one means itself.
+    """
+    by_name: dict[str, list[str]] = {}
+    for _, own in table_names(model):
+        for name, in_model in own.items():
+            by_name.setdefault(name, []).append(in_model)
+    return {table: name for name in names for table in by_name.get(name, [name])}
 
 
 def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
     """Table names of each fused lookup of each rank, [rank][lookup][table]; the same on all ranks."""
     ranks: list[list[list[str]]] = []
-    for collection in sharded_collections(model):
+    for collection in sharded_collections(model).values():
         ranks += [[] for _ in range(collection._env.world_size - len(ranks))]
         for rank, group in groups_of_ranks(collection):
             if group.compute_kernel == EmbeddingComputeKernel.FUSED:
@@ -74,8 +101,8 @@ def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
 def tables_on_some_ranks(model: nn.Module) -> set[str]:
     """Tables whose rows are sharded over several ranks, but not over all; the same on all ranks."""
     return {
-        name
-        for collection in sharded_collections(model)
+        names[name]
+        for collection, names in _sharded_tables(model)
         for name, table in collection.module_sharding_plan.items()
         if has_row_shards(collection, name) and len(set(table.ranks)) != collection._env.world_size
     }
@@ -84,8 +111,8 @@ def tables_on_some_ranks(model: nn.Module) -> set[str]:
 def column_split_tables(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Tables that are sharded column-wise, and the ranks of their shards; the same on all ranks."""
     return {
-        name: ranks
-        for collection in sharded_collections(model)
+        names[name]: ranks
+        for collection, names in _sharded_tables(model)
         for name in collection.module_sharding_plan
         if (ranks := ranks_of_columns(collection, name))
     }
@@ -94,8 +121,8 @@ def column_split_tables(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def replicated_tables(model: nn.Module) -> set[str]:
     """Tables that every rank holds a copy of (data-parallel); the same on all ranks."""
     return {
-        name
-        for collection in sharded_collections(model)
+        names[name]
+        for collection, names in _sharded_tables(model)
         for name, table in collection.module_sharding_plan.items()
         if table.sharding_type == ShardingType.DATA_PARALLEL.value
     }
@@ -104,7 +131,7 @@ def replicated_tables(model: nn.Module) -> set[str]:
 def inconsistent_lookups(model: nn.Module) -> tuple[str, str] | None:
     """Two column-wise tables whose lookups do not run in the same order on all ranks; None if there are none."""
     order: dict[tuple[Any, ...], tuple[str, str]] = {}
-    for module in sharded_collections(model):
+    for module in sharded_collections(model).values():
         lookups_of_rank: dict[int, list[tuple[Any, str]]] = {}
         for rank, group in groups_of_ranks(module):
             split = [name for name in table_names_of(group) if ranks_of_columns(module, name)]
@@ -133,12 +160,23 @@ def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
 
 
-def _outermost_collections(model: nn.Module) -> Iterator[nn.Module]:
+_WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names of children that no key of a ``state_dict()`` has."""
+
+
+def _outermost_collections(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     if isinstance(model, _UNSHARDED) or hasattr(model, "_lookups"):
-        yield model
+        yield path, model
         return
-    for child in model.children():
-        yield from _outermost_collections(child)
+    for name, child in model.named_children():
+        hidden = name in _WRAPPERS or (name == "module" and isinstance(model, DistributedDataParallel))
+        yield from _outermost_collections(child, path if hidden else f"{path}.{name}".lstrip("."))
+
+
+def _sharded_tables(model: nn.Module) -> Iterator[tuple[ShardedEmbeddingBagCollection, dict[str, str]]]:
+    for module, names in table_names(model):
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            yield module, names
 
 
 def _kernels(collection: Any) -> Iterator[Any]:

@@ -5,7 +5,7 @@ tests/sparse_opt/tbe name the versions they were tested with. Terms: a lookup is
 (TBE) of FBGEMM; it holds shards of several tables and reads T features (a table may serve several) for B bags each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,8 @@ class TableShard:
     """Part of a table that a lookup holds.
 
     Attributes:
-        name: the table's name; a lookup may hold several shards of a table.
+        name: the table's name in the model; a lookup may hold several shards of a table.
+        table: its name in the collection; the same unless several collections have it.
         rows: rows held here.
         first_row: index of the first of them in the table.
         embedding_dim: columns of a row held here.
@@ -40,6 +41,7 @@ class TableShard:
     """
 
     name: str
+    table: str
     rows: int
     first_row: int
     embedding_dim: int
@@ -59,12 +61,14 @@ class TbeLookup:
         feature_table: table number of each feature, [T]; features of one table are neighbours.
     """
 
-    def __init__(self, kernel: Any, collection: ShardedEmbeddingBagCollection):
+    def __init__(self, kernel: Any, collection: ShardedEmbeddingBagCollection, names: Mapping[str, str]):
         self.module: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen = kernel.emb_module
         self.collection = collection
         self.is_replicated = isinstance(self.module, DenseTableBatchedEmbeddingBagsCodegen)
         tables, views = kernel._config.embedding_tables, self.module.split_embedding_weights()
-        self.shards = tuple(_shard_of(collection, table, view) for table, view in zip(tables, views, strict=True))
+        self.shards = tuple(
+            _shard_of(collection, table, view, names[table.name]) for table, view in zip(tables, views, strict=True)
+        )
         self.feature_table: list[int] = list(kernel._feature_table_map)
         self._ones = torch.ones(0)
 
@@ -128,7 +132,7 @@ class TbeLookup:
     @property
     def splits_rows(self) -> bool:
         """True if other ranks hold more rows of its tables."""
-        return any(has_row_shards(self.collection, shard.name) for shard in self.shards)
+        return any(has_row_shards(self.collection, shard.table) for shard in self.shards)
 
     @property
     def splits_columns(self) -> bool:
@@ -138,7 +142,7 @@ class TbeLookup:
     @property
     def has_equal_partners(self) -> bool:
         """True if all ranks with columns of its tables look up the same tables, one column shard of each."""
-        names = [shard.name for shard in self.shards]
+        names = [shard.table for shard in self.shards]
         tables_of_ranks = [table_names_of(group) for _, group in groups_of_ranks(self.collection)]
         partners = [tables for tables in tables_of_ranks if set(names) & set(tables)]
         return len(set(names)) == len(names) and all(tables == names for tables in partners)
@@ -220,12 +224,12 @@ def table_names_of(group: Any) -> list[str]:
     return [table.name for table in group.embedding_tables]
 
 
-def _shard_of(collection: Any, table: Any, weights: Tensor) -> TableShard:
+def _shard_of(collection: Any, table: Any, weights: Tensor, name: str) -> TableShard:
     metadata = table.local_metadata
     first_row, first_column = metadata.shard_offsets if metadata is not None else (0, 0)
     ranks = ranks_of_columns(collection, table.name)
     rows, columns = weights.shape
-    return TableShard(table.name, rows, first_row, columns, first_column, table.embedding_dim, ranks)
+    return TableShard(name, table.name, rows, first_row, columns, first_column, table.embedding_dim, ranks)
 
 
 def ranks_of_columns(collection: Any, table: str) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def look_up_directly(model: nn.Module) -> None:
     Args:
         model: any module that holds sharded EmbeddingBagCollections.
     """
-    for collection in sharded_collections(model):
+    for collection in sharded_collections(model).values():
         if only_exchanges(collection):
             collection.forward = partial(_look_up, collection, collection.forward)
 

@@ -13,7 +13,7 @@ from .lookup import TbeLookup
 
 
 def sharded_like_weights(
-    collections: Sequence[ShardedEmbeddingBagCollection],
+    collection: ShardedEmbeddingBagCollection,
     lookups: Sequence[TbeLookup],
     flats: Sequence[Tensor],
     dtype: torch.dtype,
@@ -23,32 +23,33 @@ def sharded_like_weights(
     """Wraps state of the rows into tensors that are sharded, or replicated, like the weights.
 
     Args:
-        collections: all collections of a model; a rank may hold no lookup of some.
-        lookups: all their lookups on this rank.
+        collection: a collection, of which a rank may hold no lookup.
+        lookups: all its lookups on this rank.
         flats: for each lookup a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its memory.
         dtype: type of the flat tensors.
         per_row: whether they hold one value for each row; of column shards only the first one's is used.
 
     Returns:
-        One tensor per table name, for ``torch.distributed.checkpoint``. All ranks must call together.
+        One tensor for each table, for ``torch.distributed.checkpoint``, by the key of its weight in the collection's
+        ``state_dict()`` without ``.weight``. All ranks must call together.
     """
     by_address: dict[int, Tensor] = {}
     for lookup, flat in zip(lookups, flats, strict=True):
         for table, view in enumerate(lookup.module.split_embedding_weights()):
             by_address[view.data_ptr()] = lookup.view_of(flat, table)
     result: dict[str, ShardedTensor | Tensor] = {}
-    for collection in collections:
-        for key, weight in collection.state_dict().items():
-            if isinstance(weight, ShardedTensor):
-                width = 1 if per_row else None
-                parts = [
-                    # Shards without rows have no distinct address.
-                    by_address[shard.tensor.data_ptr()] if len(shard.tensor) else shard.tensor.to(dtype)[:, :width]
-                    for shard in weight.local_shards()
-                ]
-                result[key.split(".")[-2]] = _sharded_like(weight, parts, dtype, per_row)
-            elif weight.data_ptr() in by_address:
-                result[key.split(".")[-2]] = by_address[weight.data_ptr()]
+    for weight_key, weight in collection.state_dict().items():
+        key = weight_key.removesuffix(".weight")
+        if isinstance(weight, ShardedTensor):
+            width = 1 if per_row else None
+            parts = [
+                # Shards without rows have no distinct address.
+                by_address[shard.tensor.data_ptr()] if len(shard.tensor) else shard.tensor.to(dtype)[:, :width]
+                for shard in weight.local_shards()
+            ]
+            result[key] = _sharded_like(weight, parts, dtype, per_row)
+        elif weight.data_ptr() in by_address:
+            result[key] = by_address[weight.data_ptr()]
     return result
 
 

@@ -220,6 +220,12 @@ def gathered(value: ShardedTensor | torch.Tensor) -> np.ndarray:
     return np.empty(0) if complete is None else complete.float().cpu().numpy()
 
 
+def moments_of(optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
+    """Gathers the moments on the first rank, by "t0.exp_avg" and so on."""
+    state = optimizer.state_dict()
+    return {key.removeprefix("ebc.embedding_bags."): gathered(state[key]) for key in state if "exp_avg" in key}
+
+
 def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:
     """Runs the backward of the mean over samples lo..hi-1 of sum(target * pooled), which updates the tables."""
     device = model.device
@@ -245,6 +251,6 @@ def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case,
                 optimizer.flush()
             state = {f"t{t}": table for t, table in enumerate(gather_tables(case, model))}
             if is_adam:
-                state |= {key: gathered(value) for key, value in optimizer.state_dict().items() if "exp_avg" in key}
+                state |= moments_of(optimizer)
             if rank == 0:
                 np.savez(Path(folder) / f"{number}.npz", **state)

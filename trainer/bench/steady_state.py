@@ -8,7 +8,6 @@ moments that one gradient of realistic size leaves.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -152,7 +151,7 @@ def measure(case: Case) -> Measurement:
         rates = measure_rates(process.device, case.config.train.precision)
         flops = flops_per_sample(dense_parameters(model))
         was_captured = graph_captured(pipeline, process.device)
-        state = _shards(adam.state_dict())
+        state = _stored(adam)
     moments = [tensor for key, tensor in state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
     moments_bytes = sum(tensor.nbytes for tensor in moments)
     table_rows = sum(field.num_embeddings for field in schema.sparse)
@@ -189,14 +188,14 @@ def _gradient_size(case: Case, adam: EmbeddingAdam, batch: Batch) -> Tensor:
 
     Gradients of frequent rows are larger sums, but do not matter, since these rows are never absent for long.
     """
-    second, counts = _rows_of(batch, _shards(adam.state_dict()), "exp_avg_sq")
+    second, counts = _rows_of(batch, _stored(adam), "exp_avg_sq")
     return (second[counts == counts.min()].mean(0) / (1 - derived_hyperparameters(case.config).betas[1])).sqrt().cpu()
 
 
 def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
     """Sets the moments and, if there are any, the last steps of all rows to their values after ``steps_before``."""
     adam.steps = case.steps_before
-    state = _shards(adam.state_dict())
+    state = _stored(adam)
     first_decay, second_decay = derived_hyperparameters(case.config).betas
     device = next(iter(state.values())).device
     generator, size = torch.Generator(device).manual_seed(1), size.to(device)
@@ -223,6 +222,17 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
         start += rows
 
 
+def _stored(adam: EmbeddingAdam) -> dict[str, Tensor]:
+    """The state of the tables, all of which is in this one process, by "<table>.<name>"."""
+    with adam.as_stored():  # reading must not bring rows up to date
+        state = adam.state_dict()
+    return {
+        ".".join(key.split(".")[-2:]): value.local_shards()[0].tensor
+        for key, value in state.items()
+        if hasattr(value, "local_shards")
+    }
+
+
 def _last_steps(case: Case, first: int, count: int) -> Tensor:
     # Mapped again for every block, because a mapped file's pages count as memory of this process.
     samples = np.load(case.last_samples, mmap_mode="r")[first : first + count]
@@ -243,7 +253,7 @@ def _replayed(adam: EmbeddingAdam, pipeline: Pipeline, batch: Batch, batches: It
 
 
 def _last_steps_of(adam: EmbeddingAdam, batch: Batch) -> Tensor:
-    return _rows_of(batch, _shards(adam.state_dict()), "last_step")[0][:, 0]
+    return _rows_of(batch, _stored(adam), "last_step")[0][:, 0]
 
 
 def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tensor, Tensor]:
@@ -252,8 +262,3 @@ def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tenso
     found = {field: ids.values().long().unique(return_counts=True) for field, ids in fields.items()}
     values = [state[f"{field}.{key}"][rows] for field, (rows, _) in found.items()]
     return torch.cat(values), torch.cat([counts for _, counts in found.values()])
-
-
-def _shards(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state of the tables, all of which is in this one process."""
-    return {key: value.local_shards()[0].tensor for key, value in state.items() if hasattr(value, "local_shards")}

@@ -168,7 +168,7 @@ def why_not_captured(
         return f'optimizer.embedding = "{config.optimizer.embedding}" counts its steps on the host'
     if not optimizer.is_capturable:
         return f'optimizer.absent_rows = "{optimizer.config.absent_rows}" with clip.rule = "{config.clip.rule}"'
-    if not all(map(only_exchanges, sharded_collections(model))):
+    if not all(map(only_exchanges, sharded_collections(model).values())):
         return "column-wise tables are joined by TorchRec"
     return ""
 

@@ -379,7 +379,7 @@ def test_moments_are_saved_and_loaded_in_place(tmp_path: Path) -> None:
     resumed = attach(second, case)
     state = {"model": second.state_dict(), "adam": resumed.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
-    resumed.steps = int(state["adam"]["step"])
+    resumed.steps = int(state["adam"]["ebc.step"])
     train_step(case, second, *drawn["steps"][1], 0, case.batch)
     for expected, got in zip(gather_tables(case, first), gather_tables(case, second), strict=True):
         np.testing.assert_array_equal(got, expected)

@@ -260,7 +260,7 @@ def _tables(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
 
 
 def _moments(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    return {key: value for key, value in state.items() if "exp_avg" in key}
+    return {".".join(key.split(".")[-2:]): value for key, value in state.items() if "exp_avg" in key}
 
 
 def _gathered(sharded: Mapping[str, ShardedTensor], process: Process) -> dict[str, Tensor]:

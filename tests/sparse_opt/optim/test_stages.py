@@ -13,7 +13,7 @@ from torch import nn
 
 from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam
 from cowrec.sparse_opt.algorithm.adam import BetaHistory
-from sharded_case import Case, gathered, process_group, row_gradients, sharded_model, train_step
+from sharded_case import Case, gathered, moments_of, process_group, row_gradients, sharded_model, train_step
 
 CASE = Case(rows=(60, 5), features=(("a",), ("b",)), batch=8, dim=4, steps=80)
 STAGES = {
@@ -54,7 +54,7 @@ def steps(model: nn.Module, optimizer: EmbeddingAdam, first: int, end: int, stag
 def state_of(model: nn.Module, optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
     optimizer.flush()
     state = {key.split(".")[-2]: gathered(value) for key, value in model.state_dict().items()}
-    return state | {key: gathered(value) for key, value in optimizer.state_dict().items() if "exp_avg" in key}
+    return state | moments_of(optimizer)
 
 
 def plain_loop(epsilon: str) -> dict[str, np.ndarray]:

@@ -95,7 +95,7 @@ def test_column_shards() -> None:
     assert not complete.splits_columns
     assert inconsistent_lookups(model) is None
     rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (complete, split)]
-    last = sharded_like_weights(list(sharded_collections(model)), [complete, split], rows, torch.int32, per_row=True)
+    last = sharded_like_weights(sharded_collections(model)["ebc"], [complete, split], rows, torch.int32, per_row=True)
     (first,) = last["t0"].local_shards()
     assert first.tensor.flatten().tolist() == list(range(40))
     assert first.metadata.shard_offsets == [0, 0]
@@ -114,7 +114,7 @@ def test_replicated_tables() -> None:
     ((copies),) = [lookup for lookup in lookups if lookup.is_replicated]
     assert copies.is_plain_sgd
     assert copies.feature_table == [0, 1, 1]
-    (collection,) = sharded_collections(mixed)
+    (collection,) = sharded_collections(mixed).values()
     wrapped = list(collection._lookups)
     rejoin = leave_ddp(collection)
     assert not any(isinstance(each, DistributedDataParallel) for each in collection._lookups)

@@ -90,12 +90,12 @@ class Graph:
         return replay
 
     def _host_numbers(self) -> tuple:
-        history, (group,) = self.adam.history, self.dense.param_groups
+        history, (group,) = self.adam.collections[0].history, self.dense.param_groups
         steps = [each._step for each in self.adam.lookups]
         return dict(group), self.adam.lr, steps, (history._steps, history._scheduled, history._scheduled_lr)
 
     def _set_host_numbers(self, numbers: tuple) -> None:
-        history, (group,) = self.adam.history, self.dense.param_groups
+        history, (group,) = self.adam.collections[0].history, self.dense.param_groups
         values, self.adam.lr, steps, (history._steps, history._scheduled, history._scheduled_lr) = numbers
         group.update(values)
         for each, step in zip(self.adam.lookups, steps, strict=True):

@@ -1,0 +1,301 @@
+"""EmbeddingAdam over several collections, interrupted backward passes, and the order in which its state is saved."""
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ParameterSharding
+
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
+from cowrec.sparse_opt.tbe.discovery import find_lookups
+from sharded_case import Case, batch_of, gather_tables, gathered, process_group, sharded_model, train_step
+
+CASE = Case(rows=(60, 5), features=(("a",), ("b", "c")), batch=8, dim=4, steps=24)
+RULE = CowClip(r=0.5, zeta=1e-3)
+MODES = ("replay", "lazy", "dense")
+ADAM = AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, absent_rows="replay")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    with process_group(0, 1, str(tmp_path)):
+        yield
+
+
+def schedule(step: int) -> float:
+    return 1e-2 / (1 + 0.3 * step)
+
+
+def started(case: Case = CASE, mode: str = "replay") -> tuple[nn.Module, EmbeddingAdam]:
+    model = sharded_model(case, case.draw()["tables"])
+    return model, EmbeddingAdam(model, replace(ADAM, absent_rows=mode), RULE)
+
+
+def train(case: Case, model: nn.Module, optimizer: EmbeddingAdam, steps: Sequence[int]) -> None:
+    drawn = case.draw()["steps"]
+    for step in steps:
+        optimizer.lr = schedule(step)
+        train_step(case, model, *drawn[step], 0, case.batch)
+
+
+def arrays(state: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {key: gathered(value) for key, value in state.items() if "embedding_bags" in key}
+
+
+def current(model: nn.Module, optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
+    optimizer.flush()
+    return arrays(model.state_dict()) | arrays(optimizer.state_dict())
+
+
+def assert_equal(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(got[key], value, err_msg=key)
+
+
+# Two towers, each with a table of the same name. Each is held to a model with that tower alone.
+TOWERS = {"user": replace(CASE, seed=1), "item": replace(CASE, seed=2)}
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, case in TOWERS.items():
+            self.add_module(name, sharded_model(case, case.draw()["tables"]))
+
+
+def step_of(model: nn.Module, optimizer: EmbeddingAdam, tower: str, step: int, lr: float) -> None:
+    case = TOWERS[tower]
+    optimizer.lr = lr
+    train_step(case, model, *case.draw()["steps"][step], 0, case.batch)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("mode", MODES)
+def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> None:
+    """The item tower trains in every third step only, between which the rates change."""
+    turns = {"user": range(18), "item": range(0, 18, 3)}
+    alone: dict[str, dict[str, np.ndarray]] = {}
+    for tower, steps in turns.items():
+        model, optimizer = started(TOWERS[tower], mode)
+        for step in steps:
+            step_of(model, optimizer, tower, step, schedule(step))
+        alone |= {tower: current(model, optimizer)}
+
+    def fresh() -> tuple[Towers, EmbeddingAdam]:
+        model = Towers()
+        return model, EmbeddingAdam(model, replace(ADAM, absent_rows=mode), RULE)
+
+    model, optimizer = fresh()
+    for step in range(18):
+        for tower, steps in turns.items():
+            if step in steps:
+                step_of(getattr(model, tower), optimizer, tower, step, schedule(step))
+        if step == 9:
+            assert optimizer.stats().keys() == {f"{tower}.ebc.t{t}" for tower in TOWERS for t in range(2)}
+            saved = io.BytesIO()
+            torch.save(
+                ({name: each.state_dict() for name, each in model.named_children()}, optimizer.state_dict()), saved
+            )
+            saved.seek(0)
+            of_model, of_optimizer = torch.load(saved, weights_only=False)
+            optimizer.remove()
+            model, optimizer = fresh()
+            optimizer.load_state_dict(of_optimizer)
+            for name, state in of_model.items():
+                getattr(model, name).load_state_dict(state)
+    optimizer.flush()
+    got = arrays(optimizer.state_dict())
+    for tower in TOWERS:
+        got |= {f"{tower}.{key}": value for key, value in arrays(getattr(model, tower).state_dict()).items()}
+    assert_equal(got, {f"{tower}.{key}": value for tower, state in alone.items() for key, value in state.items()})
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("names", [["t0"], ["user.ebc.t0"]])
+def test_a_name_of_several_collections_means_all_of_them(names: list[str]) -> None:
+    model = Towers()
+    attach_cowclip(model, CowClip(r=1e-6, zeta=1e-9), exclude=names)
+    for tower, case in TOWERS.items():
+        train_step(case, getattr(model, tower), *case.draw()["steps"][0], 0, case.batch)
+    for tower, case in TOWERS.items():
+        moved = abs(
+            gathered(getattr(model, tower).state_dict()["ebc.embedding_bags.t0.weight"]) - case.draw()["tables"][0]
+        )
+        assert (moved.max() > 1e-3) == (names == ["t0"] or tower == "user")
+
+
+# Backward passes that an exception interrupts.
+MIXED = replace(CASE, pooling="sum,mean")  # two lookups
+
+
+class Stop(Exception):
+    pass
+
+
+@contextmanager
+def failing_before(model: nn.Module, table: str) -> Iterator[None]:
+    """Lets the backward of a table's lookup fail before its update."""
+    (lookup,) = (each for each in find_lookups(model)[0] if each.shards[0].name == table)
+    wrapped = lookup.module.forward
+
+    def fails(_: Any) -> None:
+        raise Stop
+
+    def forward(**inputs: Any) -> torch.Tensor:
+        output = wrapped(**inputs)
+        output.register_hook(fails)
+        return output
+
+    lookup.module.forward = forward
+    yield
+    lookup.module.forward = wrapped
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("table", ["t0", "t1"])
+def test_a_step_that_an_exception_interrupts(mode: str, table: str) -> None:
+    """The table takes the step without ids; one whose lookup comes first in the backward then lets no step begin."""
+    model, optimizer = started(MIXED, mode)
+    train(MIXED, model, optimizer, range(8))
+    with failing_before(model, table), pytest.raises(Stop):
+        train(MIXED, model, optimizer, [8])
+    steps = sorted(adam.step for adam in optimizer.lookups)
+    with torch.no_grad():  # an evaluation before the next step
+        model.module["ebc"](batch_of(MIXED, MIXED.draw()["steps"][9][0], 0, MIXED.batch)).wait()
+    train(MIXED, model, optimizer, range(9, 14))
+
+    expected_model, expected = started(MIXED, mode)
+    train(MIXED, expected_model, expected, range(8))
+    if steps == [8, 9]:
+        bags, targets = MIXED.draw()["steps"][8]
+        empty = (np.empty(0, np.int64), np.empty(0, np.float32))
+        for feature in MIXED.features[int(table[1:])]:
+            bags[feature] = [empty] * MIXED.batch
+        expected.lr = schedule(8)
+        train_step(MIXED, expected_model, bags, targets, 0, MIXED.batch)
+    train(MIXED, expected_model, expected, range(9, 14))
+    assert_equal(current(model, optimizer), current(expected_model, expected))
+
+
+@pytest.mark.usefixtures("group")
+def test_an_interrupted_step_is_announced() -> None:
+    model, optimizer = started(MIXED)
+    first = next(table for table in ("t0", "t1") if fails_alone(model, optimizer, table))
+    with pytest.warns(RuntimeWarning, match=f"interrupted the backward pass of step 1: the tables '{first}' take"):
+        train(MIXED, model, optimizer, [1])
+
+
+def fails_alone(model: nn.Module, optimizer: EmbeddingAdam, table: str) -> bool:
+    with failing_before(model, table), pytest.raises(Stop):
+        train(MIXED, model, optimizer, [0])
+    return len({adam.step for adam in optimizer.lookups}) == 2
+
+
+# Order of saving and loading.
+ORDERS = [(saved, loaded) for saved in ("model", "optimizer") for loaded in ("model", "optimizer")]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("saved_first", "loaded_first"), ORDERS)
+@pytest.mark.parametrize("library", ["torch.save", "dcp"])
+def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
+    tmp_path: Path, saved_first: str, loaded_first: str, library: str
+) -> None:
+    model, optimizer = started()
+    train(CASE, model, optimizer, range(16))
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    for name in sorted(parts, key=lambda each: each != saved_first):  # each is written before the next is taken
+        if library == "dcp":
+            dcp.save(parts[name].state_dict(), checkpoint_id=tmp_path / name)
+        else:
+            torch.save(parts[name].state_dict(), tmp_path / name)
+    train(CASE, model, optimizer, range(16, 24))
+    expected = current(model, optimizer)
+    optimizer.remove()
+
+    model, optimizer = started()
+    optimizer.steps = 16
+    parts = {"model": model, "optimizer": optimizer}
+    for name in sorted(parts, key=lambda each: each != loaded_first):
+        if library == "dcp":
+            state = parts[name].state_dict()
+            dcp.load(state, checkpoint_id=tmp_path / name)
+        else:
+            state = torch.load(tmp_path / name, weights_only=False)
+        parts[name].load_state_dict(state)
+    train(CASE, model, optimizer, range(16, 24))
+    assert_equal(current(model, optimizer), expected)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("mode", ["lazy", "dense"])
+def test_a_replayed_state_is_refused_elsewhere(mode: str) -> None:
+    _, replayed = started()
+    _, other = started(mode=mode)
+    with pytest.raises(ValueError, match='"replay", whose rows may be behind'):
+        other.load_state_dict(replayed.state_dict())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("mode", MODES)
+def test_learning_rates_out_of_range_are_refused(mode: str) -> None:
+    _, optimizer = started(mode=mode)
+    for lr in (-1e-3, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="must be >= 0 and finite"):
+            optimizer.lr = lr
+    if mode == "replay":
+        with pytest.raises(ValueError, match=r"is above AdamConfig.lr = 0.01, by which replay decides"):
+            optimizer.lr = 2e-2
+    else:
+        optimizer.lr = 2e-2
+
+
+def send_to_itself(operations: list[dist.P2POp]) -> list[Any]:
+    """Copies what one process sends to itself, which gloo cannot."""
+    sent = [each.tensor for each in operations if each.op is dist.isend]
+    received = [each.tensor for each in operations if each.op is dist.irecv]
+    for source, target in zip(sent, received, strict=True):
+        target.copy_(source)
+    return [Future() for _ in operations]
+
+
+class Future:
+    def wait(self) -> None: ...
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("attach", ["attach_cowclip", "EmbeddingAdam"])
+def test_tables_that_are_sharded_anew_are_refused(attach: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "batch_isend_irecv", send_to_itself)
+    model = sharded_model(CASE, CASE.draw()["tables"])
+    attached = attach_cowclip(model, RULE) if attach == "attach_cowclip" else EmbeddingAdam(model, ADAM, RULE)
+    steps = iter(CASE.draw()["steps"])
+    train_step(CASE, model, *next(steps), 0, CASE.batch)
+    before = [table.copy() for table in gather_tables(CASE, model)]
+    plan = EmbeddingModuleShardingPlan(
+        {
+            name: ParameterSharding(
+                "table_wise", "fused", [0], EnumerableShardingSpec([replace(table.sharding_spec.shards[0])])
+            )
+            for name, table in model.plan.plan["ebc"].items()
+        }
+    )
+    # As DistributedModelParallel.reshard calls it; what follows there needs a model with dense parameters.
+    collection = model.module["ebc"]
+    model._sharder_map[collection.unsharded_module_type].reshard(collection, plan, model._env, model.device)
+    with pytest.raises(RuntimeError, match=r"were rebuilt after attaching.*call remove\(\) before"):
+        train_step(CASE, model, *next(steps), 0, CASE.batch)
+    for now, then in zip(gather_tables(CASE, model), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    attached.remove()
