@@ -47,13 +47,14 @@ def predicted(folder: Path, run_dir: Path, tmp_path: Path, split: str) -> tuple[
 
 
 def test_the_last_training_samples_are_measured_and_not_trained_on(folder: Path, tmp_path: Path) -> None:
-    """Predictions are float32: 1e-6 in logloss; equal samples may be ordered otherwise, a few pairs of the AUC.
+    """Predictions are float32: 1e-6 in logloss, and in the AUC pairs that are closer may be ordered either way.
 
     Resident and streamed are bit-identical.
     """
     report = run(folder, tmp_path / "run", *VALIDATION)
     label, prediction = predicted(folder, tmp_path / "run", tmp_path, "train")
-    assert report["validation_auc"] == pytest.approx(roc_auc_score(label[-ROWS:], prediction[-ROWS:]), abs=5e-3)
+    low, high = (roc_auc_score(label[-ROWS:], prediction[-ROWS:] + shift * label[-ROWS:]) for shift in (-1e-6, 1e-6))
+    assert low - 1e-6 <= report["validation_auc"] <= high + 1e-6 < low + 0.02
     assert report["validation_logloss"] == pytest.approx(log_loss(label[-ROWS:], prediction[-ROWS:]), abs=1e-6)
     label, prediction = predicted(folder, tmp_path / "run", tmp_path, "test")
     assert report["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
