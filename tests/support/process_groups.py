@@ -1,11 +1,31 @@
-"""The default process group of a test's processes."""
+"""Processes of a test, and their default process group."""
 
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing
+
+
+def in_processes(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
+    """Calls ``function(rank, *arguments)`` in new processes of one thread each; fails if one of them fails.
+
+    They are forked from a server that has imported the libraries, which takes a process longer than most tests. Not
+    with a GPU: no process can use it that was forked after FBGEMM has asked for it.
+    """
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload(["cowrec.trainer.training.loop", "torch.distributed.checkpoint"])
+    torch.multiprocessing.start_processes(_in_one_thread, (function, *arguments), processes, start_method=method)
+
+
+def _in_one_thread(rank: int, function: Callable[..., None], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    function(rank, *arguments)
 
 
 @contextmanager

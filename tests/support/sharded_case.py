@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -30,7 +29,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import EmbeddingAdam
-from process_groups import process_group
+from process_groups import in_processes, process_group
 
 FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -129,7 +128,7 @@ def states_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -
         if world_size == 1:
             _worker(0, 1, folder, cases)
         else:
-            mp.spawn(_worker, args=(world_size, folder, cases), nprocs=world_size)
+            in_processes(_worker, (world_size, folder, cases), world_size)
         return [dict(np.load(Path(folder) / f"{i}.npz")) for i in range(len(cases))]
 
 
@@ -235,7 +234,6 @@ def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int,
 
 
 def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case, Attach]]) -> None:
-    torch.set_num_threads(1 if world_size > 1 else torch.get_num_threads())
     if world_size > 1:
         os.environ["LOCAL_WORLD_SIZE"] = str(min(2, world_size))
     with process_group(rank, world_size, folder):

@@ -1,11 +1,10 @@
-"""Small data sets and runs for the trainer's tests; under torchrun it trains a list of runs in one launch."""
+"""Small data sets and runs for the trainer's tests, also runs on several processes."""
 
 import json
 import os
 import random
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from cowrec.data_pipeline import PrepareConfig, prepare
+from process_groups import in_processes
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -139,8 +139,6 @@ def train_case(case: dict[str, Any]) -> str:
     from cowrec.trainer.config.run import load_config
     from cowrec.trainer.training.loop import train
 
-    # The runs of a launch share one store, in which their groups would find keys of earlier groups.
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(case.get("port"))}
     try:
         config = load_config(Path(case["config"]), case["set"])
         train(config, Path(case["data"]), Path(case["run_dir"]), resume=case.get("resume", False))
@@ -162,24 +160,24 @@ def free_port() -> int:
 
 
 def train_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> None:
-    """Trains cases in one launch; the outcome of each rank is written next to ``file``, which lists the cases."""
-    file.write_text(json.dumps(cases))
-    launch = [*torchrun(processes), __file__, str(file)]
-    with subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as running:
-        try:
-            _, errors = running.communicate(timeout=600)
-        except subprocess.TimeoutExpired:
-            running.terminate()  # torchrun then ends its ranks; if killed it would leave them running
-            raise
-    assert running.returncode == 0, errors
+    """Trains cases one after the other, in processes as torchrun would start them; writes each rank's outcomes.
+
+    They are written next to ``file``, as ``.rank0`` and so on.
+    """
+    ports = [free_port() for _ in cases]  # in the store of one group the next would find its keys
+    in_processes(_train_cases, (cases, file, processes, ports), processes)
 
 
-def main() -> None:
-    """``torchrun ... trainer_cases.py CASES.json``: trains each case and writes the outcomes of every rank."""
-    cases_file = Path(sys.argv[1])
-    outcomes = [train_case(case) for case in json.loads(cases_file.read_text())]
-    cases_file.with_suffix(f".rank{os.environ['RANK']}").write_text(json.dumps(outcomes))
+def _train_cases(rank: int, cases: Sequence[dict[str, Any]], file: Path, processes: int, ports: Sequence[int]) -> None:
+    outcomes = []
+    for case, port in zip(cases, ports, strict=True):
+        launched_as(rank, processes, port)
+        outcomes.append(train_case(case))
+    file.with_suffix(f".rank{rank}").write_text(json.dumps(outcomes))
 
 
-if __name__ == "__main__":
-    main()
+def launched_as(rank: int, processes: int, port: int) -> None:
+    """Sets what torchrun tells a process that it starts."""
+    size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    store = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **size, **store}

@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed import ProcessGroup
 
 from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, NewRows
 from cowrec.sparse_opt.id_tables import layout
-from process_groups import process_group
+from process_groups import in_processes, process_group
 
 FEATURES = ["a", "b", "plain", "c"]
 CONFIGS = {
@@ -84,7 +82,6 @@ def loaded(path: Path, group: ProcessGroup | None) -> IdTables:
 
 
 def worker(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
     with process_group(rank, ranks, folder):
         group = dist.group.WORLD
         tables = make(CONFIGS, group)
@@ -136,7 +133,7 @@ def test_results_do_not_depend_on_ranks(ranks: int, tmp_path: Path) -> None:
     expected = run(one, range(SAVED_AFTER))
     save(one, tmp_path / "of_one")
     expected += run(one, range(SAVED_AFTER, BATCHES))
-    mp.spawn(worker, args=(ranks, str(tmp_path)), nprocs=ranks)
+    in_processes(worker, (ranks, str(tmp_path)), ranks)
     results = [pickle.loads((tmp_path / f"rank{rank}").read_bytes()) for rank in range(ranks)]
     check_same([result["run"] for result in results], expected, range(BATCHES))
     check_same([result["from one"] for result in results], expected[SAVED_AFTER:], range(SAVED_AFTER, BATCHES))

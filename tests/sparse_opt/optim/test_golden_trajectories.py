@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.task import TrainTask
 from cowrec.trainer.training.schedule import Schedule
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
-from sharded_case import process_group
+from process_groups import in_processes, process_group
 
 Golden = Mapping[str, np.ndarray]
 RECORDED_STEPS = (1, 2, 5, 20)
@@ -176,12 +175,10 @@ def test_sharded_training(golden_dir: Path, world_size: int) -> None:
         if world_size == 1:
             _follow_all(0, *arguments)
         else:
-            mp.spawn(_follow_all, args=arguments, nprocs=world_size)
+            in_processes(_follow_all, arguments, world_size)
 
 
 def _follow_all(rank: int, world_size: int, folder: str, golden_dir: Path) -> None:
-    if world_size > 1:
-        torch.set_num_threads(1)
     with process_group(rank, world_size, folder):
         process = Process(rank, world_size, world_size, False, torch.device("cpu"))
         for file, golden in recordings(golden_dir, "f32"):

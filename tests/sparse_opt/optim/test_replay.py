@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.sparse_opt import AdamConfig, ClipRule, ConstantClip, CowClip, EmbeddingAdam, NoClip, ReferenceCowClip
-from sharded_case import Case, batch_of, gathered, process_group, sharded_model, train_step
+from process_groups import in_processes, process_group
+from sharded_case import Case, batch_of, gathered, sharded_model, train_step
 
 Tensors = dict[str, np.ndarray]
 State = Mapping[str, ShardedTensor | torch.Tensor]
@@ -204,11 +204,10 @@ def test_reading_changes_nothing() -> None:
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise,column_wise,data_parallel"])
 def test_two_processes(sharding: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_two_processes, args=(folder, sharding), nprocs=2)
+        in_processes(_two_processes, (folder, sharding), 2)
 
 
 def _two_processes(rank: int, folder: str, sharding: str) -> None:
-    torch.set_num_threads(1)
     with process_group(rank, 2, folder):
         stream = replace(STREAMS["clip binds"], steps=320, sharding=sharding, read_at=(100,), compared_at=(301,))
         dense, _ = train(stream, "dense")

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from sharded_case import Case, gather_tables, process_group, sharded_model, train_step
+from process_groups import in_processes, process_group
+from sharded_case import Case, gather_tables, sharded_model, train_step
 
 CASE = Case(steps=1, max_ids=3)
 
@@ -63,7 +63,6 @@ JOBS: dict[str, tuple[str, Callable[[torch.nn.Module], object]]] = {
 
 
 def _measure(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     with process_group(rank, 2, folder):
         found = {}
         for name, (sharding, attach) in JOBS.items():
@@ -100,7 +99,7 @@ def _check_separate_lookups(rank: int) -> None:
 @pytest.fixture(scope="module")
 def traffic() -> dict[str, Counter[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_measure, args=(folder,), nprocs=2)
+        in_processes(_measure, (folder,), 2)
         found = json.loads((Path(folder) / "traffic.json").read_text())
     return {name: Counter(sent) for name, sent in found.items()}
 

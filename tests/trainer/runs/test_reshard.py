@@ -9,7 +9,7 @@ import torch
 
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
-from trainer_cases import checkpoint, config_file, free_port, interrupted, make_data, tensors, train_in_processes
+from trainer_cases import checkpoint, config_file, interrupted, make_data, tensors, train_in_processes
 
 OFTEN = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
 SETTINGS = {
@@ -37,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run_dir = interrupted(before / name, step, folder / f"stage{stage}" / name)
             paths = {"config": f"{folder}/run.toml", "data": f"{folder}/data", "run_dir": str(run_dir)}
             cases.append({**paths, "set": [*OFTEN, *settings, f"sharding.plan={plan}"], "resume": True})
-        launch(folder / f"cases{stage}.json", cases, processes)
+        launch(folder / f"cases{stage}", cases, processes)
         before = folder / f"stage{stage}"
     return folder
 
 
 def launch(file: Path, cases: list[dict[str, Any]], processes: int) -> None:
-    train_in_processes([case | {"port": free_port()} for case in cases], file, processes)
+    train_in_processes(cases, file, processes)
     for rank in range(processes):
         assert json.loads(file.with_suffix(f".rank{rank}").read_text()) == ["ok"] * len(cases)
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
-from process_groups import process_group
+from process_groups import in_processes, process_group
 
 
 def process(rank: int = 0, world_size: int = 1) -> Process:
@@ -99,4 +98,4 @@ def two_processes(rank: int, folder: str) -> None:
 
 
 def test_all_processes_read_the_same(tmp_path: Path) -> None:
-    mp.spawn(two_processes, args=(str(tmp_path),), nprocs=2)
+    in_processes(two_processes, (str(tmp_path),), 2)

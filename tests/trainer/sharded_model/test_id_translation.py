@@ -22,7 +22,6 @@ from trainer_cases import (
     UNWEIGHTED,
     checkpoint,
     config_file,
-    free_port,
     interrupted,
     make_data,
     tensors,
@@ -173,11 +172,11 @@ def on_two(folder: Path) -> Path:
     def case(name: str, data: str, overrides: list[str], world_size: int) -> dict:
         run_dir = folder / f"runs{world_size}" / name.replace("/", "_")
         paths = {"config": f"{folder}/run.toml", "data": str(folder / data / "data"), "run_dir": str(run_dir)}
-        return {**paths, "set": overrides, "port": free_port()}
+        return {**paths, "set": overrides}
 
     for name, settings in CASES.items():
         assert train_case(case(name, *settings, 1)) == "ok"
-    train_in_processes([case(name, *settings, 2) for name, settings in CASES.items()], folder / "cases.json", 2)
+    train_in_processes([case(name, *settings, 2) for name, settings in CASES.items()], folder / "cases", 2)
     return folder
 
 
@@ -188,8 +187,8 @@ def test_two_processes_resume_a_run_of_one(folder: Path, tmp_path: Path) -> None
     run(folder, "single", tmp_path / "uninterrupted", *given, *often)
     copy = interrupted(tmp_path / "uninterrupted", 3, tmp_path / "copy")
     paths = {"config": f"{folder}/run.toml", "data": str(folder / "single" / "data"), "run_dir": str(copy)}
-    case = {**paths, "set": [*given, *often], "port": free_port(), "resume": True}
-    train_in_processes([case], tmp_path / "cases.json", 2)
+    case = {**paths, "set": [*given, *often], "resume": True}
+    train_in_processes([case], tmp_path / "cases", 2)
     assert json.loads((tmp_path / "cases.rank0").read_text()) == ["ok"]
     one, two = (tensors(checkpoint(each)["model"]) for each in (tmp_path / "uninterrupted", copy))
     for key, value in one.items():

@@ -18,7 +18,7 @@ from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.report import sharding_table
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
 from sharded_case import process_group
-from trainer_cases import checkpoint, config_file, free_port, make_data, train_case, train_in_processes
+from trainer_cases import checkpoint, config_file, make_data, train_case, train_in_processes
 
 MIXED = 'sharding.tables={city = "column_wise", tags = "data_parallel", history = "row_wise"}'
 LAZY = ["optimizer.absent_rows=lazy"]
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def case(run: str, data: str, overrides: Sequence[str]) -> dict:
         data_dir, config = folder / data / "data", folder / "run.toml"
         paths = {"config": str(config), "data": str(data_dir), "run_dir": str(folder / run)}
-        return {**paths, "set": list(overrides), "port": free_port()}
+        return {**paths, "set": list(overrides)}
 
     assert train_case(case("runs1/adam", "weighted", [])) == "ok"
     assert train_case(case("runs1/lazy", "weighted", LAZY)) == "ok"
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     four = [case(f"runs4/{name.replace('/', '_')}", *settings) for name, settings in CASES.items()]
     refused = case("runs4/refused", "single", ['sharding.tables={citty = "row_wise"}'])
     halves = [case(f"runs4/{name}", *settings) for name, settings in HALVES.items()]
-    train_in_processes([*four, *halves, refused], folder / "cases.json", 4)
+    train_in_processes([*four, *halves, refused], folder / "cases", 4)
     for name, (data, overrides) in HALVES.items():
         continued = [*overrides, "sharding.plan=table_wise", "sharding.tables={}", "train.epochs=2"]
         assert train_case(case(f"runs4/{name}", data, continued) | {"resume": True}) == "ok"
