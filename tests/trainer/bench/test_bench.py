@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from command_line import exit_code
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
@@ -23,7 +23,6 @@ from cowrec.trainer.bench.roofline import bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.settings import Bench, cases, criteo_config
 from cowrec.trainer.bench.steady_state import Case, enter_steady_state, make_schema
 from cowrec.trainer.bench.step_parts import PARTS
-from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess
@@ -141,20 +140,11 @@ def test_the_roofline_counts_what_torch_counts():
     assert bytes_per_sample(2, 4, 1.5) == 2 * 8 + 4 * 2 * 4 * 4 + 1.5 * 2 * 3 * 4 * 4
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Exit code of ``cowrec ARGUMENTS``, in this process."""
-    monkeypatch.setattr(sys, "argv", ["cowrec", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
-    return code if isinstance(code, int) else 0
-
-
 def test_a_small_bench(tmp_path, monkeypatch, capsys):
     output = tmp_path / "bench.jsonl"
     what = ["--rows", "200", "--spacing", "2", "--absent-rows", "replay,dense", "--batch-sizes", "64"]
     how = ["--epoch-share", "0.001", "--seconds", "0", "--output", output]
-    assert run(monkeypatch, "bench", *what, *how) == 0
+    assert exit_code(monkeypatch, "bench", *what, *how) == 0
     replay, dense = (json.loads(line) for line in output.read_text().splitlines())
     assert (replay["mode"], dense["mode"]) == ("replay", "dense")
     for line in (replay, dense):
@@ -202,7 +192,7 @@ def test_a_failed_combination_does_not_end_the_bench(tmp_path, monkeypatch, caps
     """Tables of 10^11 rows do not fit into any memory; those of the second combination do."""
     output = tmp_path / "bench.jsonl"
     what = ["--rows", "100", "--spacing", "1000000000,1", "--absent-rows", "lazy", "--batch-sizes", "64"]
-    assert run(monkeypatch, "bench", *what, "--epoch-share", "0.001", "--seconds", "0", "--output", output) == 2
+    assert exit_code(monkeypatch, "bench", *what, "--epoch-share", "0.001", "--seconds", "0", "--output", output) == 2
     failed, measured = (json.loads(line) for line in output.read_text().splitlines())
     assert "allocate" in failed["error"]
     assert "error" not in measured
@@ -275,7 +265,7 @@ def test_invalid_settings_are_refused(flags, message):
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, flags, message):
-    assert run(monkeypatch, "bench", *flags, "--epoch-share", "1e-5", "--output", tmp_path / "b.jsonl") == 2
+    assert exit_code(monkeypatch, "bench", *flags, "--epoch-share", "1e-5", "--output", tmp_path / "b.jsonl") == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1

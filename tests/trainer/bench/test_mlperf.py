@@ -1,8 +1,7 @@
 """`cowrec bench --preset mlperf-dcnv2`: shape of network and samples, its lines, and several processes."""
 
+import contextlib
 import json
-import subprocess
-import sys
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -10,20 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import exit_code
+from cowrec.trainer.bench import mlperf
 from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf, bytes_per_sample, make_batch
 from cowrec.trainer.bench.mlperf import _case as case_of
 from cowrec.trainer.bench.roofline import flops_per_sample
 from cowrec.trainer.bench.settings import Bench
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import dense_parameters
-from trainer_cases import torchrun
+from process_groups import in_processes
+from trainer_cases import free_port, launched_as
 
 SMALL = ["--preset", "mlperf-dcnv2", "--rows", "200", "--batch-sizes", "32", "--seconds", "0"]
-
-
-def bench(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, "-m", "cowrec.trainer", "bench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_the_shape_is_the_published_one() -> None:
@@ -67,10 +64,9 @@ def test_bytes_of_the_embeddings_are_counted_by_hand() -> None:
     assert bytes_per_sample(batch) == pytest.approx(4 * 214 + 4 * 26 * 512 + 0.26 * (3 * 512 + 8))
 
 
-def test_a_small_bench(tmp_path: Path) -> None:
+def test_a_small_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "bench.jsonl"
-    done = bench(*SMALL, "--clip", "on,off", "--output", output)
-    assert done.returncode == 0, done.stderr
+    assert exit_code(monkeypatch, "bench", *SMALL, "--clip", "on,off", "--output", output) == 0
     on, off = (json.loads(line) for line in output.read_text().splitlines())
     assert (on["clip"], off["clip"], on["config"]["clip"]["rule"]) == ("on", "off", "cowclip")
     for line in (on, off):
@@ -83,17 +79,28 @@ def test_a_small_bench(tmp_path: Path) -> None:
         assert line["roofline"]["step_ms"] > 0
         assert (line["mlperf"]["samples_per_second"], line["mlperf"]["auc"]) == (15.04e6, 0.80275)
         assert {"versions", "device", "git_commit", "peak_memory_bytes", "host_ms"} <= line.keys()
-    assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in done.stdout
+    assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in capsys.readouterr().out
+
+
+def bench_in_process(rank: int, folder: Path, port: int) -> None:
+    """Runs the command as a process under torchrun, for ten steps instead of 100; it prints to ``stdout.rankN``."""
+    launched_as(rank, 2, port)
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        (folder / f"stdout.rank{rank}").open("w") as printed,
+        contextlib.redirect_stdout(printed),
+    ):
+        monkeypatch.setattr(mlperf, "_MOST_STEPS", 10)
+        exit_code(monkeypatch, "bench", *SMALL, "--output", folder / "bench.jsonl")
 
 
 def test_several_processes_measure_together(tmp_path: Path) -> None:
-    output = tmp_path / "bench.jsonl"
-    done = bench(*SMALL, "--output", output, launcher=tuple(torchrun(2)[1:]))
-    assert done.returncode == 0, done.stderr
-    (line,) = (json.loads(text) for text in output.read_text().splitlines())
-    assert (line["world_size"], line["steps"]) == (2, 100)
+    in_processes(bench_in_process, (tmp_path, free_port()), 2)
+    (line,) = (json.loads(text) for text in (tmp_path / "bench.jsonl").read_text().splitlines())
+    assert (line["world_size"], line["steps"]) == (2, 10)
     assert line["samples_per_second_of_gpu"] == line["samples_per_second"] / 2
-    assert done.stdout.count("MLPerf, 8 x H200") == 1
+    printed = [(tmp_path / f"stdout.rank{rank}").read_text() for rank in range(2)]
+    assert [text.count("MLPerf, 8 x H200") for text in printed] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,14 @@ def test_several_processes_measure_together(tmp_path: Path) -> None:
         ([*SMALL, "--absent-rows", "lazy"], "--absent-rows has no meaning for --preset mlperf-dcnv2; leave it out"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(tmp_path: Path, flags: list[str], message: str) -> None:
-    done = bench(*flags, "--output", tmp_path / "bench.jsonl")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert message in done.stderr
+def test_mistakes_are_one_line_and_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    assert exit_code(monkeypatch, "bench", *flags, "--output", tmp_path / "bench.jsonl") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said

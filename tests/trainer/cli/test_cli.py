@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from command_line import exit_code
 from cowrec.data_pipeline import PrepareConfig
-from cowrec.trainer.cli.main import app, main
+from cowrec.trainer.cli.main import app
 from cowrec.trainer.training.saved_run import evaluate_run
 from trainer_cases import TEST_ROWS, config_file, make_data, newest_progress
 
@@ -108,32 +109,23 @@ def test_the_help_of_prepare_lists_all_its_settings() -> None:
     assert all(re.search(rf"\b{each.name}\b", output) for each in dataclasses.fields(PrepareConfig))
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Exit code of ``cowrec ARGUMENTS``, in this process."""
-    monkeypatch.setattr(sys, "argv", ["cowrec", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
-    return code if isinstance(code, int) else 0
-
-
 def test_prepare_train_evaluate_predict(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw, columns, data = folder / "raw.csv", folder / "columns.toml", tmp_path / "data"
     monkeypatch.chdir(tmp_path)
     split = ["--set", "prepare.test_fraction=0.3"]
-    assert run(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", data, *split) == 0
+    assert exit_code(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", data, *split) == 0
     assert "1 dense and 3 sparse fields" in capsys.readouterr().out
-    assert run(monkeypatch, "train", folder / "run.toml", "--set", f"data.dir={data}") == 0
+    assert exit_code(monkeypatch, "train", folder / "run.toml", "--set", f"data.dir={data}") == 0
     captured = capsys.readouterr()
     assert "\r" not in captured.err
     (made,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(rf"AUC 0\.\d{{4}}  logloss 0\.\d{{4}}  [\d,]+ samples/s  run runs/{made.name}\n", captured.out)
-    assert run(monkeypatch, "evaluate", made, "--data", data) == 0
+    assert exit_code(monkeypatch, "evaluate", made, "--data", data) == 0
     report = json.loads((made / "report.json").read_text())
     assert json.loads(capsys.readouterr().out)["auc"] == pytest.approx(report["auc"], abs=1e-7)
-    assert run(monkeypatch, "predict", made, "--data", data, "-o", tmp_path / "p.parquet") == 0
+    assert exit_code(monkeypatch, "predict", made, "--data", data, "-o", tmp_path / "p.parquet") == 0
     assert capsys.readouterr().out == f"{tmp_path}/p.parquet: {report['epochs'][0]['rows']} rows\n"
 
 
@@ -144,16 +136,16 @@ def test_set_overrides_the_prepare_section_of_the_file(
     config.write_text('[prepare]\nsplit = "tail"\ntest_rows = 10\nmin_count = 2')
     where = ["--schema", folder / "columns.toml", "--config", config, "--output"]
     command = ["prepare", "csv", "--input", folder / "raw.csv", *where]
-    assert run(monkeypatch, *command, tmp_path / "file") == 0
+    assert exit_code(monkeypatch, *command, tmp_path / "file") == 0
     assert "10 test samples" in capsys.readouterr().out
-    assert run(monkeypatch, *command, tmp_path / "flag", "--set", "prepare.test_rows=20") == 0
+    assert exit_code(monkeypatch, *command, tmp_path / "flag", "--set", "prepare.test_rows=20") == 0
     assert "20 test samples" in capsys.readouterr().out
     # The size of the tail split does not apply to another split.
-    assert run(monkeypatch, *command, tmp_path / "other", "--set", "prepare.split=random") == 0
+    assert exit_code(monkeypatch, *command, tmp_path / "other", "--set", "prepare.split=random") == 0
     settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]
     assert (settings["split"], settings["test_rows"], settings["min_count"]) == ("random", None, 2)
     config.write_text("[train]\nbatch_size = 0")
-    assert run(monkeypatch, *command, tmp_path / "wrong") == 2
+    assert exit_code(monkeypatch, *command, tmp_path / "wrong") == 2
     assert "train.batch_size must be at least 1, got 0" in capsys.readouterr().err
 
 
@@ -210,7 +202,7 @@ def test_a_mistake_is_one_line_and_code_2(
     arguments, message = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
     paths = {"toml": folder / "run.toml", "data": folder / "data"}
-    assert run(monkeypatch, *(each.format(**paths) for each in arguments)) == 2
+    assert exit_code(monkeypatch, *(each.format(**paths) for each in arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.fullmatch(r"cowrec: error: [^\n]+\n", captured.err), captured.err
@@ -223,7 +215,7 @@ def test_serve_without_its_extra_names_the_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "cowrec.trainer.serving.server", raising=False)
-    assert run(monkeypatch, "serve", folder) == 2
+    assert exit_code(monkeypatch, "serve", folder) == 2
     remedy = "serve requires uvicorn, which is not installed: pip install 'cowrec[serve]'"
     assert capsys.readouterr().err == f"cowrec: error: {remedy}\n"
 
@@ -234,7 +226,7 @@ def test_an_error_inside_a_library_keeps_its_traceback(
     import cowrec.trainer.training.saved_run as saved_run
 
     monkeypatch.setattr(saved_run, "evaluate_run", lambda *_: json.loads("no json"))
-    assert run(monkeypatch, "evaluate", folder, "--data", folder) == 1
+    assert exit_code(monkeypatch, "evaluate", folder, "--data", folder) == 1
     assert "Traceback" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cowrec.trainer.cli.main import main
+from command_line import exit_code
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.sweep.grid import Grid, default_rules
@@ -225,19 +225,11 @@ def test_remark_on_runs_whose_clip_had_no_effect() -> None:
     assert clip_remark(lines[1:]) == ""
 
 
-def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["cowrec", "sweep", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
-    return code if isinstance(code, int) else 0
-
-
 def test_the_command_prints_the_table(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [folder / "run.toml", "--data", folder / "data", "--output", folder / "grid", "--batch-sizes", "51,102"]
-    assert cli(monkeypatch, *arguments, "--rules", "cowclip,linear", "--seeds", "1") == 0
+    assert exit_code(monkeypatch, "sweep", *arguments, "--rules", "cowclip,linear", "--seeds", "1") == 0
     captured = capsys.readouterr()
     assert captured.err == "", "something was trained again"
     assert "warning: batch 102 has 6 steps, below 200: too few steps to judge a rule\n" in captured.out
@@ -271,7 +263,8 @@ def test_invalid_grids_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     arguments, message = REFUSED[name]
-    assert cli(monkeypatch, folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments) == 2
+    given = ["sweep", folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments]
+    assert exit_code(monkeypatch, *given) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -281,7 +274,8 @@ def test_torchrun_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(os, "_exit", sys.exit)
-    assert cli(monkeypatch, folder / "run.toml", "--data", folder / "data", "-o", tmp_path, "--batch-sizes", "1") == 2
+    given = ["sweep", folder / "run.toml", "--data", folder / "data", "-o", tmp_path, "--batch-sizes", "1"]
+    assert exit_code(monkeypatch, *given) == 2
     assert "start it without torchrun" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from cowrec.trainer.cli.main import main
+from command_line import exit_code
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.tune.search import Search, hints
@@ -158,21 +158,13 @@ def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
     assert not hints({"l2": 1e-5, "best_epoch": 1}, {"l2": (1e-6, 1e-4)}, 1)
 
 
-def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["cowrec", "tune", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    code = ended.value.code
-    return code if isinstance(code, int) else 0
-
-
 def test_the_command_prints_the_best_trials(
     folder: Path, found: Outcome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [folder / "run.toml", "--data", folder / "data", "-o", folder / "study", "--batch-size", "102"]
     arguments += ["--trials", "3", "--validation-fraction", "0.2", "--embedding-lr", "fixed", "--dense-lr", "1e-4,1"]
     arguments += [part for override in OVERRIDES for part in ("--set", override)]
-    assert cli(monkeypatch, *arguments) == 0
+    assert exit_code(monkeypatch, "tune", *arguments) == 0
     captured = capsys.readouterr()
     assert "trial 1 of" not in captured.err, "something was trained again"
     assert found.best is not None
@@ -207,7 +199,8 @@ def test_invalid_studies_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     arguments, message = REFUSED[name]
-    assert cli(monkeypatch, folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments) == 2
+    given = ["tune", folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments]
+    assert exit_code(monkeypatch, *given) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -218,5 +211,5 @@ def test_without_optuna_the_command_names_the_extra(
     for module in ("tune", "study"):
         monkeypatch.delitem(sys.modules, f"cowrec.trainer.tune.{module}")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert cli(monkeypatch, folder / "run.toml", "--batch-size", "51") == 2
+    assert exit_code(monkeypatch, "tune", folder / "run.toml", "--batch-size", "51") == 2
     assert "tune requires optuna, which is not installed: pip install 'cowrec[tune]'" in capsys.readouterr().err

@@ -1,0 +1,17 @@
+"""The command line ``cowrec``, in the process of the test."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cowrec.trainer.cli.main import main
+
+
+def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """Exit code of ``cowrec ARGUMENTS``."""
+    monkeypatch.setattr(sys, "argv", ["cowrec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
