@@ -15,8 +15,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="folder of the .npz files recorded from the reference implementation (default: ../shared/golden)",
     )
     parser.addoption(
-        "--kills", type=int, default=4, help="how often test_faults.py kills a run's processes (default: 4)"
+        "--kills", type=int, default=2, help="how often test_faults.py kills a run's processes (default: 2)"
     )
+    parser.addoption(
+        "--thorough", action="store_true", help="also run the tests that take a minute, as before a release"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="takes a minute; run it with --thorough"))
 
 
 @pytest.fixture(scope="session")
