@@ -44,8 +44,8 @@ window = "2d"
 DRIFT = DriftConfig(
     rows=4000, days=20.0, core_ids=(5, 50, 200), new_ids_per_day=(0, 10, 50), num_dense=2, lifetime_days=1.0
 )
-SAMPLES = 8000
-"""Over forty days."""
+SAMPLES = 4000
+"""Over twenty days."""
 
 
 def make_case(folder: Path) -> Path:

@@ -104,10 +104,10 @@ def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path, settings: li
 
 def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: Path) -> None:
     tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
-    write_stream(tmp_path / "in", tables[:8], end=True)
+    write_stream(tmp_path / "in", tables[:4], end=True)
     run(case, tmp_path / "run", source=tmp_path / "in")
     (tmp_path / "in" / "_END").unlink()
-    write_stream(tmp_path / "in", tables[8:], first=8)
+    write_stream(tmp_path / "in", tables[4:], first=4)
     assert run(case, tmp_path / "run", source=tmp_path / "in", resume=True)["samples"] == SAMPLES
 
 

@@ -146,7 +146,7 @@ def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Pat
 
 def test_samples_of_a_wrong_clock_expire_nothing(case: Path, tmp_path: Path) -> None:
     """Samples a hundred years ahead or a year late are dropped, and the model is as without them."""
-    tables = list(drifting_tables(DRIFT, 0, SAMPLES // 4, chunk_rows=500))
+    tables = list(drifting_tables(DRIFT, 0, SAMPLES // 2, chunk_rows=500))
     write_stream(tmp_path / "right", tables)
     wrong = []
     for number, table in enumerate(tables):
@@ -172,7 +172,7 @@ def test_a_killed_redis_loses_nothing_it_has_written(
 ) -> None:
     """Killed in the middle of the stream with every command on disk; the model equals that of an undisturbed run."""
     server = RedisServer(tmp_path / "redis", appendonly=True)
-    tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=1000))
+    tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
     try:
         send(server, tables[:4])
         source, run_dir = f"{server.url}?stream=samples", tmp_path / "run"
