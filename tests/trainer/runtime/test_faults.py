@@ -19,8 +19,8 @@ from run_comparison import assert_same, lines, wait_for
 from trainer_cases import ENVIRONMENT, checkpoint, config_file, make_data, tensors, torchrun
 
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
-LONG = [*OFTEN, "train.epochs=60"]
-"""300 steps."""
+LONG = [*OFTEN, "train.epochs=30"]
+"""150 steps."""
 LARGE, SMALL_FILE = ["model.hidden=[400]", "train.log_every=1000"], 150_000
 """A model whose checkpoint has a file above SMALL_FILE bytes, while the metrics' file stays below."""
 
