@@ -12,7 +12,8 @@ READY := $(VENV)/.ready-torch-$(TORCH)
 CONSTRAINTS := scripts/constraints.txt scripts/constraints_torch_$(TORCH).txt
 # No warning about conflicts: torchrec's metadata misses fbgemm-gpu wherever the CPU build stands in for it.
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constraint ,$(CONSTRAINTS))
-PYTEST := $(BIN)/pytest -q --numprocesses 2 --dist loadfile
+# The tests start hundreds of processes: none compiles modules again, even where the environment forbids to keep them.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 2 --dist loadfile
 PACKAGES := trainer models sparse_opt data_pipeline
 SOURCES := $(PACKAGES) scripts tests
 LINT := ruff-check ruff-format mypy codespell links
