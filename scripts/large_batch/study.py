@@ -28,20 +28,20 @@ class Bed:
         ranges: that it searches.
         scales: multiples of the base batch size that the data allow.
         rules: scaling rules that are compared.
-        of: bed whose data set and TOML file it shares; its own by default.
     """
 
     base: int
     trials: int
     ranges: tuple[str, ...] = ()
-    scales: tuple[int, ...] = (1, 8, 32, 128, 256, 512)
+    scales: tuple[float, ...] = (1, 8, 32, 128, 256, 512)
     rules: tuple[str, ...] = ("half_life", *PUBLISHED)
-    of: str = ""
 
 
+# A quarter: 512 times that batch is 128 times the base, with more than 200 steps.
+SCALES = (0.25, 1, 128, 512)
 CONTRAST = ("half_life", "sqrt_star", "cowclip")
 BEDS = {
-    "synthetic": Bed(64, 5, ("--embedding-lr", "3e-4,2e-3", "--dense-lr", "3e-4,3e-3", "--l2", "3e-5,3e-4")),
+    "synthetic": Bed(64, 5, ("--embedding-lr", "3e-4,2e-3", "--dense-lr", "3e-4,3e-3", "--l2", "3e-5,3e-4"), SCALES),
     "criteo": Bed(8, 12, ("--embedding-lr", "6e-5,6e-4", "--dense-lr", "6e-5,6e-4", "--l2", "2e-5,2e-3")),
     "movielens": Bed(
         128,
@@ -50,15 +50,6 @@ BEDS = {
         rules=("none", *CONTRAST),
     ),
     "avazu": Bed(8, 10, scales=(1, 8, 32)),
-    # 512 times this base batch leaves more than 200 steps.
-    "synthetic_16": Bed(
-        16,
-        4,
-        ("--embedding-lr", "1.5e-4,1e-3", "--dense-lr", "2e-4,2e-3", "--l2", "3e-5,1.5e-4"),
-        (1, 128, 512),
-        CONTRAST,
-        of="synthetic",
-    ),
     "frequent": Bed(
         64,
         5,
@@ -84,7 +75,7 @@ class Part:
 
     beds: tuple[str, ...]
     rules: tuple[str, ...]
-    scales: tuple[int, ...]
+    scales: tuple[float, ...]
     clip: str = "on"
     seeds: int = 3
     variants: tuple[tuple[str, tuple[str, ...]], ...] = (("", ()),)
@@ -97,8 +88,9 @@ def _l2(*factors: float, more: tuple[str, ...] = ()) -> tuple[tuple[str, tuple[s
 PARTS = {
     # Which rule keeps the base's quality at 128 times its batch, and how far does it hold?
     "rules": Part(tuple(BEDS), ("half_life", *PUBLISHED), (1, 128)),
-    "scales": Part(("criteo", "avazu", "synthetic_16"), CONTRAST, (8, 32, 256, 512)),
+    "scales": Part(("criteo", "avazu"), CONTRAST, (8, 32, 256, 512)),
     "farther": Part(("synthetic", "movielens"), ("half_life",), (512,)),
+    "smaller": Part(("synthetic",), ("half_life",), (0.25,), seeds=2),
     # Ten epochs: which rule overfits, and what stops it?
     "ten_epochs": Part(
         ("criteo",), ("half_life", *PUBLISHED), (1, 128), seeds=1, variants=(("", ("train.epochs=10",)),)
@@ -155,7 +147,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="parts, separated by commas")
     arguments = parser.parse_args()
     for bed in arguments.beds.split(","):
-        tuned, data = arguments.output / bed / "tune", arguments.data / (BEDS[bed].of or bed)
+        tuned, data = arguments.output / bed / "tune", arguments.data / bed
         if not (tuned / "tuned.toml").exists():
             run(*tune(bed, data, tuned))
         for part in arguments.parts.split(","):
@@ -166,7 +158,7 @@ def main() -> None:
 def tune(bed: str, data: Path, output: Path) -> list[str]:
     """The call of `cowrec tune` for a bed."""
     size, trials = str(BEDS[bed].base), str(BEDS[bed].trials)
-    config = str(HERE / f"{BEDS[bed].of or bed}.toml")
+    config = str(HERE / f"{bed}.toml")
     places = ["--data", str(data), "--output", str(output)]
     return ["tune", config, *places, "--batch-size", size, "--trials", trials, "--patience", "1", *BEDS[bed].ranges]
 
@@ -175,12 +167,12 @@ def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]
     """The calls of `cowrec sweep` for a part on a bed; none if it is not asked there."""
     part, base = PARTS[name], BEDS[bed]
     rules = [rule for rule in part.rules if rule in base.rules]
-    sizes = [scale * base.base for scale in part.scales if scale in base.scales]
+    sizes = [int(scale * base.base) for scale in part.scales if scale in base.scales]
     if bed not in part.beds or not sizes:
         return
     tuned = output / "tune" / "tuned.toml"
     values = tomllib.loads(tuned.read_text())
-    epochs = tomllib.loads((HERE / f"{base.of or bed}.toml").read_text())["train"]["epochs"]
+    epochs = tomllib.loads((HERE / f"{bed}.toml").read_text())["train"]["epochs"]
     for variant, settings in part.variants:
         # Trained on the whole training split, for the bed's epochs.
         fixed = ["train.validation_fraction=0", "train.patience=0", f"train.epochs={epochs}"]
