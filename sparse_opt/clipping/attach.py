@@ -1,14 +1,15 @@
 """CowClip for the stock fused optimizers of any TorchRec model: ``attach_cowclip(model, CowClip(r=1.0, zeta=1e-5))``.
 
-FBGEMM updates a table inside the backward of its lookup, so the clip has to change what that backward reads. A hook on
-the lookup's output computes each row's gradient from the output gradient and the ids, and from it the row's clip
-factor; it then scales every id's share of the gradient by the factor of its row, through the ids' weights. Where bags
-hold at most one id, it writes the row's clipped gradient, L2 included, into the output gradient instead. Either way the
-fused update sees exactly the clipped row gradient. After input-dist a row-wise or table-wise shard has the global
-batch's ids of its rows, so counts are global.
+FBGEMM updates a table inside the backward of its lookup, so the clip has to change what that backward reads. An
+autograd function on the lookup's output computes each row's gradient from the output gradient and the ids, and from it
+the row's clip factor; it then scales every id's share of the gradient by the factor of its row, through the ids'
+weights. Where bags hold at most one id, it writes the row's clipped gradient, L2 included, into the output gradient
+instead. Either way the fused update sees exactly the clipped row gradient. After input-dist a row-wise or table-wise
+shard has the global batch's ids of its rows, so counts are global.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice, zip_longest
 from math import inf
 from typing import Any
@@ -120,19 +121,20 @@ def attach_cowclip(
         )
     lookups = clipped_lookups(model, rule, exclude, clip_columns, optional=() if l2 > 0 else exclude)
 
-    def look_up(clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
-        check_lookup_inputs(inputs)
-        given = inputs.get("per_sample_weights")
-        weights = None if single_id_bags else _scalable_weights(given, inputs["indices"])
-        output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
-        if not output.requires_grad:
-            return output
-        clipping: Tensor = _ClipInBackward.apply(
-            output, inputs["indices"], inputs["offsets"], given, weights, clipped, single_id_bags, l2
-        )
-        return clipping
+    return wrap_lookups(lookups, partial(_look_up, single_id_bags, l2))
 
-    return wrap_lookups(lookups, look_up)
+
+def _look_up(single_id_bags: bool, l2: float, clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
+    """Forward of a lookup under the clip."""
+    given = inputs.get("per_sample_weights")
+    weights = None if single_id_bags else _scalable_weights(given, inputs["indices"])
+    output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
+    if not output.requires_grad:
+        return output
+    check_lookup_inputs(inputs)
+    ids = (inputs["indices"], inputs["offsets"], given, weights)
+    clipping: Tensor = _ClipInBackward.apply(output, *ids, clipped, single_id_bags, l2)
+    return clipping
 
 
 class _ClipInBackward(torch.autograd.Function):
