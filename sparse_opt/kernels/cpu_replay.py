@@ -108,8 +108,9 @@ def _has_decayed(w, m, low, high, twice_l2):
 def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, thresholds):
     """Takes the missed steps of rows of width ``dim``, where no absent row can exceed its clip limit.
 
-    The rows are sorted by their last steps and processed in blocks; this call takes every ``parts``-th block. A row
-    enters its block's buffers at the first step that it missed and leaves them when it has decayed.
+    The rows are sorted by their last steps; this call takes every ``parts``-th row, so that all calls have about as
+    many steps to take, and processes its rows in blocks. A row enters its block's buffers at the first step that it
+    missed and leaves them when it has decayed.
 
     Args:
         rows: :class:`StaleRows`.
@@ -120,9 +121,10 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
     elements = (capacity * dim + _VECTOR - 1) // _VECTOR * _VECTOR
     w, m, v = np.zeros(elements, np.float32), np.zeros(elements, np.float32), np.zeros(elements, np.float32)
     row_of_slot = np.empty(capacity, np.int64)
-    for begin in range(part * capacity, len(rows.start), parts * capacity):
-        end = min(begin + capacity, len(rows.start))
-        for i in range(begin + parts * capacity, min(begin + (parts + 1) * capacity, len(rows.start))):
+    block = capacity * parts
+    for begin in range(part, len(rows.start), block):
+        end = min(begin + block, len(rows.start))
+        for i in range(begin + block, min(begin + 2 * block, len(rows.start)), parts):
             prefetch_row(state, rows.start[i], dim)
         following, active, now = begin, 0, rows.last[begin]
         while now < step:
@@ -130,7 +132,7 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
                 load_row(state, rows.start[following], w, m, v, active * dim, dim)
                 row_of_slot[active] = following
                 active += 1
-                following += 1
+                following += parts
             until = min(step, (now // DECAY_INTERVAL + 1) * DECAY_INTERVAL)
             if following < end:
                 until = min(until, rows.last[following])
@@ -154,7 +156,7 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
                         w[low + d], m[low + d], v[low + d] = w[tail + d], m[tail + d], v[tail + d]
                     row_of_slot[slot] = row_of_slot[active]
             if active == 0:
-                if following == end:
+                if following >= end:
                     break
                 now = rows.last[following]
         for slot in range(active):
