@@ -31,18 +31,17 @@ class PairwiseProducts(nn.Module):
 class _PairwiseProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dim: int) -> Tensor:
-        embeddings = rows[:, :, :dim]
-        total = embeddings.sum(1)
+        total = rows.sum(1)
         ctx.save_for_backward(rows, total)
-        return 0.5 * (total.square().sum(1) - embeddings.square().sum((1, 2)))
+        ctx.dim = dim
+        return 0.5 * (total[:, :dim].square().sum(1) - rows[:, :, :dim].square().sum((1, 2)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         rows, total = ctx.saved_tensors
-        grad_rows, dim = torch.empty_like(rows), total.shape[1]
-        torch.sub(total[:, None], rows[:, :, :dim], out=grad_rows[:, :, :dim]).mul_(grads[0][:, None, None])
-        grad_rows[:, :, dim:] = 0
+        grad_rows = (total[:, None] - rows).mul_(grads[0][:, None, None])
+        grad_rows[:, :, ctx.dim :] = 0
         return grad_rows, None
 
 
