@@ -4,14 +4,14 @@ Sizes: B samples, N dense features, K input width of a layer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from .linear_relu import LinearRelu
+from .linear_relu import LinearRelu, linear_relu
 
 
 @runtime_checkable
@@ -92,18 +92,21 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential()
+        self.layers, self._drops = nn.Sequential(), dropout > 0
         for fan_in, fan_out in pairwise([width, *hidden]):
             layer = LinearRelu(fan_in, fan_out)
             layer.weight = glorot_normal(fan_out, fan_in)
             nn.init.zeros_(layer.bias)
             self.layers.append(layer)
-            if dropout > 0:
+            if self._drops:
                 self.layers.append(nn.Dropout(dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] -> [B, hidden[-1]]."""
-        return self.layers(x)
+        if self._drops:
+            return self.layers(x)
+        layers = cast(Iterable[LinearRelu], self.layers)
+        return linear_relu(x, *(each for layer in layers for each in (layer.weight, layer.bias)))
 
 
 class LogitKernel(nn.Module):

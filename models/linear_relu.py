@@ -1,9 +1,10 @@
-"""A linear layer with ReLU, computed by oneDNN on CPU.
+"""Linear layers with ReLU, computed by oneDNN on CPU.
 
 torch computes float32 products with MKL, which reaches less than half of oneDNN's rate on some processors; oneDNN also
 fuses the bias and the ReLU. Sizes: B samples, K inputs, H outputs.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +17,22 @@ _FEW_SAMPLES = 1024
 """Most samples for which a kernel's gradient is a product of transposed tensors: the copies would cost more."""
 
 
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``relu(x @ weight.T + bias)``, [B, H], of x [B, K], weight [H, K] and bias [H]; under autocast in its dtype."""
+def linear_relu(x: Tensor, *weights_and_biases: Tensor) -> Tensor:
+    """Applies ``x <- relu(x @ weight.T + bias)`` for each layer's weight [H, K] and bias [H], in this order.
+
+    Returns:
+        [B, H] of x [B, K]; under autocast in its dtype.
+    """
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-    by_one_dnn = kind == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    by_one_dnn = kind == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     if by_one_dnn and not torch.compiler.is_exporting():  # exported networks must run on any machine
-        return _OneDnn.apply(x, weight, bias)
-    return F.relu(F.linear(x, weight, bias))
+        return _OneDnn.apply(x.to(dtype), *weights_and_biases)
+    x, *parameters = [each.to(dtype) if autocast else each for each in (x, *weights_and_biases)]
+    for weight, bias in _layers(parameters):
+        x = F.relu(F.linear(x, weight, bias))
+    return x
 
 
 class LinearRelu(nn.Linear):
@@ -36,33 +43,52 @@ class LinearRelu(nn.Linear):
 
 
 class _OneDnn(torch.autograd.Function):
-    """Direct calls of oneDNN's operators: torch itself fuses a ReLU in compiled graphs only, and not in a backward."""
+    """Direct calls of oneDNN's operators: torch itself fuses a ReLU in compiled graphs only, and not in a backward.
+
+    All layers are one operation for autograd, whose own work takes as long as a layer of a small batch. The parameters
+    are converted to the dtype of x.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y = _product(x, weight, bias, "relu")
-        ctx.save_for_backward(x, weight, y)
-        return y
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        converted = [each.to(x.dtype) for each in parameters]
+        inputs, ctx.dtypes = [x], [each.dtype for each in parameters]
+        for weight, bias in _layers(converted):
+            inputs.append(_product(inputs[-1], weight, bias, "relu"))
+        ctx.save_for_backward(*inputs, *converted[::2])
+        return inputs[-1]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight, y = ctx.saved_tensors
-        grad = torch.ops.aten.threshold_backward(grads[0], y, 0)
-        grad_x = _product(grad, weight.t(), None, "none") if ctx.needs_input_grad[0] else None
-        if grad.dtype != torch.float32:  # torch computes these products with oneDNN
-            return grad_x, grad.t() @ x, grad.sum(0)
-        if 0 < len(grad) <= _FEW_SAMPLES:
-            return grad_x, _product(grad.t(), x.t(), None, "none"), grad.sum(0)
-        grad_weight = grad_bias = None
-        kernel = weight.to_mkldnn()  # only its shape is read
-        for some, inputs in zip(grad.split(_SAMPLES), x.split(_SAMPLES), strict=True):
-            parts = torch.ops.aten.mkldnn_linear_backward_weights(some.to_mkldnn(), inputs.to_mkldnn(), kernel, True)
-            weights, biases = (part.to_dense() for part in parts)
-            grad_weight = weights if grad_weight is None else grad_weight.add_(weights)
-            grad_bias = biases if grad_bias is None else grad_bias.add_(biases)
-        return grad_x, grad_weight, grad_bias
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        depth = len(ctx.dtypes) // 2
+        inputs, weights = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
+        grad, of_parameters = grads[0], []
+        for layer in reversed(range(depth)):
+            grad = torch.ops.aten.threshold_backward(grad, inputs[layer + 1], 0)
+            of_parameters += [grad.sum(0), _kernel_gradient(grad, inputs[layer], weights[layer])]
+            if layer or ctx.needs_input_grad[0]:
+                grad = _product(grad, weights[layer].t(), None, "none")
+        of_x = grad if ctx.needs_input_grad[0] else None
+        return of_x, *(each.to(dtype) for each, dtype in zip(reversed(of_parameters), ctx.dtypes, strict=True))
+
+
+def _kernel_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """``grad.T @ x``, [H, K], of the gradient [B, H] of a layer's products and its inputs [B, K]."""
+    if grad.dtype != torch.float32:  # torch computes these products with oneDNN
+        return grad.t() @ x
+    if 0 < len(grad) <= _FEW_SAMPLES:
+        return _product(grad.t(), x.t(), None, "none")
+    total, kernel = torch.zeros_like(weight), weight.to_mkldnn()  # only its shape is read
+    for some, inputs in zip(grad.split(_SAMPLES), x.split(_SAMPLES), strict=True):
+        part, _ = torch.ops.aten.mkldnn_linear_backward_weights(some.to_mkldnn(), inputs.to_mkldnn(), kernel, False)
+        total += part.to_dense()
+    return total
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+
+
+def _layers(weights_and_biases: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True)

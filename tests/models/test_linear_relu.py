@@ -44,6 +44,34 @@ def test_values_and_gradients_are_those_of_float64(samples, dtype):
     assert samples == 0 or 0 < side.mean() < 1
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_in_one_call_have_the_values_and_gradients_of_float64(autocast):
+    """Gradients have the parameters' dtype under autocast too; the tolerance is the rounding of three layers."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(20, 6), (9, 6), (9,), (8, 9), (8,), (5, 8), (5,)]
+    drawn = [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
+
+    def gradients(function, dtype):
+        leaves = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
+        y = function(*leaves)
+        y.double().square().sum().backward()
+        return [y, *(each.grad for each in leaves)]
+
+    def expected(x, *parameters):
+        for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+            x = F.relu(F.linear(x, weight, bias))
+        return x
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = gradients(linear_relu, torch.float32)
+    wanted = gradients(expected, torch.float64)
+    assert found[0].dtype == (torch.bfloat16 if autocast else torch.float32)
+    for one, other in zip(found, wanted, strict=True):
+        largest = other.abs().max().item()
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=(5e-2 if autocast else 1e-5) * largest)
+    assert {each.dtype for each in found[1:]} == {torch.float32}
+
+
 def test_an_input_without_gradient_gets_none():
     layer, x = LinearRelu(5, 4), torch.randn(3, 5)
     layer(x).sum().backward()
