@@ -28,7 +28,7 @@ def main() -> None:
     folder: Path = parser.parse_args().folder
     beds = {bed: lines for bed in BEDS if (lines := parts(folder / bed, "rules", "scales", "farther"))}
     plot_rules(beds, folder / "rules.png")
-    plot_groups(beds, folder / "by_id_counts.png")
+    plot_groups({bed: lines for bed, lines in beds.items() if has_128(lines)}, folder / "by_id_counts.png")
     if ten := parts(folder / "criteo", "ten_epochs"):
         plot_epochs(ten, folder / "by_epoch.png")
     (folder / "tables.md").write_text("\n".join(tables(folder)), encoding="utf-8")
@@ -39,6 +39,11 @@ def parts(bed: Path, *names: str) -> list[dict[str, Any]]:
     files = [file for name in names for file in (bed / name).glob("sweep.jsonl")]
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "error" not in line]
+
+
+def has_128(lines: Lines) -> bool:
+    """Whether a bed has runs at 128 times its base batch."""
+    return any(line["batch_size"] == 128 * line["base_batch_size"] for line in lines)
 
 
 def plot_rules(beds: Mapping[str, Lines], path: Path) -> None:
@@ -168,7 +173,7 @@ def _rows(lines: Lines, others: Lines) -> Iterator[str]:
         cells = [
             rule,
             clip,
-            f"{batch // size}x",
+            f"{batch / size:g}x",
             f"{runs[0]['steps']:,}" + (" (few)" if runs[0]["steps"] < FEW_STEPS else ""),
         ]
         for measure, factor, form in (("auc", 100, ".2f"), ("best_epoch_auc", 100, ".2f"), ("logloss", 1, ".4f")):
