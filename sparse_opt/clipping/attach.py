@@ -185,11 +185,16 @@ def wrap_lookups(
     Raises:
         ValueError: a lookup is attached already.
     """
-    if any(each.lookup.module in _ATTACHED for each in lookups):
-        raise ValueError("this model's tables are attached already; call remove() of the earlier handle first")
+    require_unattached(lookups)
     collections = {id(each.lookup.collection): each.lookup.collection for each in lookups}
     guards = [each.register_forward_pre_hook(_refuses_rebuilt(each)).remove for each in collections.values()]
     return LookupsHandle(lookups, [*guards, *(_wrap_lookup(each, look_up) for each in lookups)])
+
+
+def require_unattached(lookups: Sequence[ClippedLookup]) -> None:
+    """Raises ValueError if a lookup is attached already."""
+    if any(each.lookup.module in _ATTACHED for each in lookups):
+        raise ValueError("this model's tables are attached already; call remove() of the earlier handle first")
 
 
 def _refuses_rebuilt(collection: nn.Module) -> Callable[..., None]:

@@ -29,7 +29,7 @@ class CollectionAdam:
     """The lookups of one sharded collection under Adam. A rank may hold none of them.
 
     Args:
-        path: the collection's path in the keys of the model's ``state_dict()``.
+        path: the collection's path in the model, without the names of wrappers.
         collection: the collection.
         clipped: its lookups on this rank, under their clip rule.
         config: Adam's settings.
@@ -66,6 +66,7 @@ class CollectionAdam:
     def step(self, value: int) -> None:
         for adam in self.lookups:
             adam.step = value
+        self.history.forget_after(value)
         for _, replay in self.unequal_replays():
             replay.mark_current(value)
         if self.history.is_replayed:
@@ -157,7 +158,8 @@ class CollectionAdam:
         if not behind:
             return
         names = ", ".join(repr(shard.name) for adam in behind for shard in adam.lookup.shards)
-        if any(adam.clipped.waits_for_ranks for adam in behind):
+        is_dense = self._config.absent_rows == "dense"
+        if any(adam.clipped.waits_for_ranks or (is_dense and not adam.clipped.is_local) for adam in behind):
             raise RuntimeError(
                 f"an exception interrupted the backward pass of step {step} before the tables {names} took it, and"
                 " other processes take part in their steps; load the latest checkpoint on all of them"
@@ -169,7 +171,8 @@ class CollectionAdam:
             stacklevel=2,
         )
         for adam in behind:
-            adam.take_without_ids(self.history.lr_of(step))
+            while adam.step < step:
+                adam.take_without_ids(self.history.lr_of(adam.step + 1))
 
     def state(self) -> dict[str, Any]:
         """The collection's part of :meth:`EmbeddingAdam.state_dict`. All ranks must call together."""
@@ -216,6 +219,7 @@ class CollectionAdam:
                 own[key].copy_(given[key])
         for adam in self.lookups:
             adam.step = int(given[f"{self._prefix}{_STEP}"])
+        self.history.forget_after(int(given[f"{self._prefix}{_STEP}"]))
         if self.history.is_replayed:
             self.history.replace(given[f"{self._prefix}{_LRS}"].numpy())
             last_steps = [

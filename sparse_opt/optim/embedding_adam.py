@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
-from cowrec.sparse_opt.clipping.attach import Forward, Inputs, LookupsHandle, wrap_lookups
+from cowrec.sparse_opt.clipping.attach import Forward, Inputs, LookupsHandle, require_unattached, wrap_lookups
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.requirements import check_lookup_inputs, clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
@@ -88,6 +88,7 @@ class EmbeddingAdam:
                     f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer.name}, whose update"
                     " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
                 )
+        require_unattached(clipped)
         device, names = next(model.parameters()).device, dict(table_names(model))
         self.collections = [
             CollectionAdam(
@@ -191,7 +192,7 @@ class EmbeddingAdam:
         """
         for adam, replay in self._replays():
             for number, shard in enumerate(adam.lookup.shards):
-                if shard.name == table:
+                if table in (shard.name, shard.table):
                     held = rows[(rows >= shard.first_row) & (rows < shard.first_row + shard.rows)] - shard.first_row
                     first = adam.clipped.layout.first_row[number]
                     replay.catch_up_rows(held.to(first.device) + first, adam.step)
@@ -210,12 +211,13 @@ class EmbeddingAdam:
     def state_dict(self) -> dict[str, Any]:
         """Moments ``<weight>.exp_avg`` and ``<weight>.exp_avg_sq``, sharded like weights, and ``<collection>.step``.
 
-        Keys begin as those of the model's ``state_dict()``: ``<weight>`` is a weight's key without ``.weight``,
-        ``<collection>`` the path of a collection. Under "replay" also ``<weight>.last_step``, int32 [rows, 1] (see
-        :class:`LastSteps`), and ``<collection>.lrs``, the learning rates of the steps, float64 [steps]. All rows are
-        then brought up to date first, so that it does not matter whether this state or the model's is taken first, or
-        loaded first; within :meth:`as_stored` only those of column-wise and data-parallel tables, because their shards
-        or copies may be at different steps. The tensors share the optimizer's memory. All ranks must call together.
+        Keys begin as those of the model's ``state_dict()``, less the names of wrappers: ``<weight>`` is a weight's key
+        without ``.weight``, ``<collection>`` the path of a collection. Under "replay" also ``<weight>.last_step``,
+        int32 [rows, 1] (see :class:`LastSteps`), and ``<collection>.lrs``, the learning rates of the steps, float64
+        [steps]. All rows are then brought up to date first, so that it does not matter whether this state or the
+        model's is taken first, or loaded first; within :meth:`as_stored` only those of column-wise and data-parallel
+        tables, because their shards or copies may be at different steps. The tensors share the optimizer's memory. All
+        ranks must call together.
         """
         return {key: value for each in self.collections for key, value in each.state().items()}
 

@@ -52,7 +52,7 @@ def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[Tb
 
 
 def sharded_collections(model: nn.Module) -> dict[str, ShardedEmbeddingBagCollection]:
-    """The sharded EmbeddingBagCollections of a model, by their paths in the keys of its ``state_dict()``."""
+    """The sharded EmbeddingBagCollections of a model, by their paths, without the names of wrappers."""
     found = _outermost_collections(model)
     return {path: each for path, each in found if isinstance(each, ShardedEmbeddingBagCollection)}
 
@@ -150,7 +150,8 @@ def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
 
     def rejoin() -> None:
         for index, lookup in wrapped.items():
-            collection._lookups[index] = lookup
+            if collection._lookups[index] is lookup.module:  # not one that was rebuilt since
+                collection._lookups[index] = lookup
 
     for index, lookup in wrapped.items():
         collection._lookups[index] = lookup.module
@@ -161,16 +162,24 @@ _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagColl
 
 
 _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Names of children that no key of a ``state_dict()`` has."""
+"""Names of wrapped children, which paths leave out."""
 
 
-def _outermost_collections(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _outermost_collections(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Collections with their first paths; one that several modules share is listed once."""
+    found: dict[nn.Module, str] = {}
+    for path, module in _collections_below(model, ""):
+        found.setdefault(module, path)
+    return [(path, module) for module, path in found.items()]
+
+
+def _collections_below(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(model, _UNSHARDED) or hasattr(model, "_lookups"):
         yield path, model
         return
     for name, child in model.named_children():
         hidden = name in _WRAPPERS or (name == "module" and isinstance(model, DistributedDataParallel))
-        yield from _outermost_collections(child, path if hidden else f"{path}.{name}".lstrip("."))
+        yield from _collections_below(child, path if hidden else f"{path}.{name}".lstrip("."))
 
 
 def _sharded_tables(model: nn.Module) -> Iterator[tuple[ShardedEmbeddingBagCollection, dict[str, str]]]:

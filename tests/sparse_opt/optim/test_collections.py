@@ -299,3 +299,67 @@ def test_tables_that_are_sharded_anew_are_refused(attach: str, monkeypatch: pyte
     for now, then in zip(gather_tables(CASE, model), before, strict=True):
         np.testing.assert_array_equal(now, then)
     attached.remove()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_back_takes_its_own_learning_rates(mode: str) -> None:
+    """An earlier state is loaded, and a table that is then left two steps behind takes them at their rates."""
+    model, optimizer = started(MIXED, mode)
+    train(MIXED, model, optimizer, range(6))
+    saved = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), saved)
+    train(MIXED, model, optimizer, range(6, 12))
+    saved.seek(0)
+    for part, state in zip((model, optimizer), torch.load(saved, weights_only=False), strict=True):
+        part.load_state_dict(state)
+    table = next(name for name in ("t0", "t1") if left_behind(model, optimizer, name))
+
+    expected_model, expected = started(MIXED, mode)
+    train(MIXED, expected_model, expected, range(6))
+    for step in (8, 9):
+        bags, targets = MIXED.draw()["steps"][step]
+        for feature in MIXED.features[int(table[1:])]:
+            bags[feature] = [(np.empty(0, np.int64), np.empty(0, np.float32))] * MIXED.batch
+        expected.lr = schedule(step)
+        train_step(MIXED, expected_model, bags, targets, 0, MIXED.batch)
+    with pytest.warns(RuntimeWarning, match=table):
+        train(MIXED, model, optimizer, range(10, 14))
+    train(MIXED, expected_model, expected, range(10, 14))
+    assert_equal(current(model, optimizer), current(expected_model, expected))
+
+
+def left_behind(model: nn.Module, optimizer: EmbeddingAdam, table: str) -> bool:
+    """Takes two steps, whose forwards come first, and whose backwards fail before a table's update."""
+    drawn = MIXED.draw()["steps"]
+    before = [adam.step for adam in optimizer.lookups]
+    with failing_before(model, table):
+        losses = []
+        for bags, targets in (drawn[8], drawn[9]):
+            pooled = model.module["ebc"](batch_of(MIXED, bags, 0, MIXED.batch)).wait().to_dict()
+            parts = [(pooled[key] * torch.from_numpy(targets[key])).sum() for key in MIXED.keys]
+            losses.append(torch.stack(parts).sum() / MIXED.batch)
+        for step, loss in zip((8, 9), losses, strict=True):
+            optimizer.lr = schedule(step)
+            with pytest.raises(Stop):
+                loss.backward()
+    return [adam.step for adam in optimizer.lookups] != before
+
+
+@pytest.mark.usefixtures("group")
+def test_a_collection_of_two_modules_is_attached_once() -> None:
+    model = sharded_model(CASE, CASE.draw()["tables"])
+    both = nn.ModuleDict({"retrieval": model, "ranking": nn.ModuleDict({"same": model})})
+    optimizer = EmbeddingAdam(both, ADAM, RULE)
+    train(CASE, model, optimizer, range(3))
+    assert {key.partition(".")[0] for key in optimizer.state_dict()} == {"retrieval"}
+    alone_model, alone = started()
+    train(CASE, alone_model, alone, range(3))
+    assert_equal(
+        current(model, optimizer),
+        {
+            f"retrieval.{key}" if "exp" in key or "last" in key else key: value
+            for key, value in current(alone_model, alone).items()
+        },
+    )
+    optimizer.remove()

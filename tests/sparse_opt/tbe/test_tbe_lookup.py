@@ -67,10 +67,10 @@ def test_the_flat_weights_are_the_tables_memory(model: nn.Module) -> None:
 def test_row_state_is_sharded_like_the_weights(model: nn.Module) -> None:
     (lookup,) = find_lookups(model)[0]
     state = torch.arange(lookup.flat_weights().numel(), dtype=torch.float32)
-    sharded = sharded_like_weights([lookup.collection], [lookup], [state], torch.float32)
-    assert sharded.keys() == {"t0", "t1", "t2"}
+    sharded = sharded_like_weights(lookup.collection, [lookup], [state], torch.float32)
+    assert sharded.keys() == {"embedding_bags.t0", "embedding_bags.t1", "embedding_bags.t2"}
     for t, rows in enumerate(Case().rows):
-        (shard,) = sharded[f"t{t}"].local_shards()
+        (shard,) = sharded[f"embedding_bags.t{t}"].local_shards()
         assert shard.metadata.shard_sizes == [rows, Case().dim]
         assert torch.equal(shard.tensor, lookup.view_of(state, t))
         assert shard.tensor.data_ptr() == lookup.view_of(state, t).data_ptr()
@@ -96,11 +96,11 @@ def test_column_shards() -> None:
     assert inconsistent_lookups(model) is None
     rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (complete, split)]
     last = sharded_like_weights(sharded_collections(model)["ebc"], [complete, split], rows, torch.int32, per_row=True)
-    (first,) = last["t0"].local_shards()
+    (first,) = last["embedding_bags.t0"].local_shards()
     assert first.tensor.flatten().tolist() == list(range(40))
     assert first.metadata.shard_offsets == [0, 0]
-    assert list(last["t2"].size()) == [300, 1]
-    assert list(last["t1"].size()) == [7, 1]
+    assert list(last["embedding_bags.t2"].size()) == [300, 1]
+    assert list(last["embedding_bags.t1"].size()) == [7, 1]
 
 
 @pytest.mark.usefixtures("model")
