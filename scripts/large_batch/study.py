@@ -90,7 +90,7 @@ PARTS = {
     "rules": Part(tuple(BEDS), ("half_life", *PUBLISHED), (1, 128)),
     "scales": Part(("criteo", "avazu"), CONTRAST, (8, 32, 256, 512)),
     "farther": Part(("synthetic", "movielens"), ("half_life",), (512,)),
-    "smaller": Part(("synthetic",), ("half_life",), (0.25,), seeds=2),
+    "smaller": Part(("synthetic",), ("half_life",), (0.25,), seeds=1),
     # Ten epochs: which rule overfits, and what stops it?
     "ten_epochs": Part(
         ("criteo",), ("half_life", *PUBLISHED), (1, 128), seeds=1, variants=(("", ("train.epochs=10",)),)
