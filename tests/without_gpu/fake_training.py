@@ -261,10 +261,25 @@ def _(indices: Tensor, offsets: Tensor, bags: int, columns: int) -> Tensor:
     return torch.empty(bags, columns, device=indices.device)
 
 
+class _FusedUpdate(torch.autograd.Function):
+    """Stands for the operator of FBGEMM's lookup; its backward, the fused update, does nothing."""
+
+    @staticmethod
+    def forward(_: Any, indices: Tensor, offsets: Tensor, bags: int, columns: int, __: Tensor) -> Tensor:
+        output: Tensor = torch.ops.fake_training.lookup(indices, offsets, bags, columns)
+        return output
+
+    @staticmethod
+    def backward(*_: Any) -> tuple[None, ...]:
+        return (None,) * 5
+
+
 def _look_up(module: Any, indices: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stands for the forward of FBGEMM's lookup; its backward, the fused update, is not run."""
+    """Stands for the forward of FBGEMM's lookup."""
     bags = (offsets.numel() - 1) // len(module.feature_table_map)
-    return torch.ops.fake_training.lookup(indices, offsets, bags, module.total_D).requires_grad_()
+    anchor = torch.empty(0, requires_grad=True)
+    output: Tensor = _FusedUpdate.apply(indices, offsets, bags, module.total_D, anchor)
+    return output
 
 
 _ADAM = torch.library.Library("aten", "IMPL", "Meta")
