@@ -121,7 +121,18 @@ def attach_cowclip(
         )
     lookups = clipped_lookups(model, rule, exclude, clip_columns, optional=() if l2 > 0 else exclude)
 
+    if l2 > 0:
+        _require_float32_outputs(lookups)
     return wrap_lookups(lookups, partial(_look_up, single_id_bags, l2))
+
+
+def _require_float32_outputs(lookups: Sequence[ClippedLookup]) -> None:
+    for lookup in (each.lookup for each in lookups):
+        if lookup.output_is_half:
+            raise ValueError(
+                f"table {lookup.shards[0].name!r} has outputs in half precision, whose gradient cannot hold a small L2;"
+                " set output_dtype to float32, l2 = 0, or use cowrec's EmbeddingAdam"
+            )
 
 
 def _look_up(single_id_bags: bool, l2: float, clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:

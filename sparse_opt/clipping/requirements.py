@@ -60,6 +60,13 @@ def clipped_lookups(
             if refusal.table in exclude:
                 remedy = "exclude leaves it unclipped, but it still needs L2 or the optimizer"
             raise ValueError(f"table {refusal.table!r} cannot be clipped: {refusal.reason}; {remedy}")
+    for lookup in lookups:
+        if lookup.max_gradient is not None:
+            raise ValueError(
+                f"table {lookup.shards[0].name!r} is under FBGEMM's gradient_clipping, which clamps the output"
+                f" gradient to {lookup.max_gradient:g} after the clip has measured it; leave gradient_clipping out of"
+                " fused_params"
+            )
     _require_norms(model, rule, exclude)
     groups = groups_of_columns(column_split_tables(model)) if rule.scope == "row" else {}
     return [ClippedLookup(lookup, rule, columns, exclude, groups) for lookup in lookups]

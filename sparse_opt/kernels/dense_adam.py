@@ -42,14 +42,14 @@ def dense_adam_(
         norms: norms of gradients and weights that the limit applies to, float32 [2, V]; None to measure each row's
             clipped columns. Needed where a norm includes other rows or columns; see :func:`row_squares`.
     """
-    constants = adam_constants(config)
-    grad = grad + constants.twice_l2 * weights
+    constants, values = adam_constants(config), _at_least_float32(weights)
+    grad = grad + constants.twice_l2 * values
     clipped, unclipped = grad[:, :clip_columns], grad[:, clip_columns:]
     if norms is None:
-        norms = torch.stack([row_norms(clipped), row_norms(weights[:, :clip_columns])])
+        norms = torch.stack([row_norms(clipped), row_norms(values[:, :clip_columns])])
     scales = scales_of_norms(norms[0], limits_of_norms(norms[1], counts, *limit))
     stepped = adam_element(
-        weights,
+        values,
         exp_avg,
         exp_avg_sq,
         torch.cat([clipped * scales[:, None], unclipped], dim=1),
@@ -58,8 +58,8 @@ def dense_adam_(
         exact_root,
         torch.div,
     )
-    for state, value in zip((weights, exp_avg, exp_avg_sq), stepped, strict=True):
-        state.copy_(value)
+    for state, stepped_value in zip((weights, exp_avg, exp_avg_sq), stepped, strict=True):
+        state.copy_(stepped_value)
 
 
 def row_squares(weights: Tensor, grad: Tensor, *, clip_columns: int, l2: float) -> Tensor:
@@ -67,8 +67,9 @@ def row_squares(weights: Tensor, grad: Tensor, *, clip_columns: int, l2: float) 
 
     Args as in :func:`dense_adam_`; ``l2`` is the coefficient of the squared weights in the loss.
     """
-    with_l2 = grad + 2 * l2 * weights
-    return torch.stack([part[:, :clip_columns].double().square().sum(1) for part in (with_l2, weights)])
+    values = _at_least_float32(weights)
+    with_l2 = grad + 2 * l2 * values
+    return torch.stack([part[:, :clip_columns].double().square().sum(1) for part in (with_l2, values)])
 
 
 def dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +81,11 @@ def dense_gradient(rows: RowGradients | None, table: int, start: int, like: Tens
         grad[row] = rows.grad[here, : like.shape[1]].to(grad.dtype)
         counts[row] = rows.counts.count[here]
     return grad, counts
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """Values to compute with: in half precision a small L2 underflows."""
+    return values.float() if values.element_size() < 4 else values
 
 
 def exact_root(values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     DenseTableBatchedEmbeddingBagsCodegen,
@@ -117,6 +117,18 @@ class TbeLookup:
     def is_plain_sgd(self) -> bool:
         """True if its fused optimizer is SGD, which has no state; replicated tables have no fused optimizer at all."""
         return self.is_replicated or self.module.optimizer == EmbOptimType.EXACT_SGD
+
+    @property
+    def max_gradient(self) -> float | None:
+        """Bound to which FBGEMM clamps the elements of output gradients; None if it does not."""
+        if self.is_replicated or not self.module.optimizer_args.gradient_clipping:
+            return None
+        return float(self.module.optimizer_args.max_gradient)
+
+    @property
+    def output_is_half(self) -> bool:
+        """True if its output, and hence the output's gradient, has less than float32's precision."""
+        return not self.is_replicated and self.module.output_dtype != SparseType.FP32.as_int()
 
     @property
     def process_group(self) -> ProcessGroup:
