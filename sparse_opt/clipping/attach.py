@@ -10,15 +10,17 @@ shard has the global batch's ids of its rows, so counts are global.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
 from math import inf
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from cowrec.sparse_opt.algorithm.clip import ClipRule
+from cowrec.sparse_opt.tbe.discovery import lookup_modules
 from cowrec.sparse_opt.tbe.layout import LookupBackward
 
 from .clipped_lookup import ClippedLookup
@@ -208,12 +210,12 @@ def require_unattached(lookups: Sequence[ClippedLookup]) -> None:
         raise ValueError("this model's tables are attached already; call remove() of the earlier handle first")
 
 
-def _refuses_rebuilt(collection: nn.Module) -> Callable[..., None]:
+def _refuses_rebuilt(collection: ShardedEmbeddingBagCollection) -> Callable[..., None]:
     """A forward pre-hook that raises RuntimeError once the lookups of a collection are not those of now."""
-    wrapped: list[nn.Module] = list(collection._lookups)  # type: ignore[arg-type]
+    wrapped = lookup_modules(collection)
 
     def check(*_: Any) -> None:
-        if any(now is not then for now, then in zip_longest(collection._lookups, wrapped)):  # type: ignore[arg-type]
+        if lookup_modules(collection) != wrapped:  # modules are equal to themselves alone
             raise RuntimeError(
                 f"the lookups of {type(collection).__name__} were rebuilt after attaching, as by"
                 " DistributedModelParallel.reshard, so that its tables would train without the clip and without"

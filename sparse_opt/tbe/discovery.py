@@ -57,6 +57,11 @@ def sharded_collections(model: nn.Module) -> dict[str, ShardedEmbeddingBagCollec
     return {path: each for path, each in found if isinstance(each, ShardedEmbeddingBagCollection)}
 
 
+def lookup_modules(collection: ShardedEmbeddingBagCollection) -> list[nn.Module]:
+    """A collection's modules of lookups, one for each kind of sharding; TorchRec makes new ones when it reshards."""
+    return list(collection._lookups)
+
+
 def table_names(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
     """Each collection of a model with its tables' names in the model, by their names in it; the same on all ranks.
 
