@@ -15,11 +15,11 @@ PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constr
 # The tests start hundreds of processes: none compiles modules again, even where the environment forbids to keep them.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 2 --dist loadfile
 PACKAGES := trainer models sparse_opt data_pipeline
-SOURCES := $(PACKAGES) scripts tests
+SOURCES := $(PACKAGES) scripts tests docs
 LINT := ruff-check ruff-format mypy codespell links
 MATRIX := $(foreach torch,2.13 2.11,$(foreach python,3.11 3.12,test-python-$(python)-torch-$(torch)))
 
-.PHONY: help demo test lint $(LINT) suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
+.PHONY: help demo test lint $(LINT) links-to-packages docs suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
 
 help:
 	@echo 'make demo         set up .venv if needed, then train a small model end to end and show the result'
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-matrix  pytest under both Pythons and both matched sets, each in build/venv-*; one of them:'
 	@for entry in $(MATRIX); do echo "                  make $$entry"; done
 	@echo 'make test-without-gpu  the tests of the CUDA path that need no GPU, under both matched sets'
+	@echo 'make docs         build the documentation as a site in build/site; make test does so too'
 	@echo 'make setup        only set up .venv (PYTHON=python3.12 chooses the interpreter)'
 	@echo 'make clean        remove .venv, build leftovers and caches; your runs and data stay'
 
@@ -48,14 +49,16 @@ ruff-format: $(READY)
 	@$(BIN)/ruff format --check --quiet $(SOURCES) || { echo 'not formatted; run: $(BIN)/ruff format $(SOURCES)'; exit 1; }
 
 # mypy does not follow editable installs, so it is shown the import name cowrec as a folder of links.
-mypy: $(READY)
+mypy: $(READY) links-to-packages
+	@MYPYPATH=build/typed $(BIN)/mypy $(addprefix -p cowrec.,$(PACKAGES)) -p scripts
+
+links-to-packages:
 	@mkdir -p build/typed/cowrec
 	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/typed/cowrec/$$package; done
 	@ln -sfn ../../scripts build/typed/scripts
-	@MYPYPATH=build/typed $(BIN)/mypy $(addprefix -p cowrec.,$(PACKAGES)) -p scripts
 
 codespell: $(READY)
-	@$(BIN)/codespell $(SOURCES) docs .github *.md *.toml *.cff Makefile
+	@$(BIN)/codespell $(SOURCES) .github *.md *.toml *.cff Makefile
 
 links: $(READY)
 	@$(BIN)/rumdl check --quiet --no-cache *.md docs results .github
@@ -78,6 +81,10 @@ $(MATRIX): test-%:
 test-without-gpu:
 	@$(MAKE) --no-print-directory suite TESTS=tests/without_gpu
 	@$(MAKE) --no-print-directory test-python-3.12-torch-2.11 TESTS=tests/without_gpu
+
+docs: $(READY) links-to-packages
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would drop warnings, which are then no errors
+	@echo build/site/index.html
 
 setup: $(READY)
 

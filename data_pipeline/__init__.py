@@ -7,6 +7,7 @@ from .preparation.config import PrepareConfig
 from .preparation.prepare import prepare, work_bytes
 from .reading.memory import available_bytes, resident_bytes
 from .reading.reader import Reader
+from .schema_inference.infer import infer_schema
 from .streams.open import open_source
 from .streams.position import Position
 from .streams.source import Chunk, SampleSource
@@ -36,6 +37,7 @@ __all__ = [
     "StreamBatch",
     "SynthesizeConfig",
     "available_bytes",
+    "infer_schema",
     "open_source",
     "prepare",
     "resident_bytes",

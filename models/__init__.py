@@ -1,21 +1,25 @@
-"""CTR networks: ``forward(dense [B, N], sparse KeyedJaggedTensor) -> logits [B]``.
+"""CTR networks: ``forward(dense [B, N], sparse KeyedJaggedTensor) -> logits [B]``, and losses of their logits.
 
-To add a network, write one file with a class that takes ``(config, front)`` and add one line to ``MODELS``; wdl.py is
-the shortest example. Tables, sharding and training are the caller's.
+A network is a class that takes ``(config, front)``: one of ``MODELS``, or your own, which a configuration names as
+"module:Class"; docs/models.md has both. Tables, sharding and training are the caller's.
 """
 
 from .config import ModelConfig
-from .front import EmbeddingFront, physical_dim
+from .front import EmbeddingFront, Features, physical_dim
 from .layers import l2_kernels
+from .losses import LOSSES, loss_of
 from .registry import MODELS, build_model, build_network, require_model
 
 __all__ = [
+    "LOSSES",
     "MODELS",
     "EmbeddingFront",
+    "Features",
     "ModelConfig",
     "build_model",
     "build_network",
     "l2_kernels",
+    "loss_of",
     "physical_dim",
     "require_model",
 ]

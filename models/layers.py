@@ -9,9 +9,14 @@ from itertools import pairwise
 from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from .linear_relu import LinearRelu, linear_relu
+
+# One operation each for TorchRec's pipeline, which traces modules inside a ModuleList.
+torch.fx.wrap("linear_relu")
+torch.fx.wrap("logits_of")
 
 
 @runtime_checkable
@@ -110,16 +115,40 @@ class Mlp(nn.Module):
 
 
 class LogitKernel(nn.Module):
-    """The output layer: a kernel without bias, since the global bias is in the linear part.
+    """The output layer: a kernel, without bias where the global bias is in the linear part.
 
     Args:
         width: K.
+        bias: the network has no linear part.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, bias: bool = False) -> None:
         super().__init__()
         self.kernel = glorot_normal(width, 1)
+        self.bias = nn.Parameter(torch.zeros(1)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] -> logits [B]."""
-        return logits_of(x, self.kernel)
+        logits = logits_of(x, self.kernel)
+        return logits if self.bias is None else logits + self.bias
+
+
+class FieldEmbeddings(nn.Module):
+    """Embeddings of all fields, where a dense feature's is a vector times the feature.
+
+    Source: AutoInt (arXiv 1810.11921), equation 4.
+
+    Args:
+        num_dense: N, may be 0.
+        embedding_dim: D.
+    """
+
+    def __init__(self, num_dense: int, embedding_dim: int) -> None:
+        super().__init__()
+        self._embedding_dim = embedding_dim
+        self.dense = glorot_normal(num_dense, embedding_dim) if num_dense else None
+
+    def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
+        """[B, F + N, D] of rows [B, F, P], whose first D columns count, and dense features [B, N]."""
+        embeddings = rows[:, :, : self._embedding_dim]
+        return embeddings if self.dense is None else torch.cat([embeddings, dense[:, :, None] * self.dense], dim=1)

@@ -1,5 +1,6 @@
 """The networks by name, and their construction from a configuration."""
 
+import inspect
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -8,10 +9,22 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from .config import ModelConfig
-from .dcn import DCN, DCNMix, DCNv2
-from .deepfm import DeepFM
-from .front import EmbeddingFront, LookedUpFront
-from .wdl import WideDeep
+from .front import EmbeddingFront, Front, LookedUpFront
+from .import_path import imported, is_import_path
+from .multi_task.mmoe import MMoE
+from .multi_task.ple import PLE
+from .multi_task.shared_bottom import SharedBottom
+from .networks.autoint import AutoInt
+from .networks.dcn import DCN, DCNMix, DCNv2
+from .networks.deepfm import DeepFM
+from .networks.dlrm import DLRM
+from .networks.finalmlp import FinalMlp
+from .networks.fm import FM
+from .networks.masknet import ParallelMaskNet, SerialMaskNet
+from .networks.wdl import WideDeep
+from .networks.xdeepfm import XDeepFM
+from .options import checked_options
+from .own_network import check_class, check_network
 
 MODELS: dict[str, type[nn.Module]] = {
     "wdl": WideDeep,
@@ -19,15 +32,26 @@ MODELS: dict[str, type[nn.Module]] = {
     "dcn": DCN,
     "dcnmix": DCNMix,
     "dcnv2": DCNv2,
+    "fm": FM,
+    "dlrm": DLRM,
+    "xdeepfm": XDeepFM,
+    "autoint": AutoInt,
+    "masknet_serial": SerialMaskNet,
+    "masknet_parallel": ParallelMaskNet,
+    "finalmlp": FinalMlp,
+    "shared_bottom": SharedBottom,
+    "mmoe": MMoE,
+    "ple": PLE,
 }
 
 
-def require_model(name: str) -> None:
-    """Raises ValueError for a name that is not in ``MODELS``."""
-    if name not in MODELS:
-        nearest = get_close_matches(name, MODELS, n=1)
-        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
-        raise ValueError(f'model.name is "{name}"; {hint}known: {", ".join(MODELS)}')
+def require_model(config: ModelConfig) -> None:
+    """Checks the network's name and its options; imports the module of a network of your own.
+
+    Raises:
+        ValueError: the name is neither in ``MODELS`` nor that of a class that is a network, or an option does not fit.
+    """
+    _class_and_options(config)
 
 
 def build_model(
@@ -37,6 +61,7 @@ def build_model(
     *,
     is_weighted: bool = False,
     fields: Sequence[str] | None = None,
+    num_tasks: int = 1,
     device: torch.device | None = None,
 ) -> nn.Module:
     """Builds the network ``config.name`` on the given tables.
@@ -50,32 +75,80 @@ def build_model(
         num_dense: number of dense features N; 0 is fine.
         is_weighted: the ids carry weights, and all tables are pooled by sum.
         fields: the order in which the network sees them; by default that of the tables.
+        num_tasks: number of labels T.
         device: where everything is built, by default the CPU. With the meta device only the tables are there, so that
             sharding allocates them, and the dense part is on the CPU.
 
     Returns:
-        A module ``forward(dense float [B, N], sparse KeyedJaggedTensor) -> logits float [B]``. Sharding replaces its
-        one EmbeddingBagCollection, ``front.embeddings``.
+        A module ``forward(dense float [B, N], sparse KeyedJaggedTensor) -> logits float [B]``, or [B, T] of T > 1
+        tasks. Sharding replaces its one EmbeddingBagCollection, ``front.embeddings``.
 
     Raises:
-        ValueError: an unknown name, or tables that do not fit the configuration.
+        ValueError: an unknown name or option, a network of one task for several, tables that do not fit the
+            configuration, or a network of your own that is not as docs/models.md describes.
     """
-    require_model(config.name)
+    require_model(config)
     front = EmbeddingFront(
         tables, config.embedding_dim, num_dense, is_weighted=is_weighted, fields=fields, device=device
     )
-    model = MODELS[config.name](config, front)
+    if is_import_path(config.name):
+        _check_own(config, len(front.fields), num_dense, num_tasks)
+    model = _network(config, front, num_tasks)
     if device is not None and device.type != "meta":
         model.to(device)
     return model
 
 
-def build_network(config: ModelConfig, num_fields: int, num_dense: int) -> nn.Module:
+def build_network(config: ModelConfig, num_fields: int, num_dense: int, num_tasks: int = 1) -> nn.Module:
     """Builds the network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
 
     Returns:
-        A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]`` with F =
-        ``num_fields`` and P = ``physical_dim(D)``. Its parameters have the names they have in :func:`build_model`'s.
+        A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]``, or [B, T] of
+        T > 1 tasks, with F = ``num_fields`` and P = ``physical_dim(D)``. Its parameters have the names they have in
+        :func:`build_model`'s.
     """
-    require_model(config.name)
-    return MODELS[config.name](config, LookedUpFront(num_fields, config.embedding_dim, num_dense))
+    return _network(config, LookedUpFront(num_fields, config.embedding_dim, num_dense), num_tasks)
+
+
+def _network(config: ModelConfig, front: Front, num_tasks: int) -> nn.Module:
+    network, options = _class_and_options(config)
+    if _takes_tasks(network):
+        return network(config, front, **options, **{_TASKS: num_tasks})
+    if num_tasks > 1:
+        known = ", ".join(name for name, each in MODELS.items() if _takes_tasks(each))
+        raise ValueError(
+            f'model.name = "{config.name}" computes one logit, but the data have {num_tasks} labels; choose one of'
+            f" {known} or a network of your own with a parameter {_TASKS}, or prepare data with one label"
+        )
+    return network(config, front, **options)
+
+
+def _takes_tasks(network: type[nn.Module]) -> bool:
+    return _TASKS in inspect.signature(network).parameters
+
+
+def _class_and_options(config: ModelConfig) -> tuple[type[nn.Module], dict[str, object]]:
+    name = config.name
+    if is_import_path(name):
+        network: type[nn.Module] = check_class(name, imported("model.name", name))
+    elif name in MODELS:
+        network = MODELS[name]
+    else:
+        nearest = get_close_matches(name, MODELS, n=1)
+        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
+        raise ValueError(
+            f'model.name is "{name}"; {hint}known: {", ".join(MODELS)}; a network of your own is "module:Class"'
+        )
+    owner = f'model.name = "{name}"'
+    return network, checked_options(network, config.options, "model.options", owner, first=2, reserved=_TASKS)
+
+
+def _check_own(config: ModelConfig, num_fields: int, num_dense: int, num_tasks: int) -> None:
+    """Tries a network of the user's own on a few samples, without changing the random numbers of the run."""
+    front = LookedUpFront(num_fields, config.embedding_dim, num_dense)
+    with torch.random.fork_rng(devices=[]):
+        check_network(config.name, lambda: _network(config, front, num_tasks), front, num_fields, num_tasks)
+
+
+_TASKS = "num_tasks"
+"""Parameter of networks of several tasks."""

@@ -1,7 +1,7 @@
 """Benchmark of translating raw ids to rows: IdTables against a dict, numpy and TorchRec's managed collision.
 
     python scripts/bench_ids.py --output ids.jsonl
-    python scripts/bench_ids.py --output ids.jsonl --only cowrec,dict --resident 1000K
+    python scripts/bench_ids.py --output ids.jsonl --only cowrec,dict --resident 1000000
 
 Each implementation is filled with random int64 ids in its own process. It then receives batches of known ids, drawn
 uniformly or by Zipf's law, with a share of new ids. A batch with new ids is assigned as in training, so each new id
@@ -159,17 +159,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to write")
     parser.add_argument("--only", default=",".join(SUBJECTS), help="implementations to measure [%(default)s]")
-    parser.add_argument("--resident", default="1000K,10000K,30000K", help="resident ids, K is 1000 [%(default)s]")
-    parser.add_argument("--batch", default="213K", help="ids per batch, K is 1000 [%(default)s]")
+    parser.add_argument("--resident", default="1000000,10000000,30000000", help="resident ids [%(default)s]")
+    parser.add_argument("--batch", default="213000", help="ids per batch [%(default)s]")
     parser.add_argument("--rounds", type=int, default=7, help="maximum batches of each kind [%(default)s]")
     arguments = parser.parse_args()
     try:
         names = parse_names("only", arguments.only, SUBJECTS)
-        sizes = [
-            parse_number(each, 1000, "--resident takes numbers, with K for 1000")
-            for each in parse_list(arguments.resident)
-        ]
-        batch = parse_number(arguments.batch, 1000, "--batch takes a number, with K for 1000")
+        sizes = [parse_number(each, "--resident takes numbers") for each in parse_list(arguments.resident)]
+        batch = parse_number(arguments.batch, "--batch takes a number")
     except ValueError as error:
         sys.exit(str(error))
     machine = {**environment(torch.device("cpu")), "cores": available_cores()}

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to write; a plot is added")
     parser.add_argument("--only", default=",".join(DOES), help="implementations to measure [%(default)s]")
     parser.add_argument("--batch-sizes", default="1K,8K,64K", help="K is 1024 [%(default)s]")
-    parser.add_argument("--rows", default="100K", help="maximum rows per table, K is 1000, or full [%(default)s]")
+    parser.add_argument("--rows", default="100000", help="maximum rows per table, or full [%(default)s]")
     parser.add_argument("--epoch-share", type=float, default=0.9, help="share of an epoch before timing [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each implementation [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of a turn, at least 5 steps [%(default)s]")

@@ -3,7 +3,7 @@
     cowrec synthesize --output data/synthetic --rows 500000
     python scripts/compare_id_tables.py --data data/synthetic --output id_tables.jsonl
 
-Trains scripts/configs/sweep_synthetic.toml with each kind of table and each seed, in its own process. Writes one JSON
+Trains trainer/configs/sweep_synthetic.toml with each kind of table and each seed, in its own process. Writes one JSON
 line per run, and a plot in the same folder.
 """
 
@@ -28,7 +28,7 @@ from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 from cowrec.trainer.sharded_model.tables import table_specs
 from cowrec.trainer.training.loop import train
 
-CONFIG = Path(__file__).parent / "configs" / "sweep_synthetic.toml"
+CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "sweep_synthetic.toml"
 SHARES = (0.05, 0.2, 0.5)
 LABELS = {**{f"hash {share:.0%}": f"hashed into\n{share:.0%}" for share in SHARES}}
 LABELS |= {"vocabulary": "full\nvocabulary", "collisionless": "collisionless\ntable"}

@@ -17,7 +17,7 @@ from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.training.loop import train
 
-CONFIG = Path(__file__).parent / "configs" / "demo.toml"
+CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "demo.toml"
 SUMMARY, PLOT = "summary.json", "demo.png"
 
 

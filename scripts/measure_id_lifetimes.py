@@ -40,7 +40,7 @@ from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 
-CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
+CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "drifting_year.toml"
 HALF = 182 * DAY
 YEAR = DriftConfig(
     rows=728_000,

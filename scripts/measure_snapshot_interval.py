@@ -45,7 +45,7 @@ from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 
-CONFIG = Path(__file__).parent / "configs" / "drifting_year.toml"
+CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "drifting_year.toml"
 HALF = 182 * DAY
 YEAR = DriftConfig(
     rows=364_000,

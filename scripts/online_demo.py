@@ -44,7 +44,7 @@ from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.serving.served_model import ServedModel
 
-CONFIG = Path(__file__).parent / "configs" / "online.toml"
+CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "online.toml"
 DRIFT = DriftConfig(
     rows=100_000,
     days=5.0,

@@ -32,7 +32,7 @@ export REPRODUCE_EPOCHS=${REPRODUCE_EPOCHS:-10}
 export REPRODUCE_SEEDS=${REPRODUCE_SEEDS:-1}
 export REPRODUCE_BASELINE=${REPRODUCE_BASELINE:-linear}
 export REPRODUCE_MIN_COUNT=${REPRODUCE_MIN_COUNT:-1}
-config=scripts/configs/criteo.toml
+config=trainer/configs/criteo.toml
 # The published baseline: LargeBatchCTR's defaults, `train.py --dataset criteo_kaggle --model DeepFM`.
 baseline_settings=(--set optimizer.dense_lr=1e-4 --set optimizer.warmup_epochs=0 --set optimizer.embedding_init_std=1e-4)
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         reference_cowclip_limits,
     )
     from .algorithm.scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
-    from .clipping.attach import LookupsHandle, attach_cowclip
+    from .clipping.attach import attach_cowclip
+    from .clipping.handle import LookupsHandle, detach_cowclip
     from .clipping.statistics import TableStats
     from .id_tables.bucket_rows import hashed_ids, id_bucket_rows
     from .id_tables.config import Admission, IdTableConfig
@@ -55,7 +56,7 @@ _MODULE_OF = {
     "IdTableConfig": ".id_tables.config",
     "IdTableModule": ".id_tables.torchrec_module",
     "IdTables": ".id_tables.tables",
-    "LookupsHandle": ".clipping.attach",
+    "LookupsHandle": ".clipping.handle",
     "NoClip": ".algorithm.clip",
     "PRESETS": ".algorithm.scaling",
     "Preset": ".algorithm.scaling",
@@ -69,6 +70,7 @@ _MODULE_OF = {
     "clip_scales": ".algorithm.clip",
     "clip_tables": ".algorithm.clip",
     "cowclip_limits": ".algorithm.clip",
+    "detach_cowclip": ".clipping.handle",
     "hashed_ids": ".id_tables.bucket_rows",
     "id_bucket_rows": ".id_tables.bucket_rows",
     "reference_cowclip_limits": ".algorithm.clip",
@@ -108,6 +110,7 @@ __all__ = [
     "clip_scales",
     "clip_tables",
     "cowclip_limits",
+    "detach_cowclip",
     "hashed_ids",
     "id_bucket_rows",
     "reference_cowclip_limits",

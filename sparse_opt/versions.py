@@ -19,6 +19,8 @@ class MatchedSet(NamedTuple):
     torchrec: str
 
 
+_IMPORTED_BY_TORCHREC = "tensordict pyre-extensions tqdm"
+"""What --no-deps leaves out and the sharding of TorchRec imports."""
 MATCHED_SETS = (MatchedSet("2.13.0", "1.8.0", "1.8.0"), MatchedSet("2.11.0", "1.6.0", "1.6.1"))
 
 
@@ -43,7 +45,7 @@ def require_matched_set() -> None:
         listed = ", ".join(f"{name} {number or '(not installed)'}" for name, number in found.items())
         raise ImportError(
             "cowrec needs torch, fbgemm and torchrec of one matched set, "
-            f"found {listed}; install one with: {_remedy(wanted, torch, builds)}"
+            f"found {listed}; install one with: {_remedy(wanted, torch, torchrec, builds)}"
         )
 
 
@@ -59,15 +61,16 @@ def _same_series(found: str, wanted: str) -> bool:
     return found.split(".")[:2] == wanted.split(".")[:2]
 
 
-def _remedy(wanted: MatchedSet, torch: str, builds: dict[str, str]) -> str:
+def _remedy(wanted: MatchedSet, torch: str, torchrec: str, builds: dict[str, str]) -> str:
     """Builds the pip commands that install ``wanted``."""
     keeps_cuda_build = list(builds) == [CUDA_BUILD] and not torch.endswith("+cpu")
     build, other = (CUDA_BUILD, CPU_BUILD) if keeps_cuda_build else (CPU_BUILD, CUDA_BUILD)
     hint = "" if keeps_cuda_build else f" (on an NVIDIA GPU {CUDA_BUILD} instead of {CPU_BUILD})"
     # Both builds install the same folder: uninstalling one breaks the other, so both are uninstalled first.
     clear = f"pip uninstall -y {CPU_BUILD} {CUDA_BUILD} && " if other in builds else ""
+    imported = "" if torchrec else f" {_IMPORTED_BY_TORCHREC}"
     # Without --no-deps torchrec would install the CUDA build of fbgemm.
     return (
-        f"{clear}pip install torch=={wanted.torch} {build}=={wanted.fbgemm} && "
+        f"{clear}pip install torch=={wanted.torch} {build}=={wanted.fbgemm}{imported} && "
         f"pip install --no-deps torchrec=={wanted.torchrec}{hint}"
     )

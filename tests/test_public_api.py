@@ -11,6 +11,7 @@ from typing import Any
 import cowrec.data_pipeline
 import cowrec.models
 import cowrec.sparse_opt
+import cowrec.trainer
 
 RECORDED = Path(__file__).parent / "public_api.txt"
 MARKS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -28,7 +29,7 @@ def parameters(value: Any) -> Iterator[str]:
 
 def public_api() -> Iterator[str]:
     """A line for each public name, with the methods of classes below it."""
-    for package in (cowrec.sparse_opt, cowrec.models, cowrec.data_pipeline):
+    for package in (cowrec.sparse_opt, cowrec.models, cowrec.data_pipeline, cowrec.trainer):
         for name in package.__all__:
             value = getattr(package, name)
             called = f"({', '.join(parameters(value))})" if inspect.isfunction(value) or inspect.isclass(value) else ""

@@ -1,5 +1,56 @@
-"""Configuration, sharded models, the training loops, checkpoints, publishing, serving and the command line."""
+"""Configuration, sharded models, the training loops, checkpoints, publishing, serving and the command line.
 
-from cowrec.sparse_opt.versions import require_matched_set
+The names below are the interface for Python; each is what the command of its name does. They are imported on first use
+and print nothing but warnings; ``show_log()`` shows what the commands show. ``cowrec.data_pipeline.prepare`` makes data
+sets.
+"""
 
-require_matched_set()
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .runtime.environment import quiet_libraries
+
+if TYPE_CHECKING:
+    from .config.run import RunConfig, load_config, save_config
+    from .export.export import export_run as export_model
+    from .runtime.console import show_log
+    from .runtime.version import __version__
+    from .training.loop import train
+    from .training.saved_run import evaluate_run as evaluate
+    from .training.saved_run import predict_run as predict
+
+_ORIGIN = {
+    "RunConfig": ".config.run",
+    "__version__": ".runtime.version",
+    "evaluate": ".training.saved_run:evaluate_run",
+    "export_model": ".export.export:export_run",
+    "load_config": ".config.run",
+    "predict": ".training.saved_run:predict_run",
+    "save_config": ".config.run",
+    "show_log": ".runtime.console",
+    "train": ".training.loop",
+}
+
+__all__ = [
+    "RunConfig",
+    "__version__",
+    "evaluate",
+    "export_model",
+    "load_config",
+    "predict",
+    "save_config",
+    "show_log",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ORIGIN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, original = _ORIGIN[name].partition(":")
+    with quiet_libraries():
+        return getattr(import_module(module, __name__), original or name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -28,11 +28,12 @@ from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, TIME, Schema
 from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
 from cowrec.data_pipeline.encoding.encoder import Encoder
-from cowrec.data_pipeline.raw.csv_parser import Parsed
+from cowrec.data_pipeline.raw.columns import SampleColumns
+from cowrec.data_pipeline.raw.labels import RawLabel
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
+from cowrec.data_pipeline.raw.parsing import Parsed
 
-from .columns import SampleColumns, require_columns
-from .json_lines import ColumnType, ValueKind, canonical_values, parse_lines, to_array, uniform_table
+from .json_lines import ColumnType, canonical_values, parse_lines, require_columns, to_array, uniform_table
 from .request_codec import RequestEncoder
 
 SAMPLE_ID = "sample_id"
@@ -40,8 +41,6 @@ MAX_REQUEST_SAMPLES = 64
 """Number of samples up to which `RequestEncoder` is faster than Arrow columns."""
 TIME_COLUMN, ID_COLUMN = "#time", "#sample_id"
 """Columns of encoded samples in addition to those of the data set; the names do not clash."""
-
-_KINDS: Mapping[str, ValueKind] = {"numeric": "number", "categorical": "id", "multi": "ids", "weighted": "weighted"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,15 @@ def sample_block(table: pa.Table, schema: Schema, *, timed: bool = True) -> Samp
 
 def _features(schema: Schema) -> Schema:
     """The schema without the columns that samples of a stream or request do not have, or have by other names."""
-    return dataclasses.replace(schema, timed=False, true_logits=False)
+    return dataclasses.replace(schema.of_batches(), timed=False, sample_weights=False, labels=(LABEL,))
+
+
+def _require_trainable(schema: Schema) -> None:
+    if len(schema.labels) > 1 or schema.sample_weights:
+        what = f"the labels {', '.join(schema.labels)}" if len(schema.labels) > 1 else "sample weights"
+        raise ValueError(f"training on a stream takes one label and no sample weights; the data set has {what}")
+    if schema.negative_fraction < 1:
+        raise ValueError("training on a stream takes all samples; prepare the data with prepare.negative_fraction = 1")
 
 
 class SampleCodec:
@@ -141,15 +148,14 @@ class SampleCodec:
     def __init__(self, schema: Schema, layout: Layout, encoder: Encoder) -> None:
         self.schema, self._layout, self._encoder = schema, layout, encoder
         self._time = layout.time or TIME
-        types: dict[str, ColumnType] = {}
-        for field in layout.fields:
-            types[field.column] = ColumnType(_KINDS[field.kind], field.separator, field.weight_separator)
+        types = {field.column: ColumnType.of(field) for field in layout.fields}
         self.columns, self._features = tuple(types), dict(types)
         synthetic = any(field.encoding == "synthetic" for field in schema.sparse)
         self._request_encoder = None if synthetic else RequestEncoder(schema, layout, encoder)
         types.setdefault(SAMPLE_ID, ColumnType("id"))
         types.setdefault(self._time, ColumnType("time" if layout.time_format == "timestamp" else "id"))
-        types.setdefault(layout.label, ColumnType("number"))
+        for label in layout.labels:
+            types.setdefault(label.column, ColumnType("label"))
         self._types = types
 
     @staticmethod
@@ -165,7 +171,7 @@ class SampleCodec:
             sparse = tuple(dataclasses.replace(each, source=each.name) for each in schema.sparse)
             fields = [RawField(each.name, "numeric") for each in dense]
             fields += [RawField(each.name, "categorical") for each in sparse]
-            layout = Layout("synthetic", ",", "", True, (), LABEL, tuple(fields))
+            layout = Layout("synthetic", ",", "", True, (), (RawLabel(),), tuple(fields))
             return SampleCodec(schema, layout, Encoder(dense, sparse, {}))
         if "layout" not in schema.settings:
             raise ValueError(f"{folder}: schema.json does not list the raw columns; prepare the data set again")
@@ -220,11 +226,13 @@ class SampleCodec:
             ValueError: no sample has some column, or a column has the wrong type.
         """
         require_columns(self.columns, samples.table.column_names)
-        columns, count = SampleColumns(samples.table), samples.table.num_rows
+        columns, count = SampleColumns(samples.table, null_items="wrong"), samples.table.num_rows
         label, time = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
+        raw_label = self._layout.labels[0]
         if training:
-            require_columns([self._layout.label, self._time], samples.table.column_names)
-            label = columns.labels(self._layout.label)
+            _require_trainable(self.schema)
+            require_columns([raw_label.column, self._time], samples.table.column_names)
+            label = columns.labels(raw_label, required=True)
             time = columns.times(self._time, self._layout.time_format)
         has_ids = SAMPLE_ID in samples.table.column_names
         sample_ids = columns.texts(SAMPLE_ID) if has_ids else pa.nulls(count, pa.string()).fill_null("")
@@ -233,9 +241,10 @@ class SampleCodec:
         table = self._encoder.encode(parsed).select(wanted.names).cast(wanted)
         table = table.append_column(TIME_COLUMN, pa.array(time)).append_column(ID_COLUMN, sample_ids)
         good = columns.good
-        if columns.reasons:
+        if columns.problems:
             table = table.filter(pa.array(good))
-        bad = [BadSample(int(samples.index[row]), reason) for row, reason in columns.reasons.items()]
+        problems = columns.problems.items()
+        bad = [BadSample(int(samples.index[row]), f"column {name}: {problem}") for row, (name, problem) in problems]
         bad = sorted([*samples.bad, *bad], key=lambda each: each.index)
         return Encoded(self.schema, table, training, samples.index[good], tuple(bad))
 
@@ -278,13 +287,13 @@ class SampleCodec:
         tables = {field.name: field.num_embeddings for field in self.schema.sparse if field.encoding == "synthetic"}
         for field in self._layout.fields:
             if field.kind == "numeric":
-                numbers[field.name] = columns.numbers(field.column)
+                numbers[field.name] = columns.numbers(field.column, field.null)
             elif field.name in tables:
                 ids[field.name] = pa.array(columns.row_numbers(field.column, MISSING, tables[field.name]))
             elif field.kind == "categorical":
-                ids[field.name] = columns.texts(field.column)
+                ids[field.name] = columns.texts(field.column, field.null)
             else:
-                ids[field.name], pair_weights = columns.lists(field.column, self._types[field.column])
+                ids[field.name], pair_weights = columns.lists(field)
                 if pair_weights is not None:
                     weights[field.name] = pair_weights
-        return Parsed(index, label, None, numbers, ids, weights, [])
+        return Parsed(index, {LABEL: label}, None, numbers, ids, weights, [])

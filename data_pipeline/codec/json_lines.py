@@ -8,20 +8,24 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from cowrec.data_pipeline.raw.numbers import NUMBER
+from cowrec.data_pipeline.raw.layouts import RawField
+from cowrec.data_pipeline.raw.missing import marker_numbers
+from cowrec.data_pipeline.raw.numbers import NUMBER_PATTERN
 
-ValueKind = Literal["number", "time", "id", "ids", "weighted"]
+ValueKind = Literal["number", "time", "label", "id", "ids", "weighted"]
 
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 CANONICAL = {
     "number": pa.float64(),
     "time": pa.float64(),
+    "label": pa.string(),
     "id": pa.string(),
     "ids": pa.list_(pa.string()),
     "weighted": pa.list_(PAIR),
@@ -29,25 +33,41 @@ CANONICAL = {
 RULES = {
     "number": "must be a number or null",
     "time": "must be Unix seconds or ISO 8601 text",
+    "label": "must be true, false, a number or a string",
     "id": "must be a string, an integer or null",
     "ids": "must be a list of strings or integers, its text joined by {0!r}, or null",
     "weighted": 'must be a list of {{"id": string or integer, "weight": number}}, its text (id{1}weight, by {0!r})'
     " or null",
 }
+_KINDS: Mapping[str, ValueKind] = {"numeric": "number", "categorical": "id", "multi": "ids", "weighted": "weighted"}
+
 PROBED_LINES = 16
 """Number of lines whose values determine the column types."""
 
-_NUMBER = re.compile(NUMBER)
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class ColumnType:
-    """Type of a raw column: kind of its values, and the separators of lists and weights given as text."""
+    """Type of a raw column: kind of its values, the separators of lists and weights given as text, and the texts that
+    mean a missing value.
+    """
 
     kind: ValueKind
     separator: str = ""
     weight_separator: str = ""
+    null: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(field: RawField) -> "ColumnType":
+        """Returns the type of a raw field's column."""
+        return ColumnType(_KINDS[field.kind], field.separator, field.weight_separator, field.null)
+
+    @cached_property
+    def null_numbers(self) -> list[float]:
+        """The numbers that mean a missing value."""
+        return marker_numbers(self.null)
 
     @property
     def rule(self) -> str:
@@ -122,6 +142,14 @@ def to_array(values: Sequence[Any], column: ColumnType) -> pa.Array:
     return pa.array(values, CANONICAL[column.kind])
 
 
+def require_columns(wanted: Iterable[str], present: Iterable[str]) -> None:
+    """Raises ValueError if columns are missing."""
+    missing = sorted(set(wanted) - set(present))
+    if missing:
+        names = ", ".join(map(repr, missing))
+        raise ValueError(f"no sample has the column {names}; give null for a missing value")
+
+
 class Malformed(ValueError):
     """Value of a line that is not JSON."""
 
@@ -130,15 +158,18 @@ class _WrongValue(Exception):
     pass
 
 
-def _number(value: Any, _: ColumnType) -> float | None:
-    if isinstance(value, str) and (not value or _NUMBER.fullmatch(value)):
-        return float(value) if value else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _number(value: Any, column: ColumnType) -> float | None:
+    if isinstance(value, str) and (not value or value in column.null):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise _WrongValue
+    if isinstance(value, str) and not NUMBER_PATTERN.fullmatch(value):
         raise _WrongValue
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
         return float("inf")
+    return None if number in column.null_numbers else number
 
 
 def _time(value: Any, column: ColumnType) -> float | str | None:
@@ -153,34 +184,50 @@ def _text(value: Any, _: ColumnType) -> str:
     return str(value)
 
 
+def _label(value: Any, column: ColumnType) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else _text(value, column)
+
+
+def _id(value: Any, column: ColumnType) -> str:
+    text = _text(value, column)
+    return "" if text in column.null else text
+
+
 def _texts(value: Any, column: ColumnType) -> list[str]:
-    if isinstance(value, str):
-        return _text(value, column).split(column.separator)
+    if isinstance(value, str) and column.separator:
+        return [_id(each, column) for each in _text(value, column).split(column.separator)]
     if not isinstance(value, list):
         raise _WrongValue
-    return [_text(each, column) for each in value]
+    return [_id(each, column) for each in value]
 
 
 def _pairs(value: Any, column: ColumnType) -> list[dict[str, Any]]:
-    if isinstance(value, str):
+    if isinstance(value, str) and column.separator and column.weight_separator:
         return [_pair_of_text(each, column) for each in _text(value, column).split(column.separator)]
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise _WrongValue
     if any(isinstance(each.get("weight"), str) for each in value):
         raise _WrongValue
-    return [{"id": _text(each.get("id"), column), "weight": _number(each.get("weight"), column)} for each in value]
+    return [{"id": _id(each.get("id"), column), "weight": _weight(each.get("weight"))} for each in value]
+
+
+def _weight(value: Any) -> float | None:
+    return _number(value, _UNMARKED)
 
 
 def _pair_of_text(text: str, column: ColumnType) -> dict[str, Any]:
     name, separator, weight = text.rpartition(column.weight_separator)
-    if not text:
+    if not text or text in column.null:
         return {"id": "", "weight": 1.0}
-    if not separator or not _NUMBER.fullmatch(weight):
+    if not separator or not NUMBER_PATTERN.fullmatch(weight):
         raise _WrongValue
-    return {"id": name, "weight": float(weight)}
+    return {"id": _id(name, column), "weight": float(weight)}
 
 
-_CANONICAL_VALUE = {"number": _number, "time": _time, "id": _text, "ids": _texts, "weighted": _pairs}
+_UNMARKED = ColumnType("number")
+_CANONICAL_VALUE = {"number": _number, "time": _time, "label": _label, "id": _id, "ids": _texts, "weighted": _pairs}
 
 
 def _types_of(lines: Sequence[bytes], columns: Mapping[str, ColumnType]) -> tuple[dict[str, pa.DataType], set[str]]:
@@ -204,7 +251,10 @@ def _type_of(value: Any, column: ColumnType) -> pa.DataType | None:
     if value is None or value == []:
         return None
     if isinstance(value, str):
-        return pa.string()
+        joined = column.kind in ("ids", "weighted") and not column.separator
+        return CANONICAL[column.kind] if joined else pa.string()
+    if column.kind == "label":
+        return pa.bool_() if isinstance(value, bool) else pa.int64() if isinstance(value, int) else pa.float64()
     if column.kind == "id" and isinstance(value, int):
         return pa.int64()
     if not isinstance(value, list):

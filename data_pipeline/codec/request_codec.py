@@ -14,7 +14,7 @@ import torch
 
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.schema import MISSING, RESERVED_ROWS, Schema
-from cowrec.data_pipeline.encoding.dense import bucket_ids
+from cowrec.data_pipeline.encoding.dense import bucket_ids, scores
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.encoding.vocabulary import hash_bucket_rows, raw_ids
 from cowrec.data_pipeline.hashing import string_buffers, string_hashes
@@ -44,6 +44,7 @@ class RequestEncoder:
         transforms = np.array([[field.transform] for field in encoder.dense]).reshape(-1, 1)
         self._low, self._width = low, np.where(width > 0, width, 1.0)
         self._minmax, self._log, self._flat = transforms == "minmax", transforms == "log", width <= 0
+        self._quantile = [index for index, field in enumerate(encoder.dense) if field.transform == "quantile"]
         self._singles = sum(field.kind == "categorical" for field in encoder.sparse)
 
     def problem(self, sample: Values) -> str:
@@ -93,7 +94,10 @@ class RequestEncoder:
         above = present - self._low
         logs = np.log1p(np.maximum(above, 0.0)) if self._log.any() else above
         scaled = np.where(self._flat, 0.0, above / self._width)
-        return np.where(self._minmax, scaled, np.where(self._log, logs, present)).astype(np.float32)
+        result = np.where(self._minmax, scaled, np.where(self._log, logs, present))
+        for index in self._quantile:
+            result[index] = scores(self._encoder.dense[index], numbers[self._dense[index]])
+        return result.astype(np.float32)
 
     def _texts(
         self, samples: Sequence[Values], numbers: np.ndarray

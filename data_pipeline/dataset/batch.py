@@ -15,11 +15,13 @@ class Batch(Pipelineable):
         dense: float32 [B, N], N may be 0.
         sparse: ids of all sparse fields, keys in schema order, int32 values (int64 if a field has raw ids), int32
             lengths and offsets, stride B. Has float32 weights if, and only if, the schema has a weighted field.
-        label: float32 [B], 0 or 1; NaN if the split has no labels.
+        label: float32 [B], or [B, T] of T > 1 tasks; 0 or 1, NaN where unknown.
         global_batch_size: samples over all ranks; B by default.
         time: int64 [B], Unix seconds; None if the data set has no time column.
         true_logit: float32 [B], logits of the true click probabilities; None if the data set has none, or the reader
             does not read them.
+        weight: of samples, float32 [B], at least 0; None if the data set has none.
+        share: of the samples of a training step that the global batch has; below 1 where a step takes several batches.
     """
 
     dense: torch.Tensor
@@ -28,10 +30,17 @@ class Batch(Pipelineable):
     global_batch_size: int = -1
     time: torch.Tensor | None = None
     true_logit: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 0:
-            self.global_batch_size = self.label.numel()
+            self.global_batch_size = len(self.label)
+
+    @property
+    def _optional(self) -> tuple[torch.Tensor | None, ...]:
+        """The columns that not all data sets have, in the order of the attributes."""
+        return self.time, self.true_logit, self.weight
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Moves the batch to `device`; tensors already on it are shared, not copied."""
@@ -40,8 +49,8 @@ class Batch(Pipelineable):
             self.sparse.to(device, non_blocking=non_blocking),
             self.label.to(device, non_blocking=non_blocking),
             self.global_batch_size,
-            None if self.time is None else self.time.to(device, non_blocking=non_blocking),
-            None if self.true_logit is None else self.true_logit.to(device, non_blocking=non_blocking),
+            *(None if each is None else each.to(device, non_blocking=non_blocking) for each in self._optional),
+            share=self.share,
         )
 
     def pin_memory(self) -> "Batch":
@@ -51,8 +60,8 @@ class Batch(Pipelineable):
             self.sparse.pin_memory(),
             self.label.pin_memory(),
             self.global_batch_size,
-            None if self.time is None else self.time.pin_memory(),
-            None if self.true_logit is None else self.true_logit.pin_memory(),
+            *(None if each is None else each.pin_memory() for each in self._optional),
+            share=self.share,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -60,7 +69,6 @@ class Batch(Pipelineable):
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.label.record_stream(stream)
-        if self.time is not None:
-            self.time.record_stream(stream)
-        if self.true_logit is not None:
-            self.true_logit.record_stream(stream)
+        for each in self._optional:
+            if each is not None:
+                each.record_stream(stream)

@@ -71,11 +71,12 @@ class SampleBlock:
 
     Attributes:
         dense: float32 [R, N].
-        label: float32 [R].
+        label: float32 [R], or [R, T] of T > 1 labels.
         ids: int32 [R, S], single-valued fields in schema order; int64 if the schema has raw ids.
         bags: list fields by name.
         time: int64 [R], Unix seconds, or None.
         true_logit: float32 [R], or None.
+        weight: of samples, float32 [R], or None.
     """
 
     dense: torch.Tensor
@@ -84,9 +85,10 @@ class SampleBlock:
     bags: dict[str, Bags]
     time: torch.Tensor | None = None
     true_logit: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        return self.label.numel()
+        return len(self.label)
 
     def take(self, index: torch.Tensor, totals: Sequence[int] | None = None) -> "SampleBlock":
         """Selects the samples `index`, int64 [B] on the same device, in that order.
@@ -100,9 +102,13 @@ class SampleBlock:
             self.label.index_select(0, index),
             self.ids.index_select(0, index),
             {name: bags.take(index, total) for (name, bags), total in zip(self.bags.items(), known, strict=True)},
-            None if self.time is None else self.time.index_select(0, index),
-            None if self.true_logit is None else self.true_logit.index_select(0, index),
+            *(None if each is None else each.index_select(0, index) for each in self._optional),
         )
+
+    @property
+    def _optional(self) -> tuple[torch.Tensor | None, ...]:
+        """The columns that not all data sets have, in the order of the attributes."""
+        return self.time, self.true_logit, self.weight
 
     def take_each(self, order: torch.Tensor, slices: Sequence[slice]) -> Iterator["SampleBlock"]:
         """Yields `take(order[each])` for each slice; order is int64 [R] on the same device.
@@ -125,15 +131,14 @@ class SampleBlock:
         """Concatenates at least one block."""
         if len(parts) == 1:
             return parts[0]
-        times = [part.time for part in parts if part.time is not None]
-        true_logits = [part.true_logit for part in parts if part.true_logit is not None]
+        optional = zip(*(part._optional for part in parts), strict=True)
+        joined = [[each for each in columns if each is not None] for columns in optional]
         return SampleBlock(
             torch.cat([part.dense for part in parts]),
             torch.cat([part.label for part in parts]),
             torch.cat([part.ids for part in parts]),
             {name: Bags.concat([part.bags[name] for part in parts]) for name in parts[0].bags},
-            torch.cat(times) if times else None,
-            torch.cat(true_logits) if true_logits else None,
+            *(torch.cat(columns) if columns else None for columns in joined),
         )
 
     @staticmethod
@@ -146,25 +151,29 @@ class SampleBlock:
         """
         singles = sum(field.kind == "categorical" for field in schema.sparse)
         dense = torch.empty((total, len(schema.dense)), dtype=torch.float32, device=device)
-        label = torch.empty(total, dtype=torch.float32, device=device)
+        tasks = (len(schema.labels),) if len(schema.labels) > 1 else ()
+        label = torch.empty((total, *tasks), dtype=torch.float32, device=device)
         dtype = id_dtype(schema)
         ids = torch.empty((total, singles), dtype=dtype, device=device)
-        time = torch.empty(total, dtype=torch.int64, device=device) if schema.timed else None
-        true_logit = torch.empty(total, dtype=torch.float32, device=device) if schema.true_logits else None
+        kinds = (
+            (schema.timed, torch.int64),
+            (schema.true_logits, torch.float32),
+            (schema.sample_weights, torch.float32),
+        )
+        optional = [torch.empty(total, dtype=kind, device=device) if has else None for has, kind in kinds]
         bags: dict[str, list[Bags]] = {field.name: [] for field in schema.sparse if field.kind != "categorical"}
         for start, block in parts:
             stop = start + len(block)
             dense[start:stop] = block.dense
             label[start:stop] = block.label
             ids[start:stop] = block.ids
-            if time is not None and block.time is not None:
-                time[start:stop] = block.time
-            if true_logit is not None and block.true_logit is not None:
-                true_logit[start:stop] = block.true_logit
+            for column, part in zip(optional, block._optional, strict=True):
+                if column is not None and part is not None:
+                    column[start:stop] = part
             for name, field_bags in bags.items():
                 field_bags.append(block.bags[name].to(device))
         joined = {name: Bags.concat(each, dtype) for name, each in bags.items()}
-        return SampleBlock(dense, label, ids, joined, time, true_logit)
+        return SampleBlock(dense, label, ids, joined, *optional)
 
     def batch(self, schema: Schema, global_batch_size: int) -> Batch:
         """Converts all samples to a batch.
@@ -172,7 +181,7 @@ class SampleBlock:
         Sets the number of ids of each field, which TorchRec would otherwise read from the device at every step.
         """
         sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
-        return Batch(self.dense, sparse, self.label, global_batch_size, self.time, self.true_logit)
+        return Batch(self.dense, sparse, self.label, global_batch_size, *self._optional)
 
     def _one_id_each(self, schema: Schema) -> KeyedJaggedTensor:
         lengths, offsets = _unit_bags(self.ids.numel(), self.ids.device)

@@ -6,9 +6,10 @@ written last, so a folder without it is not a data set.
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline.files import replace_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SCHEMA_FILE = "schema.json"
 LABEL = "label"
 TIME = "time"
 TRUE_LOGIT = "true_logit"
+SAMPLE_WEIGHT = "sample_weight"
+SAMPLE_NUMBER = "sample_number"
+LABEL_PREFIX, KEPT_PREFIX = "label_", "kept_"
+"""Prefixes of the Parquet columns of several labels, and of columns that are kept for predictions."""
 WEIGHT_SUFFIX = "__weight"
 """Parquet column of a weighted field's weights: the field's name and this suffix."""
 
@@ -44,16 +49,20 @@ class DenseField:
     Attributes:
         name: Parquet column.
         transform: "minmax": (x - minimum) / (maximum - minimum), 0 if both are equal; "log": log1p(max(x - minimum,
-            0)); "none": x itself. A missing value is 0 before the transform.
+            0)); "none": x itself. In these a missing value is 0 before the transform. "quantile": `levels`,
+            interpolated linearly between `knots`; outside of them that of the nearest; 0 for a missing value.
         minimum, maximum: range of the samples that the transform was fitted on, in raw units.
         source: the raw field.
+        knots, levels: for "quantile": numbers in increasing order, and the normal score of each.
     """
 
     name: str
-    transform: Literal["minmax", "log", "none"] = "none"
+    transform: Literal["quantile", "minmax", "log", "none"] = "none"
     minimum: float = 0.0
     maximum: float = 1.0
     source: str = ""
+    knots: tuple[float, ...] = ()
+    levels: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,15 +102,17 @@ class Split:
 
     Attributes:
         rows: samples.
-        positives: samples with label 1; None if the split has no labels (a test set for prediction).
+        positives: samples with label 1, of each label; None if the split has no labels (a test set for prediction).
         shards: samples of each Parquet file, in the order of their names.
         values: ids of each list field over all samples.
+        weight: sum of the sample weights; None if samples have none.
     """
 
     rows: int = 0
-    positives: int | None = 0
+    positives: tuple[int, ...] | None = (0,)
     shards: tuple[int, ...] = ()
     values: Mapping[str, int] = field(default_factory=dict)
+    weight: float | None = None
 
     def __post_init__(self) -> None:
         if self.rows != sum(self.shards) or min(self.shards, default=0) < 0:
@@ -131,7 +142,7 @@ class Schema:
     Attributes:
         name: layout or generator of the data ("criteo", "avazu", "csv", "synthetic").
         dense, sparse: fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
-        splits: "train" and "test".
+        splits: "train", "test" and possibly "validation".
         timed: True if every sample has a time, in the Parquet column `time`: int64, Unix seconds.
         true_logits: True if every sample has the logit of its true click probability, in the Parquet column
             `true_logit`: float32; for synthetic data.
@@ -140,6 +151,14 @@ class Schema:
         settings: configuration that the data set was made with, as plain JSON.
         sources: raw files and their checksums.
         versions: versions of the libraries that wrote the data set.
+        labels: names of the labels, one for each task; the Parquet columns are `label`, or of several labels
+            `label_<name>`: float32, NaN where unknown.
+        sample_weights: True if every sample has a weight, in the Parquet column `sample_weight`: float32, at least 0.
+        numbered: True if every sample has its number over all raw files, in the Parquet column `sample_number`: int64.
+            Bad rows count, headers do not. Training does not read it.
+        kept: raw columns that predictions show beside the probability, in the Parquet columns `kept_<name>`: strings,
+            empty where missing. Training does not read them.
+        negative_fraction: share of the negative samples that the training split kept; 1 for all.
     """
 
     name: str
@@ -153,14 +172,41 @@ class Schema:
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     true_logits: bool = False
+    labels: tuple[str, ...] = (LABEL,)
+    sample_weights: bool = False
+    numbered: bool = False
+    kept: tuple[str, ...] = ()
+    negative_fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        names = [LABEL] + [TIME] * self.timed + [TRUE_LOGIT] * self.true_logits
+        if not self.labels or len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"labels must be one name or several different ones, got {list(self.labels)}")
+        names = [*self.label_columns, *(KEPT_PREFIX + name for name in self.kept)]
+        names += [TIME] * self.timed + [TRUE_LOGIT] * self.true_logits
+        names += [SAMPLE_WEIGHT] * self.sample_weights + [SAMPLE_NUMBER] * self.numbered
         names += [each.name for each in self.dense] + [each.name for each in self.sparse]
         names += [each.name + WEIGHT_SUFFIX for each in self.sparse if each.kind == "weighted"]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"column names must differ, but {repeated} occur more than once")
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """Parquet columns of the labels, in the order of `labels`."""
+        return label_columns(self.labels)
+
+    @property
+    def logit_shift(self) -> float:
+        """What to add to the logits of a model that was trained on these samples, for all samples: log q.
+
+        With a share q of the negatives kept, a click probability p in training is p / (p + (1 - p) / q) in truth (He et
+        al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section 6.3), which in logits is log q.
+        """
+        return math.log(self.negative_fraction)
+
+    def of_batches(self, *, true_logits: bool = False) -> "Schema":
+        """Returns the schema without the columns that batches do not have; they have true logits only if asked."""
+        return replace(self, true_logits=self.true_logits and true_logits, numbered=False, kept=())
 
     @property
     def is_weighted(self) -> bool:
@@ -211,6 +257,11 @@ class Schema:
             raise ValueError(
                 f"{path} does not describe a data set ({key}: {first['msg']}); prepare it again"
             ) from error
+
+
+def label_columns(labels: Sequence[str]) -> tuple[str, ...]:
+    """Returns the Parquet columns of labels."""
+    return (LABEL,) if len(labels) == 1 else tuple(LABEL_PREFIX + name for name in labels)
 
 
 @cache

@@ -11,7 +11,16 @@ import pyarrow.parquet as pq
 import torch
 
 from .sample_block import Bags, SampleBlock, id_dtype
-from .schema import LABEL, TIME, TRUE_LOGIT, WEIGHT_SUFFIX, Schema, SparseField
+from .schema import (
+    KEPT_PREFIX,
+    SAMPLE_NUMBER,
+    SAMPLE_WEIGHT,
+    TIME,
+    TRUE_LOGIT,
+    WEIGHT_SUFFIX,
+    Schema,
+    SparseField,
+)
 
 WEIGHT_LIST = pa.list_(pa.float32())
 
@@ -22,10 +31,13 @@ def shard_path(data_dir: Path, split: str, number: int) -> Path:
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """Returns the Parquet columns of a data set: label, time, true logit, dense fields, sparse fields (and weights)."""
-    columns = [(LABEL, pa.float32())]
+    """Returns the Parquet columns of a data set: those of samples, then dense fields, sparse fields (and weights)."""
+    columns = [(name, pa.float32()) for name in schema.label_columns]
+    columns += [(SAMPLE_WEIGHT, pa.float32())] if schema.sample_weights else []
     columns += [(TIME, pa.int64())] if schema.timed else []
     columns += [(TRUE_LOGIT, pa.float32())] if schema.true_logits else []
+    columns += [(SAMPLE_NUMBER, pa.int64())] if schema.numbered else []
+    columns += [(KEPT_PREFIX + name, pa.string()) for name in schema.kept]
     columns += [(field.name, pa.float32()) for field in schema.dense]
     for field in schema.sparse:
         ids = pa.int64() if field.encoding == "raw" else pa.int32()
@@ -58,20 +70,24 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
 
 
 def read_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[str]) -> pa.Table:
-    """Reads columns of a split's shards, without the checks of ids.
+    """Reads columns of a split, without the checks of ids. Raises ValueError: see `shard_columns`."""
+    expected = pa.schema([each for each in arrow_schema(schema) if each.name in names])
+    return pa.concat_tables([expected.empty_table(), *shard_columns(data_dir, schema, split, names)])
+
+
+def shard_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Yields columns of each shard of a split in order, without the checks of ids.
 
     Raises:
         ValueError: a shard is missing or damaged, or differs from the schema in these columns or in size.
     """
     expected = pa.schema([each for each in arrow_schema(schema) if each.name in names])
-    tables = [expected.empty_table()]
     for number, size in enumerate(schema.split(split).shards):
         path = shard_path(data_dir, split, number)
         with _opened(path, schema) as file:
             _check_columns(path, file.schema_arrow, expected)
             _check_size(path, file.metadata.num_rows, size)
-            tables.append(file.read(columns=expected.names).cast(expected))
-    return pa.concat_tables(tables)
+            yield file.read(columns=expected.names).cast(expected)
 
 
 def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
@@ -81,13 +97,15 @@ def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> Sampl
         ValueError: a value is null, or a list of weights differs in length from its list of ids.
     """
     single = [field.name for field in schema.sparse if field.kind == "categorical"]
+    labels = _stacked(table, schema.label_columns, np.float32, path)
     return SampleBlock(
         _stacked(table, [field.name for field in schema.dense], np.float32, path),
-        _stacked(table, [LABEL], np.float32, path)[:, 0],
+        labels if len(schema.labels) > 1 else labels[:, 0],
         _stacked(table, single, np.int64 if schema.has_raw_ids else np.int32, path),
         {field.name: _bags(table, field, schema, path) for field in schema.sparse if field.kind != "categorical"},
         _stacked(table, [TIME], np.int64, path)[:, 0] if schema.timed else None,
         _stacked(table, [TRUE_LOGIT], np.float32, path)[:, 0] if schema.true_logits else None,
+        _stacked(table, [SAMPLE_WEIGHT], np.float32, path)[:, 0] if schema.sample_weights else None,
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.files import locked
 
-from .schema import LABEL, SCHEMA_FILE, WEIGHT_SUFFIX, Schema, Split
+from .schema import SAMPLE_WEIGHT, SCHEMA_FILE, WEIGHT_SUFFIX, Schema, Split
 from .shards import arrow_schema, shard_path
 
 SHARD_ROWS = 1 << 18
@@ -120,15 +120,19 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ShardSize:
-    """Size of a shard: samples, samples with label 1 (None if labels are NaN), and ids of each list field."""
+    """Size of a shard: samples, samples with label 1 of each label, ids of each list field, sum of sample weights."""
 
     rows: int
-    positives: int | None
+    positives: tuple[int, ...]
     values: dict[str, int]
+    weight: float | None = None
 
 
-def write_shard(path: Path, table: pa.Table, labelled: bool) -> ShardSize:
-    """Writes a Parquet file with the columns of `arrow_schema` atomically; equal samples give equal bytes."""
+def write_shard(path: Path, table: pa.Table, labels: Sequence[str]) -> ShardSize:
+    """Writes a Parquet file with the columns of `arrow_schema` atomically; equal samples give equal bytes.
+
+    `labels` are the schema's `label_columns`.
+    """
     # One chunk per column: chunk boundaries would otherwise change the pages of the file.
     table = table.combine_chunks()
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
@@ -139,19 +143,22 @@ def write_shard(path: Path, table: pa.Table, labelled: bool) -> ShardSize:
     lists = [name for name in lists if not name.endswith(WEIGHT_SUFFIX)]
     return ShardSize(
         table.num_rows,
-        int(np.rint(pc.sum(table[LABEL]).as_py())) if labelled else None,
+        tuple(pc.sum(pc.equal(table[name], 1.0)).as_py() or 0 for name in labels),
         {name: sum(len(chunk.flatten()) for chunk in table[name].chunks) for name in lists},
+        float(table[SAMPLE_WEIGHT].to_numpy().sum(dtype=np.float64)) if SAMPLE_WEIGHT in table.column_names else None,
     )
 
 
 def size_of_split(shards: Sequence[ShardSize], schema: Schema, *, labelled: bool) -> Split:
-    """Sums the sizes of shards, in order, to the size of a split; uses only the fields of the schema."""
+    """Sums the sizes of shards, in order, to the size of a split; uses only the columns of the schema."""
     lists = [field.name for field in schema.sparse if field.kind != "categorical"]
+    positives = tuple(sum(each.positives[task] for each in shards) for task in range(len(schema.labels)))
     return Split(
         sum(each.rows for each in shards),
-        sum(each.positives or 0 for each in shards) if labelled else None,
+        positives if labelled else None,
         tuple(each.rows for each in shards),
         {name: sum(each.values[name] for each in shards) for name in lists},
+        sum(each.weight or 0.0 for each in shards) if schema.sample_weights else None,
     )
 
 
@@ -196,4 +203,4 @@ class ShardWriter:
 
     def _write_shard(self, table: pa.Table) -> None:
         path = shard_path(self._folder, self._name, len(self._shards))
-        self._shards.append(write_shard(path, table, self._labelled))
+        self._shards.append(write_shard(path, table, self._schema.label_columns))

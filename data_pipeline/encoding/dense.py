@@ -1,46 +1,106 @@
 """Dense features: fitting and applying their transforms, and the logarithmic buckets of integer columns."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 import pyarrow as pa
 
 from cowrec.data_pipeline.dataset.schema import DenseField
+from cowrec.data_pipeline.raw.layouts import DenseTransform
 
-DenseTransform = Literal["minmax", "log", "buckets", "none"]
+from .value_counts import ValueCounts
+
+_NORMAL = NormalDist()
+_RANKS = np.unique(np.r_[np.arange(1, 192) / 192, [_NORMAL.cdf(score / 8) for score in range(-36, 37)]])
+"""Ranks of the knots of a column with more distinct numbers: evenly spaced, and for the tails evenly in score."""
+MOST_KNOTS = len(_RANKS) + 2
+
+NARROW = 0.1
+"""A scaled column is heavy-tailed if the middle 90 % of its numbers cover less than this share of their range."""
+COUNTED_FOR_REPORT = 16
+"""One number in so many is counted where the counts only serve to notice heavy tails."""
 
 
 @dataclass
-class DenseRange:
-    """Running minimum and maximum of a column, with missing values taken as 0."""
+class NumberStatistics:
+    """What the transform of a column is fitted on.
+
+    Attributes:
+        minimum, maximum: range, with missing values taken as 0.
+        counts: of the numbers that are not missing.
+        every: 1 to count all of them, otherwise one in so many.
+    """
 
     minimum: float = np.inf
     maximum: float = -np.inf
+    counts: ValueCounts = field(default_factory=ValueCounts)
+    every: int = 1
 
     def add(self, values: np.ndarray) -> None:
-        """Extends the range to `values`, float64 [R], NaN where missing."""
+        """Adds numbers, float64 [R], NaN where missing."""
         if len(values):
             present = np.nan_to_num(values, nan=0.0)
             self.minimum = min(self.minimum, float(present.min()))
             self.maximum = max(self.maximum, float(present.max()))
+            counted = values[:: self.every]
+            self.counts.add(counted[~np.isnan(counted)])
 
-    def merge(self, other: "DenseRange") -> None:
-        """Extends the range to that of another part of the column."""
+    def merge(self, other: "NumberStatistics") -> None:
+        """Adds those of another part of the column."""
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
+        self.counts.merge(other.counts)
 
 
-def fitted(name: str, source: str, transform: DenseTransform, span: DenseRange) -> DenseField:
+def statistics_for(transform: DenseTransform) -> NumberStatistics:
+    """Returns statistics without numbers, for a column of that transform."""
+    return NumberStatistics(every=1 if transform == "quantile" else COUNTED_FOR_REPORT)
+
+
+def fitted(name: str, source: str, transform: DenseTransform, statistics: NumberStatistics) -> DenseField:
     """Returns the field with its transform; "buckets" scales numbers like "minmax" and adds ids in another field."""
-    return DenseField(name, "minmax" if transform == "buckets" else transform, span.minimum, span.maximum, source)
+    if transform == "quantile":
+        knots, levels = normal_scores(statistics.counts)
+        return DenseField(name, "quantile", statistics.minimum, statistics.maximum, source, tuple(knots), tuple(levels))
+    return DenseField(
+        name, "minmax" if transform == "buckets" else transform, statistics.minimum, statistics.maximum, source
+    )
+
+
+def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
+    """Returns up to `MOST_KNOTS` numbers of a column, in order, and the normal quantile of the mid-rank of each.
+
+    The mid-rank of x is the share of numbers below x and half of those equal to it, so the score of every number has
+    the standard normal distribution, up to ties, whatever the distribution of the column (van der Waerden scores).
+    """
+    if not counts.total:
+        return [], []
+    values = counts.values
+    ranks = (np.cumsum(counts.counts) - counts.counts / 2) / counts.total
+    chosen = np.arange(len(values))
+    if len(values) > MOST_KNOTS:
+        last = len(values) - 1
+        chosen = np.unique(np.r_[0, np.searchsorted(ranks, _RANKS).clip(max=last), last])
+    return values[chosen].tolist(), [_NORMAL.inv_cdf(rank) for rank in ranks[chosen].tolist()]
+
+
+def is_heavy_tailed(dense: DenseField, statistics: NumberStatistics) -> bool:
+    """Tells whether a linear scale leaves nearly all numbers of a column nearly equal."""
+    if dense.transform not in ("minmax", "none") or not statistics.counts.total:
+        return False
+    middle = statistics.counts.quantile(0.95) - statistics.counts.quantile(0.05)
+    return middle < NARROW * (statistics.maximum - statistics.minimum)
 
 
 def transformed(field: DenseField, values: np.ndarray) -> np.ndarray:
     """Applies a field's transform: float32 [R] from raw numbers, float64 [R], NaN where missing.
 
-    Samples that the transform was not fitted on may leave [0, 1]; below the fitted minimum the logarithm is 0.
+    Samples that the transform was not fitted on may leave [0, 1] under "minmax"; below the fitted minimum the
+    logarithm is 0, and outside the fitted range the normal score is that of its end.
     """
+    if field.transform == "quantile":
+        return scores(field, values).astype(np.float32)
     present = np.nan_to_num(values, nan=0.0)
     if field.transform == "minmax":
         width = field.maximum - field.minimum
@@ -48,6 +108,13 @@ def transformed(field: DenseField, values: np.ndarray) -> np.ndarray:
     elif field.transform == "log":
         present = np.log1p(np.maximum(present - field.minimum, 0.0))
     return present.astype(np.float32)
+
+
+def scores(field: DenseField, values: np.ndarray) -> np.ndarray:
+    """Interpolates a field's normal scores: float64 [R] from raw numbers, 0 where missing."""
+    if not field.knots:
+        return np.zeros(len(values))
+    return np.where(np.isnan(values), 0.0, np.interp(values, field.knots, field.levels))
 
 
 def bucket_ids(values: np.ndarray) -> pa.Array:

@@ -8,15 +8,18 @@ import numpy as np
 import pyarrow as pa
 
 from cowrec.data_pipeline.dataset.schema import (
-    LABEL,
+    KEPT_PREFIX,
     RESERVED_ROWS,
+    SAMPLE_NUMBER,
+    SAMPLE_WEIGHT,
     TIME,
     WEIGHT_SUFFIX,
     DenseField,
     Schema,
     SparseField,
+    label_columns,
 )
-from cowrec.data_pipeline.raw.csv_parser import Parsed
+from cowrec.data_pipeline.raw.parsing import Parsed
 
 from .dense import bucket_ids, transformed
 from .vocabulary import Vocabulary, hashed_rows, raw_ids
@@ -39,7 +42,12 @@ class Encoder:
 
     def encode(self, parsed: Parsed) -> pa.Table:
         """Encodes all samples of a block to the columns of `arrow_schema`."""
-        columns: dict[str, pa.Array] = {LABEL: pa.array(parsed.label)}
+        labels = zip(label_columns(list(parsed.labels)), parsed.labels.values(), strict=True)
+        columns: dict[str, pa.Array] = {name: pa.array(values) for name, values in labels}
+        columns[SAMPLE_NUMBER] = pa.array(parsed.sample_numbers)
+        columns |= {KEPT_PREFIX + name: values for name, values in parsed.kept.items()}
+        if parsed.sample_weights is not None:
+            columns[SAMPLE_WEIGHT] = pa.array(parsed.sample_weights)
         if parsed.time is not None:
             columns[TIME] = pa.array(parsed.time)
         for dense in self.dense:

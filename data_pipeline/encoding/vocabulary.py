@@ -33,17 +33,17 @@ class VocabularyCounter:
             self._counts = np.r_[self._counts, np.zeros(len(self._table), np.int64)]
         self._counts[indices] += counted[COUNT].to_numpy()
 
-    def finish(self, min_count: int) -> "Vocabulary":
+    def finish(self, min_count: int, max_ids: int = 0) -> "Vocabulary":
         """Builds the vocabulary of ids seen at least `min_count` times, by decreasing count, then by their bytes.
 
-        Releases the counts, because the other fields need the memory.
+        Keeps the first `max_ids` of them if that is above 0. Releases the counts: other fields need the memory.
         """
         values, counts = self._table.strings(), self._counts[: len(self._table)]
         self._table, self._counts = StringTable(), np.zeros(0, np.int64)
         kept = np.flatnonzero(counts >= min_count)
         if len(kept) < len(counts):
             values, counts = values.take(pa.array(kept)), counts[kept]
-        order = string_order(values, -counts)
+        order = string_order(values, -counts)[: max_ids or None]
         return Vocabulary(values.take(pa.array(order)), counts[order])
 
 

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cowrec.data_pipeline.dataset.writer import SHARD_ROWS
-from cowrec.data_pipeline.encoding.dense import DenseTransform
 from cowrec.data_pipeline.raw.bad_rows import OnBadRow
+from cowrec.data_pipeline.raw.layouts import DenseTransform
+
+from .splitting import SplitKind, seconds_of
 
 DEFAULT_TEST_FRACTION = {"criteo": 0.1, "avazu": 0.2, "csv": 0.1}
 MOST_BUCKETS = 2**31 - 3
@@ -17,30 +19,54 @@ class PrepareConfig:
 
     Attributes:
         min_count: ids seen less often in training share the out-of-vocabulary row of their field.
+        max_ids: ids that have their own row in each field, the most frequent ones in training; the others share the
+            out-of-vocabulary row. 0 for no limit. A field of a schema file may set its own `min_count` and `max_ids`.
         hash_buckets: embedding rows per field, chosen by a stateless hash instead of a vocabulary; 0 for a vocabulary.
         raw_ids: store 64-bit hashes (`vocabulary.raw_ids`) instead of embedding rows; training assigns rows to them in
             dynamic id tables.
-        dense: "minmax" to [0, 1]; "log", log1p(x - minimum); "buckets", like minmax, with each integer also as a
-            categorical field `<name>_bucket`; "none", the number itself. A missing value is 0 before the transform.
+        dense: transform of numbers. "quantile": the normal quantile of a number's rank among those of training, so the
+            result has mean 0 and deviation 1 whatever the column's distribution; beyond the least and the largest of
+            them it stays the same, and a missing value becomes 0, the middle. In the others a missing value is 0 before
+            the transform. "minmax": (x - minimum) / (maximum - minimum), which leaves the numbers of a heavy-tailed
+            column nearly equal. "log": log1p(x - minimum), for counts and amounts that begin near 0; below the minimum
+            it is 0. "buckets": as minmax, with the logarithmic bucket of each number, floor(log(x)^2) above 2 and
+            otherwise x rounded down, also as a categorical field `<name>_bucket`; for integers. "none": the number
+            itself. A field of a schema file may set its own `transform`.
         fit_on: samples that the transforms are fitted on: "train", or "all" to reproduce published numbers.
             Vocabularies always use the training samples.
-        split: "random" by sample number and seed, or "tail": the last samples are the test split.
-        test_fraction: share of the test split if random; 0.1 by default, 0.2 for Avazu.
-        test_rows: samples of the test split if "tail".
-        seed: seed of the random split.
+        split: how samples are divided into the splits train, validation and test. "random": by number and seed.
+            "order": the last samples are for testing, those before them for validation. "time": the newest samples are
+            for testing, those before them for validation, by the time of each sample, whatever their order. Transforms
+            and vocabularies are fitted on the training samples.
+        test_fraction: share of the test split; 0.1 by default, 0.2 for Avazu.
+        validation_fraction: share of the validation split; by default there is none.
+        test_rows: with split = "order", instead of `test_fraction`: samples of the test split.
+        validation_rows: likewise, of the validation split.
+        test_from: with split = "time", instead of `test_fraction`: time from which on samples are for testing, a date
+            (2024-05-01, in UTC), ISO 8601 text or Unix seconds.
+        validation_from: likewise, for validation.
+        negative_fraction: share of the negative training samples to keep, drawn by number and seed. Predictions of a
+            model that is trained on them are corrected for those left out. Other splits keep all samples.
+        seed: seed of the random split and of the negatives to keep.
         on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out.
         max_bad_rows: largest number of skipped bad rows.
         shard_rows: raw lines that become one Parquet file of each split; the unit of work, which is held in memory.
     """
 
     min_count: int = 1
+    max_ids: int = 0
     hash_buckets: int = 0
     raw_ids: bool = False
-    dense: DenseTransform = "minmax"
+    dense: DenseTransform = "quantile"
     fit_on: Literal["train", "all"] = "train"
-    split: Literal["random", "tail"] = "random"
+    split: SplitKind = "random"
     test_fraction: float | None = None
+    validation_fraction: float | None = None
     test_rows: int | None = None
+    validation_rows: int | None = None
+    test_from: str | int | None = None
+    validation_from: str | int | None = None
+    negative_fraction: float = 1.0
     seed: int = 0
     on_bad_row: OnBadRow = "error"
     max_bad_rows: int = 1000
@@ -49,29 +75,61 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         for name, most in (("min_count", None), ("shard_rows", None)):
             _check_range(name, getattr(self, name), 1, most)
-        for name, most in (("hash_buckets", MOST_BUCKETS), ("seed", 2**63 - 1), ("max_bad_rows", None)):
+        for name, most in (
+            ("hash_buckets", MOST_BUCKETS),
+            ("max_ids", None),
+            ("seed", 2**63 - 1),
+            ("max_bad_rows", None),
+        ):
             _check_range(name, getattr(self, name), 0, most)
         for name, choices in (
             ("dense", get_args(DenseTransform)),
             ("fit_on", ("train", "all")),
-            ("split", ("random", "tail")),
+            ("split", get_args(SplitKind)),
             ("on_bad_row", get_args(OnBadRow)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.hash_buckets and self.raw_ids:
             raise ValueError("hash_buckets and raw_ids exclude each other; give one of them")
-        if (self.hash_buckets or self.raw_ids) and self.min_count > 1:
-            way = "raw_ids" if self.raw_ids else "hash_buckets"
-            raise ValueError(f"min_count has no effect with {way}, which keeps no vocabulary; give one of them")
-        if self.split == "tail" and (self.test_rows is None or self.test_rows < 0):
-            raise ValueError(f'split = "tail" needs test_rows of at least 0, got {self.test_rows}')
-        if self.split == "tail" and self.test_fraction is not None:
-            raise ValueError('test_fraction is for split = "random"; with "tail" give test_rows only')
-        if self.split == "random" and self.test_rows is not None:
-            raise ValueError('test_rows is for split = "tail"; with "random" give test_fraction')
-        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
-            raise ValueError(f"test_fraction must be in [0, 1), got {self.test_fraction}")
+        self.check_vocabulary("", self.min_count > 1, self.max_ids)
+        self._check_split()
+
+    def _check_split(self) -> None:
+        for suffix, kind in (("rows", "order"), ("from", "time")):
+            keys = [f"{split}_{suffix}" for split in ("test", "validation")]
+            given = [key for key in keys if getattr(self, key) is not None]
+            if given and self.split != kind:
+                raise ValueError(f'{given[0]} is for split = "{kind}"; with "{self.split}" give fractions')
+            fractions = [key for key in ("test_fraction", "validation_fraction") if getattr(self, key) is not None]
+            if given and fractions:
+                raise ValueError(f"{given[0]} and {fractions[0]} exclude each other; give both splits in the same way")
+            if given and keys[0] not in given:
+                raise ValueError(f"{keys[1]} needs {keys[0]}, where the test split begins")
+        for key in ("test_rows", "validation_rows"):
+            _check_range(key, getattr(self, key) or 0, 0, None)
+        for key in ("test_fraction", "validation_fraction"):
+            if not 0 <= (getattr(self, key) or 0.0) < 1:
+                raise ValueError(f"{key} must be in [0, 1), got {getattr(self, key)}")
+        if (self.test_fraction or 0.0) + (self.validation_fraction or 0.0) >= 1:
+            raise ValueError(
+                f"test_fraction + validation_fraction must be less than 1, got {self.test_fraction} +"
+                f" {self.validation_fraction}"
+            )
+        if not 0 < self.negative_fraction <= 1:
+            raise ValueError(f"negative_fraction must be in (0, 1], got {self.negative_fraction}")
+        if self.test_from is not None:
+            first_test = seconds_of("test_from", self.test_from)
+            if self.validation_from is not None and seconds_of("validation_from", self.validation_from) >= first_test:
+                raise ValueError(
+                    f"validation_from must be before test_from, got {self.validation_from} and {self.test_from}"
+                )
+
+    def check_vocabulary(self, where: str, min_count: int, max_ids: int) -> None:
+        """Raises ValueError if a limit on the ids of a vocabulary is given, where the settings make no vocabulary."""
+        if (self.hash_buckets or self.raw_ids) and (min_count or max_ids):
+            limit, way = "min_count" if min_count else "max_ids", "raw_ids" if self.raw_ids else "hash_buckets"
+            raise ValueError(f"{where}{limit} has no effect with {way}, which keeps no vocabulary; give one of them")
 
 
 def _check_range(name: str, value: int, least: int, most: int | None) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cowrec.data_pipeline.raw.partitions import Block, Partition, RawFile, Report
+from cowrec.data_pipeline.raw_files.segments import Block, Partition, RawFile, Report, Source, Survey
 
 from .engine import Result, Shared, load_blocks
 
@@ -46,9 +46,9 @@ class DaskEngine:
     def __init__(self, client: "Client", folder: Path) -> None:
         self._client, self._folder = client, folder
 
-    def survey(self, work: Callable[[str, Report], RawFile], paths: Sequence[str], report: Report) -> Sequence[RawFile]:
+    def survey(self, work: Survey, sources: Sequence[Source], report: Report) -> Sequence[RawFile]:
         files = []
-        for file in self._ordered(partial(_survey, work), None, paths):
+        for file in self._ordered(partial(_survey, work), None, sources):
             files.append(file)
             report(sum(segment.file_bytes for segment in file.segments))
         return files
@@ -87,8 +87,8 @@ def _load(path: Path) -> object:
         return pickle.load(file)
 
 
-def _survey(work: Callable[[str, Report], RawFile], _: None, path: str) -> RawFile:
-    return work(path, lambda _: None)
+def _survey(work: Survey, _: None, source: Source) -> RawFile:
+    return work(source, lambda _: None)
 
 
 def _process(
@@ -102,7 +102,7 @@ def _tasks(partitions: Sequence[Partition]) -> list[list[Partition]]:
     tasks: list[list[Partition]] = []
     for each in partitions:
         first = each.segments[0]
-        if first.plain or not tasks or tasks[-1][0].segments[0].path != first.path:
+        if first.direct or not tasks or tasks[-1][0].segments[0].source != first.source:
             tasks.append([])
         tasks[-1].append(each)
     return tasks

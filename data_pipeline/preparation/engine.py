@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.partitions import Block, Partition, RawFile, Report, blocks
+from cowrec.data_pipeline.raw_files.reading import blocks
+from cowrec.data_pipeline.raw_files.segments import Block, Partition, RawFile, Report, Source, Survey
 
 Shared = TypeVar("Shared")
 Result = TypeVar("Result")
@@ -19,8 +20,8 @@ Result = TypeVar("Result")
 class Engine(Protocol):
     """Runs module-level functions on files and partitions."""
 
-    def survey(self, work: Callable[[str, Report], RawFile], paths: Sequence[str], report: Report) -> Sequence[RawFile]:
-        """Returns `work(path, report)` of each file, in order."""
+    def survey(self, work: Survey, sources: Sequence[Source], report: Report) -> Sequence[RawFile]:
+        """Returns `work(source, report)` of each file, in order."""
         ...
 
     def map(
@@ -33,8 +34,8 @@ class Engine(Protocol):
 class LocalEngine:
     """Reads in the calling thread and processes partitions with one thread per core."""
 
-    def survey(self, work: Callable[[str, Report], RawFile], paths: Sequence[str], report: Report) -> Sequence[RawFile]:
-        return [work(path, report) for path in paths]
+    def survey(self, work: Survey, sources: Sequence[Source], report: Report) -> Sequence[RawFile]:
+        return [work(source, report) for source in sources]
 
     def map(
         self, work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
@@ -43,8 +44,8 @@ class LocalEngine:
 
 
 def load_blocks(partitions: Iterable[Partition]) -> Generator[tuple[Partition, list[Block]], None, None]:
-    """Yields partitions with their text. Raises ValueError if a file is missing or changed since the survey."""
+    """Yields partitions with their blocks. Raises ValueError if a file is missing or changed since the survey."""
     partitions = list(partitions)
-    with closing(blocks(segment for each in partitions for segment in each.segments)) as text:
+    with closing(blocks(segment for each in partitions for segment in each.segments)) as found:
         for each in partitions:
-            yield each, list(islice(text, len(each.segments)))
+            yield each, list(islice(found, len(each.segments)))

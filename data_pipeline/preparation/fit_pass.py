@@ -1,5 +1,8 @@
 """The first pass of `prepare`: counts ids and finds the range of numbers, partition by partition."""
 
+import json
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -7,19 +10,30 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS, Encoding, SparseField, SparseKind
-from cowrec.data_pipeline.encoding.dense import DenseRange, bucket_ids, fitted
+from cowrec.data_pipeline.dataset.schema import (
+    OUT_OF_VOCABULARY,
+    RESERVED_ROWS,
+    DenseField,
+    Encoding,
+    SparseField,
+    SparseKind,
+)
+from cowrec.data_pipeline.encoding.dense import NumberStatistics, bucket_ids, fitted, is_heavy_tailed, statistics_for
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.bad_rows import BadRow, BadRowLedger
-from cowrec.data_pipeline.raw.csv_parser import Parsed, parse
-from cowrec.data_pipeline.raw.layouts import Layout, RawField
-from cowrec.data_pipeline.raw.partitions import Block, Partition, Report
+from cowrec.data_pipeline.raw.layouts import DenseTransform, Layout, RawField
+from cowrec.data_pipeline.raw.missing import LOOKS_MISSING
+from cowrec.data_pipeline.raw.parsing import Parsed, parse
+from cowrec.data_pipeline.raw_files.segments import Block, Partition, Report
 
 from .config import PrepareConfig
 from .engine import Engine
-from .splitting import SplitRule
+from .splitting import TRAIN, SplitRule
+from .time_order import TimeOrder
+
+logger = logging.getLogger(__name__)
 
 BUCKET_SUFFIX = "_bucket"
 
@@ -35,11 +49,14 @@ class FitPlan:
 
 @dataclass
 class PartitionStatistics:
-    """Statistics of a partition: training samples, bad rows, ranges of numeric fields, id counts of sparse fields."""
+    """Statistics of a partition: training samples, also by label and class, their weight, bad rows; of each field."""
 
     train_samples: int = 0
+    classes: Counter[tuple[str, float]] = field(default_factory=Counter)
+    weight: float = 0.0
+    order: TimeOrder = field(default_factory=TimeOrder)
     bad: list[BadRow] = field(default_factory=list)
-    ranges: dict[str, DenseRange] = field(default_factory=dict)
+    numbers: dict[str, NumberStatistics] = field(default_factory=dict)
     counted: dict[str, pa.Table] = field(default_factory=dict)
 
 
@@ -54,60 +71,134 @@ def fit(
     layout, config = plan.layout, plan.config
     numeric = [each for each in layout.fields if each.kind == "numeric"]
     sparse = sparse_fields(layout, config)
-    ranges = {each.name: DenseRange() for each in numeric}
+    numbers = _statistics(layout, config)
     counters = {each.name: VocabularyCounter() for each in sparse if each.encoding == "vocabulary"}
-    train_samples = 0
+    total = PartitionStatistics()
     with closing(engine.map(measure, plan, partitions)) as results:
         for partition, found in zip(partitions, results, strict=True):
             ledger.add(found.bad)
-            train_samples += found.train_samples
-            for name, span in found.ranges.items():
-                ranges[name].merge(span)
+            total.train_samples += found.train_samples
+            total.classes += found.classes
+            total.weight += found.weight
+            total.order.merge(found.order)
+            for name, statistics in found.numbers.items():
+                numbers[name].merge(statistics)
             for name, counted in found.counted.items():
                 counters[name].add(counted)
             report(partition.file_bytes)
-    if not train_samples:
-        raise ValueError(
-            "no training sample: all samples are test samples or bad rows; lower test_fraction or test_rows"
-        )
-    vocabularies = dict(
-        zip(counters, ordered_map(lambda counter: counter.finish(config.min_count), counters.values()), strict=True)
-    )
+    _check_training(total, layout, ledger)
+    if plan.split.kind == "order":
+        total.order.report()
+    dense = tuple(fitted(each.name, each.name, _transform(each, config), numbers[each.name]) for each in numeric)
+    _report_heavy_tails([each for each in dense if is_heavy_tailed(each, numbers[each.name])], layout)
+    by_name = {each.name: each for each in layout.fields}
+
+    def finished(each: SparseField) -> Vocabulary:
+        raw = by_name[each.source]
+        return counters[each.name].finish(raw.min_count or config.min_count, raw.max_ids or config.max_ids)
+
+    counted_fields = [each for each in sparse if each.name in counters]
+    vocabularies = {
+        each.name: vocabulary
+        for each, vocabulary in zip(counted_fields, ordered_map(finished, counted_fields), strict=True)
+    }
+    _report_markers(vocabularies, layout)
     return Encoder(
-        tuple(fitted(each.name, each.name, config.dense, ranges[each.name]) for each in numeric),
+        dense,
         tuple(_sized(each, vocabularies, config) for each in sparse),
         vocabularies,
     )
 
 
+def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLedger) -> None:
+    """Raises ValueError if a model cannot learn from the training samples."""
+    bad = f"; {ledger.by_path.total():,} bad rows were left out" if ledger.by_path else ""
+    if not total.train_samples:
+        raise ValueError(
+            f"no training sample: all samples are in other splits or bad rows{bad}; lower test_fraction or test_rows"
+        )
+    for label in layout.labels:
+        negative, positive = total.classes[label.name, 0.0], total.classes[label.name, 1.0]
+        if not (negative and positive):
+            raise ValueError(
+                f"label {label.column!r}: the training samples are of one class, {positive:,} positive and"
+                f" {negative:,} negative{bad}; nothing can be learned from them. Check the label's column and, in the"
+                " schema file, its positive values or threshold"
+            )
+    if not total.weight:
+        raise ValueError(f"column {layout.weight!r}: all {total.train_samples:,} training samples have weight 0")
+
+
 def measure(plan: FitPlan, number: int, blocks: Sequence[Block]) -> PartitionStatistics:
     """Computes the statistics of one partition."""
-    found = PartitionStatistics()
+    found = PartitionStatistics(numbers=_statistics(plan.layout, plan.config))
     counting = [each for each in sparse_fields(plan.layout, plan.config) if each.encoding == "vocabulary"]
     texts: dict[str, list[pa.Array]] = {each.name: [] for each in counting}
+    numbers: dict[str, list[np.ndarray]] = {name: [np.zeros(0)] for name in found.numbers}
     for block in blocks:
         parsed = parse(block, plan.layout)
-        train = ~plan.split.is_test(parsed.sample_numbers)
+        splits = plan.split.split_of(parsed)
+        train = splits == TRAIN
+        found.order.add(parsed.time, splits)
         found.bad += parsed.bad
         found.train_samples += int(train.sum())
+        found.weight += float(
+            train.sum() if parsed.sample_weights is None else parsed.sample_weights[train].sum(dtype=np.float64)
+        )
+        for name, label in parsed.labels.items():
+            found.classes += Counter({(name, cls): int((label[train] == cls).sum()) for cls in (0.0, 1.0)})
         fitted_on = train if plan.config.fit_on == "train" else np.ones_like(train)
         for name, values in parsed.numbers.items():
-            found.ranges.setdefault(name, DenseRange()).add(values[fitted_on])
+            numbers[name].append(values[fitted_on])
         for each in counting:
             texts[each.name].append(_training_ids(each, parsed, pa.array(train)))
+    for name, parts in numbers.items():
+        found.numbers[name].add(np.concatenate(parts))
     found.counted = {name: counted_values(pa.chunked_array(text)) for name, text in texts.items()}
     return found
 
 
 def sparse_fields(layout: Layout, config: PrepareConfig) -> list[SparseField]:
     """Returns the sparse fields of a layout in order, before their tables are sized; buckets of numbers come first."""
-    fields = []
-    if config.dense == "buckets":
-        fields += [_sparse(each, "categorical", config) for each in layout.fields if each.kind == "numeric"]
+    numeric = [each for each in layout.fields if each.kind == "numeric"]
+    fields = [_sparse(each, "categorical", config) for each in numeric if _transform(each, config) == "buckets"]
     return fields + [_sparse(each, each.kind, config) for each in layout.fields if each.kind != "numeric"]
 
 
+def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
+    return raw.transform or config.dense
+
+
+def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatistics]:
+    return {each.name: statistics_for(_transform(each, config)) for each in layout.fields if each.kind == "numeric"}
+
+
+def _report_heavy_tails(fields: Sequence[DenseField], layout: Layout) -> None:
+    if fields:
+        names, transforms = ", ".join(each.name for each in fields), " and ".join({each.transform for each in fields})
+        remedy = 'transform = "quantile"' if layout.name == "csv" else 'prepare.dense = "quantile"'
+        logger.warning(
+            'heavy tails: %d numeric fields (%s) have most of their numbers in a small part of their range, so that'
+            ' "%s" leaves them nearly equal; %s, "log" or "buckets" keep them apart',
+            len(fields), names, transforms, remedy,
+        )  # fmt: skip
+
+
+def _report_markers(vocabularies: dict[str, Vocabulary], layout: Layout) -> None:
+    """Warns of ids that programs write for a missing value."""
+    texts = sorted({form(text) for text in LOOKS_MISSING for form in (str.lower, str.upper, str.title)})
+    for name, vocabulary in vocabularies.items() if layout.name == "csv" else ():
+        rows = vocabulary.rows(pa.array(texts))
+        found = [text for text, row in zip(texts, rows, strict=True) if row != OUT_OF_VOCABULARY]
+        if found:
+            logger.warning(
+                "field %r has the ids %s; if they mean a missing value, set null = %s in the schema file",
+                name, ", ".join(found), json.dumps(found),
+            )  # fmt: skip
+
+
 def _sparse(raw: RawField, kind: SparseKind, config: PrepareConfig) -> SparseField:
+    config.check_vocabulary(f"field {raw.name!r}: ", raw.min_count, raw.max_ids)
     bucketed = raw.kind == "numeric"
     encoding: Encoding = "hash" if config.hash_buckets else "raw" if config.raw_ids else "vocabulary"
     return SparseField(

@@ -2,24 +2,37 @@
 
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
-from cowrec.data_pipeline.dataset.schema import Schema, SourceFile, library_versions
-from cowrec.data_pipeline.dataset.writer import new_folder
+import pyarrow as pa
+
+from cowrec.data_pipeline.dataset.schema import Schema, SourceFile, Split, library_versions
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.bad_rows import BadRowLedger
-from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_csv_schema
-from cowrec.data_pipeline.raw.partitions import RawFile, check_inputs, partitions, read_first_line, survey
+from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName
+from cowrec.data_pipeline.raw.parsing import check_same_types, check_types
+from cowrec.data_pipeline.raw.schema_file import load_csv_schema
+from cowrec.data_pipeline.raw_files.inputs import find_inputs
+from cowrec.data_pipeline.raw_files.reading import look, survey
+from cowrec.data_pipeline.raw_files.segments import Partition, RawFile, Source, partitions
+from cowrec.data_pipeline.raw_files.storage import stamp
+from cowrec.data_pipeline.remote import is_remote, local_path
 
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig
 from .engine import Engine, LocalEngine
 from .fit_pass import FitPlan, fit
-from .splitting import EVERYTHING_IS_TEST, SplitRule
-from .write_pass import WritePlan, write_splits
+from .output import output_folder
+from .splitting import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, iso, seconds_of
+from .time_order import count_times
+from .write_pass import WritePlan, prepared_schema, write_splits
+
+logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 Progress = Callable[[int], None]
@@ -33,6 +46,9 @@ def prepare(
     *,
     csv_schema: PathLike | None = None,
     like: PathLike | None = None,
+    validation: Sequence[PathLike] = (),
+    test: Sequence[PathLike] = (),
+    keep: Sequence[str] = (),
     overwrite: bool = False,
     progress: Progress | None = None,
     scheduler: str | None = None,
@@ -41,13 +57,17 @@ def prepare(
 
     Args:
         layout: "criteo", "avazu" or "csv".
-        inputs: raw files, plain or compressed, in order.
-        output: a new or empty folder, created atomically when everything is done.
+        inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet; Arrow IPC.
+            Any of them may be a URI.
+        output: a new or empty folder, or its URI in an object store, created when everything is done.
         config: settings; with `like`, only on_bad_row, max_bad_rows and shard_rows have an effect.
         csv_schema: TOML file that describes the columns; for "csv", and not with `like`.
         like: a folder with schema.json and vocabulary/ of an earlier data set, whose vocabularies and dense transforms
             are applied. All samples go to the split "test", and the label may be absent: then `Split.labelled` is False
             and labels are NaN.
+        validation, test: files of these splits, as `inputs`, which then are the training samples, in place of the
+            settings of splits; validation needs test. Not with `like`.
+        keep: raw columns that predictions show, in addition to those of the schema file.
         overwrite: replace an existing data set.
         progress: called with the number of raw bytes just processed; `work_bytes` returns their sum.
         scheduler: address of a Dask cluster that does the work instead of this machine's cores; the result has the same
@@ -56,40 +76,51 @@ def prepare(
     Raises:
         ValueError: invalid settings or data; the message names file, line and column. OSError: the disk is full.
     """
-    config = config or PrepareConfig()
-    report = progress or (lambda _: None)
-    # Workers of a cluster have different working directories.
-    paths = [os.fspath(path) if scheduler is None else os.path.abspath(path) for path in inputs]
+    config, report = config or PrepareConfig(), progress or (lambda _: None)
+    groups = _paths((inputs, validation, test), scheduler, new=like is None)
     earlier = Schema.load(like) if like is not None else None
-    described = _layout(layout, csv_schema, earlier)
-    check_inputs(paths)
-    described = described.resolve(read_first_line(paths[0]), paths[0], need_label=earlier is None)
-    ledger = BadRowLedger(config.on_bad_row, config.max_bad_rows)
-    with new_folder(output, overwrite=overwrite) as folder, _engine(scheduler, folder) as engine:
-        work = partial(survey, header=described.header, segment_lines=config.shard_rows)
-        files = engine.survey(work, paths, report)
-        _check_headers(files, described)
-        parts = partitions(files, config.shard_rows)
+    described, sources = _look(_layout(layout, csv_schema, earlier), groups, keep, need_label=earlier is None)
+    written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)
+    with written as folder, _engine(scheduler, folder) as engine:
+        files = _surveyed(engine, sources, described, config, report)
+        parts, ledger = partitions(files, config.shard_rows), BadRowLedger(config.on_bad_row, config.max_bad_rows)
         if earlier is None:
-            split = _split_rule(layout, config, files)
+            split = _by_files(files, groups) or _split_rule(engine, parts, described, config, report)
+            split = _thinned(split, described, config.negative_fraction)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
             skipped = BadRowLedger("skip", ledger.by_path.total())
         else:
-            assert like is not None
-            split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like), earlier), ledger
+            split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like or ""), earlier), ledger
         encoder.save(folder)
         splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split), skipped, report)
-        settings = _settings(config, described) if earlier is None else earlier.settings
-        schema = Schema(layout, encoder.dense, encoder.sparse, splits, bool(described.time), settings=settings,
-                        sources=_sources(files, ledger), versions=library_versions())  # fmt: skip
-        schema.save(folder)
+        settings = _settings(config, described, split) if earlier is None else earlier.settings
+        schema = dataclasses.replace(prepared_schema(described, encoder), settings=settings)
+        schema = dataclasses.replace(schema, negative_fraction=split.negative_fraction)
+        return _saved(schema, folder, _checked_splits(splits, described, config), _sources(files, ledger))
+
+
+def _paths(groups: Sequence[Sequence[PathLike]], scheduler: str | None, *, new: bool) -> list[list[str]]:
+    _, validation, test = groups
+    if (validation and not test) or (test and not new):
+        raise ValueError("files of the splits are for a new data set; give those of the test split, or none")
+    paths = [[os.fspath(each) for each in group] for group in groups]
+    if scheduler is None:
+        return paths
+    # Workers of a cluster have different working directories.
+    return [[each if is_remote(each) else os.path.abspath(local_path(each)) for each in group] for group in paths]
+
+
+def _saved(schema: Schema, folder: Path, splits: dict[str, Split], sources: tuple[SourceFile, ...]) -> Schema:
+    schema = dataclasses.replace(schema, splits=splits, sources=sources, versions=library_versions())
+    schema.save(folder)
     return schema
 
 
-def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None) -> int:
+def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None, config: PrepareConfig | None = None) -> int:
     """Returns the sum of all `progress` calls: bytes on disk of the raw files, times the number of passes over them."""
-    passes = 3 if like is None else 2
-    return passes * sum(os.stat(path).st_size for path in inputs)
+    by_shares_of_time = config is not None and config.split == "time" and config.test_from is None
+    passes = 3 + by_shares_of_time if like is None else 2
+    return passes * sum(stamp(file.path)[0] for file in find_inputs([os.fspath(path) for path in inputs]))
 
 
 @contextmanager
@@ -120,32 +151,113 @@ def _layout(name: LayoutName, csv_schema: PathLike | None, earlier: Schema | Non
     return layouts[name]
 
 
-def _check_headers(files: Sequence[RawFile], layout: Layout) -> None:
-    for file in files if layout.header else ():
-        if file.first_line != files[0].first_line:
-            raise ValueError(f"{file.path}, line 1: header differs from that of {files[0].path}")
+def _look(
+    layout: Layout, groups: Iterable[Sequence[str]], keep: Sequence[str], *, need_label: bool
+) -> tuple[Layout, list[Source]]:
+    """Checks the columns of all files before any is read. Returns the layout, with what is `absent`, and the files."""
+    looks = [look(file) for file in find_inputs(list(chain.from_iterable(groups)))]
+    described = dataclasses.replace(layout, keep=tuple(dict.fromkeys([*layout.keep, *keep])))
+    if not need_label:
+        described = _without_absent(described, [source for source, _ in looks], keep)
+    sources, schemas = [], {}
+    for source, types in looks:
+        described.check_columns_of(source)
+        if types is not None:
+            used = tuple(name for name in source.columns if name in described.used_columns)
+            source = dataclasses.replace(source, columns=used)
+            schemas[source.path] = types = pa.schema([types.field(name) for name in used])
+        check_types(source, types, described)
+        sources.append(source)
+    check_same_types(schemas, described)
+    return described, sources
 
 
-def _split_rule(layout: str, config: PrepareConfig, files: Sequence[RawFile]) -> SplitRule:
+def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[str]) -> Layout:
+    """Returns the layout with the columns of labels, weight and those to keep that all files lack."""
+    loose = dataclasses.replace(layout, absent=layout.optional_columns)
+    present = [{*loose.columns_in(each), *dict(each.partition)} for each in sources]
+    absent = []
+    for name in layout.optional_columns:
+        lacking = [source.path for source, columns in zip(sources, present, strict=True) if name not in columns]
+        what = "label" if name in [label.column for label in layout.labels] else "column"
+        if lacking and len(lacking) < len(sources):
+            raise ValueError(f"{lacking[0]} has no {what} {name!r}, but other files have; prepare them separately")
+        if lacking and name in keep:
+            raise ValueError(f"no column {name!r} to keep in {lacking[0]}")
+        if lacking and name in layout.keep:
+            logger.warning("the files have no column %r, which predictions would show", name)
+        absent += [name] * bool(lacking)
+    return dataclasses.replace(layout, absent=tuple(absent))
+
+
+def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareConfig) -> dict[str, Split]:
+    asked = {"validation": config.validation_from or config.validation_fraction, "test": config.test_from}
+    for name, size in splits.items():
+        if not size.rows and asked.get(name):
+            raise ValueError(f"no sample is in the split {name}; check {name}_from or {name}_fraction = {asked[name]}")
+        if size.rows and size.weight == 0:
+            raise ValueError(f"column {layout.weight!r}: all {size.rows:,} samples of the split {name} have weight 0")
+    return splits
+
+
+def _surveyed(
+    engine: Engine, sources: Sequence[Source], layout: Layout, config: PrepareConfig, report: Progress
+) -> Sequence[RawFile]:
+    work = partial(survey, header=layout.header, segment_samples=config.shard_rows)
+    files = engine.survey(work, sources, report)
+    if not any(file.samples for file in files):
+        raise ValueError(f"input file {files[0].source.path} has no samples, and neither has any other")
+    return files
+
+
+def _thinned(split: SplitRule, layout: Layout, negative_fraction: float) -> SplitRule:
+    if negative_fraction < 1 and len(layout.labels) > 1:
+        raise ValueError("negative_fraction takes one label, whose negatives are left out; the schema file has several")
+    return dataclasses.replace(split, negative_fraction=negative_fraction)
+
+
+def _split_rule(
+    engine: Engine, parts: Sequence[Partition], layout: Layout, config: PrepareConfig, report: Progress
+) -> SplitRule:
+    test = DEFAULT_TEST_FRACTION[layout.name] if config.test_fraction is None else config.test_fraction
+    validation = config.validation_fraction or 0.0
     if config.split == "random":
-        fraction = DEFAULT_TEST_FRACTION[layout] if config.test_fraction is None else config.test_fraction
-        return SplitRule(config.seed, fraction)
-    assert config.test_rows is not None
-    samples = sum(file.samples for file in files)
-    if config.test_rows >= samples:
-        raise ValueError(f"test_rows must be less than the {samples:,} samples in the files, got {config.test_rows:,}")
-    return SplitRule(first_test_sample=samples - config.test_rows)
+        return SplitRule("random", config.seed, test, validation)
+    if config.split == "order":
+        samples = sum(part.samples for part in parts)
+        if config.test_rows is not None:
+            return by_order(samples, config.test_rows, config.validation_rows or 0)
+        return by_order(samples, round(test * samples), round(validation * samples))
+    if not layout.time:
+        raise ValueError(
+            'split = "time" needs the times of samples: name their column in the schema file, time = "..."'
+        )
+    if config.test_from is not None:
+        first_test = seconds_of("test_from", config.test_from)
+        since = first_test if config.validation_from is None else seconds_of("validation_from", config.validation_from)
+        return SplitRule("time", first_test=first_test, first_validation=since)
+    return by_time(count_times(engine, parts, layout, report), test, validation)
 
 
-def _settings(config: PrepareConfig, layout: Layout) -> dict[str, object]:
-    # Later files may order their columns differently, so columns are read from their header again.
-    described = dataclasses.replace(layout, columns=() if layout.header else layout.columns)
-    settings = {"prepare": dataclasses.asdict(config), "layout": dataclasses.asdict(described)}
+def _by_files(files: Sequence[RawFile], groups: Sequence[Sequence[str]]) -> SplitRule | None:
+    """Returns the rule for the inputs of each split; None without inputs of the test split."""
+    _, validation, test = (len(find_inputs(group)) if group else 0 for group in groups)
+    samples, first_test = [file.samples for file in files], len(files) - test
+    if not test:
+        return None
+    return by_order(sum(samples), sum(samples[first_test:]), sum(samples[first_test - validation : first_test]))
+
+
+def _settings(config: PrepareConfig, layout: Layout, split: SplitRule) -> dict[str, object]:
+    settings = {"prepare": dataclasses.asdict(config), "layout": dataclasses.asdict(layout)}
+    if split.kind == "time":
+        first = {"validation_from": split.first_validation, "test_from": split.first_test}
+        settings["split"] = {key: iso(seconds) for key, seconds in first.items() if key[:-5] in split.names}
     return dict(json.loads(json.dumps(settings)))  # turns tuples into lists, as `Schema.load` returns them
 
 
 def _sources(files: Sequence[RawFile], ledger: BadRowLedger) -> tuple[SourceFile, ...]:
     return tuple(
-        SourceFile(file.path, file.segments[0].stamp[0], file.sha256, file.samples, ledger.by_path[file.path])
+        SourceFile(file.source.path, file.source.stamp[0], file.sha256, file.samples, ledger.by_path[file.source.path])
         for file in files
     )

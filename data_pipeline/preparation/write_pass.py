@@ -1,5 +1,6 @@
 """The second pass of `prepare`: writes each partition as a shard of every split that it has samples of."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,14 +14,13 @@ from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
 from cowrec.data_pipeline.dataset.writer import ShardSize, size_of_split, write_shard
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.bad_rows import BadRow, BadRowLedger
-from cowrec.data_pipeline.raw.csv_parser import parse
 from cowrec.data_pipeline.raw.layouts import Layout
-from cowrec.data_pipeline.raw.partitions import Block, Partition, Report
+from cowrec.data_pipeline.raw.parsing import parse
+from cowrec.data_pipeline.raw_files.segments import Block, Partition, Report
 
 from .engine import Engine
-from .splitting import SplitRule
-
-SPLITS = ("train", "test")
+from .id_doubts import Doubts, twin_ids, warn_of
+from .splitting import SPLITS, SplitRule
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class Written:
-    """Shards written for a partition, by split, and its bad rows."""
+    """Shards written for a partition, by split, its bad rows, and what is suspicious about its ids."""
 
     shards: dict[str, ShardSize]
     bad: list[BadRow]
+    doubts: Doubts
 
 
 def write_splits(
@@ -49,18 +50,21 @@ def write_splits(
     Raises:
         ValueError: a bad row that may not be skipped. OSError: the disk is full.
     """
-    shards: dict[str, list[ShardSize]] = {name: [] for name in SPLITS}
-    for name in SPLITS:
+    shards: dict[str, list[ShardSize]] = {name: [] for name in plan.split.names}
+    doubts: Doubts = Counter()
+    for name in shards:
         (plan.folder / name).mkdir()
     with closing(engine.map(write_partition, plan, partitions)) as results:
         for partition, written in zip(partitions, results, strict=True):
             ledger.add(written.bad)
+            doubts += written.doubts
             for name, size in written.shards.items():
                 # Partitions without samples of a split leave no gap; results come in order, so the name is free.
                 final = shard_path(plan.folder, name, len(shards[name]))
                 shard_path(plan.folder, name, partition.number).rename(final)
                 shards[name].append(size)
             report(partition.file_bytes)
+    warn_of(doubts)
     return {
         name: size_of_split(sizes, _fields(plan), labelled=_labelled(plan.layout)) for name, sizes in shards.items()
     }
@@ -71,27 +75,48 @@ def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Wr
     columns = arrow_schema(_fields(plan))
     parts: dict[str, list[pa.Table]] = {name: [] for name in SPLITS}
     bad: list[BadRow] = []
+    doubts: Doubts = Counter()
     for block in blocks:
         parsed = parse(block, plan.layout)
         bad += parsed.bad
         table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
-        test = plan.split.is_test(parsed.sample_numbers)
-        for name, chosen in zip(SPLITS, (~test, test), strict=True):
+        doubts += parsed.doubts + twin_ids(plan.encoder, parsed, table)
+        splits = plan.split.split_of(parsed)
+        for index, name in enumerate(SPLITS):
+            chosen = splits == index
             if chosen.any():
                 parts[name].append(table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen))))
     return Written(
         {
-            name: write_shard(shard_path(plan.folder, name, number), pa.concat_tables(tables), _labelled(plan.layout))
+            name: write_shard(
+                shard_path(plan.folder, name, number), pa.concat_tables(tables), _fields(plan).label_columns
+            )
             for name, tables in parts.items()
             if tables
         },
         bad,
+        doubts,
+    )
+
+
+def prepared_schema(layout: Layout, encoder: Encoder) -> Schema:
+    """Returns the schema of a data set without splits."""
+    return Schema(
+        layout.name,
+        encoder.dense,
+        encoder.sparse,
+        {},
+        timed=bool(layout.time),
+        labels=tuple(label.name for label in layout.labels),
+        sample_weights=layout.has_weights,
+        numbered=True,
+        kept=layout.found_keep,
     )
 
 
 def _fields(plan: WritePlan) -> Schema:
-    return Schema(plan.layout.name, plan.encoder.dense, plan.encoder.sparse, {}, timed=bool(plan.layout.time))
+    return prepared_schema(plan.layout, plan.encoder)
 
 
 def _labelled(layout: Layout) -> bool:
-    return layout.label in layout.columns
+    return bool(layout.found_labels)

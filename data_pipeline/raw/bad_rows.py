@@ -5,28 +5,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cowrec.data_pipeline.raw_files.segments import Source
+
+SKIP_ADVICE = '. To skip and count bad rows, set on_bad_row = "skip"'
+
 OnBadRow = Literal["error", "skip"]
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """One line of a raw file that cannot be used.
+    """One sample of a raw file that cannot be used.
 
     Attributes:
-        path: the raw file.
-        line: line number in the file, from 1, counting the header.
+        source: the raw file.
+        number: number of its line in the file, from 1, counting the header; in Parquet and Arrow files of its row.
         column: raw column, or empty if the line as a whole is invalid.
         problem: what is wrong, with the value and what was expected.
+        advice: what else to do than to correct the file; may be empty.
     """
 
-    path: str
-    line: int
+    source: Source
+    number: int
     column: str
     problem: str
+    advice: str = SKIP_ADVICE
 
     def __str__(self) -> str:
         column = f", column {self.column}" if self.column else ""
-        return f"{self.path}, line {self.line}{column}: {self.problem}"
+        return f"{self.source.path}, {self.source.place} {self.number}{column}: {self.problem}"
 
 
 class BadRowLedger:
@@ -46,10 +52,10 @@ class BadRowLedger:
         """Adds the bad rows of a block. Raises ValueError naming the first one, or the first above the limit."""
         if not bad:
             return
-        ordered = sorted(bad, key=lambda row: row.line)
+        ordered = sorted(bad, key=lambda row: row.number)
         if not self._skip:
-            raise ValueError(f'{ordered[0]}. To skip and count bad rows, set on_bad_row = "skip"')
+            raise ValueError(f"{ordered[0]}{ordered[0].advice}")
         allowed = self._most - self.by_path.total()
-        self.by_path.update(row.path for row in ordered)
+        self.by_path.update(row.source.path for row in ordered)
         if len(ordered) > allowed:
             raise ValueError(f"more than max_bad_rows = {self._most} bad rows; the last: {ordered[max(allowed, 0)]}")

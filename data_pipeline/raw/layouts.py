@@ -1,23 +1,24 @@
 """Layouts of raw files: their columns in order, and the field that each one holds."""
 
 import csv
-import dataclasses
-import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cowrec.data_pipeline.dataset.schema import LABEL, TIME, WEIGHT_SUFFIX, Pooling
+from cowrec.data_pipeline.raw_files.segments import Source
+
+from .labels import RawLabel
 
 RawKind = Literal["numeric", "categorical", "multi", "weighted"]
 LayoutName = Literal["criteo", "avazu", "csv"]
 TimeFormat = Literal["timestamp", "hour"]
+DenseTransform = Literal["quantile", "minmax", "log", "buckets", "none"]
 
 # Names become Parquet columns, file names and PyTorch module names.
 FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+NAME_RULE = "a name is made of letters, digits, _ and -; give the raw name as `column`"
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,16 @@ class RawField:
 
     Attributes:
         name: name of the feature.
-        kind: "numeric" (one number), "categorical" (one id), "multi" (ids joined by `separator`) or "weighted" (the
-            same, each id followed by `weight_separator` and its weight).
+        kind: "numeric" (one number), "categorical" (one id), "multi" (a list, or ids joined by `separator`) or
+            "weighted" (a list of {id, weight} or a map from id to weight, or the joined text, each id followed by
+            `weight_separator` and its weight).
         column: raw column; the name by default.
-        separator, weight_separator: for list kinds only.
+        separator, weight_separator: for list kinds, where the column is text.
         pooling: "sum" or "mean", for list kinds only; "mean" by default for multi, always "sum" for weighted.
+        null: texts that mean a missing value, as the empty text always does: whole values, and the ids of lists. A
+            number here means that number in any notation. By default those of the file.
+        transform: for numbers; as `dense` of `[prepare]`, for this field. Empty means the value of `[prepare]`.
+        min_count, max_ids: for ids; as in `[prepare]`, for this field. 0 means the value of `[prepare]`.
     """
 
     name: str
@@ -39,32 +45,41 @@ class RawField:
     separator: str = ""
     weight_separator: str = ""
     pooling: Pooling | Literal[""] = ""
+    null: tuple[str, ...] = ()
+    transform: DenseTransform | Literal[""] = ""
+    min_count: int = 0
+    max_ids: int = 0
 
     def __post_init__(self) -> None:
         where = f"field {self.name!r}"
         if not FIELD_NAME.fullmatch(self.name):
-            raise ValueError(f"{where}: a name is made of letters, digits, _ and -; give the raw name as `column`")
+            raise ValueError(f"{where}: {NAME_RULE}")
         if self.name == LABEL or self.name.endswith(WEIGHT_SUFFIX):
             raise ValueError(f"{where}: this name is taken; choose another, and give the raw name as `column`")
         if self.kind not in get_args(RawKind):
             raise ValueError(f"{where}: kind must be one of {', '.join(get_args(RawKind))}, got {self.kind!r}")
         is_list, weighted = self.kind in ("multi", "weighted"), self.kind == "weighted"
-        _check_separator(where, "separator", self.separator, is_list)
-        _check_separator(where, "weight_separator", self.weight_separator, weighted)
-        if weighted and self.separator == self.weight_separator:
+        if self.separator and not is_list:
+            raise ValueError(f"{where}: separator is for list kinds only")
+        if self.weight_separator and not weighted:
+            raise ValueError(f"{where}: weight_separator is for the kind weighted only")
+        if weighted and self.separator and self.separator == self.weight_separator:
             raise ValueError(f"{where}: separator and weight_separator must differ, both are {self.separator!r}")
         if self.pooling not in ("", "sum", "mean") or (weighted and self.pooling == "mean"):
             raise ValueError(f"{where}: pooling must be sum or mean (weighted: sum), got {self.pooling!r}")
         if self.pooling and not is_list:
             raise ValueError(f"{where}: pooling is for the kinds multi and weighted")
+        if self.transform not in ("", *get_args(DenseTransform)) or (self.transform and self.kind != "numeric"):
+            choices = ", ".join(get_args(DenseTransform))
+            raise ValueError(f"{where}: transform must be one of {choices}, for numeric fields; got {self.transform!r}")
+        for name in ("min_count", "max_ids"):
+            value = getattr(self, name)
+            if value < 0 or (value and self.kind == "numeric"):
+                raise ValueError(f"{where}: {name} must be at least 1, and is for ids only; got {value} ({self.kind})")
         object.__setattr__(self, "column", self.column or self.name)
+        object.__setattr__(self, "null", tuple(text for text in self.null if text))
         if is_list and not self.pooling:
             object.__setattr__(self, "pooling", "mean" if self.kind == "multi" else "sum")
-
-
-def _check_separator(where: str, name: str, value: str, wanted: bool) -> None:
-    if bool(value) != wanted:
-        raise ValueError(f"{where}: {name} {'must be given' if wanted else 'is for list kinds only'}")
 
 
 @dataclass(frozen=True)
@@ -73,14 +88,17 @@ class Layout:
 
     Attributes:
         name: "criteo", "avazu" or "csv".
-        delimiter: one character.
+        delimiter: one ASCII character; or several, or any other, where quotes have no meaning.
         quote: one character, or empty if quotes have no meaning.
         header: True if the first line names the columns.
-        columns: all raw columns in order; empty if they are read from the header.
-        label: column of the label.
+        columns: all columns of text in order; empty if they are read from the header.
+        labels: the labels, one for each task.
         fields: the features; other columns are ignored.
         time: column of the sample's time, which may be a field as well; empty if there is none.
         time_format: "timestamp" (Unix seconds, with or without decimals, or ISO 8601) or "hour" (YYMMDDHH, UTC).
+        weight: column of the sample's weight, a number of at least 0; empty if all samples count alike.
+        keep: columns that predictions show beside the probability.
+        absent: columns of labels, weight and those to keep that the files lack, which can be predicted only.
     """
 
     name: str
@@ -88,14 +106,22 @@ class Layout:
     quote: str
     header: bool
     columns: tuple[str, ...]
-    label: str
+    labels: tuple[RawLabel, ...]
     fields: tuple[RawField, ...]
     time: str = ""
     time_format: TimeFormat = "timestamp"
+    weight: str = ""
+    keep: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in "\r\n":
-            raise ValueError(f"delimiter must be one ASCII character, got {self.delimiter!r}")
+        if not self.delimiter or "\r" in self.delimiter or "\n" in self.delimiter:
+            raise ValueError(f"delimiter must be at least one character and no line ending, got {self.delimiter!r}")
+        if self.quote and len(self.delimiter.encode()) > 1:
+            raise ValueError(
+                f"delimiter {self.delimiter!r} is more than one ASCII character, so quotes have no meaning: set "
+                'quote = ""'
+            )
         if len(self.quote) > 1 or not self.quote.isascii() or self.quote == self.delimiter:
             raise ValueError(f"quote must be one ASCII character or empty, got {self.quote!r}")
         if not self.fields:
@@ -105,41 +131,91 @@ class Layout:
             raise ValueError(f"field names must differ, got {sorted({n for n in names if names.count(n) > 1})} twice")
         if self.time and TIME in names:
             raise ValueError(f"field {TIME!r}: this name is reserved for the time of samples; rename the field")
-        if self.time and self.time == self.label:
-            raise ValueError(f"column {self.label!r} is the label, so it cannot be the time as well")
+        labels = [label.name for label in self.labels]
+        if not labels or len(set(labels)) < len(labels):
+            raise ValueError(f"labels must be one name or several different ones, got {labels}")
+        for column in {label.column for label in self.labels} & {self.time, self.weight}:
+            raise ValueError(f"column {column!r} is a label, so it cannot be the time or the weight as well")
         if self.columns:
-            self._check_columns(self.columns, labelled=False)
+            self.check_columns(self.columns)
 
-    def resolve(self, first_line: bytes, path: str, *, need_label: bool) -> "Layout":
-        """Returns the layout with the `columns` of a file that starts with `first_line`.
+    @property
+    def used_columns(self) -> list[str]:
+        """The columns of fields and time, and those of labels, weight and to keep that are not absent."""
+        found = [name for name in self.optional_columns if name not in self.absent]
+        return list(dict.fromkeys([*(field.column for field in self.fields), *[self.time] * bool(self.time), *found]))
 
-        Without `need_label`, the label's column may be absent, as in the test files of Criteo and Avazu.
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """The columns of labels, weight and those to keep, without which files can be predicted."""
+        return tuple(dict.fromkeys([*self._label_columns, *[self.weight] * bool(self.weight), *self.keep]))
+
+    @property
+    def found_labels(self) -> tuple[RawLabel, ...]:
+        """The labels whose columns the files have."""
+        return tuple(label for label in self.labels if label.column not in self.absent)
+
+    @property
+    def found_keep(self) -> tuple[str, ...]:
+        """The columns to keep that the files have."""
+        return tuple(name for name in self.keep if name not in self.absent)
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the files have sample weights."""
+        return bool(self.weight) and self.weight not in self.absent
+
+    @property
+    def _label_columns(self) -> list[str]:
+        return [label.column for label in self.labels]
+
+    def columns_in(self, source: Source) -> tuple[str, ...]:
+        """Returns the columns in a file, in their order; of text without a header, those that the layout names.
+
+        If columns are `absent`, such text may lack those of all labels, as Criteo's test file does, and of the weight.
 
         Raises:
-            ValueError: a column is missing or repeated, or the line is not UTF-8 or no CSV; the message names it.
+            ValueError: the first line is not UTF-8 or no CSV.
         """
+        if source.format != "text":
+            return source.columns
+        where = f"{source.path}, line 1"
         try:
-            found = next(csv.reader([first_line.decode()], delimiter=self.delimiter, quotechar=self.quote or None,
-                                    quoting=csv.QUOTE_MINIMAL if self.quote else csv.QUOTE_NONE), [])  # fmt: skip
+            line = source.first_line.decode()
+            if self.quote:
+                found = next(csv.reader([line], delimiter=self.delimiter, quotechar=self.quote), [])
+            else:
+                found = line.split(self.delimiter) if line else []
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, line 1: not UTF-8 ({error}); convert the file to UTF-8 first") from None
+            raise ValueError(f"{where}: not UTF-8 ({error}); convert the file to UTF-8 first") from None
         except csv.Error as error:
-            raise ValueError(f"{path}, line 1: {error}") from None
-        columns = tuple(found) if self.header else self.columns
-        if not self.header and not need_label and len(found) == len(columns) - 1:
-            columns = tuple(name for name in columns if name != self.label)
-        try:
-            self._check_columns(columns, labelled=need_label)
-        except ValueError as error:
-            raise ValueError(f"{path}, line 1: {error}") from None
-        return dataclasses.replace(self, columns=columns)
+            raise ValueError(f"{where}: {error}") from None
+        if self.header:
+            return tuple(found)
+        may_lack = ([], self._label_columns, [*self._label_columns, self.weight]) if self.absent else ([],)
+        for lacking in may_lack:
+            columns = tuple(name for name in self.columns if name not in lacking)
+            if len(columns) == len(found):
+                return columns
+        return self.columns
 
-    def _check_columns(self, columns: Sequence[str], *, labelled: bool) -> None:
-        wanted = [field.column for field in self.fields] + [self.time] * bool(self.time) + [self.label] * labelled
+    def check_columns_of(self, source: Source) -> None:
+        """Raises ValueError if a column is missing in a file or occurs more than once."""
+        columns = self.columns_in(source)
+        given = [name for name, _ in source.partition if name not in columns]
+        try:
+            self.check_columns([*columns, *given])
+        except ValueError as error:
+            where = ", line 1" if source.format == "text" else ""
+            raise ValueError(f"{source.path}{where}: {error}") from None
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raises ValueError if a column that is read is missing or repeated."""
+        wanted = self.used_columns
         missing = sorted(set(wanted) - set(columns))
         if missing:
             raise ValueError(f"no column {', '.join(map(repr, missing))} among {', '.join(columns)}")
-        twice = sorted(name for name in {*wanted, self.label} if list(columns).count(name) > 1)
+        twice = sorted(name for name in {*wanted, *self.optional_columns} if list(columns).count(name) > 1)
         if twice:
             raise ValueError(f"column {', '.join(map(repr, twice))} occurs more than once")
 
@@ -147,7 +223,9 @@ class Layout:
     def from_json(content: Mapping[str, Any]) -> "Layout":
         """Builds a layout from the result of `dataclasses.asdict`."""
         fields = tuple(RawField(**field) for field in content["fields"])
-        return Layout(**{**content, "columns": tuple(content["columns"]), "fields": fields})
+        labels = tuple(RawLabel(**label) for label in content["labels"])
+        columns, keep = tuple(content["columns"]), tuple(content["keep"])
+        return Layout(**{**content, "columns": columns, "keep": keep, "fields": fields, "labels": labels})
 
 
 _CRITEO_NUMBERS = tuple(f"I{number}" for number in range(1, 14))
@@ -164,7 +242,7 @@ CRITEO = Layout(
     quote="",
     header=False,
     columns=(LABEL, *_CRITEO_NUMBERS, *_CRITEO_IDS),
-    label=LABEL,
+    labels=(RawLabel(),),
     fields=tuple(RawField(name, "numeric") for name in _CRITEO_NUMBERS)
     + tuple(RawField(name, "categorical") for name in _CRITEO_IDS),
 )
@@ -176,75 +254,9 @@ AVAZU = Layout(
     quote="",
     header=True,
     columns=(),
-    label="click",
+    labels=(RawLabel(column="click"),),
     fields=tuple(RawField(name, "categorical") for name in _AVAZU_IDS),
     time="hour",
     time_format="hour",
 )
 """Avazu's Kaggle `train` (and `test`, without `click`). `id` is unique to each sample, so it is no feature."""
-
-
-def load_csv_schema(path: str | os.PathLike[str]) -> Layout:
-    """Reads a schema file: TOML that describes the columns of a CSV file.
-
-        delimiter = ","                  # default
-        quote = '"'                      # default; "" if quotes have no meaning
-        header = true                    # default
-        columns = ["label", "age"]       # instead of a header
-        label = "label"                  # default
-        time = "seen at"                 # column of the sample's time; default: none
-        [[fields]]
-        name = "genres"
-        kind = "multi"                   # numeric | categorical | multi | weighted
-        column = "movie genres"          # by default the name
-        separator = "|"                  # multi and weighted
-        weight_separator = ":"           # weighted
-        pooling = "mean"                 # multi: mean (default) or sum
-
-    An empty value is a missing one. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or
-    a date alone; UTC unless it names a zone); a sample without a time is a bad row.
-
-    Raises:
-        ValueError: a problem in the file; the message names the file, the key and the remedy.
-    """
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"schema file {path} does not exist") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"schema file {path} is not valid TOML: {error}") from None
-    try:
-        return _layout_of(content)
-    except ValueError as error:
-        raise ValueError(f"schema file {path}: {error}") from None
-
-
-def _layout_of(content: dict[str, Any]) -> Layout:
-    types = {"delimiter": str, "quote": str, "header": bool, "columns": list, "label": str, "time": str, "fields": list}
-    _check_types("", content, types)
-    header, columns = content.get("header", True), content.get("columns", [])
-    if header == bool(columns):
-        raise ValueError("give `columns` if, and only if, header = false")
-    fields = []
-    for number, field in enumerate(content.get("fields", []), start=1):
-        if not isinstance(field, dict) or not {"name", "kind"} <= field.keys():
-            raise ValueError(f"fields entry {number} needs a name and a kind")
-        _check_types(f"fields entry {number}: ", field, {each.name: str for each in dataclasses.fields(RawField)})
-        fields.append(RawField(**field))
-    layout = Layout(
-        "csv", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns),
-        content.get("label", LABEL), tuple(fields), content.get("time", ""),
-    )  # fmt: skip
-    if columns:
-        layout._check_columns(columns, labelled=True)
-    if layout.label in [field.column for field in fields]:
-        raise ValueError(f"column {layout.label!r} is the label, so it cannot be a field as well")
-    return layout
-
-
-def _check_types(where: str, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    for key, value in content.items():
-        if key not in types:
-            raise ValueError(f"{where}unknown key {key!r}; the keys are {', '.join(types)}")
-        if not isinstance(value, types[key]):
-            raise ValueError(f"{where}{key} must be a {types[key].__name__}, got {value!r}")

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cowrec.data_pipeline.raw_files.segments import Block
+
 from .bad_rows import BadRow
-from .partitions import Block
 
 NEWLINE, RETURN = 10, 13
 
@@ -33,6 +34,7 @@ def filter_lines(block: Block, quote: str) -> FilteredLines:
     A line with unbalanced quotes is nearly always half of a record with a newline inside quotes. Such records are not
     supported: files are split into blocks at newlines, which keeps line numbers exact.
     """
+    assert isinstance(block.data, bytes)
     text = np.frombuffer(block.data, np.uint8)
     ends = np.flatnonzero(text == NEWLINE)
     problems: dict[int, str] = {}
@@ -45,10 +47,10 @@ def filter_lines(block: Block, quote: str) -> FilteredLines:
     for line in _lone_returns(text, ends):
         problems[line] = "a carriage return inside the line; convert the file's line endings to newlines"
     for line in _empty(text, ends):
-        problems[line] = "the line is empty"
+        problems[line] = "the line is empty; remove it, or skip it as a bad row"
     for line, byte in _not_utf8(block.data, ends):
         problems[line] = f"not UTF-8 (byte 0x{byte:02x}); convert the file to UTF-8 first"
-    lines = np.arange(block.first_line, block.first_line + len(ends))
+    lines = np.arange(block.first_place, block.first_place + len(ends))
     starts = np.r_[0, ends[:-1] + 1]
     longest = int((ends - starts).max(initial=0)) + 1
     if not problems:
@@ -56,7 +58,7 @@ def filter_lines(block: Block, quote: str) -> FilteredLines:
     bad = np.asarray(sorted(problems))
     kept_from, kept_to = np.r_[0, ends[bad] + 1], np.r_[starts[bad], len(text)]
     data = b"".join(block.data[start:stop] for start, stop in zip(kept_from, kept_to, strict=True))
-    rows = [BadRow(block.path, int(lines[line]), "", problems[line]) for line in bad.tolist()]
+    rows = [BadRow(block.source, int(lines[line]), "", problems[line]) for line in bad.tolist()]
     return FilteredLines(data, np.delete(lines, bad), longest, rows)
 
 

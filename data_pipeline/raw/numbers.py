@@ -1,10 +1,13 @@
 """Numbers as text: the pattern that is accepted, and the conversion of a column."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+NUMBER_PATTERN = re.compile(NUMBER)
 
 
 def cast_numbers(text: pa.Array) -> pa.Array:

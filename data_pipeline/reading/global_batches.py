@@ -12,9 +12,19 @@ class GlobalBatches:
         batch_size: of the batches after the first ones.
         first: sizes of the first batches, at most ``samples`` in all.
         drop_last: leave out the last batch if it is short.
+        shares: of the samples of a step that each batch has; 1 by default.
     """
 
-    def __init__(self, samples: int, batch_size: int, first: Sequence[int] = (), *, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        first: Sequence[int] = (),
+        *,
+        drop_last: bool = False,
+        shares: Sequence[float] = (),
+    ) -> None:
+        self._shares = shares
         self._samples, self._batch_size = samples, batch_size
         self._starts = [0, *accumulate(first)]
         full, remainder = divmod(samples - self._starts[-1], batch_size)
@@ -28,6 +38,24 @@ class GlobalBatches:
         after = step - (len(self._starts) - 1)
         start = self._starts[step] if after < 0 else self._starts[-1] + after * self._batch_size
         return min(start, self._samples)
+
+    def share(self, step: int) -> float:
+        """Share of the samples of its step that batch ``step`` has."""
+        return self._shares[step] if self._shares else 1.0
+
+    def passes(self, step: int, passes: int) -> int:
+        """Parts of batch ``step`` that :meth:`in_passes` makes: no more than it has samples."""
+        return min(passes, self.start(step + 1) - self.start(step))
+
+    def in_passes(self, passes: int) -> "GlobalBatches":
+        """Splits each batch into consecutive parts whose sizes differ by at most one."""
+        sizes, shares = list[int](), list[float]()
+        for step in range(len(self)):
+            size, number = self.start(step + 1) - self.start(step), self.passes(step, passes)
+            parts = [(part + 1) * size // number - part * size // number for part in range(number)]
+            sizes += parts
+            shares += [each / size for each in parts]
+        return GlobalBatches(sum(sizes), 1, sizes, shares=shares)
 
     def of_rank(self, step: int, rank: int, world_size: int) -> tuple[int, int, int]:
         """Returns (start, stop, size): the positions of ``rank``'s slice of batch ``step``, and that batch's size.

@@ -8,12 +8,13 @@ from cowrec.data_pipeline.dataset.schema import Schema
 def resident_bytes(schema: Schema, split: str = "train") -> int:
     """Returns the bytes that `Reader(resident=True)` stores for a split.
 
-    4 for each label, true logit, dense value and id (8 if ids are raw), 4 for each weight, 8 for each time and list
-    offset.
+    4 for each label, sample weight, true logit, dense value and id (8 if ids are raw), 4 for each weight of an id, 8
+    for each time and list offset.
     """
     size = schema.split(split)
     id_bytes = 8 if schema.has_raw_ids else 4
-    total = size.rows * (4 * (1 + schema.true_logits + len(schema.dense)) + 8 * schema.timed)
+    numbers = len(schema.labels) + schema.sample_weights + schema.true_logits + len(schema.dense)
+    total = size.rows * (4 * numbers + 8 * schema.timed)
     for field in schema.sparse:
         if field.kind == "categorical":
             total += id_bytes * size.rows

@@ -1,6 +1,5 @@
 """A random sample of a split, kept in memory, to measure a model on part of the training split."""
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from itertools import accumulate
@@ -50,8 +49,7 @@ class RandomSample:
         device: str | torch.device = "cpu",
         true_logits: bool = False,
     ) -> None:
-        stored = Schema.load(data_dir)
-        self.schema = stored if true_logits else dataclasses.replace(stored, true_logits=False)
+        self.schema = Schema.load(data_dir).of_batches(true_logits=true_logits)
         self.split, self.batch_size, self.device = split, batch_size, torch.device(device)
         self._rank, self._world_size = rank, world_size
         shards = self.schema.split(split).shards

@@ -5,7 +5,6 @@ for CUDA draw another order than those for CPU, one that the GPU can compute.
 Sizes: G samples of a global batch, W ranks.
 """
 
-import dataclasses
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -48,6 +47,8 @@ class Reader:
         rows: the samples of the split to read, a range of their stored order; by default all.
         batch_size: G, the global batch size; each rank gets a contiguous slice.
         first_batches: global sizes of the first batches of epoch 0, in place of `batch_size`.
+        passes: parts of each global batch, of about the same size, that are yielded one after the other as batches with
+            their `share`; no more than it has samples. Steps count global batches.
         rank, world_size: rank r takes samples [r * G // W, (r + 1) * G // W) of each global batch.
         shuffle: use a new order every epoch, across shards and within windows; otherwise the stored order.
         seed: seed of the shuffle.
@@ -68,6 +69,7 @@ class Reader:
         *,
         batch_size: int,
         first_batches: Sequence[int] = (),
+        passes: int = 1,
         rows: range | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -83,14 +85,15 @@ class Reader:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if any(size < 1 for size in first_batches):
             raise ValueError(f"first_batches must be sizes of at least 1, got {list(first_batches)}")
+        if passes < 1:
+            raise ValueError(f"passes must be at least 1, got {passes}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
         if window_rows < 1:
             raise ValueError(f"window_rows must be at least 1, got {window_rows}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        stored = Schema.load(data_dir)
-        self.schema = stored if true_logits else dataclasses.replace(stored, true_logits=False)
+        self.schema = Schema.load(data_dir).of_batches(true_logits=true_logits)
         self.split = split
         self.batch_size = batch_size
         self.device = torch.device(device)
@@ -109,6 +112,7 @@ class Reader:
             )
         self._global_batches = GlobalBatches(self.num_rows, batch_size, drop_last=drop_last)
         self._first_epoch = GlobalBatches(self.num_rows, batch_size, first_batches, drop_last=drop_last)
+        self._passes = passes
         self._window_rows = window_rows
         self._keyed_order = self.device.type == "cuda"
         self._resident_block: SampleBlock | None = None
@@ -150,6 +154,10 @@ class Reader:
         """Steps of this epoch, the same on every rank."""
         return len(self._of_epoch(epoch))
 
+    def passes(self, epoch: int, step: int) -> int:
+        """Batches that global batch `step` of an epoch is yielded in, the same on every rank."""
+        return self._of_epoch(epoch).passes(step, self._passes)
+
     def samples_before(self, epoch: int, step: int) -> int:
         """Samples, over all ranks, of the first `step` global batches of an epoch."""
         return self._of_epoch(epoch).start(step)
@@ -168,13 +176,16 @@ class Reader:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start_step <= self.steps(epoch):
             raise ValueError(f"start_step must be in [0, {self.steps(epoch)}], got {start_step}")
-        on_gpu, of_epoch = self.device.type == "cuda", self._of_epoch(epoch)
+        on_gpu, of_epoch, first = self.device.type == "cuda", self._of_epoch(epoch), start_step
+        if self._passes > 1:
+            first = sum(of_epoch.passes(step, self._passes) for step in range(start_step))
+            of_epoch = of_epoch.in_passes(self._passes)
         if self._resident_block is not None:
             if on_gpu:
-                return self._batches(of_epoch, self._resident(epoch, start_step), start_step)
-            return prefetched(lambda: self._batches(of_epoch, self._resident(epoch, start_step), start_step))
+                return self._batches(of_epoch, self._resident(epoch, start_step), first)
+            return prefetched(lambda: self._batches(of_epoch, self._resident(epoch, start_step), first))
         streamed = partial(self._streamed, epoch, start_step)
-        batches = prefetched(lambda: self._batches(of_epoch, streamed(), start_step, pin=on_gpu))
+        batches = prefetched(lambda: self._batches(of_epoch, streamed(), first, pin=on_gpu))
         return self._copied_to_gpu(batches) if on_gpu else batches
 
     def _copied_to_gpu(self, batches: Batches) -> Batches:
@@ -216,6 +227,7 @@ class Reader:
                     if stop > window.stop:
                         break
                     batch = SampleBlock.concat(parts).batch(self.schema, size)
+                    batch.share = of_epoch.share(step)
                     yield batch.pin_memory() if pin else batch
                     parts = []
                     step += 1

@@ -22,6 +22,7 @@ from cowrec.data_pipeline.dataset.schema import (
 from cowrec.data_pipeline.dataset.writer import SHARD_ROWS, ShardWriter, new_folder
 from cowrec.data_pipeline.encoding.vocabulary import raw_ids
 from cowrec.data_pipeline.parallel import ordered_map
+from cowrec.data_pipeline.raw.labels import RawLabel
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
 
 from .drifting import DAY, DriftConfig, DriftDraw, DriftingModel
@@ -175,7 +176,7 @@ def _json(line: dict[str, float]) -> dict[str, float | None]:
 def _schema(config: DriftConfig) -> Schema:
     numbers, ids = [f"I{n + 1}" for n in range(config.num_dense)], [f"C{f + 1}" for f in range(config.fields)]
     fields = [RawField(name, "numeric") for name in numbers] + [RawField(name, "categorical") for name in ids]
-    layout = Layout(NAME, ",", "", True, (), LABEL, tuple(fields), time=TIME)
+    layout = Layout(NAME, ",", "", True, (), (RawLabel(),), tuple(fields), time=TIME)
     settings = {"layout": dataclasses.asdict(layout), "drift": dataclasses.asdict(config)}
     return Schema(
         NAME,

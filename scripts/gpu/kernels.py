@@ -34,6 +34,7 @@ from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
 from cowrec.sparse_opt.kernels.triton_update import DeviceRows
 from cowrec.sparse_opt.optim.step_history import StepHistory
+from cowrec.sparse_opt.tbe.layout import BagsOfLookup
 from cowrec.trainer.bench.absence import last_steps
 from cowrec.trainer.bench.settings import EPOCH_SAMPLES, criteo_config
 from cowrec.trainer.runs.provenance import environment
@@ -94,7 +95,9 @@ class RowKernels:
         log_beta2 = torch.tensor([log(config.betas[1])], dtype=torch.float64, device=device)
         self._steps = DeviceSteps(taken, torch.from_numpy(last.copy()).to(device), *history.schedule, log_beta2)
         self._thresholds = DecayThresholds(config.lr, 1e-11, 1e-20)
-        self._offsets = torch.arange(self._layout.tables * size + 1, device=device)
+        offsets = torch.arange(self._layout.tables * size + 1, device=device)
+        finder = BagsOfLookup(range(self._layout.tables), self._layout.dim.tolist(), device)
+        self._bags = finder.of({"indices": offsets[:-1], "offsets": offsets})
         self._gradient = 1e-4 * torch.randn(size, self._layout.tables * self._layout.max_dim, device=device)
 
     def measure(self, steps: int) -> dict[str, Any]:
@@ -118,7 +121,7 @@ class RowKernels:
         layout, state, steps, constants = self._layout, self._state, self._steps, self._constants
         marks = [mark(self._device)]
         outside = torch.zeros_like(layout.rows)
-        found = find_rows_on_device(layout, indices, self._offsets, outside)
+        found = find_rows_on_device(layout, self._bags._replace(indices=indices), outside)
         marks.append(mark(self._device))
         replay_rows_on_device(found.row, found.begin, layout, None, state, None, steps, constants, self._thresholds)
         marks.append(mark(self._device))
@@ -132,12 +135,8 @@ def layout_of(ids: CriteoIds, dim: int, device: torch.device) -> LookupLayout:
     """Geometry of a lookup of one table for each field, all ``dim`` wide."""
     rows = torch.from_numpy(ids.table_rows.astype(np.int64))
     tables, total = len(rows), int(rows.sum())
-    number, first_row = torch.arange(tables), rows.cumsum(0) - rows
+    first_row = rows.cumsum(0) - rows
     return LookupLayout(
-        feature_table=number.to(device),
-        feature_column=(number * dim).to(device),
-        first_feature=number.to(device),
-        end_feature=(number + 1).to(device),
         rows=rows.to(device),
         dim=torch.full_like(rows, dim).to(device),
         start=(first_row * dim).to(device),

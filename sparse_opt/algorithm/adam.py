@@ -25,6 +25,9 @@ class AdamConfig:
             step too, with the gradient ``2 * l2 * w`` clipped as for one occurrence (the published algorithm; every
             step updates the whole table). "replay": the results of "dense" at the cost of the batch's rows; a row takes
             its missed steps when its id occurs again or when it is read.
+        weight_decay: each step multiplies a row by ``1 - lr * weight_decay`` beside its Adam step, >= 0 and at most
+            1 / lr (decoupled decay, as in AdamW: arXiv 1711.05101, Algorithm 2, with the learning rate as in torch). It
+            is not part of the gradient, so that no clip bounds it. In float32, a decay of a step below 6e-8 is lost.
 
     Raises:
         ValueError: a value is out of range.
@@ -36,6 +39,7 @@ class AdamConfig:
     adam_epsilon: Literal["torch", "keras"] = "torch"
     l2: float = 0.0
     absent_rows: Literal["lazy", "dense", "replay"] = "lazy"
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         for key, value, fits in (
@@ -44,6 +48,7 @@ class AdamConfig:
             ("eps", self.eps, 0 < self.eps < inf),
             ("adam_epsilon", self.adam_epsilon, self.adam_epsilon in ("torch", "keras")),
             ("l2", self.l2, 0 <= self.l2 < inf),
+            ("weight_decay", self.weight_decay, 0 <= self.weight_decay < inf and self.lr * self.weight_decay <= 1),
             ("absent_rows", self.absent_rows, self.absent_rows in ("lazy", "dense", "replay")),
         ):
             if not fits:
@@ -79,21 +84,24 @@ class BetaHistory:
 
 
 class AdamScalars(NamedTuple):
-    """Adam in step t, in the form ``w -= step_size * m / (sqrt(v) * denominator_scale + eps)``."""
+    """Adam in step t, in the form ``w -= decay * w + step_size * m / (sqrt(v) * denominator_scale + eps)``."""
 
     step_size: float
     denominator_scale: float
+    decay: float
 
 
 def adam_scalars(config: AdamConfig, lr: float, step: int, betas: BetaHistory | None = None) -> AdamScalars:
-    """Learning rate and bias corrections of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section 2.
+    """Learning rate, bias corrections and decay of step ``step``, from 1. Source: arXiv 1412.6980, Algorithm 1, section
+    2.
 
     ``betas`` are those of all steps, where they are not the configured ones throughout.
     """
     first, second = (1 - each for each in (betas or BetaHistory(config.betas)).products(step))
+    decay = lr * config.weight_decay
     if config.adam_epsilon == "keras":
-        return AdamScalars(lr * sqrt(second) / first, 1.0)
-    return AdamScalars(lr / first, 1 / sqrt(second))
+        return AdamScalars(lr * sqrt(second) / first, 1.0, decay)
+    return AdamScalars(lr / first, 1 / sqrt(second), decay)
 
 
 class AdamConstants(NamedTuple):
@@ -108,12 +116,13 @@ class AdamConstants(NamedTuple):
     one_minus_beta2: float
     eps: float
     twice_l2: float
+    weight_decay: float
 
 
 def adam_constants(config: AdamConfig) -> AdamConstants:
     """Constants of a configuration, in double; back ends round each to float32."""
     beta1, beta2 = config.betas
-    return AdamConstants(beta1, 1 - beta1, beta2, 1 - beta2, config.eps, 2 * config.l2)
+    return AdamConstants(beta1, 1 - beta1, beta2, 1 - beta2, config.eps, 2 * config.l2, config.weight_decay)
 
 
 # Without annotations: Triton evaluates them and fails on Python types.
@@ -130,5 +139,6 @@ def adam_element(weight, first, second, gradient, constants, scalars, root, divi
     first = constants.beta1 * first + constants.one_minus_beta1 * gradient
     second = constants.beta2 * second + constants.one_minus_beta2 * (gradient * gradient)
     denominator = root(second) * scalars.denominator_scale + constants.eps
+    weight = weight - scalars.decay * weight
     weight = weight - divide(scalars.step_size * first, denominator)
     return weight, first, second

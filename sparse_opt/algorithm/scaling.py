@@ -25,6 +25,9 @@ class Hyperparameters:
         l2: coefficient of ``l2 * sum(w^2)`` over embeddings and wide weights, >= 0.
         betas: decay of Adam's first and second moment, per step, each in [0, 1); of tables and network.
         eps: added to the root of Adam's second moment, > 0; of tables and network.
+        weight_decay: decoupled weight decay of the tables; a step multiplies weights by ``1 - embedding_lr *
+            weight_decay``; >= 0.
+        dense_weight_decay: the same of everything else, with ``dense_lr``.
 
     Raises:
         ValueError: a value is out of range.
@@ -35,9 +38,11 @@ class Hyperparameters:
     l2: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    weight_decay: float = 0.0
+    dense_weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("embedding_lr", "dense_lr", "l2"):
+        for key in ("embedding_lr", "dense_lr", "l2", "weight_decay", "dense_weight_decay"):
             value = getattr(self, key)
             if not 0 <= value < inf:
                 raise ValueError(f"{key} must be >= 0 and finite, got {value}")
@@ -123,6 +128,9 @@ def scale_hyperparameters(
 ) -> Hyperparameters:
     """Scales hyperparameters to another batch size.
 
+    Under every rule but "none", ``lr * weight_decay`` of a step grows with s: weights shrink as far in a sample as at
+    the base batch size (arXiv 2405.13698 keeps the same number of samples constant).
+
     Example: values tuned at batch 1K, for Adam at 64K::
 
         base = Hyperparameters(embedding_lr=1e-3, dense_lr=1e-3, l2=1e-5)
@@ -142,7 +150,7 @@ def scale_hyperparameters(
     s = _checked_scale(base_batch_size, batch_size, rule)
     if embedding not in get_args(EmbeddingOptimizer):
         raise ValueError(f"embedding must be one of {', '.join(get_args(EmbeddingOptimizer))}, got {embedding!r}")
-    return base if s == 1 else SCALING_RULES[rule].scale(base, s, embedding)
+    return base if s == 1 else _with_decay_of_samples(SCALING_RULES[rule].scale(base, s, embedding), base, s, rule)
 
 
 def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: str = "half_life") -> ClipRule:
@@ -160,6 +168,20 @@ def scale_clip(clip: ClipRule, *, base_batch_size: int, batch_size: int, rule: s
     if rule == "none" or not isinstance(clip, ConstantClip):
         return clip
     return _with_limits_times(sqrt(s), clip)
+
+
+def _with_decay_of_samples(scaled: Hyperparameters, base: Hyperparameters, s: float, rule: str) -> Hyperparameters:
+    if rule == "none":
+        return scaled
+    return replace(
+        scaled,
+        weight_decay=base.weight_decay * s * _ratio(base.embedding_lr, scaled.embedding_lr),
+        dense_weight_decay=base.dense_weight_decay * s * _ratio(base.dense_lr, scaled.dense_lr),
+    )
+
+
+def _ratio(lr: float, scaled: float) -> float:
+    return lr / scaled if scaled else 1.0
 
 
 def _with_limits_times(factor: float, clip: ClipRule) -> ClipRule:

@@ -46,12 +46,12 @@ class CompiledRows:
         Raises:
             ValueError: an id is outside its table.
         """
-        bags = bags_of(self._layout, backward.indices, backward.offsets)
+        bags = bags_of(backward.bags)
         # A distinct row costs several times what an id does, and a table has about as many in every step.
         groups = balanced_groups(bags.begins[1:] - bags.begins[:-1] + _WORK_OF_ROW * self._statistics.latest_rows)
         with profiled(ROW_GRADIENTS):
             id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
-            output_grad = backward.output_grad.contiguous().numpy()
+            output_grad = backward.output_grad.contiguous().view(-1).numpy()
             common = (self._layout, bags, id_weights, output_grad)
             bad, sums = zip(*in_threads([partial(cpu_rows.sum_rows, group, *common) for group in groups]), strict=True)
             raise_bad_id(self._lookup, bad, bags.begins, bags.indices)

@@ -1,12 +1,9 @@
 """Lookups of a model under a clip rule, with checks that the rule can be applied to them."""
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 
-from cowrec.sparse_opt.algorithm.clip import ClipRule
 from cowrec.sparse_opt.tbe.column_shards import groups_of_columns
 from cowrec.sparse_opt.tbe.discovery import (
     all_table_names,
@@ -16,48 +13,59 @@ from cowrec.sparse_opt.tbe.discovery import (
     lookups_of_ranks,
     meant_tables,
     replicated_tables,
+    tables_in_replica_groups,
     tables_on_some_ranks,
 )
+from cowrec.sparse_opt.tbe.errors_of_ranks import raised_on_all_ranks
+from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from .clipped_lookup import ClippedLookup
+from .table_rules import TableRules, require_known
 
 
 def clipped_lookups(
     model: nn.Module,
-    rule: ClipRule,
-    exclude: Sequence[str],
+    rules: TableRules,
     clip_columns: int | Mapping[str, int] | None,
     *,
-    optional: Sequence[str] = (),
-    replicated: bool = False,
+    skips_unclipped: bool = False,
 ) -> list[ClippedLookup]:
-    """Puts the lookups of a model under a clip rule.
+    """Puts the lookups of a model under clip rules.
 
     Args:
-        model, rule, exclude, clip_columns: as in :func:`attach_cowclip`.
-        optional: names of tables that are skipped if they cannot be clipped.
-        replicated: whether data-parallel tables can be clipped.
+        model, clip_columns: as in :func:`attach_cowclip`.
+        rules: rules of the model's tables.
+        skips_unclipped: whether tables without a limit are skipped if they cannot be clipped.
 
     Raises:
-        ValueError: no table at all, an unknown name, a table that cannot be clipped, or a rule that does not fit the
-            sharding plan.
+        ValueError: an unknown name, a table that cannot be clipped, or a rule that does not fit the sharding plan.
     """
     known = all_table_names(model)
-    if not known:
-        raise ValueError(
-            f"{type(model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of a model"
-            " with EmbeddingBagCollections"
-        )
     given = dict.fromkeys(known, clip_columns) if isinstance(clip_columns, int) else dict(clip_columns or {})
     columns = {table: given[name] for table, name in meant_tables(model, given).items()}
-    exclude, optional = list(meant_tables(model, exclude)), list(meant_tables(model, optional))
-    _require_known("exclude", exclude, known)
-    _require_known("clip_columns", list(columns), known)
-    lookups, refusals = find_lookups(model, replicated=replicated)
+    require_known("clip_columns", list(columns), known)
+    unclipped = rules.unclipped(known)
+    for table in sorted(tables_in_replica_groups(model)):
+        raise ValueError(
+            f"table {table!r} is under 2D parallelism (DMPCollection), whose groups of ranks would each count the ids"
+            " of their own share of the batch, and average rows that have taken different steps; use"
+            " DistributedModelParallel over all ranks"
+        )
+    with raised_on_all_ranks(model):
+        lookups = _clippable_lookups(model, unclipped if skips_unclipped else set(), unclipped)
+    _require_norms(model, rules, unclipped)
+    groups = groups_of_columns(column_split_tables(model)) if rules.scope == "row" else {}
+    with raised_on_all_ranks(model):
+        return [ClippedLookup(lookup, rules, columns, groups) for lookup in lookups]
+
+
+def _clippable_lookups(model: nn.Module, skipped: set[str], unclipped: set[str]) -> list[TbeLookup]:
+    """Lookups of this rank. Raises ValueError for a table that cannot be clipped and is not skipped."""
+    lookups, refusals = find_lookups(model)
     for refusal in refusals:
-        if refusal.table not in optional:
+        if refusal.table not in skipped:
             remedy = "to leave it unclipped name it in exclude"
-            if refusal.table in exclude:
+            if refusal.table in unclipped:
                 remedy = "exclude leaves it unclipped, but it still needs L2 or the optimizer"
             raise ValueError(f"table {refusal.table!r} cannot be clipped: {refusal.reason}; {remedy}")
     for lookup in lookups:
@@ -67,22 +75,12 @@ def clipped_lookups(
                 f" gradient to {lookup.max_gradient:g} after the clip has measured it; leave gradient_clipping out of"
                 " fused_params"
             )
-    _require_norms(model, rule, exclude)
-    groups = groups_of_columns(column_split_tables(model)) if rule.scope == "row" else {}
-    return [ClippedLookup(lookup, rule, columns, exclude, groups) for lookup in lookups]
+    return lookups
 
 
-def check_lookup_inputs(inputs: Mapping[str, Any]) -> None:
-    """Raises ValueError for inputs of a lookup whose bags cannot be located."""
-    if inputs.get("batch_size_per_feature_per_rank") is not None:
-        raise ValueError(
-            "variable batch size per feature cannot be clipped yet; give every feature the same batch size"
-        )
-
-
-def _require_norms(model: nn.Module, rule: ClipRule, exclude: Sequence[str]) -> None:
+def _require_norms(model: nn.Module, rule: TableRules, unclipped: set[str]) -> None:
     """Raises ValueError, on all ranks alike, for a rule whose norms a lookup's backward cannot compute."""
-    for table in sorted(column_split_tables(model).keys() - set(exclude)) if rule.scope == "field" else ():
+    for table in sorted(column_split_tables(model).keys() - unclipped) if rule.scope == "field" else ():
         raise ValueError(
             f"clip.rule = {rule.name!r} needs the norm of the complete table {table!r}, which is sharded column-wise;"
             " shard it row- or table-wise, or name it in exclude"
@@ -93,12 +91,12 @@ def _require_norms(model: nn.Module, rule: ClipRule, exclude: Sequence[str]) -> 
             " in another order than on others, so that ranks would wait for each other's norms forever; give them the"
             " same pooling and data type, or the same ranks"
         )
-    for table in sorted(tables_on_some_ranks(model) - set(exclude)) if rule.scope == "field" else ():
+    for table in sorted(tables_on_some_ranks(model) - unclipped) if rule.scope == "field" else ():
         raise ValueError(
             f"clip.rule = {rule.name!r} needs the norm of the complete table {table!r}, whose rows are on some"
             " ranks but not on all; shard it row- or table-wise, or name it in exclude"
         )
-    for table in sorted(replicated_tables(model) - set(exclude)) if rule.scope == "global" else ():
+    for table in sorted(replicated_tables(model) - unclipped) if rule.scope == "global" else ():
         raise ValueError(
             f"clip.rule = {rule.name!r} needs the norm over all tables, but {table!r} is data-parallel and looked up"
             ' separately; shard it as the others, name it in exclude, or set clip.rule = "field"'
@@ -115,11 +113,3 @@ def _require_norms(model: nn.Module, rule: ClipRule, exclude: Sequence[str]) -> 
                 f"clip.rule = {rule.name!r} adds up the norms of all ranks, but rank {rank} holds no table and takes no"
                 ' part in the backward pass; shard row-wise, train in fewer processes, or set clip.rule = "field"'
             )
-
-
-def _require_known(argument: str, names: Sequence[str], known: set[str]) -> None:
-    for name in names:
-        if name not in known:
-            nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known: {', '.join(sorted(known))}"
-            raise ValueError(f"{argument} names table {name!r}, which the model does not have{hint}")

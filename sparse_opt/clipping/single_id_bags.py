@@ -2,8 +2,7 @@
 
 FBGEMM adds up the output gradient over a row's ids. The row's complete gradient, L2 included, is therefore written at
 one of its ids and zeros at the others: the sum is that gradient, and nothing is lost to rounding. On CPU in float32 one
-compiled pass does it (kernels/cpu_rows.py), on CUDA one kernel (kernels/triton_update.py), elsewhere torch. Sizes: B
-samples, D the widest table, nnz ids.
+compiled pass does it (kernels/cpu_rows.py), on CUDA one kernel (kernels/triton_update.py), elsewhere torch.
 """
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cowrec.sparse_opt.kernels import cpu_rows
-from cowrec.sparse_opt.kernels.torch_rows import RowGradients
+from cowrec.sparse_opt.kernels.torch_rows import RowGradients, scatter_rows
 from cowrec.sparse_opt.tbe.layout import LookupBackward
 
 from .clipped_lookup import ClippedLookup
@@ -22,16 +21,16 @@ def clipped_output_grad(clipped: ClippedLookup, backward: LookupBackward, l2: fl
 
     Args:
         clipped: the lookup and its rule. Columns that it does not clip get their L2 too.
-        backward: ids, at most one in a bag and without weights, and the output gradient, float [B, sum D].
+        backward: ids, at most one in a bag and without weights, and the output gradient.
         l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the batch's rows, >= 0.
 
     Returns:
-        float [B, sum D], of the type of the output gradient.
+        float, of the shape and the type of the output gradient.
 
     Raises:
         ValueError: an id is outside its table (on CPU).
     """
-    if clipped.runs_on_device and backward.indices.numel():
+    if clipped.runs_on_device and backward.bags.indices.numel():
         rows_on_device = clipped.device_rows(backward)
         written, results = rows_on_device.written(clipped.limits.clips, clipped.lookup.flat_weights(), 2 * l2)
         clipped.statistics.record_on_device(results, rows_on_device)
@@ -39,24 +38,19 @@ def clipped_output_grad(clipped: ClippedLookup, backward: LookupBackward, l2: fl
     output_grad = torch.zeros_like(backward.output_grad, memory_format=torch.contiguous_format)
     if clipped.runs_compiled(backward):
         weights = clipped.lookup.flat_weights().numpy()
-        sums = clipped.compiled.sum_rows(backward)
-        clipped.compiled.run(cpu_rows.write_row_gradients, sums, weights, np.float32(2 * l2), output_grad.numpy())
+        sums, flat = clipped.compiled.sum_rows(backward), output_grad.view(-1).numpy()
+        clipped.compiled.run(cpu_rows.write_row_gradients, sums, weights, np.float32(2 * l2), flat)
         return output_grad
     rows = clipped.row_gradients(clipped.sum_rows(backward))
     rows.grad.add_(rows.weight, alpha=2 * l2)
     factors = clipped.factors.of_rows(rows)
     rows.grad.mul_(torch.where(clipped.factors.clipped_columns(rows), factors[:, None], 1))
-    _write_row_gradients(rows, clipped.layout.feature_column, output_grad)
+    _write_row_gradients(rows, output_grad)
     return output_grad
 
 
-def _write_row_gradients(rows: RowGradients, feature_column: Tensor, output_grad: Tensor) -> None:
+def _write_row_gradients(rows: RowGradients, output_grad: Tensor) -> None:
     """Writes each row's gradient at one of its ids into an output gradient of zeros."""
-    batch, columns = output_grad.shape
-    bag = rows.bag[rows.counts.occurrence]
-    first = (bag % batch) * columns + feature_column[bag // batch]
-    # Padding repeats a real row, whose elements are then written twice with the same values.
+    first = rows.address[rows.counts.occurrence]
     column = torch.arange(rows.grad.shape[1], device=output_grad.device)
-    element = torch.where(rows.inside, first[:, None] + column, first[:, None])
-    values = torch.where(rows.inside, rows.grad, rows.grad[:, :1])
-    output_grad.view(-1)[element] = values.to(output_grad.dtype)
+    scatter_rows(output_grad.view(-1), torch.where(rows.inside, first[:, None] + column, first[:, None]), rows)

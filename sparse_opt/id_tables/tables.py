@@ -115,7 +115,8 @@ class IdTables:
             times: of the sample that each id belongs to, in seconds since the epoch, int64 [V]; always or never.
 
         Returns:
-            rows, int64 [V], and the rows given to new ids, which must be reset before the batch is trained on.
+            rows, int64 [V], and the rows given to new ids, which must be reset before the batch is trained on, and
+            after the steps of all batches before it (:class:`RowInitializer`): these may use the rows for other ids.
 
         Raises:
             ValueError: an array has a wrong type or shape, or a time is not in [0, 2^32); raised on every rank, and

@@ -7,8 +7,9 @@ vector registers, only rows that are looked up are replayed, and *decayed* rows 
 An element has decayed when it can still change by no more than the thresholds (see optim/replay.py): its first moment
 is then set to zero and, where there is L2, its weight too. Once all elements of a row have decayed, only its second
 moment still changes, by a constant factor a step; ``last_step`` then holds ``~t`` (negative), t being the step in which
-the row decayed. Rows are checked after steps that are multiples of 32, so that the result does not depend on when and
-how often a row is read. Compiled by numba without the GIL, float32 only. Sizes: n rows, D columns.
+the row decayed. Decoupled weight decay without L2 changes weights even then: a row decays only once they are zero, and
+until then its steps are short. Rows are checked after steps that are multiples of 32, so that the result does not
+depend on when and how often a row is read. Compiled by numba without the GIL, float32 only. Sizes: n rows, D columns.
 """
 
 import numpy as np
@@ -79,10 +80,28 @@ def rows_of_keys(keys, layout):
 def _steps(w, m, v, count, first, end, schedule, constants):
     """Takes steps first + 1 .. end on the leading elements, a multiple of the vector's width, without a clip."""
     for t in range(first, end):
-        scalars = AdamScalars(schedule.step_sizes[t], schedule.denominator_scales[t])
+        scalars = AdamScalars(schedule.step_sizes[t], schedule.denominator_scales[t], schedule.decays[t])
         for i in range(count):
             gradient = constants.twice_l2 * w[i]
             w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], gradient, constants, scalars, root, divide)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _steps_without_moments(w, v, count, first, end, schedule, constants):
+    """Does what :func:`_steps` does, where all first moments are zero and there is no L2."""
+    for t in range(first, end):
+        decay = schedule.decays[t]
+        for i in range(count):
+            w[i] = w[i] - decay * w[i]
+            v[i] = constants.beta2 * v[i]
+
+
+@njit(nogil=True, cache=True)
+def _all_zero(m, count):
+    moving = False
+    for i in range(count):
+        moving |= m[i] != 0
+    return not moving
 
 
 @njit(nogil=True, cache=True)
@@ -96,11 +115,11 @@ def _zero_decayed(w, m, count, twice_l2, step_size, thresholds):
 
 
 @njit(nogil=True, cache=True)
-def _has_decayed(w, m, low, high, twice_l2):
+def _has_decayed(w, m, low, high, constants):
     """True if all elements of a row have decayed."""
-    moving = False
+    moving, shrinks = False, (constants.twice_l2 > 0) | (constants.weight_decay > 0)
     for i in range(low, high):
-        moving |= (m[i] != 0) | ((twice_l2 > 0) & (w[i] != 0))
+        moving |= (m[i] != 0) | (shrinks & (w[i] != 0))
     return not moving
 
 
@@ -120,8 +139,7 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
     capacity = max(1, _ELEMENTS // dim)
     elements = (capacity * dim + _VECTOR - 1) // _VECTOR * _VECTOR
     w, m, v = np.zeros(elements, np.float32), np.zeros(elements, np.float32), np.zeros(elements, np.float32)
-    row_of_slot = np.empty(capacity, np.int64)
-    block = capacity * parts
+    row_of_slot, block = np.empty(capacity, np.int64), capacity * parts
     for begin in range(part, len(rows.start), block):
         end = min(begin + block, len(rows.start))
         for i in range(begin + block, min(begin + 2 * block, len(rows.start)), parts):
@@ -137,14 +155,17 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
             if following < end:
                 until = min(until, rows.last[following])
             used = (active * dim + _VECTOR - 1) // _VECTOR * _VECTOR
-            _steps(w, m, v, used, now, until, schedule, constants)
+            if constants.weight_decay > 0 and constants.twice_l2 == 0 and _all_zero(m, used):
+                _steps_without_moments(w, v, used, now, until, schedule, constants)
+            else:
+                _steps(w, m, v, used, now, until, schedule, constants)
             now = until
             if now % DECAY_INTERVAL == 0:
                 _zero_decayed(w, m, used, constants.twice_l2, schedule.step_sizes[now - 1], thresholds)
                 slot = 0
                 while slot < active:
                     low, high = slot * dim, slot * dim + dim
-                    if not _has_decayed(w, m, low, high, constants.twice_l2):
+                    if not _has_decayed(w, m, low, high, constants):
                         slot += 1
                         continue
                     i = row_of_slot[slot]
@@ -179,7 +200,7 @@ def replay_clipped_rows(part, parts, dim, rows, state, progress, schedule, const
         g = np.empty(dim, np.float32)
         last_step[rows.row[i]] = step
         for now in range(rows.last[i], step):
-            scalars = AdamScalars(schedule.step_sizes[now], schedule.denominator_scales[now])
+            scalars = AdamScalars(schedule.step_sizes[now], schedule.denominator_scales[now], schedule.decays[now])
             for d in range(dim):
                 g[d] = constants.twice_l2 * w[d]
             factor, _ = clip_factor(w, g, 1, clips, t)
@@ -189,6 +210,6 @@ def replay_clipped_rows(part, parts, dim, rows, state, progress, schedule, const
                 w[d], m[d], v[d] = step_of_element(w[d], m[d], v[d], g[d], constants, scalars, root, divide)
             if (now + 1) % DECAY_INTERVAL == 0:
                 _zero_decayed(w, m, dim, constants.twice_l2, scalars.step_size, thresholds)
-                if _has_decayed(w, m, 0, dim, constants.twice_l2):
+                if _has_decayed(w, m, 0, dim, constants):
                     last_step[rows.row[i]] = ~(now + 1)
                     break

@@ -2,14 +2,15 @@
 
 Numba compiles them without the GIL, so that groups of tables run in parallel threads; float32 only. Within a table,
 sums run in the order of the batch, so the results do not depend on the number of threads. torch_rows.py is the plain
-definition that tests compare with. Sizes: U distinct rows, D columns, T features, B bags per feature, nnz ids.
+definition that tests compare with. Sizes: U distinct rows, D columns, S blocks of bags, nnz ids.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from torch import Tensor
+
+from .layout import Blocks, LookupBags, to_numpy
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BAGS = 32
@@ -17,19 +18,19 @@ _BAGS = 32
 
 
 class Bags(NamedTuple):
-    """Ids of a lookup.
+    """:class:`LookupBags` for numba.
 
     Attributes:
         indices: row of each id in its table, int64 [nnz].
-        offsets: offset of each bag's first id in ``indices``, feature-major, int64 [T * B + 1].
+        offsets: offset of each bag's first id in ``indices``, int64 [bags + 1].
         begins: offset of each table's first id, and the number of ids, int64 [tables + 1].
-        size: B.
+        blocks: :class:`Blocks` of arrays.
     """
 
     indices: np.ndarray
     offsets: np.ndarray
     begins: np.ndarray
-    size: int
+    blocks: Blocks
 
 
 class DistinctRows(NamedTuple):
@@ -62,13 +63,10 @@ class Ratios(NamedTuple):
     rows: np.ndarray
 
 
-def bags_of(layout: Any, indices: Tensor, offsets: Tensor) -> Bags:
-    """Converts the ids of a lookup, as FBGEMM gets them; ``layout`` is a :class:`LookupLayout` of numpy arrays."""
-    ends = offsets.long().numpy()
-    size = (len(ends) - 1) // len(layout.feature_table)
-    begins = np.empty(len(layout.first_feature) + 1, np.int64)
-    begins[:-1], begins[-1] = ends[layout.first_feature * size], ends[layout.end_feature[-1] * size]
-    return Bags(indices.long().numpy(), ends, begins, size)
+def bags_of(bags: LookupBags) -> Bags:
+    """Converts the ids of a lookup."""
+    offsets, blocks = bags.offsets.long().numpy(), to_numpy(bags.blocks)
+    return Bags(bags.indices.long().numpy(), offsets, offsets[blocks.first_bag[blocks.first_block]], blocks)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -108,19 +106,19 @@ def distinct(ids, num_rows, first, rows, counts, slots):
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
-def _add_to(sums, slot, dim, weight, grad, bag, column):
+def _add_to(sums, slot, dim, weight, grad, address):
     """Adds an output gradient to a row's; four columns at a time, which compile to one vector operation."""
     quads = dim // 4 * 4
     for low in range(0, quads, 4):
         for d in range(4):
-            sums[slot, low + d] += weight * grad[bag, column + low + d]
+            sums[slot, low + d] += weight * grad[address + low + d]
     for d in range(quads, dim):
-        sums[slot, d] += weight * grad[bag, column + d]
+        sums[slot, d] += weight * grad[address + d]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def sum_rows(tables, layout, bags, id_weights, grad):
-    """Sums the output gradient [B, sum D] over the occurrences of each distinct row of some tables.
+    """Sums the output gradient, flat, over the occurrences of each distinct row of some tables.
 
     Sums in float64: a frequent id of a large batch adds tens of thousands of terms of either sign.
 
@@ -146,16 +144,19 @@ def sum_rows(tables, layout, bags, id_weights, grad):
         dim = max(dim, layout.dim[t])
     sums = np.zeros((used, dim), np.float64)
     weighted = len(id_weights) > 0
+    blocks, most = bags.blocks, 0
+    for t in tables:
+        for block in range(blocks.first_block[t], blocks.first_block[t + 1]):
+            most = max(most, blocks.first_bag[block + 1] - blocks.first_bag[block])
     # Some bags of all tables before the next ones, so that each line of the gradient is fetched once.
-    for low in range(0, bags.size, _BAGS):
-        high = min(low + _BAGS, bags.size)
+    for low in range(0, most, _BAGS):
         for k, t in enumerate(tables):
-            for feature in range(layout.first_feature[t], layout.end_feature[t]):
-                first, column = feature * bags.size, layout.feature_column[feature]
-                for bag in range(low, high):
+            for block in range(blocks.first_block[t], blocks.first_block[t + 1]):
+                first, address, stride = blocks.first_bag[block], blocks.address[block], blocks.stride[block]
+                for bag in range(low, min(low + _BAGS, blocks.first_bag[block + 1] - first)):
                     for i in range(bags.offsets[first + bag], bags.offsets[first + bag + 1]):
                         weight = np.float64(id_weights[i]) if weighted else 1.0
-                        _add_to(sums, slots[shifts[k] + i], layout.dim[t], weight, grad, bag, column)
+                        _add_to(sums, slots[shifts[k] + i], layout.dim[t], weight, grad, address + bag * stride)
     return -1, DistinctRows(tops, rows, counts, slots, sums)
 
 
@@ -219,20 +220,20 @@ def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weights, twice_l2, output_grad):
-    """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad`` [B, sum D] of zeros.
+    """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros.
 
     For bags of at most one id. The plain definition is single_id_bags.py.
     """
     tops, rows, counts, slots, sums = distinct_rows
-    grads = sums.astype(np.float32)
+    grads, blocks = sums.astype(np.float32), bags.blocks
     done, next_row = 0, 0  # distinct rows are numbered in the order of their first ids
     for k, t in enumerate(tables):
         begin, dim = bags.begins[t], layout.dim[t]
-        for feature in range(layout.first_feature[t], layout.end_feature[t]):
-            column = layout.feature_column[feature]
-            for bag in range(bags.size):
-                first = feature * bags.size + bag
-                for _ in range(bags.offsets[first], bags.offsets[first + 1]):
+        for block in range(blocks.first_block[t], blocks.first_block[t + 1]):
+            first = blocks.first_bag[block]
+            for bag in range(first, blocks.first_bag[block + 1]):
+                address = blocks.address[block] + (bag - first) * blocks.stride[block]
+                for _ in range(bags.offsets[bag], bags.offsets[bag + 1]):
                     u = slots[done]
                     done += 1
                     if u < next_row:
@@ -244,5 +245,5 @@ def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weig
                         g[d] += twice_l2 * w[d]
                     factor, ratios.values[begin + u - tops[k]] = clip_factor(w, g, counts[u], clips, t)
                     for d in range(dim):
-                        output_grad[bag, column + d] = g[d] * factor if d < clips.columns[t] else g[d]
+                        output_grad[address + d] = g[d] * factor if d < clips.columns[t] else g[d]
         ratios.rows[t] = tops[k + 1] - tops[k]

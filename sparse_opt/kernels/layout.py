@@ -10,12 +10,9 @@ from torch import Tensor
 
 
 class LookupLayout(NamedTuple):
-    """Offsets of a lookup's features and tables in its output and its weights; int64, on its device.
+    """Offsets of a lookup's tables in its weights; int64, on its device.
 
     Attributes:
-        feature_table: table of each feature, [T]; the features of a table are neighbours.
-        feature_column: first output column of each feature, [T].
-        first_feature, end_feature: first and one past the last feature of each table, [tables].
         rows: rows of each table, [tables].
         dim: columns of each table, [tables].
         start: offset of each table's first weight in the flat weights, [tables].
@@ -26,10 +23,6 @@ class LookupLayout(NamedTuple):
         num_rows: rows of all tables.
     """
 
-    feature_table: Tensor
-    feature_column: Tensor
-    first_feature: Tensor
-    end_feature: Tensor
     rows: Tensor
     dim: Tensor
     start: Tensor
@@ -38,6 +31,42 @@ class LookupLayout(NamedTuple):
     size: int
     tables: int
     num_rows: int
+
+
+class Blocks(NamedTuple):
+    """Blocks of neighbouring bags whose outputs are equally far apart: S blocks, those of a table neighbours; int64.
+
+    A block has the bags of a feature; under a variable batch size, those of a feature and a rank.
+
+    Attributes:
+        table: table of each block, [S].
+        first_block: first block of each table, and S, [tables + 1].
+        first_bag: first bag of each block, and the number of bags, [S + 1].
+        address: offset of the output of each block's first bag in the output of the lookup, in elements, [S].
+        stride: elements from the output of a bag to that of the next, [S].
+    """
+
+    table: Tensor
+    first_block: Tensor
+    first_bag: Tensor
+    address: Tensor
+    stride: Tensor
+
+
+class LookupBags(NamedTuple):
+    """Ids of one forward pass of a lookup.
+
+    Attributes:
+        indices: row of each id in its table, int [nnz].
+        offsets: offset of each bag in ``indices``, block by block, int [bags + 1]; in sequences every id is a bag.
+        blocks: blocks of the bags.
+        size: elements of the output.
+    """
+
+    indices: Tensor
+    offsets: Tensor
+    blocks: Blocks
+    size: int
 
 
 class TableClips(NamedTuple):
@@ -83,6 +112,7 @@ class Schedule(NamedTuple):
 
     step_sizes: Tensor
     denominator_scales: Tensor
+    decays: Tensor
 
 
 class DeviceSteps(NamedTuple):
@@ -91,7 +121,7 @@ class DeviceSteps(NamedTuple):
     Attributes:
         taken: steps taken, including one that is being taken, int32 [1].
         last_step: as in :class:`LastSteps`.
-        step_sizes, denominator_scales: as in :class:`Schedule`.
+        step_sizes, denominator_scales, decays: as in :class:`Schedule`.
         log_beta2: as in :class:`LastSteps`, float64 [1].
     """
 
@@ -99,6 +129,7 @@ class DeviceSteps(NamedTuple):
     last_step: Tensor
     step_sizes: Tensor
     denominator_scales: Tensor
+    decays: Tensor
     log_beta2: Tensor
 
 

@@ -1,7 +1,7 @@
 """Gradients of a lookup's distinct rows from the gradient of its output, in plain torch, on any device.
 
 No step waits for the device: the number of distinct rows U stays there, and all rows' tensors are padded to the number
-of ids, ``nnz``. Sizes: T features, B bags each, D the widest table, nnz ids in all.
+of ids, ``nnz``. Sizes: D the widest table, nnz ids in all.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .layout import LookupLayout
+from .layout import LookupBags, LookupLayout
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,25 @@ class LookupIds(NamedTuple):
     """Ids of one lookup, sorted by row; found once, for the forward and the backward pass.
 
     Attributes:
-        bag: bag of each id over all features, feature-major, int [nnz].
+        address: offset of the output of each id's bag in the lookup's output, int [nnz].
         order: index of each id in order of the rows, int64 [nnz]; a row's ids stay in the order of the batch.
         row: row of each id in that order, among the rows of all tables, int [nnz].
         begin: offset in that order of each distinct row's first id, then nnz, int [nnz + 1].
-        batch: B.
     """
 
-    bag: Tensor
+    address: Tensor
     order: Tensor
     row: Tensor
     begin: Tensor
-    batch: int
 
 
-def find_rows(layout: LookupLayout, indices: Tensor, offsets: Tensor) -> LookupIds:
-    """Finds the rows of a lookup's ids.
-
-    Args:
-        layout: the lookup's geometry.
-        indices: row of each id in its table, int [nnz].
-        offsets: offset of each bag in ``indices``, feature-major, int [T * B + 1].
-    """
-    bag, batch = bag_of_ids(offsets, indices.numel()), (len(offsets) - 1) // len(layout.feature_table)
-    row, order = torch.sort(layout.first_row[layout.feature_table[bag // batch]] + indices.long(), stable=True)
-    return LookupIds(bag, order, row, row_begins(row), batch)
+def find_rows(layout: LookupLayout, bags: LookupBags) -> LookupIds:
+    """Finds the rows of a lookup's ids."""
+    blocks, bag = bags.blocks, _bag_of_ids(bags.offsets, bags.indices.numel())
+    block = torch.searchsorted(blocks.first_bag, bag, right=True) - 1
+    address = blocks.address[block] + (bag - blocks.first_bag[block]) * blocks.stride[block]
+    row, order = torch.sort(layout.first_row[blocks.table[block]] + bags.indices.long(), stable=True)
+    return LookupIds(address, order, row, row_begins(row))
 
 
 def row_begins(row: Tensor) -> Tensor:
@@ -97,7 +91,7 @@ class RowSums:
 
     Attributes:
         counts: occurrences of the rows.
-        bag: bag of each id over all features, feature-major, int64 [nnz]; empty where rows come from several ranks.
+        address: as in :class:`LookupIds`; empty where rows come from several ranks.
         table: table of each row, int64 [nnz].
         start: offset of each row's first element in the flat weights, int64 [nnz].
         sums: gradients, float64 [nnz, D], zero in the columns that a row does not have.
@@ -105,7 +99,7 @@ class RowSums:
     """
 
     counts: RowCounts
-    bag: Tensor
+    address: Tensor
     table: Tensor
     start: Tensor
     sums: Tensor
@@ -118,7 +112,7 @@ class RowGradients:
 
     Attributes:
         counts: occurrences of the rows.
-        bag: as in :class:`RowSums`.
+        address: as in :class:`LookupIds`.
         table: table of each row, int64 [nnz].
         element: index of each row's elements in the flat weights, int64 [nnz, D]; outside, of its first element.
         inside: False where a row is narrower than D, bool [nnz, D].
@@ -127,7 +121,7 @@ class RowGradients:
     """
 
     counts: RowCounts
-    bag: Tensor
+    address: Tensor
     table: Tensor
     element: Tensor
     inside: Tensor
@@ -142,29 +136,41 @@ def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, ou
         layout: the lookup's geometry.
         ids: of the lookup.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        output_grad: gradient of the lookup's output, float [B, sum of the features' D].
+        output_grad: gradient of the lookup's output, float, of any shape.
     """
-    feature, sample = ids.bag // ids.batch, ids.bag % ids.batch
-    dims = layout.dim[layout.feature_table[feature]]
-    inside = torch.arange(layout.max_dim, device=output_grad.device) < dims[:, None]
-    column = layout.feature_column[feature][:, None] + torch.arange(layout.max_dim, device=output_grad.device)
-    column = column.clamp_max(output_grad.shape[1] - 1)
+    dims = torch.empty_like(ids.order).scatter_(0, ids.order, layout.dim[tables_of_rows(layout, ids.row.long())])
+    column = torch.arange(layout.max_dim, device=output_grad.device)
+    inside = column < dims[:, None]
+    element = torch.where(inside, ids.address[:, None] + column, ids.address[:, None])
     # Summed in float64, so that a row's gradient does not depend on the order of its occurrences.
-    contribution = torch.where(inside, output_grad[sample[:, None], column].double(), 0)
+    contribution = torch.where(inside, output_grad.contiguous().view(-1)[element].double(), 0)
     if id_weights is not None:
         contribution = contribution * id_weights[:, None]
     sums = torch.zeros_like(contribution).index_add_(0, count_ids(ids).slot, contribution)
     return with_sums(layout, ids, sums, output_grad.dtype)
 
 
+def weight_grads(layout: LookupLayout, ids: LookupIds, weights: Tensor, output_grad: Tensor) -> Tensor:
+    """Multiplies each id's row, in the lookup's flat weights, by the output gradient of its bag; float32 [nnz]."""
+    table = tables_of_rows(layout, ids.row.long())
+    start = layout.start[table] + (ids.row - layout.first_row[table]) * layout.dim[table]
+    column = torch.arange(layout.max_dim, device=weights.device)
+    inside = column < layout.dim[table][:, None]
+    rows, grads = (
+        torch.where(inside, values[torch.where(inside, first[:, None] + column, first[:, None])].float(), 0)
+        for values, first in ((weights, start), (output_grad.contiguous().view(-1), ids.address[ids.order].long()))
+    )
+    return torch.empty(len(table), device=weights.device).scatter_(0, ids.order, (rows * grads).sum(1))
+
+
 def with_sums(layout: LookupLayout, ids: LookupIds, sums: Tensor, dtype: torch.dtype) -> RowSums:
     """Combines distinct rows with their summed gradients, float64 [nnz, D], of an output gradient of this dtype."""
     counts = count_ids(ids)
-    table = layout.feature_table[ids.bag[counts.occurrence] // ids.batch]
-    row = ids.row[ids.begin[:-1].clamp_max(len(ids.row) - 1).where(counts.real, 0)] - layout.first_row[table]
-    start = layout.start[table] + row * layout.dim[table]
+    row = ids.row[ids.begin[:-1].clamp_max(len(ids.row) - 1).where(counts.real, 0)].long()
+    table = tables_of_rows(layout, row)
+    start = layout.start[table] + (row - layout.first_row[table]) * layout.dim[table]
     sums = torch.where(counts.real[:, None], sums, sums[:1])
-    return RowSums(counts, ids.bag, table, start, sums, torch.promote_types(dtype, torch.float32))
+    return RowSums(counts, ids.address, table, start, sums, torch.promote_types(dtype, torch.float32))
 
 
 def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
@@ -193,7 +199,7 @@ def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
     sums /= len(lengths)
     return RowSums(
         replace(counts, count=torch.where(counts.real, count, count[:1])),
-        rows.bag[:0],
+        rows.address[:0],
         table[counts.occurrence],
         start[counts.occurrence],
         torch.where(counts.real[:, None], sums, sums[:1]),
@@ -208,10 +214,21 @@ def with_weights(rows: RowSums, layout: LookupLayout, weights: Tensor) -> RowGra
     start = rows.start[:, None]
     element = torch.where(inside, start + column, start)
     weight = torch.where(inside, weights[element].to(rows.dtype), 0)
-    return RowGradients(rows.counts, rows.bag, rows.table, element, inside, weight, rows.sums.to(rows.dtype))
+    return RowGradients(rows.counts, rows.address, rows.table, element, inside, weight, rows.sums.to(rows.dtype))
 
 
-def bag_of_ids(offsets: Tensor, nnz: int) -> Tensor:
-    """Finds the bag of each id over all features, feature-major, int64 [nnz]; ``offsets`` int [T * B + 1]."""
+def scatter_rows(flat: Tensor, element: Tensor, rows: RowGradients) -> None:
+    """Writes the gradients of rows at elements of a flat tensor, int64 [nnz, D]; outside, of their first element."""
+    # Padding repeats a real row, whose elements are then written twice with the same values.
+    flat[element] = torch.where(rows.inside, rows.grad, rows.grad[:, :1]).to(flat.dtype)
+
+
+def tables_of_rows(layout: LookupLayout, row: Tensor) -> Tensor:
+    """Finds the table of each row, given by its index among the rows of all tables, int64 [n]."""
+    return torch.searchsorted(layout.first_row, row, right=True) - 1
+
+
+def _bag_of_ids(offsets: Tensor, nnz: int) -> Tensor:
+    """Finds the bag of each id, int64 [nnz]; ``offsets`` int [bags + 1]."""
     bags = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(bags, (offsets[1:] - offsets[:-1]).long(), output_size=nnz)

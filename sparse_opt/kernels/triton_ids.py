@@ -5,16 +5,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import LookupLayout
+from .layout import LookupBags, LookupLayout
 from .torch_rows import LookupIds
+from .triton_shared import halvings, tables_of
 
 _BAGS = 128
 _IDS = 1024
 
 
-@triton.jit(do_not_specialize=["count", "bags", "batch"])
+@triton.jit(do_not_specialize=["count", "bags", "count_blocks"])
 def _locate(
-    indices, offsets, layout, bag_of_id, row_of_id, outside, count, bags, batch, num_rows, BAGS: tl.constexpr
+    indices, offsets, layout, blocks, address_of_id, row_of_id, outside, count, bags, count_blocks, num_rows,
+    BAGS: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
     bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
     exists = bag < bags
@@ -22,7 +24,10 @@ def _locate(
     end = tl.minimum(tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int32), count)
     # Ids outside all bags join the first and the last, as in FBGEMM.
     begin, end = tl.where(bag == 0, 0, begin), tl.where(bag == bags - 1, count, end)
-    table = tl.load(layout.feature_table + bag // batch, mask=exists, other=0)
+    block = tables_of(bag, blocks.first_bag, count_blocks, HALVINGS)
+    table = tl.load(blocks.table + block, mask=exists, other=0)
+    distance = (bag - tl.load(blocks.first_bag + block)) * tl.load(blocks.stride + block)
+    address = (tl.load(blocks.address + block) + distance).to(address_of_id.dtype.element_ty)
     first = tl.load(layout.first_row + table)
     rows = tl.load(layout.rows + table)
     longest = tl.max(end - begin)
@@ -33,7 +38,7 @@ def _locate(
         index = tl.load(indices + i, mask=here, other=0).to(tl.int64)
         valid = (index >= 0) & (index < rows)
         row = tl.minimum(first + tl.where(valid, index, 0), num_rows - 1)
-        tl.store(bag_of_id + i, bag, mask=here)
+        tl.store(address_of_id + i, address, mask=here)
         tl.store(row_of_id + i, row.to(row_of_id.dtype.element_ty), mask=here)
         tl.atomic_add(outside + table, 1, mask=here & (valid == 0))
         position += 1
@@ -49,37 +54,38 @@ def _begin_rows(changes, begin, count, IDS: tl.constexpr):
     tl.store(begin + i, count, mask=(i >= rows) & (i <= count))
 
 
-def find_rows_on_device(layout: LookupLayout, indices: Tensor, offsets: Tensor, outside: Tensor) -> LookupIds:
+def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor) -> LookupIds:
     """Computes :func:`find_rows` on CUDA; ids outside their tables are counted and become row 0, as in FBGEMM.
 
     Args:
         layout: the lookup's geometry.
-        indices: row of each id in its table, int [nnz], at least one.
-        offsets: offset of each bag in ``indices``, feature-major, int [T * B + 1].
+        bags: ids, at least one.
         outside: ids outside each table so far, int64 [tables]; added to.
     """
-    count, bags, device = indices.numel(), len(offsets) - 1, indices.device
+    count, number, blocks = bags.indices.numel(), len(bags.offsets) - 1, bags.blocks
     # Zeros, so that offsets that do not ascend cannot leave rows outside the tables.
-    dtype = torch.int32 if layout.num_rows < 1 << 31 else torch.int64
-    bag, row = torch.zeros(2, count, dtype=dtype, device=device)
-    batch = bags // len(layout.feature_table)
-    grid = (triton.cdiv(bags, _BAGS),)
-    _locate[grid](
-        indices.contiguous(),
-        offsets.contiguous(),
+    address, row = (
+        torch.zeros(count, dtype=torch.int32 if size < 1 << 31 else torch.int64, device=bags.indices.device)
+        for size in (bags.size, layout.num_rows)
+    )
+    _locate[(triton.cdiv(number, _BAGS),)](
+        bags.indices.contiguous(),
+        bags.offsets.contiguous(),
         layout,
-        bag,
+        blocks,
+        address,
         row,
         outside,
         count,
-        bags,
-        batch,
+        number,
+        len(blocks.table),
         layout.num_rows,
         BAGS=_BAGS,
+        HALVINGS=halvings(len(blocks.table)),
         enable_fp_fusion=False,
     )
     row, order = torch.sort(row, stable=True)
-    return LookupIds(bag, order, row, row_begins_on_device(row), batch)
+    return LookupIds(address, order, row, row_begins_on_device(row))
 
 
 def row_begins_on_device(row: Tensor) -> Tensor:

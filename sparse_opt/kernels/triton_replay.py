@@ -32,7 +32,7 @@ ELEMENTS = 32
 def _replay_rows(
     row, begin, exists, layout, clips, state, cache, steps, constants, thresholds,
     COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr, HAS_L2: tl.constexpr,
-    CLIPPED: tl.constexpr, CACHED: tl.constexpr,
+    HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     step = tl.load(steps.taken)
     column = tl.arange(0, COLUMNS)
@@ -65,7 +65,7 @@ def _replay_rows(
             if CLIPPED:
                 factor, _ = clip_factors(w, g, measured, r, floor, 1.0)
                 g = tl.where(measured, g * factor[:, None], g)
-            scalars = AdamScalars(step_size, tl.load(steps.denominator_scales + now))
+            scalars = AdamScalars(step_size, tl.load(steps.denominator_scales + now), tl.load(steps.decays + now))
             new_w, new_m, new_v = step_of_element(w, m, v, g, constants, scalars, root, divide)
             takes = (moving & (last <= now))[:, None]
             w, m, v = tl.where(takes, new_w, w), tl.where(takes, new_m, m), tl.where(takes, new_v, v)
@@ -77,6 +77,8 @@ def _replay_rows(
                 decayed = decayed & (tl.abs(w) <= thresholds.weight)
                 w = tl.where(started[:, None] & decayed, 0.0, w)
             m = tl.where(started[:, None] & decayed, 0.0, m)
+            if HAS_DECAY:
+                decayed = decayed & (w == 0.0)
             row_decayed = started & (tl.min(decayed.to(tl.int32), axis=1) == 1)
             reached = tl.where(row_decayed, -now - 1, reached)
             moving = moving & (row_decayed == 0)
@@ -92,7 +94,7 @@ def _replay_rows(
 def _replay(
     rows, begin, count, layout, clips, state, cache, steps, constants, thresholds,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr,
-    HAS_L2: tl.constexpr, CLIPPED: tl.constexpr, CACHED: tl.constexpr,
+    HAS_L2: tl.constexpr, HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     while tl.load(begin + tl.minimum(block * ROWS, count)) < count:
@@ -101,7 +103,7 @@ def _replay(
         row = tl.load(rows + position, mask=position < count, other=0).to(tl.int64)
         _replay_rows(
             row, position, position < count, layout, clips, state, cache, steps, constants, thresholds,
-            COLUMNS, HALVINGS, INTERVAL, HAS_L2, CLIPPED, CACHED,
+            COLUMNS, HALVINGS, INTERVAL, HAS_L2, HAS_DECAY, CLIPPED, CACHED,
         )  # fmt: skip
         block += tl.num_programs(0)
 
@@ -146,6 +148,7 @@ def replay_rows_on_device(
         HALVINGS=halvings(len(layout.dim)),
         INTERVAL=DECAY_INTERVAL,
         HAS_L2=constants.twice_l2 > 0,
+        HAS_DECAY=constants.weight_decay > 0,
         CLIPPED=clips is not None,
         CACHED=cache is not None,
         num_warps=warps(per_program * columns),

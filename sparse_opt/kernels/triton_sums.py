@@ -18,33 +18,22 @@ class OutputGrad(NamedTuple):
     """Gradient of a lookup's output, and how it reaches the rows.
 
     Attributes:
-        grad: float [B, width], contiguous.
+        grad: float, contiguous, of any shape.
         id_weights: factor of each id in its bag's sum, float [nnz]; ``grad`` where there is none.
-        width: columns of the output.
     """
 
     grad: Tensor
     id_weights: Tensor
-    width: int
-
-
-@triton.jit
-def output_address(i, has, ids, output, layout):
-    """Returns the offset of ids' first columns in the output."""
-    bag = tl.load(ids.bag + i, mask=has, other=0)
-    feature = bag // ids.batch
-    first = tl.load(layout.feature_column + feature, mask=has, other=0)
-    return (bag - feature * ids.batch).to(tl.int64) * output.width + first
 
 
 @triton.jit
 def _sum_at(
-    position, has, ids, output, layout, column, dim,
+    position, has, ids, output, column, dim,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Adds up the gradients at positions [R, I] of the sorted ids; float64 [R, COLUMNS]."""
     i = tl.load(ids.order + position, mask=has, other=0)
-    address = output_address(i, has, ids, output, layout)
+    address = tl.load(ids.address + i, mask=has, other=0).to(tl.int64)
     inside = has[:, :, None] & (column[None, None, :] < dim[:, None, None])
     g = tl.load(output.grad + address[:, :, None] + column[None, None, :], mask=inside, other=0.0).to(tl.float64)
     if WEIGHTED:
@@ -66,7 +55,7 @@ def sum_blocks(
         sums = tl.zeros([1, COLUMNS], tl.float64)
         for first in tl.range(0, BLOCK, IDS, loop_unroll_factor=4):
             position = block * BLOCK + first + tl.arange(0, IDS)[None, :]
-            sums += _sum_at(position, position < count, ids, output, layout, column, dim, WEIGHTED)
+            sums += _sum_at(position, position < count, ids, output, column, dim, WEIGHTED)
         tl.store(
             partial + block.to(tl.int64) * layout.max_dim + column[None, :], sums, mask=column[None, :] < dim[:, None]
         )
@@ -91,7 +80,7 @@ def row_sums(
         k = done + offset
         in_head = k < head[:, None]
         position = tl.where(in_head, begin[:, None] + k, (end - head - tail)[:, None] + k)
-        sums += _sum_at(position, k < (head + tail)[:, None], ids, output, layout, column, dim, WEIGHTED)
+        sums += _sum_at(position, k < (head + tail)[:, None], ids, output, column, dim, WEIGHTED)
         done += IDS
     most = tl.max(end_block - first_block)
     done = 0

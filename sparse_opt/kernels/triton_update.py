@@ -10,7 +10,7 @@ from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
 from .layout import AdamState, DeviceSteps, LookupLayout, RowCache, RowResults, TableClips
 from .torch_rows import LookupIds
 from .triton_shared import clip_factors, divide, halvings, programs, root, step_of_element, warps, weights_at
-from .triton_sums import OutputGrad, load_rows, output_address, row_sums, sum_blocks, sum_rows
+from .triton_sums import OutputGrad, load_rows, row_sums, sum_blocks, sum_rows
 
 BLOCK = 64
 """Neighbouring ids of a block."""
@@ -40,7 +40,11 @@ def _update(
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     step = tl.load(steps.taken)
-    scalars = AdamScalars(tl.load(steps.step_sizes + step - 1), tl.load(steps.denominator_scales + step - 1))
+    scalars = AdamScalars(
+        tl.load(steps.step_sizes + step - 1),
+        tl.load(steps.denominator_scales + step - 1),
+        tl.load(steps.decays + step - 1),
+    )
     block = tl.program_id(0)
     while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
         u, exists, begin, end, row, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
@@ -92,7 +96,8 @@ def _clip_rows(
         tl.store(results.table + u, table.to(tl.int32), mask=exists)
         if WRITES:
             g = tl.where(measured, g * factor[:, None], g)
-            address = output_address(tl.load(ids.order + begin, mask=exists, other=0), exists, ids, output, layout)
+            first = tl.load(ids.order + begin, mask=exists, other=0)
+            address = tl.load(ids.address + first, mask=exists, other=0).to(tl.int64)
             tl.store(out + address[:, None] + column[None, :], g, mask=inside)
         else:
             tl.store(out + u, factor, mask=exists)
@@ -123,7 +128,7 @@ class DeviceRows:
         layout: geometry of the lookup.
         ids: its ids, at least one.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        output_grad: gradient of the lookup's output, float [B, width].
+        output_grad: gradient of the lookup's output, float, of any shape.
         cache: FBGEMM's cache of the rows; None if there is none.
 
     Attributes:
@@ -140,7 +145,7 @@ class DeviceRows:
     ):
         grad = output_grad.contiguous()
         self.ids, self._layout, self._count, self._cache = ids, layout, len(ids.row), cache
-        self._output = OutputGrad(grad, grad if id_weights is None else id_weights.contiguous(), grad.shape[1])
+        self._output = OutputGrad(grad, grad if id_weights is None else id_weights.contiguous())
         columns = triton.next_power_of_2(layout.max_dim)
         shared = {"COLUMNS": columns, "HALVINGS": halvings(len(layout.dim)), "WEIGHTED": id_weights is not None}
         ids_at_once = max(1, min(IDS, MOST_ELEMENTS // columns))

@@ -22,7 +22,7 @@ def update_all_rows(
 ) -> None:
     """Takes a step on every table of a lookup, in place, some of its rows at a time."""
     batch_rows = None
-    if backward.indices.numel() or clipped.gathers_rows:
+    if backward.bags.indices.numel() or clipped.gathers_rows:
         batch_rows = clipped.row_gradients(clipped.sum_rows(backward))
     norms = _norms_beyond_rows(clipped, state, batch_rows, config)
     if batch_rows:

@@ -1,4 +1,4 @@
-"""Adam on the lookups of one sharded collection, which take their steps together, and its state for checkpoints."""
+"""Adam on the lookups of one sharded collection, which take their steps together."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,50 +8,44 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch import nn
 from torch.utils.hooks import RemovableHandle
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.tbe.column_shards import copy_from_first_shards
-from cowrec.sparse_opt.tbe.sharded_state import sharded_like_weights
+from cowrec.sparse_opt.tbe.lookup import ShardedCollection
 
 from .lookup_adam import LookupAdam
 from .replay import Replay
 from .step_history import StepHistory
-
-_LAST_STEP, _STEP, _LRS = "last_step", "step", "lrs"
 
 
 class CollectionAdam:
     """The lookups of one sharded collection under Adam. A rank may hold none of them.
 
     Args:
-        path: the collection's path in the model, without the names of wrappers.
         collection: the collection.
         clipped: its lookups on this rank, under their clip rule.
         config: Adam's settings.
-        column_ranks: ranks of the column shards of the model's tables.
+        column_ranks: ranks of the column shards of the collection's tables, for each part of their rows.
         device: of the model.
 
     Attributes:
+        collection: the collection.
         lookups: Adam on each lookup.
         history: the collection's steps.
     """
 
     def __init__(
         self,
-        path: str,
-        collection: ShardedEmbeddingBagCollection,
+        collection: ShardedCollection,
         clipped: Sequence[ClippedLookup],
         config: AdamConfig,
-        column_ranks: Mapping[str, Sequence[int]],
+        column_ranks: Mapping[str, Sequence[Sequence[int]]],
         device: torch.device,
     ):
-        self._prefix, self._collection, self._config = f"{path}." if path else "", collection, config
-        self._column_ranks = column_ranks
+        self.collection, self._config, self._column_ranks = collection, config, column_ranks
         self._step_hook: RemovableHandle | None = None
         self._state_hooks: list[RemovableHandle] = []
         self.history = StepHistory(config, device)
@@ -79,9 +73,9 @@ class CollectionAdam:
         for adam in self.lookups:
             adam.reconfigure(config)
 
-    def hook(self) -> None:
-        """Hooks into the collection: steps are completed before a forward, and rows before its ``state_dict()``."""
-        self._step_hook = self._collection.register_forward_pre_hook(self.complete_step)
+    def hook(self, called: nn.Module) -> None:
+        """Completes steps before ``called``, the collection or what runs it, and rows before its ``state_dict()``."""
+        self._step_hook = called.register_forward_pre_hook(self.complete_step)
         self._hook_state()
 
     def unhook(self) -> None:
@@ -113,8 +107,8 @@ class CollectionAdam:
                 replay.mark_current(adam.step)
 
         self._state_hooks = [
-            self._collection.register_state_dict_pre_hook(before_state_dict),
-            self._collection.register_load_state_dict_post_hook(after_loading),
+            self.collection.register_state_dict_pre_hook(before_state_dict),
+            self.collection.register_load_state_dict_post_hook(after_loading),
         ]
 
     def count_step(self, lr: float) -> None:
@@ -174,69 +168,54 @@ class CollectionAdam:
             while adam.step < step:
                 adam.take_without_ids(self.history.lr_of(adam.step + 1))
 
-    def state(self) -> dict[str, Any]:
-        """The collection's part of :meth:`EmbeddingAdam.state_dict`. All ranks must call together."""
+    def settle(self) -> int:
+        """Completes the latest step and brings all rows up to date; returns the number of steps, alike on all ranks."""
         self.complete_step()
-        for adam, replay in self.replays() if self._state_hooks else self.unequal_replays():
+        for adam, replay in self.replays():
             replay.flush(adam.step)
-        with self.as_stored():
-            return self._state()
+        return self._agreed_steps()
 
-    def _state(self) -> dict[str, Any]:
-        steps, lrs = self._agreed_steps()
-        state: dict[str, Any] = {f"{self._prefix}{_STEP}": torch.tensor(steps)}
-        flats = {moment: [getattr(adam, moment) for adam in self.lookups] for moment in ("exp_avg", "exp_avg_sq")}
-        if self.history.is_replayed:
-            state[f"{self._prefix}{_LRS}"] = lrs
-            flats[_LAST_STEP] = [replay.last_step for _, replay in self.replays()]
-        for name, of_lookups in flats.items():
-            per_row = name == _LAST_STEP
-            dtype = torch.int32 if per_row else torch.float32
-            lookups = [adam.lookup for adam in self.lookups]
-            tables = sharded_like_weights(self._collection, lookups, of_lookups, dtype, per_row=per_row)
-            state |= {f"{self._prefix}{table}.{name}": value for table, value in tables.items()}
-        return state
-
-    def load(self, given: Mapping[str, Any]) -> None:
-        """Loads its part of a state; see :meth:`EmbeddingAdam.load_state_dict`."""
-        with self.as_stored():
-            own = self._state()
-        missing = sorted(own.keys() - given.keys())
-        if missing:
-            raise ValueError(f"the optimizer's state has no {missing[0]!r}; it is of another model or absent_rows")
-        replayed = [key for key in given if key.startswith(self._prefix) and key.endswith(f".{_LAST_STEP}")]
-        if replayed and not self.history.is_replayed:
-            raise ValueError(
-                f'the state has {replayed[0]!r}: it is of absent_rows = "replay", whose rows may be behind; load it'
-                " under that, and save weights and state again after flush()"
-            )
-        scalars = {f"{self._prefix}{_STEP}", f"{self._prefix}{_LRS}"}
-        for key in own.keys() - scalars:
-            if isinstance(own[key], ShardedTensor):
-                for shard, given_shard in zip(own[key].local_shards(), given[key].local_shards(), strict=True):
-                    shard.tensor.copy_(given_shard.tensor)
-            else:
-                own[key].copy_(given[key])
+    def restore(self, steps: int) -> None:
+        """Takes all rows and moments, which were loaded, to be those after step ``steps``."""
         for adam in self.lookups:
-            adam.step = int(given[f"{self._prefix}{_STEP}"])
-        self.history.forget_after(int(given[f"{self._prefix}{_STEP}"]))
-        if self.history.is_replayed:
-            self.history.replace(given[f"{self._prefix}{_LRS}"].numpy())
-            last_steps = [
-                (shard, replay.last_step_of(table))
-                for adam, replay in self.replays()
-                for table, shard in enumerate(adam.lookup.shards)
-            ]
-            copy_from_first_shards(self._column_ranks, last_steps)
+            adam.step = steps
+        self.history.restart(steps)
+        for _, replay in self.replays():
+            replay.mark_current(steps)
 
-    def _agreed_steps(self) -> tuple[int, Tensor]:
-        """Steps taken and their learning rates (float64 [steps]), also on ranks that hold no table and took none."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self.step, self.history.lrs.clone()
-        device = self.history.schedule.step_sizes.device
-        steps = torch.tensor(self.step, device=device)
+    def stored_rates(self) -> list[float]:
+        """Learning rates of all steps, alike on all ranks; leaves rows behind, except where shards or copies differ."""
+        self.complete_step()
+        for adam, replay in self.unequal_replays():
+            replay.flush(adam.step)
+        lrs, device = self.history.lrs, self.history.schedule.step_sizes.device
+        agreed = torch.full((self._agreed_steps(),), -1.0, dtype=torch.float64, device=device)
+        agreed[: len(lrs)] = lrs.to(device)
+        if _has_peers():
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        rates: list[float] = agreed.tolist()
+        return rates
+
+    def restore_stored(self, rates: Sequence[float]) -> None:
+        """Takes rows to be at their last steps, which were loaded, after steps with these learning rates."""
+        for adam in self.lookups:
+            adam.step = len(rates)
+        self.history.replace(np.asarray(rates, np.float64))
+        last_steps = [
+            (shard, replay.last_step_of(table))
+            for adam, replay in self.replays()
+            for table, shard in enumerate(adam.lookup.shards)
+        ]
+        copy_from_first_shards(self._column_ranks, last_steps)
+
+    def _agreed_steps(self) -> int:
+        """Steps taken, also on ranks that hold no table and took none."""
+        if not _has_peers():
+            return self.step
+        steps = torch.tensor(self.step, device=self.history.schedule.step_sizes.device)
         dist.all_reduce(steps, dist.ReduceOp.MAX)
-        lrs = torch.full((int(steps),), -1.0, dtype=torch.float64, device=device)
-        lrs[: len(self.history.lrs)] = self.history.lrs.to(device)
-        dist.all_reduce(lrs, dist.ReduceOp.MAX)
-        return int(steps), lrs.cpu()
+        return int(steps)
+
+
+def _has_peers() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

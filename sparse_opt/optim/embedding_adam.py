@@ -6,38 +6,49 @@ FBGEMM's own Adam exists for CUDA only, updates the batch's rows only, and decay
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torchrec.optim.fused import FusedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
-from cowrec.sparse_opt.clipping.attach import Forward, Inputs, LookupsHandle, require_unattached, wrap_lookups
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.requirements import check_lookup_inputs, clipped_lookups
+from cowrec.sparse_opt.clipping.handle import LookupsHandle, require_unattached, wrap_lookups
+from cowrec.sparse_opt.clipping.loss_scale import GradScaler, LossScale
+from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
+from cowrec.sparse_opt.clipping.table_rules import table_rules
 from cowrec.sparse_opt.tbe.discovery import (
+    called_modules,
     column_split_tables,
-    leave_ddp,
-    meant_tables,
     sharded_collections,
     table_names,
 )
+from cowrec.sparse_opt.tbe.errors_of_ranks import raised_on_all_ranks
 
 from .collection_adam import CollectionAdam
-from .lookup_adam import LookupAdam
+from .collection_state import CollectionState
+from .lookup_adam import LookupAdam, require_replaceable
 from .replay import Replay, require_replayable
-from .update_in_backward import UpdateInBackward
+from .update_in_backward import look_up
 
 
-class EmbeddingAdam:
+class EmbeddingAdam(FusedOptimizer):
     """Adam over all sharded tables of a model, with a clip rule; ``config.absent_rows`` sets which rows a step updates.
 
     The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces.
-    Data-parallel tables have no fused optimizer; they are removed from their DistributedDataParallel, and the dense
-    optimizer must not train them. Set :attr:`lr` between steps to follow a schedule.
+    Data-parallel tables leave their DistributedDataParallel, and the dense optimizer must not train them.
+
+    It is a KeyedOptimizer like TorchRec's own fused ones: :meth:`step` and :meth:`zero_grad` do nothing, because tables
+    are updated in the backward pass, at the rate that ``param_groups`` holds then; learning rate schedulers and
+    TorchRec's wrappers set it there. Tables have no ``.grad``: GradientClippingOptimizer clips dense gradients alone.
+
+    The state of a table, by its weight's path, is ``exp_avg`` and ``exp_avg_sq``, float32, sharded like the weight, and
+    ``step``, int64 []. Taking it brings all rows up to date first, so that it does not matter whether this state or the
+    model's is taken first, or loaded first. The tensors share the optimizer's memory. All ranks must take and load it
+    together.
 
     A collection takes a step in each of its backward passes; collections may take different numbers of steps. If an
     exception interrupts a backward pass, tables that others have left behind take that step without the batch's
@@ -51,13 +62,14 @@ class EmbeddingAdam:
     Args:
         model: as in :func:`attach_cowclip`.
         config: Adam's settings.
-        rule: clip rule; none by default.
+        rule: clip rule, or rules of tables, as in :func:`attach_cowclip`; none by default.
         exclude: tables left unclipped (they are trained).
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
+        grad_scaler: as in :func:`attach_cowclip`; a gradient of zeros takes a step too.
 
     Attributes:
         config: settings of the next step.
-        rule: clip rule of the next step.
+        rule: clip rule, or rules, of the next step.
         collections: Adam on the lookups of each sharded collection.
 
     Raises:
@@ -69,56 +81,64 @@ class EmbeddingAdam:
         self,
         model: nn.Module,
         config: AdamConfig,
-        rule: ClipRule | None = None,
+        rule: ClipRule | Mapping[str, ClipRule] | None = None,
         *,
         exclude: Sequence[str] = (),
         clip_columns: int | Mapping[str, int] | None = None,
+        grad_scaler: GradScaler | None = None,
     ):
         self.config = config
-        self.lr = config.lr
-        self.rule = rule = rule or NoClip()
-        column_ranks = column_split_tables(model)
-        self._clipped_column_wise = sorted(column_ranks.keys() - meant_tables(model, exclude).keys())
+        self.rule = NoClip() if rule is None else rule
+        self._rules_of = partial(table_rules, model, exclude=exclude)
+        self._rules = self._rules_of(self.rule)
+        self._column_ranks = column_ranks = column_split_tables(model)
         if config.absent_rows == "replay":
-            require_replayable(rule, config, self._clipped_column_wise)
-        clipped = clipped_lookups(model, rule, exclude, clip_columns, replicated=True)
-        for lookup in (each.lookup for each in clipped):
-            if not lookup.is_plain_sgd:
-                raise ValueError(
-                    f"table {lookup.shards[0].name!r} is under fused {lookup.module.optimizer.name}, whose update"
-                    " EmbeddingAdam would bypass; shard it under EmbOptimType.EXACT_SGD"
-                )
-        require_unattached(clipped)
+            require_replayable(self._rules, config, column_ranks)
+        clipped = clipped_lookups(model, self._rules, clip_columns)
+        collections, called = sharded_collections(model), called_modules(model)
+        require_unattached(called)
         device, names = next(model.parameters()).device, dict(table_names(model))
-        self.collections = [
-            CollectionAdam(
-                path,
-                module,
-                [each for each in clipped if each.lookup.collection is module],
-                config,
-                {name: column_ranks[name] for name in names[module].values() if name in column_ranks},
-                device,
-            )
-            for path, module in sharded_collections(model).items()
-        ]
-        self._adam_of = {adam.clipped: adam for adam in self.lookups}
-        self._rejoin_ddp = [leave_ddp(module) for module in sharded_collections(model).values()]
-        self._handle: LookupsHandle = wrap_lookups(clipped, self._look_up)
+        with raised_on_all_ranks(model):
+            require_replaceable([each.lookup for each in clipped])
+            self.collections = [
+                CollectionAdam(
+                    module,
+                    [each for each in clipped if each.lookup.collection is module],
+                    config,
+                    {name: column_ranks[name] for name in names[module].values() if name in column_ranks},
+                    device,
+                )
+                for module in collections.values()
+            ]
+        self._states = [CollectionState(*each) for each in zip(collections, self.collections, strict=True)]
+        params = {key: weight for each in self._states for key, weight in each.params.items()}
+        state = {weight: own for each in self._states for weight, own in each.of_param.items()}
+        super().__init__(params, state, [{"params": list(params.values()), "lr": config.lr}])
+        adam_of, loss_scale = {adam.clipped: adam for adam in self.lookups}, LossScale(grad_scaler)
+        self._handle: LookupsHandle = wrap_lookups(
+            called,
+            clipped,
+            lambda each, forward, inputs: look_up(adam_of[each], lambda: self.lr, loss_scale, forward, inputs),
+            detach=self.remove,
+        )
         for collection in self.collections:
-            collection.hook()
-        self._anchor = torch.ones((), requires_grad=True)
+            collection.hook(called[collection.collection])
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step; under "replay" at most ``config.lr``, which bounds how far rows at rest move.
+        """Learning rate of the next step, in ``param_groups``; under "replay" at most ``config.lr``.
 
         Raises:
-            ValueError: on setting a rate that is negative, not finite, or above the bound.
+            ValueError: it is negative, not finite, or above the bound; here and when the backward pass takes the step.
         """
-        return self._lr
+        return self._checked_lr(next(iter(self.param_groups))["lr"])
 
     @lr.setter
     def lr(self, value: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = self._checked_lr(value)
+
+    def _checked_lr(self, value: float) -> float:
         if not 0 <= value < inf:
             raise ValueError(f"EmbeddingAdam.lr must be >= 0 and finite, got {value}")
         if self.config.absent_rows == "replay" and value > self.config.lr * (1 + 1e-6):
@@ -126,7 +146,7 @@ class EmbeddingAdam:
                 f"EmbeddingAdam.lr = {value:g} is above AdamConfig.lr = {self.config.lr:g}, by which replay decides"
                 " when a row is at rest; give AdamConfig the largest learning rate of the schedule"
             )
-        self._lr = value
+        return float(value)
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics as of :meth:`LookupsHandle.stats`."""
@@ -136,14 +156,15 @@ class EmbeddingAdam:
         """Ratios of the latest step, as of :meth:`LookupsHandle.latest_ratios`."""
         return self._handle.latest_ratios()
 
+    def accumulate(self, passes: int) -> None:
+        """Makes one step of every ``passes`` backward passes; see :meth:`LookupsHandle.accumulate`."""
+        self._handle.accumulate(passes)
+
     def remove(self) -> None:
         """Brings all rows up to date and detaches from the model, which then trains by its fused SGD again."""
         self.flush()
         for collection in self.collections:
             collection.unhook()
-        for rejoin in self._rejoin_ddp:
-            rejoin()
-        self._rejoin_ddp = []
         self._handle.remove()
 
     def flush(self) -> None:
@@ -151,7 +172,13 @@ class EmbeddingAdam:
         for adam, replay in self._replays():
             replay.flush(adam.step)
 
-    def reconfigure(self, config: AdamConfig, rule: ClipRule | None = None, *, after: int | None = None) -> None:
+    def reconfigure(
+        self,
+        config: AdamConfig,
+        rule: ClipRule | Mapping[str, ClipRule] | None = None,
+        *,
+        after: int | None = None,
+    ) -> None:
         """Changes the settings of the coming steps, for training in stages, as with batches that grow.
 
         Brings all rows up to date first, with the earlier settings: under "replay" a pass over the tables. Bias
@@ -161,35 +188,33 @@ class EmbeddingAdam:
 
         Args:
             config: settings; ``absent_rows`` and ``adam_epsilon`` must be the earlier ones.
-            rule: clip rule of the earlier kind, with other values; by default the earlier one.
+            rule: clip rules of the earlier kinds, with other values; by default the earlier ones.
             after: step after which they hold; by default the latest.
 
         Raises:
             ValueError: what must not change does, or absent rows could not be replayed.
         """
-        rule = rule or self.rule
+        rule = self.rule if rule is None else rule
+        rules = self._rules_of(rule)
         for what, now, given in (
             ("absent_rows", self.config.absent_rows, config.absent_rows),
             ("adam_epsilon", self.config.adam_epsilon, config.adam_epsilon),
-            ("the clip rule", self.rule.name, rule.name),
+            ("the clip rule", self._rules.kinds, rules.kinds),
         ):
             if now != given:
                 raise ValueError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
         if config.absent_rows == "replay":
-            require_replayable(rule, config, self._clipped_column_wise)
+            require_replayable(rules, config, self._column_ranks)
         if self.steps:
             self.flush()
-        self.config, self.lr, self.rule = config, config.lr, rule
+        self.config, self.lr, self.rule, self._rules = config, config.lr, rule, rules
         for adam in self.lookups:
-            adam.clipped.limits.set_rule(rule)
+            adam.clipped.limits.set_rules(rules)
         for collection in self.collections:
             collection.reconfigure(config, after)
 
     def catch_up(self, table: str, rows: Tensor) -> None:
-        """Brings rows of a table (distinct, int64 [n]) up to date, as far as this process holds them.
-
-        Has no effect unless rows are replayed.
-        """
+        """Brings rows of a table (distinct, int64 [n]) up to date, as far as they are replayed and held here."""
         for adam, replay in self._replays():
             for number, shard in enumerate(adam.lookup.shards):
                 if table in (shard.name, shard.table):
@@ -199,39 +224,34 @@ class EmbeddingAdam:
 
     @contextmanager
     def as_stored(self) -> Iterator[None]:
-        """Makes the model's ``state_dict()`` return the rows as they are in memory, some of them behind.
+        """Makes states hold replayed rows as they are in memory, some of them behind, for checkpoints without waiting.
 
-        For checkpoints that hold this optimizer's state too, which has the last step of each row, and to load them.
+        Take the model's state and this optimizer's within it, and load both within it. In place of ``step`` a table
+        then has ``last_step``, int32 [rows, 1] (see :class:`LastSteps`), and the last table of each collection
+        ``lrs``, a list of the learning rates of all steps.
         """
         with ExitStack() as stack:
-            for collection in self.collections:
-                stack.enter_context(collection.as_stored())
+            for adam, state in zip(self.collections, self._states, strict=True):
+                stack.enter_context(adam.as_stored())
+                stack.enter_context(state.as_stored())
             yield
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments ``<weight>.exp_avg`` and ``<weight>.exp_avg_sq``, sharded like weights, and ``<collection>.step``.
+    def step(self, closure: Any = None) -> None:
+        """Does nothing: the backward pass has taken the step."""
 
-        Keys begin as those of the model's ``state_dict()``, less the names of wrappers: ``<weight>`` is a weight's key
-        without ``.weight``, ``<collection>`` the path of a collection. Under "replay" also ``<weight>.last_step``,
-        int32 [rows, 1] (see :class:`LastSteps`), and ``<collection>.lrs``, the learning rates of the steps, float64
-        [steps]. All rows are then brought up to date first, so that it does not matter whether this state or the
-        model's is taken first, or loaded first; within :meth:`as_stored` only those of column-wise and data-parallel
-        tables, because their shards or copies may be at different steps. The tensors share the optimizer's memory. All
-        ranks must call together.
-        """
-        return {key: value for each in self.collections for key, value in each.state().items()}
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does nothing: tables have no gradients."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state of :meth:`state_dict` that is sharded like this optimizer's.
-
-        Set :attr:`steps` to the checkpoint's before torch.distributed.checkpoint loads into a state, so that ``lrs``
-        has its size.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state that is sharded like this optimizer's.
 
         Raises:
-            ValueError: a table or moment is missing, or the state is of "replay" and this optimizer is not.
+            ValueError: a table or entry is missing; or the state was taken within :meth:`as_stored` and is loaded
+                elsewhere, or the reverse.
         """
-        for collection in self.collections:
-            collection.load(state)
+        for each in self._states:
+            each.require_entries(state_dict["state"])
+        super().load_state_dict(state_dict)
 
     @property
     def lookups(self) -> list[LookupAdam]:
@@ -278,23 +298,3 @@ class EmbeddingAdam:
     def _replays(self) -> Iterator[tuple[LookupAdam, Replay]]:
         for each in self.collections:
             yield from each.replays()
-
-    def _look_up(self, clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
-        """Forward of a lookup: its rows catch up, are looked up, and are updated in its backward."""
-        adam = self._adam_of[clipped]
-        if adam.replay:
-            check_lookup_inputs(inputs)
-        ids = adam.catch_up(inputs["indices"], inputs["offsets"])
-        id_weights = inputs.get("per_sample_weights")
-        with torch.no_grad():
-            if clipped.lookup.pools_on_cpu and inputs.get("batch_size_per_feature_per_rank") is None:
-                output = clipped.lookup.pool_on_cpu(inputs["indices"], inputs["offsets"], id_weights)
-            else:
-                output = forward(**inputs)
-        if not torch.is_grad_enabled():
-            return output
-        check_lookup_inputs(inputs)
-        if id_weights is not None and id_weights.requires_grad:
-            raise ValueError("ids' weights that are trained get no gradient under EmbeddingAdam; detach them")
-        updating: Tensor = UpdateInBackward.apply(output, adam, lambda: self.lr, inputs, ids, self._anchor)
-        return updating

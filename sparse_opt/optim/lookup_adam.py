@@ -4,7 +4,7 @@ The step of the batch's rows runs in numba on CPU, in Triton on CUDA and otherwi
 all rows of the tables.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,15 @@ from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_const
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.cpu_adam import adam_rows
 from cowrec.sparse_opt.kernels.dense_adam import exact_root
-from cowrec.sparse_opt.kernels.layout import AdamState, DeviceSteps, LastSteps, RowResults, to_float32, to_numpy
+from cowrec.sparse_opt.kernels.layout import (
+    AdamState,
+    DeviceSteps,
+    LastSteps,
+    LookupBags,
+    RowResults,
+    to_float32,
+    to_numpy,
+)
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds
 from cowrec.sparse_opt.tbe.layout import LookupBackward
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
@@ -24,6 +32,22 @@ from .replay import Replay
 from .step_history import StepHistory
 
 _NO_ROWS = torch.empty(0, dtype=torch.int32)
+
+
+def require_replaceable(lookups: Sequence[TbeLookup]) -> None:
+    """Raises ValueError if the fused update of a lookup cannot be replaced."""
+    for lookup in lookups:
+        name = lookup.shards[0].name
+        if not lookup.is_plain_sgd:
+            raise ValueError(
+                f"table {name!r} is under fused {lookup.module.optimizer.name}, whose update EmbeddingAdam would"
+                " bypass; shard it under EmbOptimType.EXACT_SGD"
+            )
+        if lookup.prefetches:
+            raise ValueError(
+                f"table {name!r} is under FBGEMM's prefetch_pipeline, whose cache changes while EmbeddingAdam updates"
+                " its rows; leave prefetch_pipeline out of fused_params, and train in TrainPipelineSparseDist"
+            )
 
 
 class LookupAdam:
@@ -80,14 +104,14 @@ class LookupAdam:
         if self.replay:
             self.replay.reconfigure(config)
 
-    def catch_up(self, indices: Tensor, offsets: Tensor) -> LookupIds | None:
+    def catch_up(self, bags: LookupBags) -> LookupIds | None:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
-        return self.replay.catch_up(indices, offsets, self.step) if self.replay else None
+        return self.replay.catch_up(bags, self.step) if self.replay else None
 
     def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
         """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
         if self.replay and step_of_forward < self.step:
-            self.replay.catch_up(backward.indices, backward.offsets, self.step)
+            self.replay.catch_up(backward.bags, self.step)
         self._step += 1
         self._taken.add_(1)  # not a number from the host, which a captured graph would repeat
         try:
@@ -101,9 +125,8 @@ class LookupAdam:
         """Takes a step in which no id occurs."""
         like = self.lookup.flat_weights()
         offsets = torch.zeros(len(self.lookup.feature_table) + 1, dtype=torch.int64, device=like.device)
-        columns = sum(self.lookup.shards[table].embedding_dim for table in self.lookup.feature_table)
-        grad = torch.zeros(1, columns, device=like.device)
-        self.update(LookupBackward(offsets[:0], offsets, None, grad), lr, self.step)
+        bags = self.clipped.bags.of({"indices": offsets[:0], "offsets": offsets})
+        self.update(LookupBackward(bags, None, torch.zeros(bags.size, device=like.device)), lr, self.step)
 
     def _take_step(self, backward: LookupBackward, lr: float) -> None:
         if self.replay or self.clipped.runs_on_device:
@@ -115,7 +138,7 @@ class LookupAdam:
             self._update_compiled(backward, scalars)
         elif self.clipped.runs_on_device:
             self._update_on_device(backward)
-        elif backward.indices.numel() or self.clipped.waits_for_ranks:
+        elif backward.bags.indices.numel() or self.clipped.waits_for_ranks:
             self._update_in_torch(backward, scalars)
 
     def count_step(self) -> None:
@@ -162,7 +185,7 @@ class LookupAdam:
 
     def _update_on_device(self, backward: LookupBackward) -> None:
         clipped = self.clipped
-        if not backward.indices.numel():
+        if not backward.bags.indices.numel():
             clipped.statistics.record_no_rows()
             return
         rows = clipped.device_rows(backward)
@@ -174,8 +197,7 @@ class LookupAdam:
     def _device_steps(self) -> DeviceSteps:
         if self.replay:
             return self.replay.device_steps
-        schedule = self._history.schedule
-        return self._no_rows._replace(step_sizes=schedule.step_sizes, denominator_scales=schedule.denominator_scales)
+        return self._no_rows._replace(**self._history.schedule._asdict())
 
     def _update_in_torch(self, backward: LookupBackward, scalars: AdamScalars) -> None:
         clipped, state = self.clipped, self.state

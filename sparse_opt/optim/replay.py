@@ -1,11 +1,11 @@
 """Replay: embedding rows take the Adam steps that they missed when they are needed.
 
-A row without an id in the batch still changes in the published algorithm, by L2 and by its first moment, but the change
-depends only on the row and the learning rates of the steps. It can therefore be computed later: when the row's id
-occurs again, when the row is evaluated, or when the table is read.
+A row without an id in the batch still changes in the published algorithm, by L2 and by its first moment, and where
+asked by decoupled weight decay, but the change depends only on the row and the learning rates of the steps. It can
+therefore be computed later: when the row's id occurs again, when the row is evaluated, or when the table is read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf, log
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
-from cowrec.sparse_opt.algorithm.clip import ClipRule, RowLimit
+from cowrec.sparse_opt.algorithm.clip import RowLimit
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.kernels.cpu_replay import (
     ROW_BITS,
     join_keys,
@@ -31,6 +32,7 @@ from cowrec.sparse_opt.kernels.layout import (
     DecayThresholds,
     DeviceSteps,
     LastSteps,
+    LookupBags,
     StaleRows,
     to_float32,
     to_numpy,
@@ -50,22 +52,22 @@ DECAYED_SHARE_OF_FLOOR = 1e-6
 _ROWS_AT_ONCE = 1 << 22
 
 
-def require_replayable(rule: ClipRule, config: AdamConfig, column_wise: Sequence[str]) -> None:
+def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Iterable[str]) -> None:
     """Raises ValueError, on all ranks alike, for a rule or tables that cannot be replayed.
 
     Args:
-        rule: clip rule.
+        rules: clip rules.
         config: Adam's settings.
-        column_wise: clipped tables that are sharded column-wise.
+        column_wise: tables that are sharded column-wise.
     """
-    if rule.scope != "row":
+    if rules.scope != "row":
         raise ValueError(
-            f"clip.rule = {rule.name!r} needs the norm of every row in every step, which absent_rows ="
+            f"clip.rule = {rules.name!r} needs the norm of every row in every step, which absent_rows ="
             ' "replay" does not compute; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
         )
-    if column_wise and _absent_clip_binds(rule.limit(1), config):
+    for table in sorted(each for each in column_wise if _absent_clip_binds(rules.of(each).limit(1), config)):
         raise ValueError(
-            f"table {column_wise[0]!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
+            f"table {table!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
             f" (2 * l2 = {2 * config.l2:g} is not below clip.r), which needs the norm of all its columns in every"
             ' step that it missed; lower l2, shard the table row- or table-wise, or set absent_rows = "dense"'
         )
@@ -124,7 +126,7 @@ class Replay:
         """Last steps of the rows, and ``step``, as the kernels take them."""
         return LastSteps(self.last_step, step, self._log_beta2)
 
-    def catch_up(self, indices: Tensor, offsets: Tensor, step: int) -> LookupIds | None:
+    def catch_up(self, bags: LookupBags, step: int) -> LookupIds | None:
         """Brings the rows of a lookup's ids to ``step``, except for the second moments of decayed rows.
 
         Returns:
@@ -134,11 +136,11 @@ class Replay:
             ValueError: an id is outside its table (on CPU).
         """
         if not self._clipped.uses_triton:
-            self._catch_up_on_cpu(indices, offsets, step)
+            self._catch_up_on_cpu(bags, step)
             return None
-        if not indices.numel():
+        if not bags.indices.numel():
             return None
-        ids = self._clipped.find_rows(indices, offsets)
+        ids = self._clipped.find_rows(bags)
         self._replay_on_device(ids.row, ids.begin)
         return ids
 
@@ -194,9 +196,8 @@ class Replay:
         layout = self._layout
         return layout.first_row[table] + (start - layout.start[table]) // layout.dim[table]
 
-    def _catch_up_on_cpu(self, indices: Tensor, offsets: Tensor, step: int) -> None:
-        layout = self._clipped.numpy_layout
-        bags = bags_of(layout, indices, offsets)
+    def _catch_up_on_cpu(self, lookup_bags: LookupBags, step: int) -> None:
+        layout, bags = self._clipped.numpy_layout, bags_of(lookup_bags)
         keys, used = np.empty(len(bags.indices), np.int64), np.zeros(len(bags.begins) - 1, np.int64)
         common = (layout, bags, to_numpy(self.progress(step)), keys, used)
         groups = balanced_groups(bags.begins[1:] - bags.begins[:-1])
@@ -270,12 +271,14 @@ def _decayed_weight(config: AdamConfig, floors: Sequence[float]) -> float:
     """Largest weight that has decayed; 0 if only zero itself has.
 
     Near zero, Adam under L2 is the heavy-ball method on ``l2 * w^2`` with step ``lr / (sqrt(v) + eps)``, at most
-    ``lr / eps``. It converges where ``2 * l2 * lr / eps < 2 * (1 + b1) / (1 - b1)`` (Polyak 1964, with the moment's
-    factor 1 - b1); elsewhere a tiny row may grow again once its second moment has decayed.
+    ``lr / eps``. It converges where ``2 * l2 * lr / eps < (2 - d) * (1 + b1) / (1 - b1)``, d being the weight decay of
+    a step (Polyak 1964, with the moment's factor 1 - b1; with d by Jury's conditions on ``z^2 - (1 - d + b1 - a) * z +
+    b1 * (1 - d)``, ``a = (1 - b1) * 2 * l2 * lr / eps``); elsewhere a tiny row may grow again once its second moment
+    has decayed.
     """
     if config.l2 == 0:
         return DECAYED_WITHOUT_L2
     beta1 = config.betas[0]
-    if 2 * config.l2 * config.lr / config.eps > 0.9 * 2 * (1 + beta1) / (1 - beta1):
+    if 2 * config.l2 * config.lr / config.eps > 0.9 * (2 - config.lr * config.weight_decay) * (1 + beta1) / (1 - beta1):
         return 0.0
     return min(DECAYED, *(DECAYED_SHARE_OF_FLOOR * floor for floor in floors))

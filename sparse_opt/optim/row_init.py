@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import tau
+from typing import Any
 
 import numba
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from cowrec.sparse_opt.id_tables.entries import NewRows
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
-from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.discovery import called_modules, find_lookups
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from .embedding_adam import EmbeddingAdam
@@ -30,6 +31,9 @@ class RowInitializer:
 
     Weights are N(0, std) in the leading columns and 0 in the others. They are computed from (seed, table, feature, id),
     so that neither the row's number nor the sharding plan changes them; the row's optimizer state becomes 0.
+
+    Batches may be translated any number of steps ahead if each one's rows are reset immediately before its own training
+    forward. Earlier, a batch that still waits may train a row as that of another id.
 
     Args:
         model: holds the sharded tables.
@@ -60,10 +64,27 @@ class RowInitializer:
         self._groups = [
             _ShardGroup.of(lookup, adam, shards, tables) for lookup, adam in pairs for shards in _group_shards(lookup)
         ]
+        self._batch_waits = False
+        called = called_modules(model).values()
+        self._has_collections = bool(called)
+        for module in called:
+            module.register_forward_pre_hook(self._begin_forward)
 
     @torch.no_grad()
     def reset(self, new_rows: NewRows) -> None:
-        """Resets those of the new rows that this rank stores."""
+        """Resets those of a batch's new rows that this rank stores. Call it immediately before the batch's forward.
+
+        Raises:
+            ValueError: the batch of the call before has not begun its training step.
+        """
+        if self._batch_waits and len(new_rows.row):
+            raise ValueError(
+                "the rows of two batches were reset without a training forward between them: the first batch still"
+                " waits for its step, and may train rows that now belong to other ids; call reset(new_rows) immediately"
+                " before the forward of its own batch, however far ahead ids are translated (docs/id_tables.md). If"
+                " the first batch will never be trained, go on with a new RowInitializer"
+            )
+        self._batch_waits = self._has_collections
         for first in range(0, len(new_rows.row), _CHUNK):
             table, row, ids, feature = (
                 each[first : first + _CHUNK] for each in (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
@@ -71,6 +92,10 @@ class RowInitializer:
             values = torch.from_numpy(initial_rows(self._keys[table], feature, ids, self._columns, self._std))
             for group in self._groups:
                 group.reset(torch.from_numpy(table), torch.from_numpy(row), values)
+
+    def _begin_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._batch_waits = False
 
 
 def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, columns: int, std: float) -> np.ndarray:

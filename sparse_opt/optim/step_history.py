@@ -23,7 +23,7 @@ class StepHistory:
         self._lrs = np.empty(0)
         self._steps = 0
         self._scheduled, self._scheduled_lr = 0, config.lr
-        self.schedule = Schedule(torch.empty(0, device=device), torch.empty(0, device=device))
+        self.schedule = Schedule(*(torch.empty(0, device=device) for _ in Schedule._fields))
 
     @property
     def is_replayed(self) -> bool:
@@ -82,6 +82,12 @@ class StepHistory:
         """Makes step ``step`` the latest that has been scheduled: those after it may have other learning rates."""
         self._scheduled = min(self._scheduled, step)
 
+    def restart(self, steps: int) -> None:
+        """Begins after step ``steps``; no row may be behind it."""
+        self._lrs, self._steps = np.zeros(steps), steps
+        self._scheduled = steps
+        self._reserve(steps)
+
     def replace(self, lrs: np.ndarray) -> None:
         """Sets the learning rates of all steps so far, float64 [steps]."""
         self._lrs, self._steps = np.array(lrs, np.float64), len(lrs)
@@ -92,7 +98,7 @@ class StepHistory:
 
     def _write(self, first: int, lrs: list[float]) -> None:
         scalars = [self.scalars(step, lr) for step, lr in enumerate(lrs, first)]
-        both = torch.tensor(scalars, dtype=torch.float32).view(-1, 2).t().contiguous()
+        both = torch.tensor(scalars, dtype=torch.float32).view(-1, len(Schedule._fields)).t().contiguous()
         if self.schedule.step_sizes.is_cuda:
             both = both.pin_memory()
         for values, column in zip(self.schedule, both, strict=True):

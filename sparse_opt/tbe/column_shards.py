@@ -21,28 +21,35 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Process groups by their ranks, ascending."""
 
 
-def groups_of_columns(tables: Mapping[str, Sequence[int]]) -> Groups:
-    """Creates the process groups that hold the column shards of some tables. All ranks must call together.
+def groups_of_columns(tables: Mapping[str, Sequence[Sequence[int]]]) -> Groups:
+    """Creates the process groups that hold the column shards of some tables' rows. All ranks must call together.
 
     Args:
-        tables: ranks of each table's column shards.
+        tables: ranks of each table's column shards, for each part of its rows.
     """
     world = tuple(range(dist.get_world_size())) if tables else ()
-    several = sorted({ranks for holders in tables.values() if len(ranks := tuple(sorted(set(holders)))) > 1})
+    holders = [each for parts in tables.values() for each in parts]
+    several = sorted({ranks for each in holders if len(ranks := tuple(sorted(set(each)))) > 1})
     everyone: Any = dist.group.WORLD
     return {ranks: everyone if ranks == world else dist.new_group(list(ranks)) for ranks in several}
 
 
-def copy_from_first_shards(tables: Mapping[str, Sequence[int]], parts: Sequence[tuple[TableShard, Tensor]]) -> None:
+def copy_from_first_shards(
+    tables: Mapping[str, Sequence[Sequence[int]]], parts: Sequence[tuple[TableShard, Tensor]]
+) -> None:
     """Copies a value of the shard with a row's first column to all its column shards. All ranks must call together.
 
     Args:
-        tables: ranks of each table's column shards.
+        tables: as of :func:`groups_of_columns`.
         parts: this rank's shards, of these and other tables, and a value for each of their rows, int32; updated.
     """
     groups = groups_of_columns(tables)
-    for name, ranks in sorted(tables.items()):
-        held = [(shard.first_column == 0, values) for shard, values in parts if shard.name == name]
+    for name, ranks in sorted((name, tuple(each)) for name, of_rows in tables.items() for each in of_rows):
+        held = [
+            (shard.first_column == 0, values)
+            for shard, values in parts
+            if shard.name == name and shard.column_ranks == ranks
+        ]
         if not held:
             continue
         least = torch.iinfo(torch.int32).min

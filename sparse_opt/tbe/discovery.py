@@ -13,14 +13,18 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag, BatchedFusedEmbeddingBag
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedDenseEmbedding,
+    BatchedDenseEmbeddingBag,
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+)
+from torchrec.distributed.types import ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from .lookup import TbeLookup, groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
+from .lookup import ShardedCollection, TbeLookup
+from .plans import groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,16 @@ class Refusal:
     reason: str
 
 
-def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[TbeLookup], list[Refusal]]:
-    """Finds the lookups of every sharded EmbeddingBagCollection in a model, and the tables that cannot be clipped.
-
-    Lookups of data-parallel tables are included if ``replicated`` is set.
-    """
+def find_lookups(model: nn.Module) -> tuple[list[TbeLookup], list[Refusal]]:
+    """Finds the lookups of every sharded collection in a model, and the tables that cannot be clipped."""
     lookups: list[TbeLookup] = []
     refusals: list[Refusal] = []
     for module, names in table_names(model):
-        if not isinstance(module, ShardedEmbeddingBagCollection):
+        if not isinstance(module, ShardedCollection):
             refusals += [Refusal(name, _why_not(module)) for name in names.values()]
             continue
         for kernel in _kernels(module):
-            reason = _why_not_kernel(kernel, replicated)
+            reason = _why_not_counted(module) or _why_not_kernel(kernel)
             if reason:
                 refusals += [Refusal(names[table.name], reason) for table in kernel._config.embedding_tables]
             else:
@@ -51,13 +52,22 @@ def find_lookups(model: nn.Module, *, replicated: bool = False) -> tuple[list[Tb
     return lookups, refusals
 
 
-def sharded_collections(model: nn.Module) -> dict[str, ShardedEmbeddingBagCollection]:
-    """The sharded EmbeddingBagCollections of a model, by their paths, without the names of wrappers."""
+def sharded_collections(model: nn.Module) -> dict[str, ShardedCollection]:
+    """The sharded collections of a model, by their paths, without the names of wrappers."""
     found = _outermost_collections(model)
-    return {path: each for path, each in found if isinstance(each, ShardedEmbeddingBagCollection)}
+    return {path: each for path, each in found if isinstance(each, ShardedCollection)}
 
 
-def lookup_modules(collection: ShardedEmbeddingBagCollection) -> list[nn.Module]:
+def called_modules(model: nn.Module) -> dict[ShardedCollection, nn.Module]:
+    """The sharded collections of a model, and the module whose call runs each.
+
+    That is the collection itself, or one that processes its features and calls its parts.
+    """
+    inner = {id(each._embedding_bag_collection): each for each in model.modules() if hasattr(each, _INNER)}
+    return {each: inner.get(id(each), each) for each in sharded_collections(model).values()}
+
+
+def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
     """A collection's modules of lookups, one for each kind of sharding; TorchRec makes new ones when it reshards."""
     return list(collection._lookups)
 
@@ -89,17 +99,20 @@ def meant_tables(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     for _, own in table_names(model):
         for name, in_model in own.items():
             by_name.setdefault(name, []).append(in_model)
-    return {table: name for name in names for table in by_name.get(name, [name])}
+    # The name of one table in the model has precedence over one that several collections have.
+    ordered = sorted(names, key=lambda name: name not in by_name)
+    return {table: name for name in ordered for table in by_name.get(name, [name])}
 
 
 def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
-    """Table names of each fused lookup of each rank, [rank][lookup][table]; the same on all ranks."""
+    """Table names of each lookup of each rank, [rank][lookup][table], without data-parallel ones; the same on all."""
     ranks: list[list[list[str]]] = []
     for collection in sharded_collections(model).values():
         ranks += [[] for _ in range(collection._env.world_size - len(ranks))]
         for rank, group in groups_of_ranks(collection):
-            if group.compute_kernel == EmbeddingComputeKernel.FUSED:
-                ranks[rank].append(table_names_of(group))
+            names = table_names_of(group)
+            if collection.module_sharding_plan[names[0]].sharding_type != ShardingType.DATA_PARALLEL.value:
+                ranks[rank].append(names)
     return ranks
 
 
@@ -113,10 +126,13 @@ def tables_on_some_ranks(model: nn.Module) -> set[str]:
     }
 
 
-def column_split_tables(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Tables that are sharded column-wise, and the ranks of their shards; the same on all ranks."""
+def column_split_tables(model: nn.Module) -> dict[str, list[tuple[int, ...]]]:
+    """Tables whose columns are sharded, and the ranks of the shards of a row; the same on all ranks.
+
+    Under grid sharding, where rows are sharded too, those of each part of the rows.
+    """
     return {
-        names[name]: ranks
+        names[name]: list(ranks.values())
         for collection, names in _sharded_tables(model)
         for name in collection.module_sharding_plan
         if (ranks := ranks_of_columns(collection, name))
@@ -130,6 +146,16 @@ def replicated_tables(model: nn.Module) -> set[str]:
         for collection, names in _sharded_tables(model)
         for name, table in collection.module_sharding_plan.items()
         if table.sharding_type == ShardingType.DATA_PARALLEL.value
+    }
+
+
+def tables_in_replica_groups(model: nn.Module) -> set[str]:
+    """Tables that groups of ranks hold copies of, whose weights they average (2D parallelism); alike on all ranks."""
+    return {
+        name
+        for collection, names in _sharded_tables(model)
+        if isinstance(collection._env, ShardingEnv2D)
+        for name in names.values()
     }
 
 
@@ -149,7 +175,7 @@ def inconsistent_lookups(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
+def leave_ddp(collection: ShardedCollection) -> Callable[[], None]:
     """Unwraps replicated lookups from the DDP that all-reduces their complete tables; returns a function to undo it."""
     wrapped = {n: each for n, each in enumerate(collection._lookups) if isinstance(each, DistributedDataParallel)}
 
@@ -162,6 +188,9 @@ def leave_ddp(collection: ShardedEmbeddingBagCollection) -> Callable[[], None]:
         collection._lookups[index] = lookup.module
     return rejoin
 
+
+_INNER = "_embedding_bag_collection"
+"""Attribute of a feature-processed collection."""
 
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
 
@@ -179,7 +208,9 @@ def _outermost_collections(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _collections_below(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(model, _UNSHARDED) or hasattr(model, "_lookups"):
+    # A feature-processed collection shares the lookups of the collection in it.
+    has_lookups = hasattr(model, "_lookups") and not hasattr(model, _INNER)
+    if isinstance(model, _UNSHARDED) or has_lookups:
         yield path, model
         return
     for name, child in model.named_children():
@@ -187,9 +218,9 @@ def _collections_below(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Mo
         yield from _collections_below(child, path if hidden else f"{path}.{name}".lstrip("."))
 
 
-def _sharded_tables(model: nn.Module) -> Iterator[tuple[ShardedEmbeddingBagCollection, dict[str, str]]]:
+def _sharded_tables(model: nn.Module) -> Iterator[tuple[ShardedCollection, dict[str, str]]]:
     for module, names in table_names(model):
-        if isinstance(module, ShardedEmbeddingBagCollection):
+        if isinstance(module, ShardedCollection):
             yield module, names
 
 
@@ -210,24 +241,27 @@ def _why_not(collection: nn.Module) -> str:
     kind = type(collection).__name__
     if isinstance(collection, _UNSHARDED):
         return f"{kind} is not sharded; wrap the model in torchrec.distributed.DistributedModelParallel first"
-    return f"{kind} does not pool bags of ids; only a ShardedEmbeddingBagCollection can be clipped"
+    return f"only tables of an EmbeddingBagCollection or an EmbeddingCollection can be clipped, not those of a {kind}"
 
 
-def _why_not_kernel(kernel: Any, replicated: bool) -> str | None:
-    if isinstance(kernel, BatchedDenseEmbeddingBag) and kernel._config.embedding_tables[0].local_metadata is None:
-        if replicated:
-            return None
+def _why_not_counted(collection: Any) -> str | None:
+    if getattr(collection, "_use_index_dedup", False):
         return (
-            "it is data-parallel and has no fused optimizer, so its gradient is out of reach; train it with cowrec's"
-            ' EmbeddingAdam, or shard it row-, column- or table-wise with compute_kernel="fused"'
+            "TorchRec deduplicates its ids before the lookup, so that they cannot be counted; shard it without"
+            " use_index_dedup"
         )
-    if not isinstance(kernel, BatchedFusedEmbeddingBag) or not isinstance(
+    return None
+
+
+def _why_not_kernel(kernel: Any) -> str | None:
+    if not any(len(view) for view in kernel.emb_module.split_embedding_weights()):
+        return "a rank holds no row of it, nor of tables that are looked up with it; shard it table-wise"
+    if isinstance(kernel, BatchedDenseEmbeddingBag | BatchedDenseEmbedding):
+        return None
+    if not isinstance(kernel, BatchedFusedEmbeddingBag | BatchedFusedEmbedding) or not isinstance(
         kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen
     ):
         return f'its compute kernel is {type(kernel).__name__}; shard it row- or table-wise with compute_kernel="fused"'
-    tables = kernel._config.embedding_tables
-    if any(table.local_cols < table.embedding_dim and table.local_rows < table.num_embeddings for table in tables):
-        return "its rows and its columns are both sharded (grid sharding); shard it row-, column- or table-wise"
     tbe = kernel.emb_module
     cached = [spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs]
     if any(cached) and tbe.lxu_cache_weights.numel() and tbe.lxu_cache_weights.dtype != tbe.weights_uvm.dtype:

@@ -1,13 +1,14 @@
-"""Geometry of a lookup for the row kernels, and the inputs of one of its backward passes."""
+"""Geometry of a lookup and of its batches for the row kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.kernels.layout import LookupLayout
+from cowrec.sparse_opt.kernels.layout import Blocks, LookupBags, LookupLayout
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds
 
 from .lookup import TbeLookup
@@ -15,18 +16,17 @@ from .lookup import TbeLookup
 
 @dataclass(frozen=True)
 class LookupBackward:
-    """Inputs of one backward pass of a lookup. Sizes: T features, B bags each, nnz ids.
+    """Inputs of one backward pass of a lookup.
 
     Attributes:
-        indices: row of each id in its table, int [nnz].
-        offsets: offset of each bag in ``indices``, feature-major, int [T * B + 1].
+        bags: ids of the forward pass, nnz in all.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        output_grad: gradient of the lookup's output, float [B, sum D].
+        output_grad: gradient of the lookup's output, float; [B, sum D] of pooled rows, [nnz, D] of sequences, flat
+            under a variable batch size.
         ids: rows of the ids, if the forward pass has found them already.
     """
 
-    indices: Tensor
-    offsets: Tensor
+    bags: LookupBags
     id_weights: Tensor | None
     output_grad: Tensor
     ids: LookupIds | None = None
@@ -37,16 +37,11 @@ def layout_of(lookup: TbeLookup) -> LookupLayout:
     device = lookup.flat_weights().device
     rows = [shard.rows for shard in lookup.shards]
     dims = [shard.embedding_dim for shard in lookup.shards]
-    tables = np.arange(len(rows))
 
     def on_device(values: Sequence[int] | np.ndarray) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=device)
 
     return LookupLayout(
-        feature_table=on_device(lookup.feature_table),
-        feature_column=on_device(lookup.column_offsets),
-        first_feature=on_device(np.searchsorted(lookup.feature_table, tables, "left")),
-        end_feature=on_device(np.searchsorted(lookup.feature_table, tables, "right")),
         rows=on_device(rows),
         dim=on_device(dims),
         start=on_device(lookup.weight_offsets),
@@ -56,6 +51,80 @@ def layout_of(lookup: TbeLookup) -> LookupLayout:
         tables=len(rows),
         num_rows=sum(rows),
     )
+
+
+class BagsOfLookup:
+    """Finds where the bags of a lookup's forward passes have their outputs.
+
+    Args:
+        feature_table: table of each feature, [T]; the features of a table are neighbours.
+        dims: columns of each table.
+        device: of the lookup.
+        is_sequence: whether rows are not pooled; all tables then have the same columns.
+    """
+
+    def __init__(
+        self, feature_table: Sequence[int], dims: Sequence[int], device: torch.device, *, is_sequence: bool = False
+    ):
+        self._tables, self._num_tables = np.array(feature_table), len(dims)
+        self._dims, self._device, self.is_sequence = np.array(dims)[self._tables], device, is_sequence
+        self._pooled = self._pooled_blocks(0)
+
+    def of(self, inputs: Mapping[str, Any]) -> LookupBags:
+        """Ids of a forward pass, from its keyword arguments: ``indices``, ``offsets`` and, under a variable batch size,
+        ``batch_size_per_feature_per_rank``.
+
+        Raises:
+            ValueError: several lookups write into one output.
+        """
+        if inputs.get("vbe_output") is not None:
+            raise ValueError(
+                "under a variable batch size per feature, tables that are looked up separately write into one output,"
+                " whose gradient cannot be told apart; give all tables of the collection the same pooling, data type"
+                " and fused_params, or one collection for each"
+            )
+        indices, offsets = inputs["indices"], inputs["offsets"]
+        if self.is_sequence:
+            return self._sequences(indices, offsets)
+        if (sizes := inputs.get("batch_size_per_feature_per_rank")) is not None:
+            # FBGEMM's output has the bags of the first rank, feature by feature, then those of the next.
+            return LookupBags(indices, offsets, *self._blocks_of_ranks(np.array(sizes, np.int64)))
+        size = (len(offsets) - 1) // len(self._dims)
+        if size != self._pooled[0]:
+            self._pooled = self._pooled_blocks(size)
+        return LookupBags(indices, offsets, *self._pooled[1:])
+
+    def _pooled_blocks(self, size: int) -> tuple[int, Blocks, int]:
+        features, width = len(self._dims), int(self._dims.sum())
+        address, stride = self._dims.cumsum() - self._dims, np.full(features, width)
+        return size, self._blocks(self._tables, np.arange(features + 1) * size, address, stride), size * width
+
+    def _blocks_of_ranks(self, sizes: np.ndarray) -> tuple[Blocks, int]:
+        elements = sizes * self._dims[:, None]
+        ends = elements.T.cumsum().reshape(elements.T.shape).T
+        first_bag = np.concatenate([[0], sizes.ravel().cumsum()])
+        tables, dims = (np.repeat(each, sizes.shape[1]) for each in (self._tables, self._dims))
+        return self._blocks(tables, first_bag, (ends - elements).ravel(), dims), int(elements.sum())
+
+    def _sequences(self, indices: Tensor, offsets: Tensor) -> LookupBags:
+        """Every id is a bag; the features' first ones stay on the device."""
+        size, dim = (len(offsets) - 1) // len(self._dims), int(self._dims[0])
+        first_bag = (
+            offsets[::size].long().contiguous() if size else offsets.new_zeros(len(self._dims) + 1, dtype=torch.int64)
+        )
+        blocks = self._pooled[1]._replace(
+            first_bag=first_bag, address=first_bag[:-1] * dim, stride=torch.full_like(first_bag[:-1], dim)
+        )
+        each = torch.arange(indices.numel() + 1, device=indices.device)
+        return LookupBags(indices, each, blocks, indices.numel() * dim)
+
+    def _blocks(self, tables: np.ndarray, first_bag: np.ndarray, address: np.ndarray, stride: np.ndarray) -> Blocks:
+        first_block = np.searchsorted(tables, np.arange(self._num_tables + 1))
+        packed = torch.from_numpy(np.concatenate([tables, first_block, first_bag, address, stride]))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        blocks = len(tables)
+        return Blocks(*packed.split([blocks, self._num_tables + 1, blocks + 1, blocks, blocks]))
 
 
 def raise_bad_id(lookup: TbeLookup, bad: Sequence[int], begins: np.ndarray, indices: np.ndarray) -> None:

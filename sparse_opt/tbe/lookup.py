@@ -1,14 +1,14 @@
 """One lookup of a sharded TorchRec model: the tables, features and weights of an FBGEMM module.
 
-Only this file, discovery.py and one_process.py use private attributes of TorchRec and FBGEMM; their tests in
+Only this file, plans.py, discovery.py and one_process.py use private attributes of TorchRec and FBGEMM; their tests in
 tests/sparse_opt/tbe name the versions they were tested with. Terms: a lookup is one table-batched embedding module
 (TBE) of FBGEMM; it holds shards of several tables and reads T features (a table may serve several) for B bags each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -18,10 +18,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_global_rank
+from torch.distributed import ProcessGroup
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from cowrec.sparse_opt.kernels.layout import RowCache
+
+from .plans import groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
+
+ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 @dataclass(frozen=True)
@@ -55,22 +60,29 @@ class TbeLookup:
 
     Attributes:
         module: the TBE; its forward takes ``indices`` [nnz], ``offsets`` [T * B + 1] and returns float [B, sum D].
+        has_dense_gradient: its weights are a parameter with a gradient, which a dense optimizer applies.
         is_replicated: every rank holds all of its tables and looks up its own samples in them (data-parallel).
         collection: the sharded collection that it belongs to.
         shards: shards that it holds, in the TBE's order.
         feature_table: table number of each feature, [T]; features of one table are neighbours.
     """
 
-    def __init__(self, kernel: Any, collection: ShardedEmbeddingBagCollection, names: Mapping[str, str]):
+    def __init__(self, kernel: Any, collection: ShardedCollection, names: Mapping[str, str]):
         self.module: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen = kernel.emb_module
         self.collection = collection
-        self.is_replicated = isinstance(self.module, DenseTableBatchedEmbeddingBagsCodegen)
+        self.has_dense_gradient = isinstance(self.module, DenseTableBatchedEmbeddingBagsCodegen)
         tables, views = kernel._config.embedding_tables, self.module.split_embedding_weights()
+        self.is_replicated = all(table.local_metadata is None for table in tables)
         self.shards = tuple(
             _shard_of(collection, table, view, names[table.name]) for table, view in zip(tables, views, strict=True)
         )
         self.feature_table: list[int] = list(kernel._feature_table_map)
         self._ones = torch.ones(0)
+
+    @property
+    def is_sequence(self) -> bool:
+        """True if it returns the row of each id, not pooled: its output is float [nnz, D]."""
+        return bool(self.module.pooling_mode == PoolingMode.NONE)
 
     @property
     def is_mean_pooled(self) -> bool:
@@ -88,7 +100,8 @@ class TbeLookup:
     @property
     def pools_on_cpu(self) -> bool:
         """True if :meth:`pool_on_cpu` can look its rows up."""
-        return not self.is_replicated and bool(self.module.use_cpu) and not self.is_mean_pooled
+        pools_by_sum = self.module.pooling_mode == PoolingMode.SUM
+        return not self.has_dense_gradient and bool(self.module.use_cpu) and pools_by_sum
 
     def pool_on_cpu(self, indices: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
         """Pooled rows, float [B, sum D], without a gradient: FBGEMM's check and lookup, without its Python.
@@ -113,22 +126,43 @@ class TbeLookup:
         )
         return pooled
 
+    def look_up_uncounted(self, forward: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Tensor:
+        """Output of the module's ``forward`` without a gradient, which its optimizer does not count as a step."""
+        counted = getattr(self.module, "iter_cpu", torch.zeros(1))
+        before = int(counted)
+        with torch.no_grad():
+            output = forward(**inputs)
+        if int(getattr(self.module, "iter_cpu", counted)) != before:
+            self.module.iter_cpu.sub_(1)
+            self.module.iter.sub_(1)
+        return output
+
     @property
     def is_plain_sgd(self) -> bool:
-        """True if its fused optimizer is SGD, which has no state; replicated tables have no fused optimizer at all."""
-        return self.is_replicated or self.module.optimizer == EmbOptimType.EXACT_SGD
+        """True if its fused optimizer is SGD, which has no state; dense tables have no fused optimizer at all."""
+        return self.has_dense_gradient or self.module.optimizer == EmbOptimType.EXACT_SGD
+
+    @property
+    def shares_output_grads(self) -> bool:
+        """True if ids share an element of the output gradient, which alone carries their rows' gradients."""
+        return not self.is_sequence and not self.has_dense_gradient
+
+    @property
+    def parameter(self) -> Tensor:
+        """Parameter that shares the memory of :meth:`flat_weights`, of a lookup with a dense gradient."""
+        return _memory_of(self.module)
 
     @property
     def max_gradient(self) -> float | None:
         """Bound to which FBGEMM clamps the elements of output gradients; None if it does not."""
-        if self.is_replicated or not self.module.optimizer_args.gradient_clipping:
+        if self.has_dense_gradient or not self.module.optimizer_args.gradient_clipping:
             return None
         return float(self.module.optimizer_args.max_gradient)
 
     @property
     def output_is_half(self) -> bool:
         """True if its output, and hence the output's gradient, has less than float32's precision."""
-        return not self.is_replicated and self.module.output_dtype != SparseType.FP32.as_int()
+        return not self.has_dense_gradient and self.module.output_dtype != SparseType.FP32.as_int()
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -160,15 +194,6 @@ class TbeLookup:
         return len(set(names)) == len(names) and all(tables == names for tables in partners)
 
     @cached_property
-    def column_offsets(self) -> list[int]:
-        """First output column of each feature, [T]."""
-        starts, column = [], 0
-        for table in self.feature_table:
-            starts.append(column)
-            column += self.shards[table].embedding_dim
-        return starts
-
-    @cached_property
     def weight_offsets(self) -> list[int]:
         """Offset of each table's first weight in :meth:`flat_weights`, in elements, [number of shards]."""
         first = self.flat_weights().storage_offset()
@@ -177,7 +202,7 @@ class TbeLookup:
     @property
     def iterations(self) -> int:
         """Forward passes that FBGEMM has counted, in evaluation too; some of its optimizers use this count."""
-        return int(self.module.iter)
+        return 0 if self.has_dense_gradient else int(self.module.iter)
 
     def flat_weights(self) -> Tensor:
         """Weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
@@ -186,7 +211,12 @@ class TbeLookup:
     @property
     def is_cached(self) -> bool:
         """True if FBGEMM caches rows of host memory on the device (``fused_uvm_caching``)."""
-        return not self.is_replicated and bool(self.module.lxu_cache_weights.numel())
+        return not self.has_dense_gradient and bool(self.module.lxu_cache_weights.numel())
+
+    @property
+    def prefetches(self) -> bool:
+        """True if FBGEMM fills its cache for the next batch meanwhile, which only its own backward waits for."""
+        return not self.has_dense_gradient and bool(self.module.prefetch_pipeline)
 
     def cache_of(self, row: Tensor) -> RowCache | None:
         """Finds rows, by their indices among those of all tables, int [n], in FBGEMM's cache; None if it has none."""
@@ -206,7 +236,7 @@ class TbeLookup:
     def zeros_of_weights(self) -> Tensor:
         """Allocates zeros, float32, laid out like :meth:`flat_weights` and in the same kind of memory."""
         weights = self.flat_weights()
-        if self.is_replicated or not self.module.weights_uvm.numel():
+        if self.has_dense_gradient or not self.module.weights_uvm.numel():
             return torch.zeros(weights.numel(), device=weights.device)
         like = torch.empty(1, device=weights.device)
         state: Tensor = torch.ops.fbgemm.new_managed_tensor(like, [weights.numel()])
@@ -224,39 +254,12 @@ class TbeLookup:
         return flat[start : start + shard.rows * shard.embedding_dim].view(shard.rows, shard.embedding_dim)
 
 
-def groups_of_ranks(collection: Any) -> Iterator[tuple[int, Any]]:
-    """Lookups of all ranks as (rank, TorchRec's description of it), those of a rank in their order there."""
-    for sharding in collection._embedding_shardings:
-        for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
-            yield from ((rank, group) for group in groups)
-
-
-def table_names_of(group: Any) -> list[str]:
-    """Names of the tables of a lookup that :func:`groups_of_ranks` found."""
-    return [table.name for table in group.embedding_tables]
-
-
 def _shard_of(collection: Any, table: Any, weights: Tensor, name: str) -> TableShard:
     metadata = table.local_metadata
     first_row, first_column = metadata.shard_offsets if metadata is not None else (0, 0)
-    ranks = ranks_of_columns(collection, table.name)
+    ranks = ranks_of_columns(collection, table.name).get(first_row, ())
     rows, columns = weights.shape
     return TableShard(name, table.name, rows, first_row, columns, first_column, table.embedding_dim, ranks)
-
-
-def ranks_of_columns(collection: Any, table: str) -> tuple[int, ...]:
-    """Global ranks of a table's column shards, one for each; empty where its rows are not sharded."""
-    plan, group = collection.module_sharding_plan[table], collection._env.process_group
-    shards = plan.sharding_spec.shards if plan.sharding_spec is not None else ()
-    if len({shard.shard_offsets[1] for shard in shards}) < 2:
-        return ()
-    return tuple(sorted(get_global_rank(group, rank) for rank in plan.ranks))
-
-
-def has_row_shards(collection: Any, table: str) -> bool:
-    """True if a table has several shards with different rows."""
-    spec = collection.module_sharding_plan[table].sharding_spec
-    return spec is not None and len({shard.shard_offsets[0] for shard in spec.shards}) > 1
 
 
 def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen) -> Tensor:

@@ -33,7 +33,7 @@ def look_up_directly(model: nn.Module) -> None:
         model: any module that holds sharded EmbeddingBagCollections.
     """
     for collection in sharded_collections(model).values():
-        if only_exchanges(collection):
+        if isinstance(collection, ShardedEmbeddingBagCollection) and only_exchanges(collection):
             collection.forward = partial(_look_up, collection, collection.forward)
 
 

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from .lookup import TbeLookup
+from .lookup import ShardedCollection, TbeLookup
 
 
 def sharded_like_weights(
-    collection: ShardedEmbeddingBagCollection,
+    collection: ShardedCollection,
     lookups: Sequence[TbeLookup],
     flats: Sequence[Tensor],
     dtype: torch.dtype,

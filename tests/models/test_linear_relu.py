@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cowrec.models.deepfm import PairwiseProducts
 from cowrec.models.layers import logits_of
 from cowrec.models.linear_relu import _FEW_SAMPLES, _SAMPLES, LinearRelu, linear_relu
 
@@ -86,15 +85,3 @@ def test_under_autocast_products_are_bfloat16_and_logits_float32():
         logits = logits_of(hidden, kernel)
     assert (hidden.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
     assert logits.tolist() == (hidden.float() @ kernel).squeeze(1).tolist()
-
-
-def test_pairwise_products_are_the_sum_over_pairs():
-    """Values and gradients equal a loop over all pairs in float64, up to rounding."""
-    rows = torch.randn(5, 4, 8, dtype=torch.float64, requires_grad=True)
-    pairs = [(rows[:, i, :3] * rows[:, j, :3]).sum(1) for i in range(4) for j in range(i)]
-    expected = torch.stack(pairs).sum(0)
-    weights = torch.arange(1.0, 6, dtype=torch.float64)
-    (wanted,) = torch.autograd.grad(expected @ weights, rows)
-    found = PairwiseProducts(3)(rows)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(found @ weights, rows)[0], wanted, rtol=1e-12, atol=1e-12)

@@ -21,7 +21,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_lines_of_a_tiny_run(tmp_path, monkeypatch, capsys):
     output = tmp_path / "ids.jsonl"
-    what = ["--resident", "2K", "--batch", "100", "--rounds", "2", "--only", "cowrec,searchsorted"]
+    what = ["--resident", "2000", "--batch", "100", "--rounds", "2", "--only", "cowrec,searchsorted"]
     monkeypatch.setattr(sys, "argv", ["bench_ids.py", "--output", str(output), *what])
     script(monkeypatch).main()
     lines = [json.loads(line) for line in output.read_text().splitlines()]

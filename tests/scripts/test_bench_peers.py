@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple
 
 
 def test_lines_and_table_of_a_tiny_run(tmp_path, monkeypatch, capsys):
-    what = ["--rows", "1K", "--batch-sizes", "32", "--epoch-share", "1e-4", "--rounds", "2", "--seconds", "0"]
+    what = ["--rows", "1000", "--batch-sizes", "32", "--epoch-share", "1e-4", "--rounds", "2", "--seconds", "0"]
     code, lines = run(monkeypatch, tmp_path, "--only", ",".join(NEED_NO_VENV), *what)
     assert code == 0
     assert [line["implementation"] for line in lines] == NEED_NO_VENV
@@ -71,7 +71,7 @@ def test_a_peer_that_cannot_be_installed_has_a_line_with_the_error(tmp_path, mon
 def test_a_peer_that_cannot_run_does_not_affect_others(tmp_path, monkeypatch):
     bench_peers = module(monkeypatch, "bench_peers")
     monkeypatch.setitem(bench_peers.PEERS, "deepctr", bench_peers.Peer("no_such_worker"))
-    what = ["--only", "deepctr,torch-sparse-adam", "--rows", "1K", "--batch-sizes", "32", "--epoch-share", "1e-6"]
+    what = ["--only", "deepctr,torch-sparse-adam", "--rows", "1000", "--batch-sizes", "32", "--epoch-share", "1e-6"]
     code, lines = run(monkeypatch, tmp_path, *what, "--rounds", "1", "--seconds", "0")
     assert code == 1
     assert "No module named scripts.peers.no_such_worker" in lines[0]["error"]

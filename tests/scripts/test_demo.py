@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cowrec.data_pipeline import SynthesizeConfig
+from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
-from cowrec.trainer.config.sections import OptimizerConfig
 from cowrec.trainer.reports.plotting import plt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +70,6 @@ def test_the_large_batch_has_enough_steps_by_default(
     monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
     script.main()
     ((output, samples),) = asked
-    config = load_config(ROOT / "scripts" / "configs" / "demo.toml")
+    config = load_config(ROOT / "trainer" / "configs" / "demo.toml")
     assert output == tmp_path
     assert config.train.epochs * samples.rows // (64 * config.optimizer.base_batch_size) >= 200

@@ -16,6 +16,7 @@ from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
+from sharded_case import moments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +90,5 @@ def test_only_the_failed_shard_is_restored(script, tmp_path):
 def state(trained: TrainState) -> dict[str, torch.Tensor]:
     """Copies the tables' weights and moments."""
     assert trained.adam is not None
-    moments = {name: value for name, value in trained.adam.state_dict().items() if "exp_avg" in name}
-    values = tables_of(trained.model) | moments
+    values = tables_of(trained.model) | moments(trained.adam)
     return {name: value.local_shards()[0].tensor.clone() for name, value in values.items()}

@@ -55,7 +55,8 @@ def test_wrong_fbgemm_is_named_with_the_set_of_the_installed_torch(tmp_path: Pat
 def test_missing_packages_are_named_with_both_builds_of_fbgemm(tmp_path: Path) -> None:
     message = check_with(tmp_path, torch="2.13.0")
     assert "fbgemm-gpu (not installed), torchrec (not installed)" in message
-    assert "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 && pip install --no-deps torchrec==1.8.0" in message
+    packages = "torch==2.13.0 fbgemm-gpu-cpu==1.8.0 tensordict pyre-extensions tqdm"
+    assert f"pip install {packages} && pip install --no-deps torchrec==1.8.0" in message
     assert message.endswith("(on an NVIDIA GPU fbgemm-gpu instead of fbgemm-gpu-cpu)")
 
 

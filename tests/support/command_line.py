@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cowrec.trainer.cli.main import main
+from cowrec.trainer.runtime.console import hide_log
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -13,5 +14,6 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     monkeypatch.setattr(sys, "argv", ["cowrec", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
+    hide_log()
     code = ended.value.code
     return code if isinstance(code, int) else 0

@@ -1,5 +1,7 @@
 """A data set of numbered samples, and readers of it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 
@@ -7,8 +9,12 @@ from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField, Split
 from cowrec.data_pipeline.dataset.writer import ShardWriter
 
 
-def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True):
-    """Writes samples r with label r % 2, dense value r and id r; with lists, r % 3 ids, all of them r."""
+def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True, columns_of_samples=False):
+    """Writes samples r with label r % 2, dense value r and id r; with lists, r % 3 ids, all of them r.
+
+    With columns of samples also a second label, unknown for each third sample, else r % 5 == 0, the weight r / 2, and
+    the number 10 r and the kept text "r" of the source.
+    """
     sparse = [SparseField("id", max(rows, 1) + 2)]
     columns = {
         "label": pa.array(np.arange(rows) % 2 if labelled else np.full(rows, np.nan), pa.float32()),
@@ -21,10 +27,18 @@ def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True):
         columns["list"] = columns["pair"] = pa.array(bags, pa.list_(pa.int32()))
         columns["pair__weight"] = pa.array(bags, pa.list_(pa.float32()))
     schema = Schema("test", (DenseField("number"),), tuple(sparse), {})
+    if columns_of_samples:
+        schema = replace(schema, labels=("odd", "fifth"), sample_weights=True, numbered=True, kept=("name",))
+        columns["label_odd"] = columns.pop("label")
+        fifth = np.where(np.arange(rows) % 3 == 2, np.nan, np.arange(rows) % 5 == 0)
+        columns["label_fifth"] = pa.array(fifth, pa.float32())
+        columns["sample_weight"] = pa.array(np.arange(rows) / 2, pa.float32())
+        columns["sample_number"] = pa.array(10 * np.arange(rows))
+        columns["kept_name"] = pa.array([str(row) for row in range(rows)])
     folder.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(folder, "train", schema, shard_rows, labelled=labelled)
     writer.write(pa.table(columns))
-    Schema("test", schema.dense, schema.sparse, {"train": writer.close(), "test": Split()}).save(folder)
+    replace(schema, splits={"train": writer.close(), "test": Split()}).save(folder)
     return folder
 
 

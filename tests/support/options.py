@@ -18,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kills", type=int, default=2, help="how often test_faults.py kills a run's processes (default: 2)"
     )
     parser.addoption(
+        "--fuzz",
+        type=int,
+        metavar="N",
+        help="train N problems, drawn anew, in each of test_random_problems.py's tests (default: the same few)",
+    )
+    parser.addoption(
         "--thorough", action="store_true", help="also run the tests that take a minute, as before a release"
     )
 

@@ -1,15 +1,20 @@
 """Processes of a test, and their default process group."""
 
+import faulthandler
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+
+SECONDS_TO_WAIT = 300
+"""For another process in a collective operation; before that a process writes where it waits to stderr."""
 
 
 def in_processes(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
@@ -18,20 +23,44 @@ def in_processes(function: Callable[..., None], arguments: tuple[Any, ...], proc
     They are forked from a server that has imported the libraries, which takes a process longer than most tests. Not
     with a GPU: no process can use it that was forked after FBGEMM has asked for it.
     """
+    torch.multiprocessing.start_processes(
+        _in_one_thread, (function, *arguments), processes, start_method=_prepared_method()
+    )
+
+
+def start_in_processes(
+    function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
+) -> list[multiprocessing.process.BaseProcess]:
+    """Starts processes as :func:`in_processes` does, and returns them; each has arguments of its own."""
+    context: Any = multiprocessing.get_context(_prepared_method())
+    processes = [
+        context.Process(target=_in_one_thread, args=(rank, function, *own), daemon=True)
+        for rank, own in enumerate(arguments)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _prepared_method() -> str:
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     multiprocessing.set_forkserver_preload(["cowrec.trainer.training.loop", "torch.distributed.checkpoint"])
-    torch.multiprocessing.start_processes(_in_one_thread, (function, *arguments), processes, start_method=method)
+    return method
 
 
 def _in_one_thread(rank: int, function: Callable[..., None], *arguments: Any) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(SECONDS_TO_WAIT * 0.8)
     function(rank, *arguments)
 
 
 @contextmanager
 def process_group(rank: int, world_size: int, folder: str, backend: str = "gloo") -> Iterator[None]:
+    """Joins the default process group. Several processes meet in ``folder``, each time in another one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    store = dist.HashStore() if world_size == 1 else dist.FileStore(f"{folder}/store", world_size)
+    wait = timedelta(seconds=SECONDS_TO_WAIT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
     try:
         yield
     finally:

@@ -29,6 +29,9 @@ weight_separator = ":"
 """
 
 
+NULLS_SCHEMA = 'null = ["NA", "-1"]\n' + MIXED_SCHEMA + 'null = ["none"]\n'
+"""Of the last field, the history, another text is a missing value."""
+
 TIMED_SCHEMA = 'time = "seen at"\n' + MIXED_SCHEMA
 TIMED_HEADER = "seen at,past views,click,price,tags,city"
 

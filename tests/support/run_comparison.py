@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from trainer_cases import checkpoint, tensors
@@ -37,3 +38,35 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return torch.equal(one, other)
+
+
+VALIDATION_PAIR = 1 / 400
+"""A pair of a click and a non-click among the 41 validation samples of these runs; their reports lack the number."""
+
+
+def assert_same_measures(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compares nested measures of two runs to 1e-6, and an AUC to one pair of a click and a non-click.
+
+    Rounding may order two samples whose logits are nearly equal in another way, and may move a sample to another bin.
+    """
+    first, second = _flat(one), _flat(other)
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        tolerance, (group, _, name) = 1e-6, key.rpartition("/")
+        if name == "validation_auc":
+            tolerance += VALIDATION_PAIR
+        elif name == "auc" and value is not None:  # of samples of both classes
+            clicks = first[f"{group}/ctr"] * first[f"{group}/rows"]
+            tolerance += 1 / (clicks * (first[f"{group}/rows"] - clicks))
+        assert value == pytest.approx(second[key], abs=tolerance), key
+
+
+def _flat(measures: Any, path: str = "") -> dict[str, float]:
+    """Numbers of nested dictionaries and lists, by path; without bins."""
+    if path.endswith(("/calibration_bins", "/calibration_error")):
+        return {}
+    if isinstance(measures, list):
+        measures = dict(enumerate(measures))
+    if not isinstance(measures, dict):
+        return {path: measures}
+    return {key: number for name, each in measures.items() for key, number in _flat(each, f"{path}/{name}").items()}

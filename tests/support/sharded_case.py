@@ -14,6 +14,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -23,9 +24,17 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.types import (
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+    ShardMetadata,
+)
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import EmbeddingAdam
@@ -64,12 +73,18 @@ class Case:
     optimizer: str = "sgd"
     lr: float = 0.1
     weight_scale: float = 0.05
+    sequence: bool = False  # rows of ids, each multiplied by its weight, are summed outside of the collection
+    variable_batch: bool = False  # one, two or four samples share a bag of a feature
+    passes: int = 1  # backward passes of a step
     empty_half: bool = False  # the second half of the batch (rank 1 of 2) has no ids at all
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[str]:
         return [name for names in self.features for name in names]
+
+    def samples_of_bag(self, name: str) -> int:
+        return 1 << self.keys.index(name) % 3 if self.variable_batch else 1
 
     def pooling_of(self, table: int) -> str:
         return of_table(self.pooling, table)
@@ -103,13 +118,15 @@ def row_gradients(case: Case, bags: dict, targets: dict, table: int) -> tuple[np
     grads = np.zeros((case.rows[table], case.dim))
     counts = np.zeros(case.rows[table], int)
     for name in case.features[table]:
-        for sample, (ids, weights) in enumerate(bags[name]):
+        share = case.samples_of_bag(name)
+        for sample in range(case.batch):
+            ids, weights = bags[name][sample // share * share]
             for i, weight in zip(ids, weights, strict=True):
                 factor = float(weight) if case.weighted else 1.0
                 if case.pooling_of(table) == "mean":
                     factor /= len(ids)
                 grads[i] += factor * targets[name][sample].astype(np.float64) / case.batch
-                counts[i] += 1
+                counts[i] += sample % share == 0
     return grads, counts
 
 
@@ -140,21 +157,11 @@ def sharded_model(
     fused_params: dict[str, Any] | None = None,
 ) -> DistributedModelParallel:
     """Shards the case's collection over the default process group and sets its initial values."""
-    configs = [
-        EmbeddingBagConfig(
-            name=f"t{t}",
-            num_embeddings=case.rows[t],
-            embedding_dim=case.dim,
-            feature_names=list(case.features[t]),
-            pooling=PoolingType(case.pooling_of(t).upper()),
-            data_type=DTYPES[dtype],
-        )
-        for t in range(len(case.rows))
-    ]
-    collection = EmbeddingBagCollection(tables=configs, is_weighted=case.weighted, device=torch.device("meta"))
+    collection = unsharded_collection(case, dtype)
     fused = FUSED_OPTIMIZERS.get(case.optimizer, EmbOptimType.EXACT_SGD)
     fused_params = fused_params or {"optimizer": fused, "learning_rate": case.lr, "eps": 1e-8}
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
+    kind_of_sharder = EmbeddingCollectionSharder if case.sequence else EmbeddingBagCollectionSharder
+    sharder: Any = kind_of_sharder(fused_params=fused_params)
     world = dist.get_world_size()
     make_kind: dict[str, Callable[[int], Any]] = {
         "row_wise": lambda t: row_wise(compute_kernel="fused"),
@@ -165,6 +172,7 @@ def sharded_model(
         "column_wise": lambda t: column_wise(ranks=[t % world, (t + 1) % world], compute_kernel="fused"),
         "columns_of_one_rank": lambda t: column_wise(ranks=[t % world] * 2, compute_kernel="fused"),
         "table_row_wise": lambda t: table_row_wise(host_index=t % 2 if world == 4 else 0),
+        "grid": lambda t: on_a_grid(t % 2),
         "data_parallel": lambda t: data_parallel(),
     }
     kinds = {f"t{t}": make_kind[of_table(case.sharding, t)](t) for t in range(len(case.rows))}
@@ -193,20 +201,70 @@ def sharded_model(
     return model
 
 
+def unsharded_collection(case: Case, dtype: torch.dtype) -> EmbeddingBagCollection | EmbeddingCollection:
+    """Makes the case's collection on the meta device."""
+    kind: Any = EmbeddingConfig if case.sequence else EmbeddingBagConfig
+    configs = [
+        kind(
+            name=f"t{t}",
+            num_embeddings=case.rows[t],
+            embedding_dim=case.dim,
+            feature_names=list(case.features[t]),
+            data_type=DTYPES[dtype],
+            **({} if case.sequence else {"pooling": PoolingType(case.pooling_of(t).upper())}),
+        )
+        for t in range(len(case.rows))
+    ]
+    if case.sequence:
+        return EmbeddingCollection(tables=configs, device=torch.device("meta"))
+    return EmbeddingBagCollection(tables=configs, is_weighted=case.weighted, device=torch.device("meta"))
+
+
+def on_a_grid(first: int) -> Callable[..., ParameterSharding]:
+    """Plans two hosts of two processes, with half of the columns each; TorchRec's plan splits wide tables only."""
+
+    def plan(param: nn.Parameter, *_: Any) -> ParameterSharding:
+        rows, columns = param.shape
+        half = (rows + 1) // 2
+        ranks = [2 * (host ^ first) + rank for host in range(2) for rank in range(2)]
+        shards = [
+            ShardMetadata(
+                [half * (rank % 2), columns // 2 * (number // 2)],
+                [rows - half if rank % 2 else half, columns // 2],
+                f"rank:{rank}/{param.device if param.device.type != 'meta' else CPU}",
+            )
+            for number, rank in enumerate(ranks)
+        ]
+        spec = EnumerableShardingSpec(shards)
+        return ParameterSharding(ShardingType.GRID_SHARD.value, "fused", ranks, spec)
+
+    return plan
+
+
 def batch_of(case: Case, bags: dict, lo: int, hi: int) -> KeyedJaggedTensor:
-    own = [bags[name][lo:hi] for name in case.keys]
+    own = [bags[name][lo : hi : case.samples_of_bag(name)] for name in case.keys]
+    weighted = case.weighted and not case.sequence
+    variable: dict[str, Any] = {}
+    if case.variable_batch:
+        bag_of_sample = [torch.arange(hi - lo) // case.samples_of_bag(name) for name in case.keys]
+        variable = {
+            "stride_per_key_per_rank": [[len(bag)] for bag in own],
+            "inverse_indices": (case.keys, torch.stack(bag_of_sample)),
+        }
     return KeyedJaggedTensor(
         keys=case.keys,
         values=torch.from_numpy(np.concatenate([ids for bag in own for ids, _ in bag] or [np.empty(0, np.int64)])),
-        weights=torch.from_numpy(np.concatenate([w for bag in own for _, w in bag])) if case.weighted else None,
+        weights=torch.from_numpy(np.concatenate([w for bag in own for _, w in bag])) if weighted else None,
         lengths=torch.tensor([len(ids) for bag in own for ids, _ in bag]),
+        **variable,
     )
 
 
 def gather_tables(case: Case, model: nn.Module) -> list[np.ndarray]:
     """Gathers the complete tables on the first rank."""
     state = model.state_dict()
-    return [gathered(state[f"ebc.embedding_bags.t{t}.weight"]) for t in range(len(case.rows))]
+    tables = "embeddings" if case.sequence else "embedding_bags"
+    return [gathered(state[f"ebc.{tables}.t{t}.weight"]) for t in range(len(case.rows))]
 
 
 def gathered(value: ShardedTensor | torch.Tensor) -> np.ndarray:
@@ -221,16 +279,50 @@ def gathered(value: ShardedTensor | torch.Tensor) -> np.ndarray:
 
 def moments_of(optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
     """Gathers the moments on the first rank, by "t0.exp_avg" and so on."""
-    state = optimizer.state_dict()
-    return {key.removeprefix("ebc.embedding_bags."): gathered(state[key]) for key in state if "exp_avg" in key}
+    return {key: gathered(value) for key, value in moments(optimizer).items()}
+
+
+def moments(optimizer: EmbeddingAdam) -> dict[str, ShardedTensor | torch.Tensor]:
+    """Returns the moments by "<table>.exp_avg" and so on."""
+    return {
+        f"{key.split('.')[-2]}.{name}": value
+        for key, own in optimizer.state_dict()["state"].items()
+        for name, value in own.items()
+        if "exp_avg" in name
+    }
 
 
 def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:
-    """Runs the backward of the mean over samples lo..hi-1 of sum(target * pooled), which updates the tables."""
+    """Runs the backward of the mean over samples lo..hi-1 of sum(target * pooled), which updates the fused tables."""
+    size = (hi - lo) // case.passes
+    for first in range(lo, hi, size):
+        (loss_of(case, model, bags, targets, first, first + size) / case.passes).backward()
+
+
+def loss_of(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> torch.Tensor:
+    """Mean over samples lo..hi-1 of sum(target * pooled)."""
     device = model.device
-    pooled = model.module["ebc"](batch_of(case, bags, lo, hi).to(device)).wait().to_dict()
-    losses = [(pooled[name] * torch.from_numpy(targets[name][lo:hi]).to(device)).sum() for name in case.keys]
-    (torch.stack(losses).sum() / (hi - lo)).backward()
+    looked_up = model.module["ebc"](batch_of(case, bags, lo, hi).to(device)).wait()
+    losses = []
+    for name, output in (looked_up if case.sequence else looked_up.to_dict()).items():
+        target = targets[name][lo:hi]
+        if case.sequence:
+            target = np.repeat(target, [len(ids) for ids, _ in bags[name][lo:hi]], axis=0)
+            if case.weighted:
+                target = target * np.concatenate([weights for _, weights in bags[name][lo:hi]])[:, None]
+            output = output.values()
+        losses.append((output * torch.from_numpy(target).to(device)).sum())
+    return torch.stack(losses).sum() / (hi - lo)
+
+
+def dense_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The case's optimizer of tables that have no fused one; None without such tables."""
+    parameters = [each for _, each in in_backward_optimizer_filter(model.named_parameters())]
+    if not parameters:
+        return None
+    if case.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=case.lr, eps=1e-8)
+    return torch.optim.SGD(parameters, lr=case.lr)
 
 
 def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case, Attach]]) -> None:
@@ -241,10 +333,16 @@ def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case,
             drawn = case.draw()
             model = sharded_model(case, drawn["tables"])
             optimizer = attach(model, case)
+            if case.passes > 1:
+                optimizer.accumulate(case.passes)
             lo, hi = rank * case.batch // world_size, (rank + 1) * case.batch // world_size
+            is_adam = isinstance(optimizer, EmbeddingAdam)
+            dense = None if is_adam else dense_optimizer(case, model)
             for bags, targets in drawn["steps"]:
                 train_step(case, model, bags, targets, lo, hi)
-            is_adam = isinstance(optimizer, EmbeddingAdam)
+                if dense:
+                    dense.step()
+                    dense.zero_grad()
             if is_adam:
                 optimizer.flush()
             state = {f"t{t}": table for t, table in enumerate(gather_tables(case, model))}

@@ -19,7 +19,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ahead_of_time import Launch, recorded_launches, resources
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
 from cowrec.sparse_opt.kernels import triton_update
-from cowrec.sparse_opt.kernels.layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, RowCache, TableClips
+from cowrec.sparse_opt.kernels.layout import (
+    AdamState,
+    Blocks,
+    DecayThresholds,
+    DeviceSteps,
+    LookupBags,
+    LookupLayout,
+    RowCache,
+    TableClips,
+)
 from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
 from cowrec.sparse_opt.kernels.triton_update import DeviceRows
@@ -48,6 +57,7 @@ class Variant:
     features: int = 26
     width: int = 12
     l2: float = 1e-4
+    weight_decay: float = 0.0
     weighted: bool = False
     ids: torch.dtype = torch.int32
     grad: torch.dtype = torch.float32
@@ -64,7 +74,7 @@ class Variant:
 
 VARIANTS = {
     "odd batch": Variant(),
-    "width 1, one id, no L2": Variant(batch=1, features=1, width=1, l2=0.0),
+    "width 1, one id, no L2": Variant(batch=1, features=1, width=1, l2=0.0, weight_decay=0.1),
     "width 16, weighted int64 ids": Variant(batch=1024, width=16, weighted=True, ids=torch.int64),
     "width 64, one sample, bfloat16": Variant(batch=1, width=64, grad=torch.bfloat16),
     "width 128, 2^31 rows": Variant(width=128, num_rows=1 << 31),
@@ -89,16 +99,18 @@ def launch(variant: Variant) -> None:
     count, tables = variant.batch * variant.features, variant.features
     size = tables * ROWS_OF_TABLE * variant.width
     per_table = variant.numbers(tables)
-    layout = LookupLayout(*[per_table] * 8, variant.width, size, tables, variant.num_rows)
+    layout = LookupLayout(*[per_table] * 4, variant.width, size, tables, variant.num_rows)
     clips = TableClips(per_table, *(variant.tensor(tables) for _ in range(2)), variant.tensor(tables, dtype=torch.bool))
     state = AdamState(*(variant.tensor(size) for _ in range(3)))
     last_step = variant.tensor(tables * ROWS_OF_TABLE, dtype=torch.int32)
     taken, log_beta2 = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    steps = DeviceSteps(taken, last_step, variant.tensor(1024), variant.tensor(1024), log_beta2)
-    constants = adam_constants(AdamConfig(l2=variant.l2))
+    steps = DeviceSteps(taken, last_step, *(variant.tensor(1024) for _ in range(3)), log_beta2)
+    constants = adam_constants(AdamConfig(l2=variant.l2, weight_decay=variant.weight_decay))
 
     indices, offsets = (variant.tensor(n, dtype=variant.ids) for n in (count, count + 1))
-    ids = find_rows_on_device(layout, indices, offsets, per_table)
+    blocks = Blocks(per_table, variant.numbers(tables + 1), variant.numbers(tables + 1), per_table, per_table)
+    bags = LookupBags(indices, offsets, blocks, count * variant.width)
+    ids = find_rows_on_device(layout, bags, per_table)
     location, cached_rows = variant.tensor(count, dtype=torch.int32), variant.tensor(64, variant.width)
     cache = RowCache(location, cached_rows, variant.width) if variant.cached else None
     for clips_of_absent in (None, clips):

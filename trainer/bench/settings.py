@@ -13,8 +13,9 @@ import torch
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import PRESETS, AdamConfig, ReferenceCowClip
+from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
+from cowrec.trainer.config.sections import TrainConfig
 
 from .steady_state import Case
 
@@ -57,7 +58,7 @@ class Bench:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        require_model(self.model)
+        require_model(ModelConfig(name=self.model))
         adam, train = get_type_hints(AdamConfig), get_type_hints(TrainConfig)
         for flag, names, known in (
             ("absent-rows", self.modes, get_args(adam["absent_rows"])),
@@ -102,7 +103,7 @@ class Bench:
 def criteo_config(
     model: str, batch_size: int, mode: str, clip: str = "on", precision: str = "float32", device: str = "cpu"
 ) -> RunConfig:
-    """The published settings for Criteo, as in scripts/configs/criteo.toml, at a batch size."""
+    """The published settings for Criteo, as in trainer/configs/criteo.toml, at a batch size."""
     preset = PRESETS["criteo"](_BASE_BATCH_SIZE)
     return RunConfig(
         model=ModelConfig(name=model),

@@ -225,10 +225,11 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
 def _stored(adam: EmbeddingAdam) -> dict[str, Tensor]:
     """The state of the tables, all of which is in this one process, by "<table>.<name>"."""
     with adam.as_stored():  # reading must not bring rows up to date
-        state = adam.state_dict()
+        state = adam.state_dict()["state"]
     return {
-        ".".join(key.split(".")[-2:]): value.local_shards()[0].tensor
-        for key, value in state.items()
+        f"{key.split('.')[-2]}.{name}": value.local_shards()[0].tensor
+        for key, table in state.items()
+        for name, value in table.items()
         if hasattr(value, "local_shards")
     }
 

@@ -7,7 +7,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_world_size
 
-from .flag_values import parse_batch_size, parse_list, parse_number, parse_table_rows
+from .flag_values import parse_batch_size, parse_list, parse_local, parse_number, parse_table_rows
 
 app = typer.Typer()
 
@@ -19,7 +19,10 @@ _OF_CRITEO_ALONE = ("absent_rows", "model", "spacing", "epoch_share")
 def bench(
     context: typer.Context,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="JSON lines file to write; the plot is written beside it.")
+        Path,
+        typer.Option(
+            "--output", "-o", parser=parse_local, help="JSON lines file to write; the plot is written beside it."
+        ),
     ] = Path("bench.jsonl"),
     preset: Annotated[
         str, typer.Option(help="criteo: the CowClip paper's settings. mlperf-dcnv2: MLPerf Training's DLRM-DCNv2.")
@@ -30,9 +33,7 @@ def bench(
         typer.Option(help="Batch sizes; K is 1024. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process."),
     ] = None,
     model: Annotated[str, typer.Option(help="Network: wdl, deepfm, dcn, dcnmix, dcnv2.")] = "deepfm",
-    rows: Annotated[
-        str, typer.Option(help="Most rows of a table, such as 100K; K is 1000. full: the published ones.")
-    ] = "full",
+    rows: Annotated[str, typer.Option(help="Most rows of a table, such as 100000. full: the published ones.")] = "full",
     spacing: Annotated[str, typer.Option(help="Distance of two ids' rows; tables are that many times larger.")] = "1",
     epoch_share: Annotated[float, typer.Option(help="Share of an epoch after which the measurement starts.")] = 0.9,
     seconds: Annotated[float, typer.Option(help="Seconds to measure each combination; at least 5 steps.")] = 20.0,
@@ -65,7 +66,7 @@ def bench(
         [parse_batch_size(each) for each in parse_list(sizes)],
         model,
         parse_table_rows(rows),
-        [parse_number(each, 1, "--spacing must be a whole number, such as 10") for each in parse_list(spacing)],
+        [parse_number(each, "--spacing must be a whole number, such as 10") for each in parse_list(spacing)],
         epoch_share,
         seconds,
         parse_list(clip),

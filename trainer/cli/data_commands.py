@@ -12,6 +12,8 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperCommand
 
+from .flag_values import parse_local
+
 app = typer.Typer()
 
 
@@ -21,7 +23,27 @@ class LayoutName(StrEnum):
     csv = "csv"
 
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")]
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input", "-i", help="Files, patterns, folders: text, or that in gz, zst, xz, bz2, lz4, zip; Parquet; Arrow."
+    ),
+]
+SplitInputs = Annotated[
+    list[str] | None, typer.Option(help="Files of this split, as --input, which then gives the training samples.")
+]
+SchemaFile = Annotated[
+    Path | None, typer.Option("--schema", help="For csv: TOML file that describes the columns; not with --like.")
+]
+Like = Annotated[
+    Path | None, typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split.")
+]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(help="Dask cluster to run on, such as tcp://host:8786; its workers need access to all folders."),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", parser=parse_local, help="Folder to write.")]
+DataOutput = Annotated[str, typer.Option("--output", "-o", help="Folder to write: a path or s3://BUCKET/DATA.")]
 
 
 class _Prepare(TyperCommand):
@@ -36,20 +58,33 @@ class _Prepare(TyperCommand):
             key = flag.removeprefix("--").replace("-", "_")
             if flag.startswith("--") and key in settings:
                 raise ValueError(f"prepare has no {flag}; write --set prepare.{key}={value or 'VALUE'}")
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, list(_one_flag_per_input(args)))
+
+
+def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
+    """Repeats --input, --validation and --test before each of several values, as a shell's pattern gives them."""
+    flag, values = "", 0  # values since the flag
+    for argument in args:
+        if argument.startswith("-"):
+            flag, values = argument if argument in ("--input", "-i", "--validation", "--test") else "", 0
+        elif flag:
+            if values:
+                yield flag
+            values += 1
+        yield argument
 
 
 @app.command(cls=_Prepare)
 def prepare(
     layout: Annotated[LayoutName, typer.Argument(help="Layout of the raw files.")],
-    inputs: Annotated[list[Path], typer.Option("--input", "-i", help="Raw file, plain or gz, xz, zst; repeatable.")],
-    output: Output,
-    csv_schema: Annotated[
-        Path | None, typer.Option("--schema", help="For csv: TOML file that describes the columns; not with --like.")
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split."),
+    inputs: Inputs,
+    output: DataOutput,
+    csv_schema: SchemaFile = None,
+    like: Like = None,
+    validation: SplitInputs = None,
+    test: SplitInputs = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Raw column that predictions show beside the probability; repeatable.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing data set.")] = False,
     config: Annotated[Path | None, typer.Option(help="A run's TOML file, whose [prepare] section to use.")] = None,
@@ -60,10 +95,7 @@ def prepare(
         list[str] | None,
         typer.Option("--set", help="prepare.key=value, overrides the TOML file; repeatable."),
     ] = None,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(help="Dask cluster to run on, such as tcp://host:8786; its workers need access to all folders."),
-    ] = None,
+    scheduler: Scheduler = None,
 ) -> None:
     """Turns raw click logs into a data set: Parquet shards of ids, and a schema.json.
 
@@ -71,10 +103,9 @@ def prepare(
     banner_pos ... C21) are Kaggle's; csv is any delimited file, with numeric, categorical, multi-valued and weighted
     fields.
 
-    Keys of --set, with their defaults: min_count (1), hash_buckets (0), raw_ids (false), dense (minmax, or log,
-    buckets, none), fit_on (train, or all), split (random, or tail), test_fraction (0.1, for avazu 0.2), test_rows (for
-    the tail split), seed (0), on_bad_row (error, or skip), max_bad_rows (1000), shard_rows. docs/preparing.md explains
-    them.
+    Keys of --set, which docs/preparing.md explains: min_count, max_ids, hash_buckets, raw_ids, dense, fit_on, split,
+    test_fraction, validation_fraction, test_rows, validation_rows, test_from, validation_from, negative_fraction, seed,
+    on_bad_row, max_bad_rows, shard_rows.
 
     Example: `cowrec prepare criteo --input train.txt.gz --output data/criteo --set prepare.min_count=4`
 
@@ -83,8 +114,9 @@ def prepare(
     from cowrec.data_pipeline import prepare as run
     from cowrec.data_pipeline import work_bytes
 
+    files = [*inputs, *(validation or ()), *(test or ())]
     settings = _prepare_config(config, [*(overrides or ()), *(["prepare.raw_ids=true"] if raw_ids else ())])
-    with _bar(work_bytes(inputs, like=like), "B", f"prepare {layout}") as bar:
+    with _bar(work_bytes(files, like=like, config=settings), "B", f"prepare {layout}") as bar:
         schema = run(
             layout.value,
             inputs,
@@ -92,6 +124,9 @@ def prepare(
             settings,
             csv_schema=csv_schema,
             like=like,
+            validation=validation or (),
+            test=test or (),
+            keep=keep or (),
             overwrite=overwrite,
             progress=bar.update,
             scheduler=scheduler,
@@ -186,8 +221,9 @@ def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
     if given:
         raise ValueError(f"prepare takes --set prepare.key=value only, got section {', '.join(given)}")
     if values.get("split", section.split) != section.split:
-        # The file's test_rows or test_fraction belongs to the file's kind of split.
-        values = {"test_rows": None, "test_fraction": None, **values}
+        # The file's sizes of splits belong to the file's kind of split.
+        sizes = [f"{name}_{size}" for name in ("test", "validation") for size in ("fraction", "rows", "from")]
+        values = {**dict.fromkeys(sizes), **values}
     return config_from({"prepare": {**dataclasses.asdict(section), **values}}).prepare
 
 

@@ -1,6 +1,9 @@
-"""Values of flags: lists with commas, known names, and numbers with K."""
+"""Values of flags: lists with commas, known names, numbers, of batch sizes with K, and paths."""
 
 from collections.abc import Collection
+from pathlib import Path
+
+import typer
 
 from cowrec.trainer.config.nearest_name import hint
 
@@ -21,14 +24,15 @@ def parse_names(flag: str, text: str, known: Collection[str]) -> list[str]:
 
 def parse_batch_size(text: str) -> int:
     """Reads a batch size; 8K is 8192. Raises ValueError for any other text."""
-    return parse_number(text, 1024, "a batch size must be a number, with K for 1024, such as 512 or 8K")
+    digits, factor = (text[:-1], 1024) if text[-1:] in ("K", "k") else (text, 1)
+    return factor * parse_number(digits, "a batch size must be a number, with K for 1024, such as 512 or 8K", text)
 
 
 def parse_table_rows(text: str) -> int | None:
-    """Reads the most rows of a table; 100K is 100,000, full is None. Raises ValueError for any other text."""
+    """Reads the most rows of a table; full is None. Raises ValueError for any other text."""
     if text == "full":
         return None
-    return parse_number(text, 1000, "--rows must be full or a number, with K for 1000, such as 100K")
+    return parse_number(text, "--rows must be full or a number, such as 100000")
 
 
 def parse_range(flag: str, text: str) -> tuple[float, float] | None:
@@ -42,9 +46,21 @@ def parse_range(flag: str, text: str) -> tuple[float, float] | None:
     return low, high
 
 
-def parse_number(text: str, kilo: int, what: str) -> int:
-    """Reads a whole number; a final K means ``kilo``. Raises ValueError, which starts with ``what``."""
-    digits, factor = (text[:-1], kilo) if text[-1:] in ("K", "k") else (text, 1)
+def parse_number(digits: str, what: str, text: str | None = None) -> int:
+    """Reads a whole number. Raises ValueError, which starts with ``what`` and ends with ``text``, what was written."""
     if not digits.isdecimal():
-        raise ValueError(f"{what}; got {text!r}")
-    return int(digits) * factor
+        raise ValueError(f"{what}; got {text or digits!r}")
+    return int(digits)
+
+
+def parse_local(text: str) -> Path:
+    """Reads a path that cannot be in an object store; a typer parser, whose errors name the flag."""
+    from cowrec.data_pipeline.remote import is_remote, local_path
+
+    try:
+        remote = is_remote(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if remote:
+        raise typer.BadParameter(f"{text} must be a local path; write there, then copy it")
+    return local_path(text)

@@ -6,26 +6,59 @@ Commands import what they need when they run, so that ``--help`` is fast.
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, is_message
 
-from . import bench_command, data_commands, model_commands, train_commands, tune_command
+from . import (
+    bench_command,
+    config_command,
+    data_commands,
+    model_commands,
+    plot_command,
+    schema_command,
+    train_commands,
+    tune_command,
+)
 
 app = typer.Typer(
     name="cowrec",
-    help="Trains click-through-rate models at large batch sizes with CowClip.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
 )
-for commands in (data_commands, train_commands, tune_command, model_commands, bench_command):
+for commands in (
+    schema_command,
+    data_commands,
+    train_commands,
+    tune_command,
+    model_commands,
+    plot_command,
+    bench_command,
+):
     app.add_typer(commands.app)
+app.add_typer(config_command.app, name="config")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from cowrec.trainer.runs.provenance import library_versions
+
+        print("  ".join(f"{name} {version}" for name, version in library_versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    """Trains click-through-rate models at large batch sizes with CowClip."""
 
 
 def main() -> None:
@@ -33,8 +66,8 @@ def main() -> None:
 
     Exits with 0 on success, 2 after a message to the user, 130 after Ctrl-C, and 1 after a bug, with its traceback.
     """
-    prepare_process()
     try:
+        prepare_process()
         app()
     except SystemExit as ended:
         _exit(ended.code if isinstance(ended.code, int) else int(ended.code is not None))

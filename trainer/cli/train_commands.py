@@ -7,7 +7,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 
-from .flag_values import parse_batch_size, parse_list
+from .flag_values import parse_batch_size, parse_list, parse_local
 from .run_flags import NewRunDir, Overrides, Resume, RunToml, TrainData, load_run, new_run_dir
 
 app = typer.Typer()
@@ -23,10 +23,11 @@ def train(
 ) -> None:
     """Trains a model on a prepared data set. train.batch_size is the global batch, over all processes.
 
-    Example: `cowrec train scripts/configs/criteo.toml --data data/criteo --set train.batch_size=131072`
+    Example: `cowrec train run.toml --data data/criteo --set train.batch_size=131072`
 
     Several GPUs: `torchrun --nproc-per-node 8 -m cowrec.trainer train CONFIG.toml --data DIR --run-dir RUN`
     """
+    from cowrec.trainer.reports.text_table import speed_text
     from cowrec.trainer.training.loop import train as run
 
     loaded, data_dir = load_run(config, overrides, data)
@@ -34,12 +35,12 @@ def train(
         raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
     if run_dir is None and resume:
         raise ValueError("--resume continues a run; name it with --run-dir")
-    folder = run_dir or new_run_dir(config)
+    folder = run_dir or str(new_run_dir(config))
     report = run(loaded, data_dir, folder, resume=resume)
     if launched_rank() == 0:
-        auc, logloss, speed = report["auc"], report["logloss"], report["samples_per_second"]
-        epoch = f"  epoch {report['best_epoch']}" if loaded.train.patience and "best_epoch" in report else ""
-        print(f"AUC {auc:.4f}  logloss {logloss:.4f}{epoch}  {speed:,.0f} samples/s  run {folder}")
+        auc, logloss, speed = report["auc"], report["logloss"], speed_text(report["samples_per_second"])
+        epoch = f"  epoch {report['epoch']} of {len(report['epochs'])}"
+        print(f"AUC {auc:.4f}  logloss {logloss:.4f}{epoch}  {speed}  run {folder}")
 
 
 @app.command()
@@ -62,17 +63,20 @@ def online(
     Fields, scales and vocabularies come from the data set, which may be a small sample. After a kill, --resume
     continues the run; the result is bit-identical to an uninterrupted run.
 
-    Example: `cowrec online scripts/configs/online.toml --data data/sample --source incoming --run-dir runs/live
+    Example: `cowrec online run.toml --data data/sample --source incoming --run-dir runs/live
     --publish published`
     """
+    from cowrec.data_pipeline.remote import require_local
     from cowrec.trainer.online.loop import online as run
+    from cowrec.trainer.reports.text_table import speed_text
 
     if run_dir is None and resume:
         raise ValueError("--resume continues a run; name it with --run-dir")
     loaded, data_dir = load_run(config, overrides, data)
-    folder = run_dir or new_run_dir(config)
+    why = "its journal is appended to with every batch"
+    folder = require_local(run_dir, "--run-dir", why) if run_dir else new_run_dir(config)
     report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
-    print(f"{report['samples']:,} samples  {report['samples_per_second']:,.0f} samples/s  run {folder}")
+    print(f"{report['samples']:,} samples  {speed_text(report['samples_per_second'])}  run {folder}")
 
 
 @app.command()
@@ -82,7 +86,12 @@ def sweep(
     data: TrainData = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder of the sweep; an interrupted sweep continues. [sweeps/NAME]"),
+        typer.Option(
+            "--output",
+            "-o",
+            parser=parse_local,
+            help="Folder of the sweep; an interrupted sweep continues. [sweeps/NAME]",
+        ),
     ] = None,
     rules: Annotated[
         str | None,
@@ -96,7 +105,7 @@ def sweep(
 
     After an interruption the same command continues; with more values it adds runs to the sweep.
 
-    Example: `cowrec sweep scripts/configs/criteo.toml --data data/criteo --batch-sizes 1K,8K,64K`
+    Example: `cowrec sweep run.toml --data data/criteo --batch-sizes 1K,8K,64K`
     """
     from cowrec.trainer.sweep.grid import Grid, default_rules
     from cowrec.trainer.sweep.plot import PLOT, plot

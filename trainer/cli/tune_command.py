@@ -8,7 +8,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_world_size
 
-from .flag_values import parse_batch_size, parse_range
+from .flag_values import parse_batch_size, parse_local, parse_range
 from .run_flags import Overrides, RunToml, TrainData, load_run
 
 app = typer.Typer()
@@ -23,7 +23,9 @@ def tune(
     data: TrainData = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder of the study; an interrupted study continues. [tunings/NAME]"),
+        typer.Option(
+            "--output", "-o", parser=parse_local, help="Folder of the study, or one to continue. [tunings/NAME]"
+        ),
     ] = None,
     trials: Annotated[int, typer.Option(help="Trials of the study, pruned and failed ones included.")] = 20,
     embedding_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
@@ -31,7 +33,7 @@ def tune(
     l2: Annotated[str | None, typer.Option(help=_RANGE)] = None,
     metric: Annotated[str, typer.Option(help="Validation quality to optimize: logloss or auc.")] = "logloss",
     validation_fraction: Annotated[
-        float, typer.Option(help="Share of the training split to validate on, where train.validation_fraction is 0.")
+        float, typer.Option(help="Share of the training split to validate on, where nothing else sets any samples.")
     ] = 0.1,
     patience: Annotated[
         int, typer.Option(help="Epochs without improvement that end a trial, where train.patience is 0; 0: never.")
@@ -46,7 +48,7 @@ def tune(
     Trials are chosen by the last samples of the training split, never by the test split. After an interruption the same
     command continues; with more trials or wider ranges it goes on from the trials it has.
 
-    Example: `cowrec tune scripts/configs/criteo.toml --data data/criteo --batch-size 1K --trials 20`
+    Example: `cowrec tune run.toml --data data/criteo --batch-size 1K --trials 20`
     """
     try:
         from cowrec.trainer.tune.plot import PLOT, plot, table

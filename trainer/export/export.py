@@ -19,12 +19,16 @@ from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.data_pipeline.dataset.schema import library_versions
 from cowrec.data_pipeline.dataset.writer import new_folder
 from cowrec.data_pipeline.files import checksum, sync_folder, write_file
+from cowrec.data_pipeline.remote import Place
 from cowrec.models import ModelConfig, build_network, physical_dim
+from cowrec.models.import_path import is_import_path
 from cowrec.sparse_opt import IdTables
+from cowrec.trainer.runs.own_code import own_code
+from cowrec.trainer.runs.remote_run import local_copy, written_folder
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.build import dense_parameters
+from cowrec.trainer.sharded_model.build import dense_tensors
 from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, table_specs, tables_of
 from cowrec.trainer.training.saved_run import run_of, trained_state
 
@@ -57,8 +61,10 @@ class TrainedTable:
     hash_buckets: int = 0
 
 
-def export_run(run_dir: Path, output: Path, precision: Precision = "float32") -> Manifest:
-    """Exports a run's model with the weights of its newest intact checkpoint, in one process.
+def export_run(run_dir: Place, output: Place, precision: Precision = "float32", *, checkpoint: str = "") -> Manifest:
+    """Exports a run's model with the weights of a checkpoint, as :func:`evaluate_run` takes it, in one process.
+
+    ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last.
 
     Returns:
         The manifest.
@@ -70,9 +76,10 @@ def export_run(run_dir: Path, output: Path, precision: Precision = "float32") ->
     """
     if launched_world_size() > 1:
         raise ValueError("export supports a single process only; start it without torchrun")
+    run_dir = local_copy(run_dir, "run")
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
-        state, progress = trained_state(run_dir, process)
+        state, progress = trained_state(run_dir, process, checkpoint)
         weights = tables_of(state.model)
 
         def rows_of(spec: TableSpec, rows: Tensor) -> Tensor:
@@ -83,7 +90,8 @@ def export_run(run_dir: Path, output: Path, precision: Precision = "float32") ->
             for spec in table_specs(schema, config.id_table)
         )
         dense, vocabulary = dense_weights(state.model), run_dir / VOCABULARY
-        return write_export(output, config.model, schema, vocabulary, dense, tables, precision, step=progress.step)
+        with written_folder(output, last=MANIFEST) as folder:
+            return write_export(folder, config.model, schema, vocabulary, dense, tables, precision, step=progress.step)
 
 
 def trained_table(spec: TableSpec, id_tables: IdTables | None, rows_of: Callable[[Tensor], Tensor]) -> TrainedTable:
@@ -109,7 +117,7 @@ def trained_table(spec: TableSpec, id_tables: IdTables | None, rows_of: Callable
 
 def dense_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights of a training model without its tables, by their names in ``build_network``'s module, on the CPU."""
-    return {name.partition("model.")[2]: each.detach().cpu() for name, each in dense_parameters(model).items()}
+    return {name.partition("model.")[2]: each.detach().cpu() for name, each in dense_tensors(model).items()}
 
 
 def write_export(
@@ -165,6 +173,7 @@ def write_export(
             sample_time,
             {str(each.relative_to(folder)): (each.stat().st_size, checksum(each)) for each in written},
             library_versions() | {"torch": torch.__version__},
+            own_code("model.name", config.name) if is_import_path(config.name) else None,
         )
         write_file(folder / MANIFEST, manifest.to_json().encode())
     sync_folder(output.absolute().parent)
@@ -172,21 +181,37 @@ def write_export(
 
 
 def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) -> torch.export.ExportedProgram:
-    """Exports a network as plain torch operators, ``(dense [B, N], rows [B, F, P]) -> logits [B]``, for any B."""
+    """Exports a network as plain torch operators, ``(dense [B, N], rows [B, F, P]) -> logits [B]``, for any B.
+
+    Raises:
+        ValueError: torch cannot export a network of the user's own.
+    """
     samples = torch.export.Dim("samples")
     example = (
         torch.zeros(3, len(schema.dense)),
         torch.zeros(3, len(schema.sparse), physical_dim(config.embedding_dim)),
     )
-    with torch.no_grad():
-        return torch.export.export(network, example, dynamic_shapes=({0: samples}, {0: samples}))
+    try:
+        with torch.no_grad():
+            return torch.export.export(network, example, dynamic_shapes=({0: samples}, {0: samples}))
+    except Exception as error:
+        if not is_import_path(config.name):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f'model.name = "{config.name}" cannot be exported by torch.export ({type(error).__name__}: {reason}); its'
+            " forward must not depend on the values of tensors or the number of samples, other than by operations on"
+            " tensors"
+        ) from error
 
 
 def _trained_network(config: ModelConfig, schema: Schema, dense: Mapping[str, Tensor]) -> nn.Module:
     # Building draws initial values, which must not change the random numbers of a run.
     with torch.random.fork_rng(devices=[]):
-        network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
+        network = build_network(config, len(schema.sparse), len(schema.dense), len(schema.labels)).eval()
     network.load_state_dict(dict(dense))
+    if schema.logit_shift:
+        network.register_forward_hook(lambda module, inputs, logits: logits + schema.logit_shift)
     return network
 
 

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline.files import checksum
 from cowrec.models import ModelConfig
+from cowrec.trainer.runs.own_code import OwnCode
 
 from .quantised_rows import Precision
 
@@ -52,6 +53,7 @@ class Manifest:
         sample_time: newest sample trained on, Unix seconds; None if samples have no time.
         files: size in bytes and SHA-256 of every other file, by its path in the folder.
         versions: of the libraries that wrote the export.
+        code: of the network, if it is the user's own.
     """
 
     model: ModelConfig
@@ -62,6 +64,7 @@ class Manifest:
     sample_time: int | None = None
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    code: OwnCode | None = None
     format: int = FORMAT
 
     def to_json(self) -> str:

@@ -1,6 +1,6 @@
-"""Quality of predictions: AUC and logloss, of labels and expected under known true probabilities, over all processes.
+"""Quality of predictions: of labels, and expected under known true probabilities.
 
-B samples of this process.
+R samples.
 """
 
 import dataclasses
@@ -12,121 +12,117 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric, SumMetric
-from torchmetrics.classification import BinaryAUROC
-from torchmetrics.utilities.data import dim_zero_cat
 
 from cowrec.data_pipeline.synthetic.metrics import expected_auc
+
+from .auc import ascending, auc
+from .calibration import CalibrationBins, calibration_bins
+from .samples import Samples
 
 
 @dataclass(frozen=True)
 class Quality:
     """Quality of a model's predictions of a split, or of a group of its samples.
 
-    The expected values are those over all labels that the true probabilities p could have given: without the noise of
-    the labels drawn. They are None where p is not known.
+    Where samples have weights, all means and pairs are weighted. The expected values are those over all labels that the
+    true probabilities p could have given: without the noise of the labels drawn, and without weights. They are None
+    where p is not known.
 
     Attributes:
         auc: area under the ROC curve, exact (no binning); NaN where the samples have one class only.
         logloss: mean binary cross-entropy, in nats; NaN without samples.
-        rows: samples.
+        rows: samples whose label is known.
+        normalized_entropy: logloss over that of predicting `ctr` for every sample; 1 is a model that knows nothing
+            else. NaN where the samples have one class only. He et al. 2014 (Practical Lessons from Predicting Clicks on
+            Ads at Facebook), equation 1, with the click rate of the measured samples.
+        calibration: mean prediction over mean label, of the same paper; 1 is best. NaN without a click.
+        calibration_error: see :class:`CalibrationBins`; NaN without samples.
+        ctr: mean label.
+        calibration_bins: of the complete split.
         expected_auc: see :func:`expected_auc`.
         expected_logloss: mean of -(p log q + (1 - p) log(1 - q)) for predictions q.
         excess_logloss: expected_logloss less its least possible value, that of q = p: the mean Kullback-Leibler
             divergence of q from p.
         by_id_counts: the same of each group of samples; see :class:`IdCountGroups`.
+        by_task: of several tasks, the quality of each; the other values are those of the main one.
     """
 
     auc: float
     logloss: float
     rows: int
+    normalized_entropy: float = nan
+    calibration: float = nan
+    calibration_error: float = nan
+    ctr: float = nan
+    calibration_bins: CalibrationBins | None = None
     expected_auc: float | None = None
     expected_logloss: float | None = None
     excess_logloss: float | None = None
     by_id_counts: Mapping[str, "Quality"] | None = None
+    by_task: Mapping[str, "Quality"] | None = None
 
     def __str__(self) -> str:
+        if self.by_task:
+            return "; ".join(f"{task}: {quality}" for task, quality in self.by_task.items())
         excess = "" if self.excess_logloss is None else f"  excess logloss {self.excess_logloss:.4f}"
-        return f"AUC {self.auc:.4f}  logloss {self.logloss:.4f}{excess}"
+        return f"AUC {self.auc:.4f}  logloss {self.logloss:.4f}  calibration {self.calibration:.3f}{excess}"
 
     def values(self) -> dict[str, Any]:
-        """The values that are known, by name."""
-        return _without_none(dataclasses.asdict(self))
+        """The values that are known, by name, as they are stored: plain numbers, lists and dictionaries.
 
-
-class QualityMeter:
-    """Collects the predictions of all processes and measures them.
-
-    Args:
-        device: of the predictions.
-        has_truth: whether true logits are known.
-    """
-
-    def __init__(self, device: torch.device, has_truth: bool) -> None:
-        self._auc = BinaryAUROC(thresholds=None, validate_args=False).to(device)
-        self._logloss, self._expected, self._least = (
-            MeanMetric().set_dtype(torch.float64).to(device) for _ in range(3)
-        )
-        self._rows, self._positives = (SumMetric().set_dtype(torch.float64).to(device) for _ in range(2))
-        self._has_truth = has_truth
-        self._pairs = _Pairs().to(device)
-
-    def add(self, logits: Tensor, label: Tensor, true_logit: Tensor | None) -> None:
-        """Adds predictions: logits [B], labels [B], and true logits [B] where they are known.
-
-        Call it for every batch, even without samples: a metric that was never updated skips the final gathering, and
-        the other processes would wait for it.
+        Those of each of several tasks are ``auc_<task>`` and so on.
         """
-        logits, label = logits.double(), label.double()
-        self._auc.update(logits.sigmoid(), label.long())
-        self._logloss.update(_cross_entropies(logits, label))
-        self._rows.update(torch.ones_like(label))
-        self._positives.update(label)
-        if true_logit is not None:
-            true_logit = true_logit.double()
-            p = true_logit.sigmoid()
-            self._expected.update(_cross_entropies(logits, p))
-            self._least.update(_cross_entropies(true_logit, p))
-            self._pairs.update(logits, true_logit)
-
-    def quality(self) -> Quality:
-        """Measures what was added; all processes call together and get the same numbers."""
-        rows, positives = int(self._rows.compute()), int(self._positives.compute())
-        auc = nan if positives in (0, rows) else self._auc.compute().item()
-        quality = Quality(auc, self._logloss.compute().item() if rows else nan, rows)
-        if not (self._has_truth and rows):
-            return quality
-        expected = self._expected.compute().item()
-        return dataclasses.replace(
-            quality,
-            expected_auc=expected_auc(*self._pairs.compute().cpu().numpy().T),
-            expected_logloss=expected,
-            excess_logloss=expected - self._least.compute().item(),
-        )
+        values = _plain(dataclasses.asdict(dataclasses.replace(self, by_task=None)))
+        for task, quality in (self.by_task or {}).items():
+            values |= {f"{name}_{task}": value for name, value in quality.values().items()}
+        return values
 
 
-class _Pairs(Metric):
-    """Logits and true logits of all processes: float64 [R, 2]. CatMetric would leave out NaN."""
+def measure(samples: Samples) -> Quality:
+    """Measures predictions of one task; samples whose label is unknown are left out."""
+    samples = samples.where(~samples.label.isnan())
+    samples = samples.where(ascending(samples.logits))
+    logits, label, weight = samples.logits.double(), samples.label.double(), samples.weights()
+    total = weight.sum().item()
+    if not total:
+        return Quality(nan, nan, len(label))
+    losses, prediction = cross_entropies(logits, label), logits.sigmoid()
+    bins = calibration_bins(prediction, label, weight)
+    logloss, ctr, mean = ((weight * each).sum().item() / total for each in (losses, label, prediction))
+    quality = Quality(
+        auc(samples.logits, label, weight),
+        logloss,
+        len(label),
+        logloss / entropy(ctr) if 0 < ctr < 1 else nan,
+        mean / ctr if ctr else nan,
+        bins.error,
+        ctr,
+        bins,
+    )
+    if samples.true_logit is None:
+        return quality
+    truth = samples.true_logit.double()
+    p = truth.sigmoid()
+    expected, least = (cross_entropies(each, p).mean().item() for each in (logits, truth))
+    return dataclasses.replace(
+        quality,
+        expected_auc=expected_auc(logits.cpu().numpy(), truth.cpu().numpy()),
+        expected_logloss=expected,
+        excess_logloss=expected - least,
+    )
 
-    full_state_update = False
-    pairs: list[Tensor]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("pairs", default=[], dist_reduce_fx="cat")
-
-    def update(self, logits: Tensor, true_logit: Tensor) -> None:
-        self.pairs.append(torch.stack([logits, true_logit], 1))
-
-    def compute(self) -> Tensor:
-        return dim_zero_cat(self.pairs)
-
-
-def _cross_entropies(logits: Tensor, p: Tensor) -> Tensor:
+def cross_entropies(logits: Tensor, p: Tensor) -> Tensor:
+    """Cross-entropy of the predictions of logits and of probabilities p, in nats; both float64 [R]."""
     return F.binary_cross_entropy_with_logits(logits, p, reduction="none")
 
 
-def _without_none(value: Any) -> Any:
+def entropy(p: float) -> float:
+    """Entropy of a click of probability p in (0, 1), in nats."""
+    return float(torch.special.entr(torch.tensor([p, 1 - p], dtype=torch.float64)).sum())
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    return value
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    return list(value) if isinstance(value, tuple) else value

@@ -14,7 +14,7 @@ from typing import Any
 
 from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleSource, SampleStream, Schema, open_source
 from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.run import RunConfig, with_l2
 from cowrec.trainer.runs.checkpoint_folder import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, write_report
@@ -64,7 +64,13 @@ def online(
             f"train.batch_ramp = {config.train.batch_ramp} is for the first epoch of a data set, and a stream has none;"
             " add --set train.batch_ramp=0"
         )
+    if config.train.accumulation > 1:
+        raise ValueError(
+            f"train.accumulation = {config.train.accumulation} is for data sets, not for streams; add"
+            " --set train.accumulation=1"
+        )
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    config = with_l2(config, Schema.load(data_dir).split("train").rows)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
         run = _OnlineRun(config, run_dir, process)
@@ -98,7 +104,7 @@ class _OnlineRun:
             stream = opened.enter_context(closing(self.open_stream(source, position)))
             publication = None
             if publish:
-                arguments = (self.config, self.trainer.schema, self.state, self.run_dir, self.say)
+                arguments = (self.config, self.trainer.schema, self.state, self.run_dir, self.trainer.warn)
                 publication = opened.enter_context(closing(OnlinePublication(publish, *arguments)))
             log = opened.enter_context(self.trainer.open_log())
             stop = opened.enter_context(stop_requests(self.process))

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import nan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.nn.functional as F
 from pyarrow import feather
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
+
+from cowrec.trainer.measures.quality import measure
+from cowrec.trainer.measures.samples import Samples
 
 _FILE = "window.arrow"
 
@@ -75,15 +75,9 @@ class ProgressiveQuality:
         assert self._open is not None
         logits, labels = torch.cat(self._logits), torch.cat(self._labels)
         self._logits, self._labels = [], []
-        mean = labels.double().mean().item()
-        prediction = logits.sigmoid()
+        quality = measure(Samples(logits, labels))
         return WindowQuality(
-            self._open * self._window,
-            len(labels),
-            binary_auroc(prediction, labels.long(), validate_args=False).item() if 0 < mean < 1 else nan,
-            F.binary_cross_entropy_with_logits(logits, labels.double()).item(),
-            prediction.mean().item() / mean if mean else nan,
-            mean,
+            self._open * self._window, quality.rows, quality.auc, quality.logloss, quality.calibration, quality.ctr
         )
 
     @property

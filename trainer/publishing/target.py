@@ -1,14 +1,15 @@
-"""Publication targets: a directory or Redis. A blob appears complete or not at all."""
+"""Publication targets: a directory, an object store or Redis. A blob appears complete or not at all."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
 from cowrec.data_pipeline.files import locked_folder, replace_file
+from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path
 
 from .blob import Kind
 
@@ -42,7 +43,8 @@ class Target(Protocol):
 
 
 def open_target(url: str, *, publishing: bool = False) -> Target:
-    """Opens the target of a URL: ``redis://HOST:PORT/DB?name=NAME``, or a directory.
+    """Opens the target of a URL: ``redis://HOST:PORT/DB?name=NAME``, ``s3://BUCKET/FOLDER`` (see
+    :mod:`cowrec.data_pipeline.remote`), or a directory.
 
     Args:
         url: as above. NAME, by default "cowrec", separates the publications in one Redis.
@@ -53,11 +55,11 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
     """
     if urlsplit(url).scheme in ("redis", "rediss"):
         return RedisTarget(url)
-    if "://" in url:
-        raise ValueError(
-            f"publication target {url!r} is not supported; use a directory or redis://HOST:PORT/DB?name=NAME"
-        )
-    return DirectoryTarget(Path(url), publishing=publishing)
+    try:
+        remote = is_remote(url)
+    except ValueError as error:
+        raise ValueError(f"publication target {error}, or redis://HOST:PORT/DB?name=NAME") from None
+    return RemoteTarget(url) if remote else DirectoryTarget(local_path(url), publishing=publishing)
 
 
 class DirectoryTarget:
@@ -72,11 +74,7 @@ class DirectoryTarget:
                 unfinished.unlink()
 
     def blobs(self) -> list[tuple[int, Kind]]:
-        found = []
-        for name in os.listdir(self._folder) if self._folder.exists() else []:
-            if match := re.fullmatch(r"(delta|full)-(\d{12})\.cow", name):
-                found.append((int(match[2]), match[1]))
-        return sorted(found)  # type: ignore[arg-type]
+        return _blobs_of(os.listdir(self._folder) if self._folder.exists() else [])
 
     def read(self, version: int, kind: Kind) -> bytes:
         return self._path(version, kind).read_bytes()
@@ -94,7 +92,34 @@ class DirectoryTarget:
         self._lock.close()
 
     def _path(self, version: int, kind: Kind) -> Path:
-        return self._folder / f"{kind}-{version:012d}.cow"
+        return self._folder / _file_name(version, kind)
+
+
+class RemoteTarget:
+    """Folder in an object store with files as in :class:`DirectoryTarget`. Nothing locks it: publish from one place."""
+
+    def __init__(self, uri: str) -> None:
+        self._folder = RemoteFolder(uri)
+
+    def blobs(self) -> list[tuple[int, Kind]]:
+        return _blobs_of(self._folder.list())
+
+    def read(self, version: int, kind: Kind) -> bytes:
+        return self._folder.read(_file_name(version, kind))
+
+    def write(self, version: int, kind: Kind, blob: bytes) -> None:
+        if (version, kind) in self.blobs():
+            raise FileExistsError(
+                f"{self._folder.uri} has {_file_name(version, kind)} already, written by another publisher; stop it or"
+                " use another target"
+            )
+        self._folder.write(_file_name(version, kind), blob)
+
+    def remove(self, version: int, kind: Kind) -> None:
+        self._folder.remove([_file_name(version, kind)])
+
+    def close(self) -> None:
+        pass
 
 
 class RedisTarget:
@@ -162,3 +187,13 @@ class RedisTarget:
             yield
         except self._error as error:
             raise OSError(f"Redis: {type(error).__name__}: {error}") from error
+
+
+def _file_name(version: int, kind: Kind) -> str:
+    return f"{kind}-{version:012d}.cow"
+
+
+def _blobs_of(names: Iterable[str]) -> list[tuple[int, Kind]]:
+    """Version and kind of the blobs among files, the oldest first."""
+    found = (re.fullmatch(r"(delta|full)-(\d{12})\.cow", name) for name in names)
+    return sorted((int(match[2]), match[1]) for match in found if match)  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """Following of a publication target in a thread, which applies every published version to a model."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,8 @@ class VersionFollower:
         self.url = url
         self.applied_time = float("nan")
         self._target = open_target(url)
-        self._reader = VersionReader(self._target)
+        self._reader = VersionReader(self._target, self._log_problem)
+        self._said = ""
         self._apply, self._on_refused = apply, on_refused
         self._error = ""
         self._stop = threading.Event()
@@ -67,12 +69,26 @@ class VersionFollower:
             try:
                 for blob in self._reader.versions(self._stop):
                     self._apply(blob)
+                    if blob.kind == "full" or math.isnan(self.applied_time):
+                        logger.info("version %d (%s, step %d) of %s is served", *_about(blob), self.url)
                     self.applied_time, self._error, pause = time.time(), "", _PAUSE
             except Exception as error:  # predictions continue whatever happens here, and /health reports it
                 self._on_refused()
                 self._error = f"a version of {self.url} was refused: {error}"
-                logger.warning("%s", self._error, exc_info=not isinstance(error, ValueError))
+                self._log_problem(exc_info=not isinstance(error, ValueError))
                 self._stop.wait(pause)
                 pause = min(2 * pause, _MAX_PAUSE)
                 # Later deltas are based on the refused version; a full one is not.
-                self._reader = VersionReader(self._target)
+                self._reader = VersionReader(self._target, self._log_problem)
+
+    def _log_problem(self, exc_info: bool = False) -> None:
+        """Logs a problem once, and its end."""
+        said, self._said = self._said, self.problem
+        if self._said and self._said != said:
+            logger.warning("%s", self._said, exc_info=exc_info)
+        elif said and not self._said:
+            logger.info("%s is followed again", self.url)
+
+
+def _about(blob: Blob) -> tuple[int, str, int]:
+    return blob.version, blob.kind, blob.change.step

@@ -1,7 +1,7 @@
 """Reading of published versions: each once, in order, starting from the newest full one."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .blob import Blob, DamagedBlob, Kind, decode
 from .target import Target
@@ -12,6 +12,10 @@ _POLL_SECONDS = 0.2
 
 class VersionReader:
     """Reads versions from a target.
+
+    Args:
+        target: to read from.
+        after_poll: called after each look at the target.
 
     A delta that is missing, damaged or of another lineage is never skipped: reading continues with the newest full
     version that is ahead, and waits until there is one.
@@ -25,11 +29,11 @@ class VersionReader:
         waits_for_full: whether the newest version cannot be reached, because blobs before it are damaged or missing.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, after_poll: Callable[[], None] = lambda: None) -> None:
         self.version, self.lineage = 0, ""
         self.gaps = self.damaged = self.unreachable = 0
         self.reachable, self.waits_for_full = True, False
-        self._target = target
+        self._target, self._after_poll = target, after_poll
         self._useless: list[tuple[int, Kind]] | None = None
 
     def versions(self, stop: threading.Event) -> Iterator[Blob]:
@@ -40,6 +44,7 @@ class VersionReader:
         """
         while not stop.is_set():
             blob = self._poll()
+            self._after_poll()
             if blob is None:
                 stop.wait(_POLL_SECONDS)
             else:

@@ -40,10 +40,13 @@ class Checkpoints:
 
     Attributes:
         latest: the newest checkpoint known to be complete.
+        on_sealed: called, on the first process and while training continues, when a checkpoint is complete; an error
+            counts as one of writing it.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, process: Process, say: Callable[[str], None]):
         self.latest: Path | None = None
+        self.on_sealed: Callable[[], None] = lambda: None
         self._folder, self._config, self._process, self.say = folder, config, process, say
         # The writing threads need their own group: their collectives must not interleave with the model's.
         self._group = dist.new_group(backend="gloo") if process.world_size > 1 else None
@@ -81,7 +84,7 @@ class Checkpoints:
                 done.result()
                 if write_files and self._process.is_first:
                     write_files(partial)
-                sealed.set_result(seal(partial, progress, about, self._config) if self._process.is_first else None)
+                sealed.set_result(self._sealed(partial, progress, about) if self._process.is_first else None)
             except BaseException as error:  # CheckpointException is not an Exception; the waiter needs every error
                 shutil.rmtree(partial, ignore_errors=True)
                 sealed.set_exception(error)
@@ -89,6 +92,11 @@ class Checkpoints:
         written.add_done_callback(finish)
         if not self._config.asynchronous:
             self._settle()
+
+    def _sealed(self, partial: Path, progress: Progress, about: dict[str, Any]) -> Path:
+        path = seal(partial, progress, about, self._config)
+        self.on_sealed()
+        return path
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written.

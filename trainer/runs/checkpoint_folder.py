@@ -15,8 +15,8 @@ from typing import Any
 from cowrec.data_pipeline.files import checksum, sync_folder, write_file
 from cowrec.trainer.config.sections import CheckpointConfig
 
-FORMAT = 1
-_MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
+FORMAT = 2
+MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
 
 
 class Damaged(ValueError):
@@ -51,7 +51,7 @@ def best_epoch(epochs: Sequence[dict[str, Any]], metric: str) -> dict[str, Any] 
     """The first epoch with the best "auc" or "logloss": of the validation samples if there are any, else of the test
     split. None if no epoch has a finite value."""
     sign = 1 if metric == "auc" else -1
-    values = [(each.get(f"validation_{metric}", each[metric]), each) for each in epochs]
+    values = [(each.get(f"validation_{metric}", each.get(metric)), each) for each in epochs]
     known = [(sign * value, each) for value, each in values if value is not None and isfinite(value)]
     return max(known, key=lambda pair: pair[0])[1] if known else None
 
@@ -79,7 +79,7 @@ def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkpo
     """
     files = {each.name: [each.stat().st_size, checksum(each)] for each in sorted(partial.iterdir())}
     manifest = {"format": FORMAT, "progress": dataclasses.asdict(progress), **about, "files": files}
-    write_file(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
     final = partial.with_suffix("")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
@@ -133,6 +133,15 @@ def best_intact(folder: Path, metric: str, say: Callable[[str], None]) -> tuple[
         return newest
 
 
+def step_intact(folder: Path, step: int) -> tuple[Path, Progress]:
+    """The checkpoint of a step. Raises ValueError if there is none, naming those that there are, or it is damaged."""
+    path = folder / checkpoint_name(step)
+    if not path.is_dir():
+        steps = ", ".join(str(int(each.name.removeprefix(_PREFIX))) for each in list_checkpoints(folder))
+        raise ValueError(f"{folder} has no checkpoint of step {step}; it has those of steps {steps or 'none'}")
+    return path, _verified(path)
+
+
 def _verified(path: Path) -> Progress:
     """Verifies sizes and checksums of a checkpoint's files and returns its progress; raises Damaged."""
     manifest = _manifest(path)
@@ -150,12 +159,12 @@ def _verified(path: Path) -> Progress:
 def _manifest(path: Path) -> dict[str, Any]:
     """Loads a checkpoint's manifest; raises Damaged, or ValueError for another format."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["format"]
     except FileNotFoundError:
-        raise Damaged(f"{path} is damaged, or of a cowrec before format {FORMAT}: it has no {_MANIFEST}") from None
+        raise Damaged(f"{path} is damaged, or of a cowrec before format {FORMAT}: it has no {MANIFEST}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{path} is damaged: {_MANIFEST} cannot be read ({error})") from None
+        raise Damaged(f"{path} is damaged: {MANIFEST} cannot be read ({error})") from None
     if version != FORMAT:
         raise ValueError(f"{path} is of format {version!r}, this cowrec reads {FORMAT}; use the version that wrote it")
     return dict(manifest)

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from cowrec.trainer.runtime.processes import Process, on_first
 
-from .checkpoint_folder import Progress, best_intact, newest_intact
+from .checkpoint_folder import Progress, best_intact, newest_intact, step_intact
 
 
-def newest_checkpoint(
-    folder: Path, process: Process, say: Callable[[str], None], best_by: str | None = None
+def find_checkpoint(
+    folder: Path, process: Process, say: Callable[[str], None], *, best_by: str | None = None, step: int | None = None
 ) -> tuple[Path, Progress] | None:
-    """Newest intact checkpoint of a run; None where there is none. All processes call together.
+    """Newest intact checkpoint of a run, or another one; None where there is none. All processes call together.
 
     The first process verifies the files for all.
 
@@ -34,14 +34,18 @@ def newest_checkpoint(
         process: this process.
         say: receives a message for each checkpoint that is skipped.
         best_by: "auc" or "logloss": the checkpoint of the best epoch instead of the newest.
+        step: the checkpoint of this step.
 
     Raises:
-        ValueError: all checkpoints are damaged, or one is of another format.
+        ValueError: all checkpoints are damaged, or one is of another format; or that of the step is missing or damaged.
     """
     found: list[tuple[Path, Progress] | None] = [None]
 
     def look() -> None:
-        found[0] = best_intact(folder, best_by, say) if best_by else newest_intact(folder, say)
+        if step is not None:
+            found[0] = step_intact(folder, step)
+        else:
+            found[0] = best_intact(folder, best_by, say) if best_by else newest_intact(folder, say)
 
     on_first(process, look)
     dist.broadcast_object_list(found, src=0)

@@ -55,9 +55,9 @@ def _drop_after(metrics: Path, step: int) -> None:
 
 
 def _scalars(tag: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields (tag/key, number) of nested mappings."""
+    """Yields (tag/key, number) of nested mappings; leaves out lists."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _scalars(f"{tag}/{key}", value)
-        else:
+        elif isinstance(value, int | float):
             yield f"{tag}/{key}", value

@@ -12,14 +12,15 @@ import torch
 def environment(device: torch.device) -> dict[str, Any]:
     """Collects versions, hardware and source revision, which are stored with every measurement."""
     return {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **library_versions()},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "threads": torch.get_num_threads(),
         "git_commit": _git_commit(),
     }
 
 
-def _versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """Versions of cowrec and of what its results depend on, as far as they are installed."""
     found = {}
     for name in ("cowrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "numba"):
         try:

@@ -1,6 +1,6 @@
 """The folder of a run: resolved configuration, metrics, TensorBoard events, checkpoints, data description, report.
 
-config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json
+config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json  code.json  code/
 """
 
 import json
@@ -16,13 +16,15 @@ from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runtime.processes import Process, on_first
 
+from .own_code import load_record, save_code, warn_if_changed
+
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 
 
 _MAY_CHANGE = {
     "data": ("dir", "resident"),
-    "train": ("epochs", "device", "eval_batch_size", "log_every", "timeout_seconds", "cuda_graph"),
+    "train": ("epochs", "device", "eval_batch_size", "log_every", "log_seconds", "timeout_seconds", "cuda_graph"),
     "evaluate": ("by_id_counts", "train_rows"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "clip": ("histogram",),
@@ -42,10 +44,13 @@ def hold_run_dir(path: Path, process: Process) -> Iterator[None]:
 def require_unused(path: Path) -> None:
     """Raises ValueError if a run's folder is not empty."""
     if _is_used(path):
-        raise ValueError(
-            f"run folder {path} is not empty; continue its run with --resume, choose another with --run-dir or remove"
-            " it"
-        )
+        if not (path / CONFIG).is_file():
+            found = "is not empty, and not that of a run"
+        elif (path / REPORT).is_file():
+            found = "has a complete run; add --resume and raise train.epochs to train it further"
+        else:
+            found = "has a run that was stopped; add --resume to continue it"
+        raise ValueError(f"run folder {path} {found}; or choose another with --run-dir, or remove it")
 
 
 def require_own(path: Path, config: RunConfig) -> None:
@@ -59,7 +64,7 @@ def require_own(path: Path, config: RunConfig) -> None:
         for key in keys:
             if key == "keep_best" and config.train.patience:
                 continue  # it chooses the epoch that the run reports
-            if key == "epochs" and config.optimizer.lr_decay != "none":
+            if key == "epochs" and config.optimizer.rates_follow_epochs:
                 continue  # the learning rates depend on it
             saved.get(section, {}).pop(key, None)
             given.get(section, {}).pop(key, None)
@@ -89,6 +94,8 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
     """
     data_dir = Path(config.data.dir)
     save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
+    warn_if_changed(load_record(path), path)  # of a resumed run
+    save_code(path, config)
     Schema.load(data_dir).save(path)
     if (data_dir / VOCABULARY).is_dir():
         shutil.copytree(data_dir / VOCABULARY, path / VOCABULARY, dirs_exist_ok=True)

@@ -4,7 +4,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .environment import launched_rank, launched_world_size
+from .environment import launched_rank, launched_world_size, quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
         timeout_seconds: time after which a process that keeps the others waiting counts as hung.
 
     Raises:
-        ValueError: "cuda" without a GPU for this process, or processes that cannot connect.
+        ValueError: "cuda" without a GPU for this process, processes that cannot connect, or a group exists already.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,24 +65,23 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank, world_size = (launched_rank(), launched_world_size()) if launched else (0, 1)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if local_world_size == world_size:
-        _connect_over_loopback()
     if kind == "cpu":
         _keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
-    store: dist.Store | None = None if launched else dist.HashStore()
-    if launched and local_world_size == world_size:
-        store = _store_of_this_attempt(world_size, timeout)
-    _join(own_device, rank, world_size, store, timeout)
     process = Process(rank, world_size, local_world_size, launched, own_device, timeout)
-    try:
-        yield process
-    except BaseException:
-        # Closing the group would wait for processes that in turn wait for this one.
-        if process.world_size == 1:
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+    with quiet_libraries(), _loopback() if local_world_size == world_size else nullcontext():
+        store: dist.Store | None = None if launched else dist.HashStore()
+        if launched and local_world_size == world_size:
+            store = _store_of_this_attempt(world_size, timeout)
+        _join(own_device, rank, world_size, store, timeout)
+        try:
+            yield process
+        except BaseException:
+            # Closing the group would wait for processes that in turn wait for this one.
+            if process.world_size == 1:
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
 
 
 def on_first(process: Process, action: Callable[[], None]) -> None:
@@ -128,6 +127,11 @@ def _store_of_this_attempt(world_size: int, timeout: timedelta) -> dist.Store | 
 
 
 def _join(device: torch.device, rank: int, world_size: int, store: dist.Store | None, timeout: timedelta) -> None:
+    if dist.is_initialized():
+        raise ValueError(
+            "this process has a process group already, of another run or of your program; call"
+            " torch.distributed.destroy_process_group() first, or use another process"
+        )
     on_cuda = device.type == "cuda"
     backend = "nccl" if on_cuda else "gloo"
     rendezvous: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
@@ -141,8 +145,18 @@ def _join(device: torch.device, rank: int, world_size: int, store: dist.Store | 
         ) from error
 
 
-def _connect_over_loopback() -> None:
+@contextmanager
+def _loopback() -> Iterator[None]:
     """Makes gloo use the loopback interface, so that one machine needs no network and no resolvable host name."""
-    for _, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if _GLOO_INTERFACE in os.environ or not names:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = names.pop()
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
+
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -1,6 +1,7 @@
 """Early ends of a run: a request to stop, or a loss that is not finite. All processes see them at the same step."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite, nan
@@ -80,9 +81,14 @@ class StopRequest:
 def stop_requests(process: Process) -> Iterator[StopRequest]:
     """Turns the first Ctrl-C or SIGTERM into a request; a second one interrupts immediately.
 
+    Only in the main thread, since Python handles signals there; in another one there is no such request.
+
     Under torchrun a second signal counts as the first: terminal and torchrun both send Ctrl-C to each process.
     """
     stop = StopRequest(process)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
 
     def request(number: int, _: FrameType | None) -> None:
         if stop.wanted and not process.launched:

@@ -18,6 +18,7 @@ from cowrec.models import build_network, physical_dim
 from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
 from cowrec.trainer.publishing.blob import Blob, TableChange
+from cowrec.trainer.runs.own_code import find_code, warn_if_changed
 
 from .served_rows import ServedRows
 
@@ -67,13 +68,17 @@ class ServedModel:
 
     @staticmethod
     def load(export_dir: Path) -> "ServedModel":
-        """Loads an export. No code from the folder runs: the network is cowrec's own, and only its weights are read.
+        """Loads an export. No code from the folder runs: the network is cowrec's own, or a class that is on Python's
+        path here or in the current folder, and only its weights are read.
 
         Raises:
-            ValueError: the folder is not an export, or a file in it is damaged.
+            ValueError: the folder is not an export, a file in it is damaged, or the network cannot be imported.
         """
         manifest = Manifest.load(export_dir)
+        code = [manifest.code] if manifest.code else []
+        find_code(code, export_dir, trusted=False)
         model = ServedModel(manifest, Schema.load(export_dir), safetensors.torch.load_file(export_dir / DENSE))
+        warn_if_changed(code, export_dir)
         for name, table in manifest.tables.items():
             stored = safetensors.torch.load_file(export_dir / TABLES / f"{name}.safetensors")
             ids = stored["ids"].numpy() if "ids" in stored else np.arange(table.rows)
@@ -97,12 +102,12 @@ class ServedModel:
         return self._state.sample_time
 
     def predict(self, samples: SampleBlock) -> NDArray[np.float32]:
-        """Click probabilities [B] of encoded samples on the CPU; labels are ignored."""
+        """Click probabilities, [B] or [B, T] of T > 1 tasks, of encoded samples on the CPU; labels are ignored."""
         looked_up, unknown = self._rows.gather(self._with_bucket_rows(samples) if self._buckets else samples)
         with self._counting:
             self._unknown_ids += unknown
         with torch.inference_mode():
-            return self._state.network(samples.dense, looked_up).sigmoid().numpy()
+            return (self._state.network(samples.dense, looked_up) + self.schema.logit_shift).sigmoid().numpy()
 
     def apply(self, blob: Blob) -> None:
         """Updates the model to a published version; meanwhile predictions see rows from before and after.
@@ -167,7 +172,9 @@ class ServedModel:
         return dataclasses.replace(samples, ids=ids, bags=bags)
 
     def _network(self, dense: Mapping[str, Tensor]) -> nn.Module:
-        network = build_network(self.manifest.model, len(self.schema.sparse), len(self.schema.dense)).eval()
+        network = build_network(
+            self.manifest.model, len(self.schema.sparse), len(self.schema.dense), len(self.schema.labels)
+        ).eval()
         try:
             network.load_state_dict(dict(dense))
         except RuntimeError as error:

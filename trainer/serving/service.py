@@ -1,6 +1,7 @@
 """A prediction service: a model that answers requests while newer versions of it are applied."""
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,13 @@ from .metrics import ServiceMetrics
 from .micro_batcher import MicroBatcher
 from .served_model import ServedModel
 
+logger = logging.getLogger(__name__)
+
 BATCH = 1024
 """Samples computed together at most, unless a single request may have more."""
 
-Result = float | str
-"""The click probability of a sample, or an error message."""
+Result = float | dict[str, float] | str
+"""The click probability of a sample, or that of each of several tasks by its label; or an error message."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Service:
             self.failure = error
             return
         self.ready = True
+        following = f", follows {self._follower.url}" if self._follower else ""
+        logger.info("%s is served: step %d%s", self._export_dir, self._model.step, following)
         if self._follower:
             self._follower.start()
 
@@ -132,8 +137,9 @@ class Service:
             results[complete[each.index]] = f"{each.reason}; correct the value, or use null if it is missing"
         good = [index for index in complete if not results[index]]
         if good:
-            for index, probability in zip(good, self._model.predict(block).tolist(), strict=True):
-                results[index] = probability
+            labels = self._model.schema.labels
+            for index, found in zip(good, self._model.predict(block).tolist(), strict=True):
+                results[index] = found if len(labels) == 1 else dict(zip(labels, found, strict=True))
             self.metrics.predictions.inc(len(good))
             self.metrics.batch_samples.observe(len(good))
         return results

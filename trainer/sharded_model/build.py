@@ -12,13 +12,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     CowClipDefinition,
     WeightDecayMode,
 )
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingEnv
 
 from cowrec.data_pipeline import Schema
-from cowrec.models import build_model
+from cowrec.models import build_model, loss_of
 from cowrec.sparse_opt import (
     AdamConfig,
     ClipRule,
@@ -31,9 +31,11 @@ from cowrec.sparse_opt import (
 )
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
+from cowrec.trainer.config.nearest_name import require_known
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
+from .mean_loss import MeanLoss
 from .sharding import sharding_plan
 from .tables import embedding_tables, fill_tables, table_specs
 from .task import TrainTask
@@ -78,20 +80,50 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         len(schema.dense),
         is_weighted=schema.is_weighted,
         fields=[field.name for field in schema.sparse],
+        num_tasks=len(schema.labels),
         device=torch.device("meta"),
     )
-    sharded = sharded_task(model, config, process)
+    if process.world_size > 1:
+        _require_no_batch_norm(model, config.model.name)
+    loss_of_sample = loss_of(config.train.loss, config.train.loss_options, len(schema.labels))
+    loss = MeanLoss(process.world_size, loss_of_sample, mean_weight(schema), task_weights(config, schema))
+    sharded = sharded_task(model, config, process, loss)
     fill_tables(sharded, config.model.embedding_dim, config.optimizer.embedding_init_std, config.train.seed)
     return sharded
 
 
-def sharded_task(model: nn.Module, config: RunConfig, process: Process) -> DistributedModelParallel:
+def _require_no_batch_norm(model: nn.Module, name: str) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f'model.name = "{name}" has a {type(module).__name__} ({path}), whose means are those of the samples of'
+                " one process, so that results would depend on the number of processes; use LayerNorm, or one process"
+            )
+
+
+def mean_weight(schema: Schema) -> float:
+    """Mean weight of the training samples of a data set; 1 without weights."""
+    train = schema.splits.get("train")
+    return train.weight / train.rows if train and train.weight else 1.0
+
+
+def task_weights(config: RunConfig, schema: Schema) -> list[float]:
+    """Weight of each label's loss. Raises ValueError for a weight of a label that the data do not have."""
+    for name in config.train.task_weights:
+        require_known("train.task_weights", name, schema.labels)
+    return [config.train.task_weights.get(name, 1.0) for name in schema.labels]
+
+
+def sharded_task(
+    model: nn.Module, config: RunConfig, process: Process, loss: MeanLoss | None = None
+) -> DistributedModelParallel:
     """Shards a model with its loss over the process group.
 
     Args:
         model: ``forward(dense, sparse) -> logits [B]``, with one EmbeddingBagCollection on the meta device.
         config: precision, sharding, and the optimizer of the tables.
         process: this process.
+        loss: by default the mean cross-entropy.
 
     Returns:
         The sharded :class:`TrainTask`.
@@ -101,7 +133,7 @@ def sharded_task(model: nn.Module, config: RunConfig, process: Process) -> Distr
     """
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
     l2 = derived_hyperparameters(config).l2
-    task = TrainTask(model, process.world_size, l2, config.optimizer.cross_l2, bfloat16_device)
+    task = TrainTask(model, loss or MeanLoss(process.world_size), l2, config.optimizer.cross_l2, bfloat16_device)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,
@@ -188,6 +220,7 @@ def adam_config(config: RunConfig, hyperparameters: Hyperparameters) -> AdamConf
         eps=hyperparameters.eps,
         adam_epsilon=config.optimizer.adam_epsilon,
         l2=hyperparameters.l2,
+        weight_decay=hyperparameters.weight_decay,
         absent_rows=config.optimizer.absent_rows or "replay",
     )
 
@@ -197,13 +230,31 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if ".embedding_bags." not in name}
 
 
+def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The dense parameters, and the buffers that a network saves with them, such as the means of a BatchNorm."""
+    buffers = {
+        f"{name}.{key}": each
+        for name, module in model.named_modules()
+        for key, each in module._buffers.items()  # named_buffers of TorchRec's modules lists those of their children
+        if each is not None and key not in module._non_persistent_buffers_set and ".embeddings" not in f".{name}"
+    }
+    return {**dense_parameters(model), **buffers}
+
+
 def derived_hyperparameters(config: RunConfig, batch_size: int | None = None) -> Hyperparameters:
     """Learning rates, L2, betas and eps: the base values, scaled by the scaling rule to a batch size, by default the
     run's.
     """
     optimizer = config.optimizer
+    assert optimizer.l2 is not None, "with_l2 has not been called"
     base = Hyperparameters(
-        optimizer.embedding_lr, optimizer.dense_lr, optimizer.l2, betas=optimizer.betas, eps=optimizer.eps
+        optimizer.embedding_lr,
+        optimizer.dense_lr,
+        optimizer.l2,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        dense_weight_decay=optimizer.dense_weight_decay,
     )
     return scale_hyperparameters(
         base,

@@ -14,7 +14,7 @@ from cowrec.sparse_opt.algorithm.adam import BetaHistory
 
 
 class DenseAdam(Adam):
-    """torch's Adam with a learning rate that is set before every step.
+    """torch's Adam, with decoupled weight decay its AdamW, with a learning rate that is set before every step.
 
     Everything that changes from step to step is a tensor on the parameters' device. Epsilon is a number, hence
     constant: Keras' form, ``lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)``, is torch's form for infinitely
@@ -24,7 +24,7 @@ class DenseAdam(Adam):
 
     Args:
         parameters: parameters to update, by name; all on one device.
-        hyperparameters: betas and eps of the first steps.
+        hyperparameters: betas, eps and weight decay of the first steps.
         adam_epsilon: form of epsilon, Keras' or torch's.
     """
 
@@ -41,6 +41,8 @@ class DenseAdam(Adam):
         self._rate, self._rate_now = torch.zeros((), device=device), 0.0
         for group in self.param_groups:
             group["lr"] = self._rate
+        self._weight_decay, self._kept = hyperparameters.dense_weight_decay, torch.ones((), device=device)
+        self._passes, self._passes_taken = 1, 0
         self._corrects_in_rate = adam_epsilon == "keras"
         for parameter in self._parameters.values():
             steps = torch.full((), inf if self._corrects_in_rate else 0.0, device=device)
@@ -61,13 +63,17 @@ class DenseAdam(Adam):
         if rate != self._rate_now:
             self._rate.fill_(rate)
             self._rate_now = rate
+        if self._weight_decay:
+            self._kept.fill_(1 - lr * self._weight_decay)
 
     def reconfigure(self, hyperparameters: Hyperparameters, after: int) -> None:
-        """Changes betas and eps of the steps after step ``after``; the bias corrections follow the betas of all steps.
+        """Changes betas, eps and weight decay of the steps after step ``after``; the bias corrections follow the betas
+        of all steps.
 
         Before saved tensors are loaded, repeat the calls of the steps to load.
         """
         self._betas = self._betas.changed(hyperparameters.betas, after)
+        self._weight_decay = hyperparameters.dense_weight_decay
         for group in self.param_groups:
             group["betas"], group["eps"] = hyperparameters.betas, hyperparameters.eps
         if not self._corrects_in_rate:
@@ -75,19 +81,53 @@ class DenseAdam(Adam):
             for own in self.state.values():
                 own["step"].fill_(self._counted)
 
+    def accumulate(self, passes: int) -> None:
+        """Makes one step of every ``passes`` calls of :meth:`step`, whose gradients add up."""
+        assert not self._passes_taken
+        self._passes = passes
+
+    def _completes_step(self) -> bool:
+        """Counts a pass; true if it is the last one of its step."""
+        self._passes_taken = (self._passes_taken + 1) % self._passes
+        return not self._passes_taken
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, without torch's grouping by device; or sets them to zero, as torch does."""
+        """Drops the gradients, without torch's grouping by device; or sets them to zero, as torch does.
+
+        Has no effect between the passes of a step.
+        """
+        if self._passes_taken:
+            return
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def step(self, closure: Any = None) -> Any:
+        """Takes a step; ``closure`` must be None."""
+        assert closure is None
+        if not self._completes_step():
+            return None
+        self._decay_weights()
+        return super().step()
+
+    def _decay_weights(self) -> None:
+        """Decays the weights beside the coming step, as torch's AdamW. Its rate here may contain bias corrections."""
+        if self._weight_decay:
+            trained: list[Tensor] = [each for each in self._parameters.values() if each.grad is not None]
+            with torch.no_grad():
+                torch._foreach_mul_(trained, self._kept)
+
     def _step_on_cpu(self, closure: Any = None) -> None:
         """Does what torch's method does, for parameters that all have gradients, in a fifth of its host time."""
         grads = [each.grad for each in self._parameters.values() if each.grad is not None]
-        if closure is not None or len(grads) < len(self._parameters):
-            super().step(closure)
+        assert closure is None
+        if not self._completes_step():
+            return
+        self._decay_weights()
+        if len(grads) < len(self._parameters):
+            super().step()
             return
         own = [self.state[each] for each in self._parameters.values()]
         steps, (beta1, beta2) = [each["step"] for each in own], self._betas.betas
@@ -125,6 +165,7 @@ class DenseAdam(Adam):
         """Addresses of the tensors that a captured CUDA graph of a step reads and writes."""
         tensors = [
             self._rate,
+            self._kept,
             *self._parameters.values(),
             *(each for own in self.state.values() for each in own.values()),
         ]

@@ -3,35 +3,36 @@
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cowrec.data_pipeline import Batch
 from cowrec.models import l2_kernels
 
+from .mean_loss import MeanLoss
+
 
 class TrainTask(nn.Module):
     """A model with its loss. B samples of this rank.
 
-    ``forward(batch)`` returns ``(loss, (loss, logits [B], label [B]))``, the latter detached. The loss is this rank's
-    share of the mean over the global batch, multiplied by the world size because TorchRec and DDP average gradients
-    over ranks. Slices of a global batch may differ in size.
+    ``forward(batch)`` returns ``(loss, (loss, logits, label))``, the latter detached and [B], or [B, T] of T > 1 tasks.
+    The loss is the one of :class:`MeanLoss` and the penalties of dense kernels, times
+    the batch's share of its step.
 
     Args:
         model: ``forward(dense, sparse) -> logits``.
-        world_size: number of ranks.
+        loss: mean loss of the logits.
         linear_l2: L2 coefficient of the model's linear kernels.
         cross_l2: L2 coefficient of its cross kernels.
         bfloat16_device: type of the device whose matrix products are computed in bfloat16; "" for none.
     """
 
     def __init__(
-        self, model: nn.Module, world_size: int, linear_l2: float, cross_l2: float, bfloat16_device: str = ""
+        self, model: nn.Module, loss: MeanLoss, linear_l2: float, cross_l2: float, bfloat16_device: str = ""
     ) -> None:
         super().__init__()
         self.model = model
+        self.loss = loss
         self._bfloat16_device = bfloat16_device
-        self._world_size = world_size
         self._cross_l2 = cross_l2
         self.set_linear_l2(linear_l2)
 
@@ -45,12 +46,9 @@ class TrainTask(nn.Module):
         device = self._bfloat16_device
         with torch.autocast(device, torch.bfloat16) if device else nullcontext():
             logits = self.model(batch.dense, batch.sparse)
-        if self._world_size > 1:  # samples after the last label are padding; see even_slices
-            logits = logits[: batch.label.numel()]
-        total = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
-        if self._world_size > 1:
-            total = total * self._world_size
-        loss = total / batch.global_batch_size
+        if device:  # a network of the user's own may end with a product in bfloat16
+            logits = logits.float()
+        loss, logits = self.loss(logits, batch)
         for coefficient, kernel in self._penalties:
-            loss = loss + coefficient * kernel.square().sum()
+            loss = loss + coefficient * batch.share * kernel.square().sum()
         return loss, (loss.detach(), logits.detach(), batch.label)

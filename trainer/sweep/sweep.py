@@ -18,6 +18,7 @@ from cowrec.data_pipeline.files import locked_folder
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
+from cowrec.trainer.reports.text_table import speed_text
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY
 from cowrec.trainer.runtime.errors import ProcessFailed
@@ -112,7 +113,7 @@ def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str,
         return {"error": error, **what, **environment(torch.device("cuda" if on_cuda else "cpu"))}
     report = json.loads((run_dir / REPORT).read_text(encoding="utf-8"))
     clip_statistics = report["clip_statistics"]
-    aucs = [epoch["auc"] for epoch in report["epochs"] if epoch["auc"] is not None]
+    aucs = [epoch["auc"] for epoch in report["epochs"] if epoch.get("auc") is not None]
     return {
         "auc": report["auc"],
         "logloss": report["logloss"],
@@ -148,8 +149,8 @@ def _same_run(lines: list[dict[str, Any]], cell: Cell, base_batch_size: int) -> 
 def _in_short(line: dict[str, Any]) -> str:
     if "error" in line:
         return f"failed: {line['error']}"
-    shown = {key: float("nan") if line[key] is None else line[key] for key in ("auc", "logloss", "samples_per_second")}
-    text = "AUC {auc:.4f}  logloss {logloss:.4f}  {samples_per_second:,.0f} samples/s".format(**shown)
+    shown = {key: float("nan") if line[key] is None else line[key] for key in ("auc", "logloss")}
+    text = "AUC {auc:.4f}  logloss {logloss:.4f}  ".format(**shown) + speed_text(line["samples_per_second"])
     size, steps = line["batch_size"], line["steps"]
     few = too_few_steps(size, steps, line.get("base_batch_size"))
     return f"{text}\n{few_steps_warning(size, steps)}" if few else text

@@ -73,7 +73,7 @@ class CapturedSteps:
         """Takes a step on the next batch; raises StopIteration if there is none."""
         with record_function("## load batch ##"):
             batch = next(batches)
-        if self._failed or not self._model.training or batch.label.numel() != self._batch_size:
+        if self._failed or not self._model.training or len(batch.label) != self._batch_size:
             return self._sequential.take(batch)
         if self._warmup_left:
             self._warmup_left -= 1
@@ -128,8 +128,7 @@ class _Graph:
 
     def take(self, batch: Batch) -> Output:
         """Takes the step on a batch of the same shapes."""
-        ids = self.inputs.sparse.values(), batch.sparse.values()
-        for own, given in ((self.inputs.dense, batch.dense), (self.inputs.label, batch.label), ids):
+        for own, given in zip(_read_by_step(self.inputs), _read_by_step(batch), strict=True):
             own.copy_(given, non_blocking=True)
         loss, logits, label = self.replay()
         return loss.clone(), logits.clone(), label.clone()
@@ -154,6 +153,8 @@ def why_not_captured(
     several = [field.name for field in schema.sparse if field.kind != "categorical"]
     if not config.train.cuda_graph:
         return "train.cuda_graph = false"
+    if config.train.accumulation > 1:
+        return f"train.accumulation = {config.train.accumulation} takes several passes in a step"
     if process.device.type != "cuda":
         return "CUDA graphs exist on CUDA only"
     if process.world_size > 1:
@@ -183,4 +184,11 @@ def _copied(batch: Batch) -> Batch:
         stride=batch.sparse.stride(),
         length_per_key=batch.sparse.length_per_key(),
     )
-    return Batch(batch.dense.clone(), sparse, batch.label.clone(), batch.global_batch_size)
+    weight = None if batch.weight is None else batch.weight.clone()
+    return Batch(batch.dense.clone(), sparse, batch.label.clone(), batch.global_batch_size, weight=weight)
+
+
+def _read_by_step(batch: Batch) -> list[torch.Tensor]:
+    """The tensors of a batch that a training step reads, except for lengths and offsets."""
+    tensors = [batch.dense, batch.label, batch.sparse.values()]
+    return tensors if batch.weight is None else [*tensors, batch.weight]

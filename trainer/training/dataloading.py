@@ -1,5 +1,6 @@
 """Readers of a training run, checked before training starts, and padding of their batches to even slices."""
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ class Readers(NamedTuple):
 
     Attributes:
         train: the training samples, shuffled.
-        validation: the last samples of the training split, which are not trained on; None without them.
+        validation: the split "validation", or the last samples of the training split, which are not trained on then;
+            None without either.
         test: the test split.
     """
 
@@ -37,8 +39,19 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Rea
         ValueError: the folder is not a data set, or a split cannot be trained on or evaluated.
     """
     schema = Schema.load(data_dir)
-    for split in ("train", "test"):
+    has_split = "validation" in schema.splits
+    for split in ("train", "test", *(["validation"] if has_split else [])):
         require_labels(schema, split, data_dir)
+    if has_split and config.train.validation_fraction:
+        raise ValueError(
+            f"train.validation_fraction = {config.train.validation_fraction} takes samples from the training split, but"
+            f" {data_dir} has a validation split, which is used; set train.validation_fraction = 0"
+        )
+    if config.train.patience and not (has_split or config.train.validation_fraction):
+        raise ValueError(
+            f"train.patience = {config.train.patience} needs validation samples; prepare the data with a validation"
+            " split, or set train.validation_fraction, for example to 0.1"
+        )
     reader = partial(Reader, data_dir, rank=process.rank, world_size=process.world_size, device=process.device)
     rows = schema.split("train").rows
     validation_rows = round(rows * config.train.validation_fraction)
@@ -59,6 +72,7 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Rea
         rows=range(rows - validation_rows),
         batch_size=config.train.batch_size,
         first_batches=ramp.first_batches,
+        passes=config.train.accumulation,
         shuffle=True,
         seed=config.train.seed,
         drop_last=config.train.drop_last,
@@ -70,7 +84,11 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Rea
             f" {config.train.batch_size}; set train.drop_last = false or lower train.batch_size"
         )
     evaluation = partial(reader, batch_size=config.train.eval_batch_size, true_logits=True)
-    validation = evaluation("train", rows=range(rows - validation_rows, rows)) if validation_rows else None
+    validation = None
+    if has_split:
+        validation = evaluation("validation")
+    elif validation_rows:
+        validation = evaluation("train", rows=range(rows - validation_rows, rows))
     return Readers(train, validation, evaluation("test"))
 
 
@@ -109,7 +127,7 @@ def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
                 lengths,
                 length_per_key=sparse.length_per_key(),  # a sample without ids adds none
             )
-            batch = Batch(dense, padded, batch.label, batch.global_batch_size, batch.time, batch.true_logit)
+            batch = dataclasses.replace(batch, dense=dense, sparse=padded)
         yield batch
 
 

@@ -1,4 +1,4 @@
-"""What is measured after each epoch: the test split, the validation samples and a sample of the training split."""
+"""What is measured: after each epoch validation samples, or without them the test split, which else comes last."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,19 +35,31 @@ class EpochQuality:
             self._groups = IdCountGroups.of(Path(config.data.dir), "test", process, readers.train.num_rows)
         self._train_sample = training_sample(config, readers.train, process)
 
+    @property
+    def tests_each_epoch(self) -> bool:
+        """Whether the test split is measured after each epoch, for lack of validation samples."""
+        return self._readers.validation is None
+
     def measure(self, state: TrainState) -> tuple[dict[str, Any], str]:
         """Returns the measures of an epoch, and a line for the terminal."""
-        test = self._finite(evaluate(state, self._readers.test, self._groups), "test split")
-        values, texts = test.values(), [f"test {test}"]
-        if self._readers.validation is not None:
+        if self._readers.validation is None:
+            values, text = self.measure_test(state)
+            texts = [text]
+        else:
             validation = self._finite(evaluate(state, self._readers.validation), "validation samples")
-            values |= {"validation_auc": validation.auc, "validation_logloss": validation.logloss}
-            texts.insert(0, f"validation {dataclasses.replace(validation, excess_logloss=None)}")
+            known = validation.values().items()
+            values = {f"validation_{key}": each for key, each in known if key.startswith(("auc", "logloss"))}
+            texts = [f"validation {dataclasses.replace(validation, excess_logloss=None)}"]
         if self._train_sample:
             trained = evaluate(state, self._train_sample)
             values["train"] = trained.values()
             texts.append(f"train {trained}")
         return values, "  ".join(texts)
+
+    def measure_test(self, state: TrainState) -> tuple[dict[str, Any], str]:
+        """Returns the measures of the test split, and a text for the terminal."""
+        test = self._finite(evaluate(state, self._readers.test, self._groups), "test split")
+        return test.values(), f"test {test}"
 
     def _finite(self, quality: Quality, where: str) -> Quality:
         if not isfinite(quality.logloss):

@@ -1,19 +1,20 @@
 """Training on a prepared data set, from the configuration of a run to its report."""
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
-from math import ceil, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from cowrec.trainer.config.run import RunConfig
+from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.remote import Place
+from cowrec.trainer.config.run import RunConfig, with_l2
 from cowrec.trainer.runs.checkpoint_folder import Progress, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.runs.run_dir import write_report
+from cowrec.trainer.runs.remote_run import RunPlace, local_copy
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, write_report
+from cowrec.trainer.runtime.console import ProgressDisplay, Speed
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding, sharding_table
@@ -31,7 +32,7 @@ AfterEpoch = Callable[[dict[str, Any]], bool]
 
 
 def train(
-    config: RunConfig, data_dir: Path, run_dir: Path, *, resume: bool = False, after_epoch: AfterEpoch | None = None
+    config: RunConfig, data_dir: Place, run_dir: Place, *, resume: bool = False, after_epoch: AfterEpoch | None = None
 ) -> dict[str, Any]:
     """Trains a model, evaluating and saving after every epoch; returns the report that ``run_dir`` then holds.
 
@@ -41,8 +42,9 @@ def train(
 
     Args:
         config: of the run.
-        data_dir: prepared data set.
-        run_dir: folder of the run, new or empty unless it is resumed.
+        data_dir: prepared data set; a path, or a URI, of which a local copy is read (:func:`local_copy`).
+        run_dir: folder of the run, new or empty unless it is resumed; a path or the URI of a folder in an object store,
+            see :class:`RunPlace`.
         resume: continue from the newest checkpoint in that folder, or start if there is none. On the same number of
             processes the weights are bit-identical to those of an uninterrupted run.
         after_epoch: called after each epoch but the last, in a resumed run first for the epoch before; all processes
@@ -55,14 +57,19 @@ def train(
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     started = time.perf_counter()
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    data = dataclasses.replace(config.data, dir=str(local_copy(data_dir, "data set")))
+    config = dataclasses.replace(config, data=data)
+    config = with_l2(config, Schema.load(data.dir).split("train").rows)
+    place = RunPlace(run_dir, resume=resume)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
-        require_run_dir(run_dir, config, process, resume)
-        run = _EpochRun(config, run_dir, process, after_epoch)
+        require_run_dir(place.folder, config, process, resume)
+        run = _EpochRun(config, place.folder, process, after_epoch)
+        run.trainer.checkpoints.on_sealed = place.push
         with run.trainer.running(resume):
-            on_first(process, lambda: save_sharding(run_dir, run.sharding))
+            on_first(process, lambda: save_sharding(place.folder, run.sharding))
             report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
-            on_first(process, lambda: write_report(run_dir, report))
+            on_first(process, lambda: write_report(place.folder, report))
+            on_first(process, place.push)
         return report
 
 
@@ -79,14 +86,15 @@ class _EpochRun:
         self.quality = EpochQuality(config, readers, process, self._non_finite)
         self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
-        self.speed = _Speed()
+        self.speed = Speed()
+        samples, seconds = self.train_reader.num_rows, config.train.log_seconds
+        self.display = ProgressDisplay(process.is_first, config.train.epochs, samples, seconds)
         self.epochs: list[dict[str, Any]] = []
 
     def _schedule(self) -> Schedule:
-        optimizer, steps, ramp = self.config.optimizer, len(self.train_reader), BatchRamp.of(self.config)
+        steps, ramp = len(self.train_reader), BatchRamp.of(self.config)
         total = self.train_reader.steps(0) + steps * (self.config.train.epochs - 1)
-        decay = ramp.full_steps(total) if optimizer.lr_decay == "linear" else 0
-        return Schedule(ceil(optimizer.warmup_epochs * steps), decay, ramp)
+        return Schedule.of_epochs(self.config.optimizer, steps, total, ramp)
 
     def train(self, resume: bool) -> dict[str, Any]:
         """Runs from the first step, or from the newest checkpoint, to the report."""
@@ -98,8 +106,8 @@ class _EpochRun:
                 self.train_epoch(log, stop)
                 self.evaluate(log)
                 self.save()
-        self.trainer.checkpoints.finish()
-        report = self.report()
+            self.trainer.checkpoints.finish()
+            report = self.report(self.final_quality(log))
         if report["clip_remark"]:
             self.say(report["clip_remark"])
         return report
@@ -112,7 +120,7 @@ class _EpochRun:
         self._require_same_order(progress)
         self.epoch, self.epoch_step = progress.epoch, progress.epoch_step
         self.epochs = list(progress.epochs)
-        self.speed = _Speed(progress.samples, progress.seconds)
+        self.speed = Speed(progress.samples, progress.seconds)
         self.say(
             f"continuing from {self.trainer.checkpoints.latest}: step {progress.step},"
             f" {self.epoch} of {self.config.train.epochs} epochs done"
@@ -135,33 +143,35 @@ class _EpochRun:
         batches = self.state.ids.training_batches(slices)
         self.state.pipeline.reset()
         self.speed.start(self._done())
-        with self._bar() as bar:
+        self.display.start(self.epoch, self._done())
+        try:
             while self.epoch_step < steps:
-                step = self.trainer.step(batches)
+                step = self.trainer.step(batches, self.train_reader.passes(self.epoch, self.epoch_step))
                 self.epoch_step += 1
                 stopping, saving = stop.agreed(), self._saves_now(steps)
                 if not (stopping or saving or self._logs_now(steps)):
                     continue
                 done = self._done()
-                loss = self.write_metrics(log, done, step.dense_lr)
-                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                bar.update(done - bar.n)
+                loss = self.write_metrics(log, done, dense_lr=step.dense_lr, embedding_lr=step.embedding_lr)
+                self.display.show(self.trainer.steps, done, loss)
                 if stopping or saving:
                     self.save()
                     self.speed.start(done)
                 if stopping:
                     raise self.trainer.interrupted()
+        finally:
+            self.display.end()
         self.epoch, self.epoch_step = self.epoch + 1, 0
 
     def _done(self) -> int:
         """Samples of the epoch that have been trained on."""
         return self.train_reader.samples_before(self.epoch, self.epoch_step)
 
-    def write_metrics(self, log: MetricsLog, done: int, dense_lr: float) -> float:
+    def write_metrics(self, log: MetricsLog, done: int, **rates: float) -> float:
         """Writes the metrics since the last call, ``done`` samples into the epoch; returns the mean loss."""
         loss = self.trainer.checked_loss(within=f" (epoch {self.epoch + 1})")
         rate = self.speed.measure(done, counts=self.trainer.steps > 1)
-        values = {"loss": loss, "samples_per_second": rate, "dense_lr": dense_lr}
+        values = {"loss": loss, "samples_per_second": rate, **rates}
         log.write("train", self.trainer.steps, epoch=self.epoch, **values)
         self.trainer.write_statistics(log, epoch=self.epoch)
         return loss
@@ -196,11 +206,36 @@ class _EpochRun:
         return bool(self.after_epoch and self.epochs and self.after_epoch(self.epochs[-1]))
 
     def best_epoch(self) -> dict[str, Any] | None:
-        """The epoch with the best validation quality; None without validation samples."""
-        if self.validation_reader is None:
-            return None
+        """The epoch with the best validation quality; without validation samples test quality, if the best is kept."""
         metric = self.config.checkpoint.keep_best
+        if metric == "none" and self.quality.tests_each_epoch:
+            return None
         return best_epoch(self.epochs, "logloss" if metric == "none" else metric)
+
+    def final_quality(self, log: MetricsLog) -> dict[str, Any]:
+        """Measures of the report: those of the best epoch where `checkpoint.keep_best` keeps it, else of the last one.
+
+        With validation samples the test split is measured here for the first time: with the last weights and, if the
+        best ones are kept and are others, with these.
+        """
+        last, best = self.epochs[-1], self.best_epoch()
+        chosen = best if best and self.config.checkpoint.keep_best != "none" else last
+        tested = {last["step"]: last, chosen["step"]: chosen}
+        if not self.quality.tests_each_epoch:
+            tested[last["step"]] = last | self._tested(log, last)
+            if chosen is not last:
+                found = self.state.load_weights(self.trainer.run_dir / CHECKPOINTS, self.trainer.warn).step
+                chosen = chosen if found == chosen["step"] else last
+                tested[chosen["step"]] = chosen | self._tested(log, chosen)
+        values = {key: value for key, value in tested[chosen["step"]].items() if key not in ("step", "rows")}
+        others = {} if chosen is last else {"last_epoch": tested[last["step"]]}
+        return values | ({"best_epoch": best["epoch"]} if best else {}) | others
+
+    def _tested(self, log: MetricsLog, epoch: dict[str, Any]) -> dict[str, Any]:
+        values, text = self.quality.measure_test(self.state)
+        log.write("test", self.trainer.steps, epoch=epoch["epoch"] - 1, **values)
+        self.say(f"epoch {epoch['epoch']}  step {epoch['step']}  {text}")
+        return values
 
     def save(self) -> None:
         """Saves a checkpoint from which the epoch can be continued."""
@@ -208,13 +243,11 @@ class _EpochRun:
         position = {"epoch": self.epoch, "epoch_step": self.epoch_step, "device": self.process.device.type}
         self.trainer.save(epochs=list(self.epochs), **position, **speed)
 
-    def report(self) -> dict[str, Any]:
-        """Summarizes the run; the quality is that of the last epoch, with `train.patience` of the best one."""
-        best, schema = self.best_epoch(), self.trainer.schema
-        chosen = best if best and self.config.train.patience else self.epochs[-1]
+    def report(self, quality: dict[str, Any]) -> dict[str, Any]:
+        """Summarizes the run, whose quality is given."""
+        schema = self.trainer.schema
         return {
-            **{key: value for key, value in chosen.items() if key not in ("epoch", "step", "rows")},
-            **({"best_epoch": best["epoch"]} if best else {}),
+            **quality,
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
             "best_possible": dict(schema.best) if schema.best else None,
@@ -242,36 +275,3 @@ class _EpochRun:
         sizes = ", ".join(map(str, ramp.sizes))
         plural = "s" if ramp.steps_per_size > 1 else ""
         return f"; the first epoch begins with {ramp.steps_per_size} step{plural} each at {sizes}" if sizes else ""
-
-    def _bar(self) -> tqdm:
-        return tqdm(
-            total=self.train_reader.num_rows,
-            initial=self._done(),
-            desc=f"epoch {self.epoch + 1}",
-            unit=" samples",
-            unit_scale=True,
-            leave=False,
-            disable=not (self.process.is_first and sys.stderr.isatty()),
-        )
-
-
-class _Speed:
-    """Sums samples and seconds of training steps, leaving out evaluations and checkpoints."""
-
-    def __init__(self, samples: int = 0, seconds: float = 0.0) -> None:
-        self.samples, self.seconds = samples, seconds
-        self.start(0)
-
-    def start(self, done: int) -> None:
-        """Starts the clock, ``done`` samples into the epoch."""
-        self._done, self._since = done, time.perf_counter()
-
-    def measure(self, done: int, *, counts: bool) -> float:
-        """Samples per second since the last call, ``done`` samples into the epoch; added to the sums if it counts."""
-        now = time.perf_counter()
-        samples, seconds = done - self._done, now - self._since
-        self._done, self._since = done, now
-        if counts:
-            self.samples += samples
-            self.seconds += seconds
-        return samples / seconds

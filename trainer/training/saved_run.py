@@ -1,10 +1,9 @@
 """Use of a saved run without its training data: evaluation and prediction."""
 
 import filecmp
-import sys
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +11,123 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline import Reader, Schema
+from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, SAMPLE_NUMBER
+from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
 from cowrec.data_pipeline.files import replacing
+from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.own_code import find_code, load_record, warn_if_changed
+from cowrec.trainer.runs.remote_run import local_copy
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import Process, process_group
 
 from .batch_ramp import BatchRamp
 from .dataloading import require_labels
-from .evaluation import evaluate, predictions
+from .evaluation import predicted_samples, predictions
 from .schedule import Schedule
 from .state import TrainState
 
+logger = logging.getLogger(__name__)
 
-def evaluate_run(run_dir: Path, data_dir: Path, split: str = "test") -> dict[str, Any]:
-    """Measures a split with a run's newest checkpoint; returns the values of :class:`Quality`.
 
-    With `train.patience` it is the checkpoint of the best epoch; so it is in the other functions here.
+def evaluate_run(
+    run_dir: Place,
+    data_dir: Place,
+    split: str = "test",
+    *,
+    by: Sequence[str] = (),
+    top: int = 20,
+    checkpoint: str = "",
+) -> dict[str, Any]:
+    """Measures a split with a checkpoint of a run; returns the values of :class:`Quality`, and the step.
+
+    Args:
+        run_dir: folder of the run, a path or the URI of a folder in an object store.
+        data_dir: data set with the run's ids.
+        split: of the data set.
+        by: sparse fields and kept columns to measure groups of samples by; entry ``by`` of the result has what
+            :meth:`Segments.measure` returns for each.
+        top: groups of each to list.
+        checkpoint: "latest", "best" or a step; by default "best" where the run keeps it. So it is in the other
+            functions here.
 
     Raises:
-        ValueError: the folder is not a run, the data have other ids than the run's, or the split has no labels.
+        ValueError: the folder is not a run, the data have other ids than the run's, the split has no labels, or its
+            samples cannot be grouped so.
     """
-    with _saved_run(run_dir, data_dir, split) as (state, reader):
+    if top < 0:
+        raise ValueError(f"the number of groups to list must be at least 0, got {top}")
+    run_dir, data_dir = local_copy(run_dir, "run"), local_copy(data_dir, "data set")
+    with _saved_run(run_dir, data_dir, split, checkpoint) as (state, reader, progress):
         require_labels(reader.schema, split, data_dir)
-        return evaluate(state, reader).values()
+        segments = {column: Segments.of(data_dir, split, column) for column in by}
+        samples = predicted_samples(state, reader)
+        by_column = {column: groups.measure(state.tasks.main_of(samples), top) for column, groups in segments.items()}
+        quality = state.tasks.measure(samples).values()
+        return quality | {"step": progress.step} | ({"by": by_column} if by else {})
 
 
-def predict_run(run_dir: Path, data_dir: Path, output: Path, split: str = "test") -> int:
-    """Writes click probabilities, column ``prediction`` float32, in the order of the samples; returns their number.
+def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "test", *, checkpoint: str = "") -> int:
+    """Writes the click probability of each sample to a Parquet file, in the order of the samples.
+
+    Its columns are ``sample_number`` int64, the sample's number over all raw files, where the data set has it; the
+    labels, where they are known; the kept columns under their raw names, as text; and ``prediction`` float32, of
+    several labels ``prediction_<label>`` each.
+
+    Returns:
+        The number of samples.
 
     Raises:
         ValueError: see :func:`evaluate_run`; or there is more than one process.
     """
     if launched_world_size() > 1:
         raise ValueError("predict runs in one process; start it without torchrun")
-    schema = pa.schema([("prediction", pa.float32())])
-    with _saved_run(run_dir, data_dir, split) as (state, reader):
-        with replacing(output) as file, pq.ParquetWriter(file, schema) as writer:
+    data_dir = local_copy(data_dir, "data set")
+    with _saved_run(local_copy(run_dir, "run"), data_dir, split, checkpoint) as (state, reader, _):
+        beside = _Beside(data_dir, split)
+        names = state.tasks.named("prediction")
+        schema = pa.schema([*beside.schema, *((name, pa.float32()) for name in names)])
+        with replacing(Path(output)) as file, pq.ParquetWriter(file, schema) as writer:
             for each in predictions(state, reader):
-                writer.write(pa.record_batch([each.logits.sigmoid().float().cpu().numpy()], schema=schema))
+                values = each.logits.sigmoid().float().cpu().reshape(len(each.logits), -1).numpy()
+                columns = [*beside.take(len(values)), *(pa.array(column) for column in values.T)]
+                writer.write_table(pa.table(columns, schema=schema))
         return reader.num_rows
 
 
-def trained_state(run_dir: Path, process: Process) -> tuple[TrainState, Progress]:
-    """Loads a run's model, sharded over the process group, with the weights of its newest intact checkpoint.
+class _Beside:
+    """Columns of a split that stand beside predictions, read shard by shard as they are taken.
+
+    Attributes:
+        schema: their names and types in the file of predictions.
+    """
+
+    def __init__(self, data_dir: Path, split: str) -> None:
+        schema = Schema.load(data_dir)
+        labels = schema.label_columns if schema.split(split).labelled else ()
+        own = [SAMPLE_NUMBER] * schema.numbered + list(labels)
+        names = own + [KEPT_PREFIX + name for name in schema.kept]
+        types = arrow_schema(schema)
+        # A kept column whose name is taken keeps its prefix.
+        taken = {*own, *(name for name in schema.kept if name.startswith("prediction"))}
+        shown = own + [KEPT_PREFIX + name if name in taken else name for name in schema.kept]
+        self.schema = pa.schema([(new, types.field(name).type) for new, name in zip(shown, names, strict=True)])
+        self._names, self._rest = names, pa.schema([types.field(name) for name in names]).empty_table()
+        self._shards = shard_columns(data_dir, schema, split, names)
+
+    def take(self, count: int) -> list[pa.ChunkedArray]:
+        """Returns the columns of the next ``count`` samples."""
+        while self._names and self._rest.num_rows < count:
+            self._rest = pa.concat_tables([self._rest, next(self._shards).select(self._names)])
+        taken, self._rest = self._rest.slice(0, count), self._rest.slice(count)
+        return list(taken.columns)
+
+
+def trained_state(run_dir: Path, process: Process, checkpoint: str = "") -> tuple[TrainState, Progress]:
+    """Loads a run's model, sharded over the process group, with the weights of an intact checkpoint.
 
     Returns:
         The state, for evaluation and export, and the progress of the checkpoint.
@@ -66,19 +137,29 @@ def trained_state(run_dir: Path, process: Process) -> tuple[TrainState, Progress
     """
     config, schema = run_of(run_dir)
     state = TrainState(config, schema, process, Schedule(ramp=BatchRamp.of(config)))
-    return state, state.load_weights(run_dir / CHECKPOINTS, partial(print, file=sys.stderr))
+    return state, state.load_weights(run_dir / CHECKPOINTS, logger.warning, checkpoint)
 
 
 def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
-    """Loads a run's configuration and data schema. Raises ValueError if the folder is not a run."""
+    """Loads a run's configuration and data schema.
+
+    Raises:
+        ValueError: the folder is not a run, or its own network or loss cannot be imported.
+    """
     if not (run_dir / CONFIG).is_file():
         raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
-    return load_config(run_dir / CONFIG), Schema.load(run_dir)
+    code = load_record(run_dir)
+    find_code(code, run_dir)
+    config = load_config(run_dir / CONFIG)
+    warn_if_changed(code, run_dir)
+    return config, Schema.load(run_dir)
 
 
 @contextmanager
-def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[TrainState, Reader]]:
-    """Loads a run's model with its newest weights and opens a split of data that has the run's ids."""
+def _saved_run(
+    run_dir: Path, data_dir: Path, split: str, checkpoint: str
+) -> Iterator[tuple[TrainState, Reader, Progress]]:
+    """Loads a run's model with the weights of a checkpoint and opens a split of data that has the run's ids."""
     config, schema = run_of(run_dir)
     _require_same_ids(run_dir, schema, data_dir, Schema.load(data_dir))
     with process_group(config.train.device) as process:
@@ -91,8 +172,8 @@ def _saved_run(run_dir: Path, data_dir: Path, split: str) -> Iterator[tuple[Trai
             device=process.device,
             true_logits=True,
         )
-        state, _ = trained_state(run_dir, process)
-        yield state, reader
+        state, progress = trained_state(run_dir, process, checkpoint)
+        yield state, reader, progress
 
 
 def _require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) -> None:
@@ -100,6 +181,8 @@ def _require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) 
     different = None
     if (run.dense, run.sparse) != (data.dense, data.sparse):
         different = "its fields, their sizes or scales differ"
+    elif run.labels != data.labels:
+        different = f"its labels are {', '.join(data.labels)} instead of {', '.join(run.labels)}"
     elif _planted(run) != _planted(data):
         different = "it is synthetic, of another seed or shape"
     else:

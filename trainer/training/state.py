@@ -1,7 +1,7 @@
 """State of training: a sharded model with its optimizers and id tables, the training step, and how it is saved."""
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.config.run import RunConfig, to_plain
 from cowrec.trainer.measures.clip_metrics import ClipWatch
 from cowrec.trainer.measures.ratio_histogram import RatioHistogram
+from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
-from cowrec.trainer.runs.checkpoint_reader import checkpoint_keys, newest_checkpoint, read_checkpoint, readable
+from cowrec.trainer.runs.checkpoint_reader import checkpoint_keys, find_checkpoint, read_checkpoint, readable
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import (
@@ -36,6 +37,8 @@ from .captured_steps import CapturedSteps, why_not_captured
 from .pipeline import pipeline_of
 from .schedule import Schedule
 
+logger = logging.getLogger(__name__)
+
 
 class Step(NamedTuple):
     """Result of a training step, from the weights before its update.
@@ -45,12 +48,14 @@ class Step(NamedTuple):
         logits: float32 [B], detached.
         label: float32 [B].
         dense_lr: learning rate of the network.
+        embedding_lr: learning rate of the tables.
     """
 
     loss: Tensor
     logits: Tensor
     label: Tensor
     dense_lr: float
+    embedding_lr: float
 
 
 class TrainState:
@@ -64,15 +69,15 @@ class TrainState:
 
     Attributes:
         model: a TrainTask, sharded.
-        embedding_optimizer: see :func:`embedding_optimizer`.
-        dense_optimizer: of the network.
+        embedding_optimizer, dense_optimizer: see :func:`embedding_optimizer`; that of the network.
         ids: translates the ids of batches, which the pipeline takes translated.
         pipeline: runs steps and evaluation.
         why_not_captured: why no step can be a captured CUDA graph; "" if they can.
         clip_watch: reads the clip's statistics; None without a clip.
         ratio_histogram: counts rows by norm over limit; None without a clip and unless `clip.histogram`.
-        steps: training steps taken.
-        environment: versions and hardware.
+        tasks: names of the labels, and the main one.
+        logit_shift: correction of predictions for the negatives that the training split lacks, see `Schema`.
+        steps, environment: training steps taken; versions and hardware.
 
     Raises:
         ValueError: from :func:`build_sharded`, :func:`embedding_optimizer` or :class:`IdTranslation`.
@@ -80,6 +85,8 @@ class TrainState:
 
     def __init__(self, config: RunConfig, schema: Schema, process: Process, schedule: Schedule) -> None:
         self._config, self._process = config, process
+        self.tasks = Tasks.of(schema.labels, config.evaluate.main_task)
+        self.logit_shift = schema.logit_shift
         self.model = build_sharded(config, schema, process)
         self.embedding_optimizer = embedding_optimizer(config, schema, self.model)
         self.ids = IdTranslation(config, schema, process, self.model, self.adam)
@@ -102,7 +109,8 @@ class TrainState:
             captured=None if self.why_not_captured else self.adam,
             batch_size=config.train.batch_size,
         )
-        self.steps = 0
+        self.steps, self._passes = 0, 1
+        self._require_accumulable()
         self.environment = environment(process.device)
 
     @property
@@ -120,16 +128,47 @@ class TrainState:
         """The tables that give rows to ids; None where ids are rows or hashes."""
         return self.ids.tables
 
-    def step(self, batches: Iterator[Batch]) -> Step:
-        """Trains on the next batch, which ``self.ids`` has translated."""
+    def _require_accumulable(self) -> None:
+        accumulation, optimizer = self._config.train.accumulation, self._config.optimizer.embedding
+        if accumulation == 1:
+            return
+        if self.embedding_optimizer is None:
+            raise ValueError(
+                f'train.accumulation = {accumulation} cannot add up gradients of optimizer.embedding = "{optimizer}"'
+                ' without a clip and L2, which FBGEMM applies in each pass; set optimizer.embedding = "adam", or a clip'
+            )
+        if self.ids.tables:
+            raise ValueError(
+                f"train.accumulation = {accumulation} does not work with collisionless id tables, whose rows may pass"
+                ' to other ids within a step; set train.accumulation = 1, or id_table.kind = "rows"'
+            )
+
+    def _accumulate(self, passes: int) -> None:
+        """Makes one step of so many coming backward passes."""
+        if passes != self._passes:
+            assert self.embedding_optimizer is not None
+            self.embedding_optimizer.accumulate(passes)
+            self.dense_optimizer.accumulate(passes)
+            self._passes = passes
+
+    def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
+        """Trains on the next batch, which ``self.ids`` has translated, or on several that are parts of one."""
+        self._accumulate(passes)
         if self.steps in self._stages:
             self._begin_stage(self.steps)
-        lr = self._schedule.dense_lr(self._values, self.steps)
-        self.dense_optimizer.prepare(self.steps, lr)
-        self._set_embedding_lr(self._schedule.embedding_lr(self._values, self.steps))
+        dense_lr = self._schedule.dense_lr(self._values, self.steps)
+        embedding_lr = self._schedule.embedding_lr(self._values, self.steps)
+        self.dense_optimizer.prepare(self.steps, dense_lr)
+        self._set_embedding_lr(embedding_lr)
         loss, logits, label = self.pipeline.progress(batches)
+        if passes > 1:
+            others = [self.pipeline.progress(batches) for _ in range(passes - 1)]
+            loss = torch.stack([loss, *(each[0] for each in others)]).sum()
+            logits, label = (
+                torch.cat([first, *(each[number] for each in others)]) for number, first in ((1, logits), (2, label))
+            )
         self.steps += 1
-        return Step(loss, logits, label, lr)
+        return Step(loss, logits, label, dense_lr, embedding_lr)
 
     def _begin_stage(self, step: int) -> None:
         """Sets the values of the stage of the batch ramp that begins with step ``step``, counted from 0."""
@@ -150,7 +189,7 @@ class TrainState:
     def _set_embedding_lr(self, lr: float) -> None:
         if self.adam:
             self.adam.lr = lr
-        elif self._schedule.decay_steps:
+        elif self._schedule.changes_embedding_lr:
             for group in self.model.fused_optimizer.param_groups:
                 group["lr"] = lr
             self.model.fused_optimizer.step()  # updates nothing: hands the rate to the tables
@@ -168,7 +207,7 @@ class TrainState:
         Raises:
             ValueError: all checkpoints are damaged, of another format, or do not fit the run.
         """
-        found = newest_checkpoint(folder, self._process, checkpoints.say)
+        found = find_checkpoint(folder, self._process, checkpoints.say)
         if found is None:
             return None
         path, progress = found
@@ -176,11 +215,11 @@ class TrainState:
         with readable(path):
             keys = checkpoint_keys(path)
             random = {key: value for key, value in _random_state(self._process).items() if key in keys}
-            if self.adam:
-                self.adam.steps = progress.step
             state = self._everything() | random
             read_checkpoint(path, state)
-            self._load(state, self.adam)
+            self._load(state)
+            if self.adam:
+                self.adam.load_state_dict({"state": state["embedding_optimizer"]})
             self.model.fused_optimizer.set_optimizer_step(int(state["iterations"]))
             for generators in random.values():
                 torch.set_rng_state(generators["cpu"])
@@ -191,54 +230,58 @@ class TrainState:
             self.clip_watch.add_earlier(progress.clip)
         return progress
 
-    def load_weights(self, folder: Path, say: Callable[[str], None]) -> Progress:
-        """Loads tables, network and id tables of the newest intact checkpoint, to use or export the model.
+    def load_weights(self, folder: Path, say: Callable[[str], None], checkpoint: str = "") -> Progress:
+        """Loads tables, network and id tables of an intact checkpoint, to use or export the model; says which it is.
 
-        With `train.patience` it is the checkpoint of the best epoch.
-
-        Absent rows of the checkpoint are brought up to date when they are looked up.
+        Args:
+            folder: of the run's checkpoints.
+            say: receives messages.
+            checkpoint: "latest", "best", which is that of the best epoch by `checkpoint.keep_best`, or a step; by
+                default "best" where the run keeps it.
 
         Raises:
-            ValueError: there is no checkpoint, all are damaged, or they do not fit the model.
+            ValueError: there is no such checkpoint, all are damaged, or they do not fit the model.
         """
-        best_by = self._config.checkpoint.keep_best if self._config.train.patience else None
-        found = newest_checkpoint(folder, self._process, say, best_by)
+        keep_best = self._config.checkpoint.keep_best
+        if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():
+            raise ValueError(f'--checkpoint must be "latest", "best" or a step, got {checkpoint!r}')
+        if checkpoint == "best" and keep_best == "none":
+            raise ValueError(
+                f'the run of {folder} keeps no best checkpoint (checkpoint.keep_best = "none"); use --checkpoint latest'
+                " or a step"
+            )
+        is_best = keep_best != "none" and checkpoint in ("", "best")
+        step = int(checkpoint) if checkpoint.isdecimal() else None
+        found = find_checkpoint(folder, self._process, say, best_by=keep_best if is_best else None, step=step)
         if found is None:
             raise ValueError(f"no checkpoint in {folder}; train the run first")
         path, progress = found
-        self._begin_stages_before(progress.step)
-        replayed = self.adam if self.adam and self.adam.config.absent_rows == "replay" else None
+        if self._process.is_first:
+            after = f", after epoch {progress.epoch}" if progress.epoch and not progress.epoch_step else ""
+            logger.info(f"using {path}{after}{f', the best by {keep_best}' if is_best else ''}")
         with readable(path):
-            if replayed:
-                replayed.steps = progress.step
-            state = self._weights(replayed)
-            if replayed:
-                state["embedding_optimizer"] = replayed.state_dict()
+            state = self._weights()
             read_checkpoint(path, state)
-            self._load(state, replayed)
+            self._load(state)
         return progress
 
-    def _weights(self, replayed: EmbeddingAdam | None) -> State:
-        """Weights and id tables, sharing their memory; rows that are behind are left behind."""
-        with _as_stored(replayed):
-            state: State = {"model": self.model.state_dict()}
+    def _weights(self) -> State:
+        """Weights and id tables, sharing their memory."""
+        state: State = {"model": self.model.state_dict()}
         return state | ({"id_tables": self.id_tables.state_dict()} if self.id_tables else {})
 
     def _everything(self) -> State:
         """All tensors that training changes, sharing their memory, except for random states."""
-        state = self._weights(self.adam)
+        state = self._weights()
         state |= {"dense_optimizer": self.dense_optimizer.tensors(), "iterations": self._iterations()}
-        tables = self.adam.state_dict() if self.adam else self.model.fused_optimizer.state_dict()["state"]
+        tables = (self.adam or self.model.fused_optimizer).state_dict()["state"]
         # A process without tables has an empty dictionary, which the library would pickle as an object.
         return state | ({"embedding_optimizer": tables} if tables else {})
 
-    def _load(self, state: State, adam: EmbeddingAdam | None) -> None:
-        with _as_stored(adam):
-            self.model.load_state_dict(state["model"])
+    def _load(self, state: State) -> None:
+        self.model.load_state_dict(state["model"])
         if self.id_tables:
             self.id_tables.load_state_dict(state["id_tables"])
-        if adam:
-            adam.load_state_dict(state["embedding_optimizer"])
 
     def _iterations(self) -> Tensor:
         """Forward passes as FBGEMM counts them; ranks without a table count none."""
@@ -247,10 +290,6 @@ class TrainState:
             counted = counted.to(self.model.device)
             dist.all_reduce(counted, dist.ReduceOp.MAX)
         return counted
-
-
-def _as_stored(adam: EmbeddingAdam | None) -> AbstractContextManager[None]:
-    return adam.as_stored() if adam else nullcontext()
 
 
 def _random_state(process: Process) -> State:

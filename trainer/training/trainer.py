@@ -1,12 +1,10 @@
 """The core that training on a data set and online training share: steps, loss checks, statistics and checkpoints."""
 
-import sys
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.trainer.config.run import RunConfig
@@ -23,6 +21,8 @@ from cowrec.trainer.sharded_model.build import derived_hyperparameters, describe
 
 from .schedule import Schedule
 from .state import Step, TrainState
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -46,7 +46,7 @@ class Trainer:
     def __init__(self, config: RunConfig, schema: Schema, run_dir: Path, process: Process, schedule: Schedule) -> None:
         self.config, self.schema, self.run_dir, self.process = config, schema, run_dir, process
         self.state = TrainState(config, schema, process, schedule)
-        self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.say)
+        self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.warn)
         self._heartbeat = Heartbeat(process)
         self._losses = LossWatch(process)
 
@@ -74,9 +74,12 @@ class Trainer:
         """Opens the metrics log; it writes on the first process only."""
         return MetricsLog(self.run_dir if self.process.is_first else None, self.steps)
 
-    def step(self, batches: Iterator[Batch]) -> Step:
-        """Trains on the next batch, which ``state.ids`` has translated; does not wait for the device."""
-        step = self.state.step(batches)
+    def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
+        """Trains on the next batch, or on several that are parts of one; does not wait for the device.
+
+        ``state.ids`` has translated them.
+        """
+        step = self.state.step(batches, passes)
         self._losses.add(step.loss, self.steps - 1)
         self._heartbeat.step = self.steps
         return step
@@ -109,7 +112,10 @@ class Trainer:
     def interrupted(self) -> Interrupted:
         """Error for a run that was asked to stop and has saved a checkpoint."""
         self.checkpoints.finish()
-        return Interrupted(f"stopped at step {self.steps}; saved {self.checkpoints.latest}")
+        return Interrupted(
+            f"stopped at step {self.steps}; saved {self.checkpoints.latest}; to continue, add --run-dir {self.run_dir}"
+            " --resume to the command"
+        )
 
     def write_statistics(self, log: MetricsLog, **labels: Any) -> None:
         """Writes the readings of the clip and of the id tables, where there are any."""
@@ -150,16 +156,23 @@ class Trainer:
             f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
         )
         beta1, beta2 = derived.betas
+        decays = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
+        decay = "".join(f", {name} {value:g}" for name, value in decays if value)
         return (
             f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: embedding lr"
-            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}, betas {beta1:g} and"
+            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}{decay}, betas {beta1:g} and"
             f" {beta2:g}, eps {derived.eps:g}{uncaptured}"
         )
 
     def say(self, text: str) -> None:
-        """Prints a line above the progress bar, on the first process."""
+        """Logs a line, on the first process."""
         if self.process.is_first:
-            tqdm.write(text, file=sys.stderr)
+            logger.info(text)
+
+    def warn(self, text: str) -> None:
+        """Logs a warning, on the first process."""
+        if self.process.is_first:
+            logger.warning(text)
 
 
 def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: bool) -> None:

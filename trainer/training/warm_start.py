@@ -1,6 +1,6 @@
 """Warm start: initialization from an earlier run of the same network, whose vocabularies may have grown since."""
 
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runs.run_dir import CONFIG, VOCABULARY
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.build import dense_parameters
+from cowrec.trainer.sharded_model.build import dense_tensors
 from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, local_shards, table_specs, tables_of
 
 from .saved_run import run_of, trained_state
 from .state import TrainState
+
+logger = logging.getLogger(__name__)
 
 
 def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainState, process: Process) -> None:
@@ -46,8 +48,8 @@ def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainSta
     _require_same_tables(source, earlier_specs, specs)
     old, _ = trained_state(source, process)
     with torch.no_grad():
-        old_dense = dense_parameters(old.model)
-        for name, parameter in dense_parameters(state.model).items():
+        old_dense = dense_tensors(old.model)
+        for name, parameter in dense_tensors(state.model).items():
             if name not in old_dense or old_dense[name].shape != parameter.shape:
                 raise ValueError(f"train.warm_start = {str(source)!r} is another network: {name} differs")
             parameter.copy_(old_dense[name])
@@ -63,7 +65,7 @@ def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainSta
         state.id_tables.load_state_dict(old.id_tables.state_dict())
     if process.is_first:
         total = sum(spec.num_embeddings - RESERVED_ROWS for spec in specs)
-        print(f"warm start from {source}: {kept:,} of {total:,} rows copied", file=sys.stderr)
+        logger.info(f"warm start from {source}: {kept:,} of {total:,} rows copied")
 
 
 def _require_same_tables(source: Path, earlier: Sequence[TableSpec], now: Sequence[TableSpec]) -> None:

@@ -26,7 +26,7 @@ class Search:
         metric: of the validation samples, "logloss" or "auc"; a trial's value is that of its best epoch.
         ranges: (lowest, highest) of a value; None: not searched. By default a tenth to ten times the configuration's
             value, except for 0, which is not searched.
-        validation_fraction: of the training samples, where the configuration has none.
+        validation_fraction: of the training samples, where neither the data nor the configuration have any.
         patience: epochs without a better value after which a trial ends, where the configuration has none; 0: never.
         prune: from the second epoch on, end a trial that is worse than the median of the others at that epoch.
         seed: of the search; all trials train with the configuration's seed.
@@ -91,17 +91,20 @@ class Search:
             raise ValueError(f"nothing to search: give a range with {', '.join(map(_flag, VALUES))}")
         return found
 
-    def of_trials(self, base: RunConfig) -> RunConfig:
-        """The configuration that all trials share: with validation samples, and as few checkpoints as possible."""
+    def of_trials(self, base: RunConfig, *, has_validation: bool) -> RunConfig:
+        """The configuration that all trials share: with validation samples, and as few checkpoints as possible.
+
+        ``has_validation``: whether the data set has a validation split.
+        """
         train, checkpoint = base.train, base.checkpoint
         metric: Any = self.metric
         return dataclasses.replace(
             base,
             train=dataclasses.replace(
                 train,
-                validation_fraction=train.validation_fraction or self.validation_fraction,
+                validation_fraction=train.validation_fraction or (0.0 if has_validation else self.validation_fraction),
                 # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
-                patience=train.patience or (self.patience if base.optimizer.lr_decay == "none" else 0),
+                patience=train.patience or (0 if base.optimizer.rates_follow_epochs else self.patience),
             ),
             checkpoint=dataclasses.replace(checkpoint, keep_last=1, keep_best=metric),
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import locked_folder
-from cowrec.trainer.config.run import RunConfig, save_config
+from cowrec.trainer.config.run import RunConfig, save_config, with_l2
 from cowrec.trainer.runs.checkpoint_folder import best_epoch
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
@@ -46,9 +46,10 @@ def tune(
 ) -> Outcome:
     """Searches `[optimizer]`'s embedding_lr, dense_lr and l2 at one batch size, which becomes base_batch_size.
 
-    Each trial trains a run; its value is the validation quality of its best epoch. The test split is measured, but not
-    looked at. The first trial has the configuration's own values. After an interruption the same call continues, the
-    trial in progress from its latest checkpoint; with more trials or other ranges it goes on from the trials it has.
+    Each trial trains a run; its value is the validation quality of its best epoch. The test split is measured at the
+    end of a trial, but not looked at. The first trial has the configuration's own values. After an interruption the
+    same call continues, the trial in progress from its latest checkpoint; with more trials or other ranges it goes on
+    from the trials it has.
 
     Args:
         config: shared by all trials.
@@ -66,10 +67,12 @@ def tune(
     started = time.monotonic()
     if trials < 1:
         raise ValueError(f"--trials must be at least 1, got {trials}")
-    Schema.load(data_dir)
+    schema = Schema.load(data_dir)
+    has_validation = "validation" in schema.splits
     with_data = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    with_data = with_l2(with_data, schema.split("train").rows)
     base = search.based_on(with_data)
-    ranges, shared = search.searched(base), search.of_trials(base)
+    ranges, shared = search.searched(base), search.of_trials(base, has_validation=has_validation)
     with locked_folder(output), Subprocess() as process:
         require_own(output, "study")
         config_hash = keep_config(shared, output / CONFIG)
@@ -99,7 +102,7 @@ class _Trials:
         """Trains the next trial, or goes on with the interrupted one, and stores its line."""
         trial, values = self.study.next_trial()
         optimizer = with_values(self.shared, values).optimizer
-        values = {"embedding_lr": optimizer.embedding_lr, "dense_lr": optimizer.dense_lr, "l2": optimizer.l2}
+        values = {name: getattr(optimizer, name) for name in ("embedding_lr", "dense_lr", "l2")}
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         _say(f"\ntrial {trial.number + 1} of {trials}: {shown}")
         run_dir, started, pruned = self.output / RUNS / f"trial-{trial.number}", time.perf_counter(), False
@@ -136,8 +139,7 @@ class _Trials:
         best = best_epoch(report["epochs"], self.metric)
         if best is None:
             raise ValueError(
-                f"the validation samples have no {self.metric}, because they have one class; raise"
-                " train.validation_fraction"
+                f"the validation samples have no {self.metric}, because they have one class; take more of them"
             )
         keys = ("validation_auc", "validation_logloss")
         return {
@@ -166,7 +168,7 @@ def tuned_config(config: RunConfig, base: RunConfig, best: dict[str, Any]) -> Ru
     The epochs stay where a run ends early by itself, or where its learning rates depend on them.
     """
     train = base.train
-    if not train.patience and base.optimizer.lr_decay == "none":
+    if not train.patience and not base.optimizer.rates_follow_epochs:
         train = dataclasses.replace(train, epochs=best["best_epoch"])
     values = {key: best[key] for key in ("embedding_lr", "dense_lr", "l2")}
     return dataclasses.replace(with_values(base, values), train=train, data=config.data)
@@ -177,11 +179,13 @@ def _comment(
 ) -> str:
     states = [line["state"] for line in lines]
     counts = ", ".join(f"{states.count(each)} {each}" for each in ("complete", "pruned", "failed"))
+    fraction = shared.train.validation_fraction
+    samples = f"the last {fraction:g} of the training samples" if fraction else "the validation split"
     searched = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in ranges.items())
     return (
         f"found by cowrec tune at batch size {search.batch_size}: trial {best['trial'] + 1} of {len(lines)}"
         f" ({counts})\n"
-        f"by the validation {search.metric}, on the last {shared.train.validation_fraction:g} of the training samples:"
+        f"by the validation {search.metric}, on {samples}:"
         f" logloss {best['validation_logloss']:.5f}, AUC {best['validation_auc']:.5f}\n"
         f"after epoch {best['best_epoch']} of at most {shared.train.epochs}; searched {searched}; seed {search.seed};"
         f" commit {best['git_commit']}"

@@ -15,22 +15,29 @@ from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synth
 from cowrec.data_pipeline.codec.codec import SampleCodec
 from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.dataset.shards import load_shards
-from raw_cases import MIXED_SCHEMA
+from raw_cases import NULLS_SCHEMA
 
-TIMED = 'time = "seen at"\n' + MIXED_SCHEMA
+TIMED = 'time = "seen at"\n' + NULLS_SCHEMA
 HEADER = ["seen at", "past views", "unused", "click", "price", "tags", "city"]
 
-names = st.one_of(st.text("abcé 中'\"", max_size=4), st.integers(-(2**70), 2**70).map(str), st.integers(0, 9).map(str))
-tags = st.one_of(st.text("abé", min_size=1, max_size=3), st.integers(0, 99).map(str))
+names = st.one_of(
+    st.sampled_from(["NA", "none"]),
+    st.text("abcé 中'\"", max_size=4),
+    st.integers(-(2**70), 2**70).map(str),
+    st.integers(0, 9).map(str),
+)
+tags = st.one_of(
+    st.sampled_from(["NA", "none", "-1"]), st.text("abé", min_size=1, max_size=3), st.integers(0, 99).map(str)
+)
 
 
 @st.composite
 def raw_rows(draw):
     """Draws pairs of a text file's row and the equal sample."""
     rows = []
-    for _ in range(draw(st.integers(1, 30))):
-        time, label = draw(st.integers(0, 2**33)), draw(st.integers(0, 1))
-        price = draw(st.one_of(st.none(), st.integers(-9, 9), st.floats(-1e6, 1e6)))
+    for number in range(draw(st.integers(2, 30))):
+        time, label = draw(st.integers(0, 2**33)), draw(st.integers(0, 1)) if number > 1 else number
+        price = draw(st.one_of(st.none(), st.sampled_from(["NA", -1, -1.0]), st.integers(-9, 9), st.floats(-1e6, 1e6)))
         city, labels = draw(names), draw(st.lists(tags, max_size=3))
         history = draw(st.lists(st.tuples(tags, st.floats(-4, 4, width=32)), max_size=3))
         text = {
@@ -38,7 +45,7 @@ def raw_rows(draw):
             "past views": " ".join(f"{key}:{weight!r}" for key, weight in history),
             "unused": "u",
             "click": str(label),
-            "price": "" if price is None else repr(price),
+            "price": "" if price is None else str(price),
             "tags": "|".join(labels),
             "city": city,
         }
@@ -47,7 +54,7 @@ def raw_rows(draw):
         sample = {
             "seen at": draw(st.sampled_from([time, float(time), str(time)])),
             "past views": text["past views"] if as_text else draw(st.sampled_from([pairs, pairs or None])),
-            "click": draw(st.sampled_from([label, float(label)])),
+            "click": draw(st.sampled_from([label, float(label), bool(label), str(bool(label))])),
             "price": draw(st.sampled_from([price, text["price"]])),
             "tags": text["tags"] if as_text else [number_or_text(draw, tag) for tag in labels],
             "city": number_or_text(draw, city) if city else draw(st.sampled_from(["", None])),
@@ -132,7 +139,7 @@ def good_sample(**changes):
 def codec(tmp_path_factory):
     folder = tmp_path_factory.mktemp("codec")
     text = {"seen at": "5", "past views": "a:1", "unused": "", "click": "1", "price": "2.5", "tags": "t", "city": "c"}
-    prepared(folder, [text, {**text, "price": "0", "city": "d"}], CONFIGS[0])
+    prepared(folder, [text, {**text, "price": "0", "city": "d", "click": "0"}], CONFIGS[0])
     return SampleCodec.load(folder / "out")
 
 
@@ -151,8 +158,8 @@ WRONG = {
     "an id without a weight": ({"past views": [{"id": "a"}]}, 'column past views: must be a list of {"id"'),
     "a weight without an id": ({"past views": [{"weight": 1}]}, 'column past views: must be a list of {"id"'),
     "text without a weight": ({"past views": "a"}, "text (id:weight, by ' ')"),
-    "a label of 2": ({"click": 2}, "column click: a label must be 0 or 1, got 2"),
-    "no label": ({"click": None}, "column click: a label must be 0 or 1, got None"),
+    "a label of 2": ({"click": 2}, "column click: a label must be 0 or 1, got"),
+    "no label": ({"click": None}, "column click: the label is missing, got None"),
     "milliseconds": ({"seen at": 1.7e12}, "column seen at: a time must be Unix seconds (not milliseconds)"),
     "no time": ({"seen at": None}, "column seen at: a time must be Unix seconds"),
     "a word for a time": ({"seen at": "soon"}, "column seen at: a time must be Unix seconds"),
@@ -248,8 +255,8 @@ def test_tables_of_any_suitable_type(codec):
     assert encoded.block.bags["tags"].offsets.tolist() == [0, 1, 2, 3]
     assert encoded.block.bags["history"].values.tolist() == [0, MISSING, MISSING]
     assert encoded.batch.time.tolist() == [0, 0, 0]
-    with pytest.raises(ValueError, match="column 'price' has the type bool"):
-        codec.encode(codec.from_table(table.set_column(2, "price", pa.array([True] * count))))
+    with pytest.raises(ValueError, match="column 'price' has the type list"):
+        codec.encode(codec.from_table(table.set_column(2, "price", pa.array([[1.0]] * count))))
 
 
 def test_synthetic_samples_have_row_numbers(tmp_path):

@@ -4,9 +4,13 @@ import gzip
 import os
 import signal
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, prepare, work_bytes
+from cowrec.data_pipeline.raw.layouts import CRITEO
 from raw_cases import MIXED_SCHEMA, content, write_criteo, write_timed
 
 dask = pytest.importorskip("dask")
@@ -32,18 +36,23 @@ def both(cluster, folder, *arguments, **options):
     "config",
     [
         PrepareConfig(shard_rows=150),
-        PrepareConfig(shard_rows=150, split="tail", test_rows=260, min_count=2, dense="buckets"),
+        PrepareConfig(shard_rows=150, split="order", test_rows=260, min_count=2, dense="buckets"),
         PrepareConfig(shard_rows=150, hash_buckets=50, dense="log", fit_on="all"),
         PrepareConfig(shard_rows=150, raw_ids=True),
     ],
-    ids=["random", "tail", "hash", "raw"],
+    ids=["random", "order", "hash", "raw"],
 )
 def test_a_cluster_writes_the_same_files(cluster, tmp_path, config):
-    """Covers plain and compressed files, which are grouped into tasks differently."""
+    """Covers plain and compressed text and large row groups, which are grouped into tasks differently."""
     write_criteo(tmp_path / "a", 1000)
     write_criteo(tmp_path / "b", 700, seed=1)
     (tmp_path / "b.gz").write_bytes(gzip.compress((tmp_path / "b").read_bytes()))
-    raw = [tmp_path / "a", tmp_path / "b.gz", tmp_path / "b"]
+    write_criteo(tmp_path / "c", 900, seed=2)
+    names = pa.csv.ReadOptions(column_names=CRITEO.columns)
+    pq.write_table(
+        pa.csv.read_csv(tmp_path / "c", names, pa.csv.ParseOptions(delimiter="\t")), tmp_path / "d", row_group_size=500
+    )
+    raw = [tmp_path / "a", tmp_path / "b.gz", tmp_path / "d", tmp_path / "b"]
     here, there = both(cluster, tmp_path, "criteo", raw, config)
     assert here == there
     assert sum(name.startswith("train") for name in here) > 5

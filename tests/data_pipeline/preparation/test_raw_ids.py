@@ -28,7 +28,7 @@ def signed(text):
 
 def prepared(folder, **settings):
     rows = write_timed(folder)
-    config = PrepareConfig(raw_ids=True, split="tail", test_rows=50, **settings)
+    config = PrepareConfig(raw_ids=True, split="order", test_rows=50, **settings)
     return rows, prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "schema.toml")
 
 
@@ -113,7 +113,7 @@ def test_avazus_hours_are_times(tmp_path):
     columns = "C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
     columns += "device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
     hours = ["14102100", "14102123", "14022823", "16022900"]
-    lines = [f"id,click,hour,{columns}"] + [f"{n},1,{hour}" + ",v" * 21 for n, hour in enumerate(hours)]
+    lines = [f"id,click,hour,{columns}"] + [f"{n},{n % 2},{hour}" + ",v" * 21 for n, hour in enumerate(hours)]
     (tmp_path / "train").write_text("\n".join(lines))
     prepare("avazu", [tmp_path / "train"], tmp_path / "out", PrepareConfig(raw_ids=True, test_fraction=0.0))
     expected = [datetime.datetime.strptime(hour, "%y%m%d%H").replace(tzinfo=datetime.UTC) for hour in hours]
@@ -172,7 +172,7 @@ def test_settings_that_conflict_with_raw_ids_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('time = "seen at"', 'time = "click"'), "is the label, so it cannot be the time as well"),
+        (('time = "seen at"', 'time = "click"'), "is a label, so it cannot be the time"),
         (('time = "seen at"', 'time = "when"'), "no column 'when' among"),
         (('"price"', '"time"\ncolumn = "price"'), "field 'time': this name is reserved for the time of samples"),
     ],

@@ -39,7 +39,7 @@ def everything(folder, split):
 
 def test_criteo(tmp_path):
     path = real("criteo_8k.tsv.xz")
-    schema = prepare("criteo", [path], tmp_path / "out", PrepareConfig(split="tail", test_rows=1000))
+    schema = prepare("criteo", [path], tmp_path / "out", PrepareConfig(split="order", test_rows=1000, dense="minmax"))
     rows = raw_rows(path, "\t")
     assert schema.splits["train"].rows == 7000
     batch = everything(tmp_path / "out", "test")
@@ -84,7 +84,7 @@ def test_movielens_with_genres(tmp_path):
     with lzma.open(path, "rt", encoding="utf-8", newline="") as file:
         text = "".join(itertools.islice(file, 100_001))
     (tmp_path / "raw.csv").write_text(text)
-    config = PrepareConfig(split="tail", test_rows=20_000)
+    config = PrepareConfig(split="order", test_rows=20_000)
     schema = prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, csv_schema=tmp_path / "schema.toml")
     header, *rows = list(csv.reader(io.StringIO(text)))
     genres = [row[header.index("genres")].split("|") for row in rows]

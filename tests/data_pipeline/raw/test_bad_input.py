@@ -1,14 +1,16 @@
 """Bad input is reported with file, line and column, or skipped and counted."""
 
 import gzip
+import os
 
 import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
-from cowrec.data_pipeline.raw.layouts import load_csv_schema
+from cowrec.data_pipeline.raw.schema_file import load_csv_schema
 
 GOOD = "1,2.5,x,a|b,k:1 l:2\n"
+NEGATIVE = b"0" + GOOD.encode()[1:]
 SCHEMA = """
 header = false
 columns = ["click", "price", "city", "tags", "history"]
@@ -26,11 +28,12 @@ BAD_LINES = {
     "another delimiter": (b"1;2;3;4;5\n", ": 1 columns, must be 5 separated by ','"),
     "an empty line": (b"\n", ": the line is empty"),
     "an empty line of Windows": (b"\r\n", ": the line is empty"),
-    "a label of 2": (b"2,2.5,x,a,k:1\n", ", column click: a label must be 0 or 1, got '2'"),
-    "no label": (b",2.5,x,a,k:1\n", ", column click: a label must be 0 or 1, got ''"),
+    "a label of 2": (b"2,2.5,x,a,k:1\n", ", column click: a label must be 0 or 1, got '2'. Name the positive"),
+    "no label": (b",2.5,x,a,k:1\n", ", column click: the label is missing, got ''. To skip"),
     "a word for a number": (b"1,much,x,a,k:1\n", ", column price: must be a finite number or empty, got 'much'"),
     "an infinite number": (b"1,inf,x,a,k:1\n", ", column price: must be a finite number or empty, got 'inf'"),
-    "not a number": (b"1,nan,x,a,k:1\n", ", column price: must be a finite number or empty, got 'nan'"),
+    "a missing number": (b"1,Null,x,a,k:1\n", "set null = [\"Null\"] in the schema file, got 'Null'"),
+    "Hive's missing number": (b"1,\\N,x,a,k:1\n", r'set null = ["\\N"] in the schema file, got'),
     "a long bad number": (b"1," + b"9x" * 99 + b",x,a,k:1\n", "9x9x..."),
     "no weight": (b"1,2.5,x,a,k:1 l\n", ", column history: must be id:weight, joined by ' ', got 'l'"),
     "an empty weight": (b"1,2.5,x,a,k:\n", ", column history: must be id:weight, joined by ' ', got 'k:'"),
@@ -58,6 +61,26 @@ def leftovers(folder):
     return sorted(path.name for path in folder.iterdir() if path.name not in ("raw.csv", "schema.toml"))
 
 
+@pytest.mark.parametrize("delimiter", ["||", "::", "§"])
+def test_a_delimiter_of_several_characters(tmp_path, delimiter):
+    (tmp_path / "schema.toml").write_text(
+        f'delimiter = "{delimiter}"\nquote = ""\nlabel = "click"\nfields = [{{name = "city", kind = "categorical"}}]'
+    )
+    rows = [["id", "click", "city"], ["1", "0", '"b'], ["2", "1", ""], ["3", "1", ":c"]]
+    (tmp_path / "raw.csv").write_text("\n".join(delimiter.join(row) for row in rows))
+    options = {"csv_schema": tmp_path / "schema.toml"}
+    prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(test_fraction=0.0), **options)
+    columns = pq.read_table(tmp_path / "out" / "train" / "00000.parquet").to_pydict()
+    assert (columns["label"], columns["city"]) == ([0, 1, 1], [2, 1, 3])
+    for bad, message in (
+        ("4;1;c", "line 5: 1 columns, must be 3 separated by"),
+        ("\x1f", "the byte 0x1f is in the text"),
+    ):
+        (tmp_path / "raw.csv").write_text("\n".join([*(delimiter.join(row) for row in rows), bad]))
+        with pytest.raises(ValueError, match=message):
+            prepare("csv", [tmp_path / "raw.csv"], tmp_path / "new", **options)
+
+
 @pytest.mark.parametrize("case", BAD_LINES)
 def test_a_bad_row_raises_with_its_location(prepared, tmp_path, case):
     line, message = BAD_LINES[case]
@@ -71,7 +94,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(prepared, tmp_path):
     """All kinds of bad rows at once, between numbered good ones."""
     content, good = b"", 0
     for line, _ in BAD_LINES.values():
-        content += f"0,{good},x,a,k:1\n".encode() + line
+        content += f"{good % 2},{good},x,a,k:1\n".encode() + line
         good += 1
     schema = prepared(content, on_bad_row="skip", dense="none")
     assert schema.sources[0].bad_rows == len(BAD_LINES)
@@ -85,14 +108,14 @@ def test_bad_rows_can_be_skipped_and_are_counted(prepared, tmp_path):
 
 def test_line_numbers_are_right_after_skipped_lines(prepared):
     """Lines removed by the filter and by the parser precede a bad number in the same block."""
-    content = b"\n" + b"1,2\n" + GOOD.encode() + b"\xff\n" + b"1,2,3\n" + GOOD.encode() + b"1,bad,x,a,k:1\n"
+    content = b"\n" + b"1,2\n" + GOOD.encode() + b"\xff\n" + b"1,2,3\n" + NEGATIVE + b"1,bad,x,a,k:1\n"
     with pytest.raises(ValueError, match=r"more than max_bad_rows = 4 bad rows; the last: .*line 7, column price"):
         prepared(content, on_bad_row="skip", max_bad_rows=4)
     assert prepared(content, on_bad_row="skip", max_bad_rows=5).splits["train"].rows == 2
 
 
 def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
-    monkeypatch.setattr("cowrec.data_pipeline.raw.partitions.survey.__kwdefaults__", {"block_bytes": 100})
+    monkeypatch.setattr("cowrec.data_pipeline.raw_files.reading.survey.__kwdefaults__", {"block_bytes": 100})
     with pytest.raises(ValueError, match=r"raw\.csv, line 778, column click"):
         prepared(GOOD.encode() * 777 + b"7,2.5,x,a,k:1\n" + GOOD.encode() * 100)
 
@@ -119,8 +142,9 @@ def test_files_that_are_not_text_are_refused(prepared, tmp_path, content, messag
 def test_missing_and_irregular_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         prepare("criteo", [tmp_path / "nowhere"], tmp_path / "out")
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="not a regular file"):
-        prepare("criteo", [tmp_path], tmp_path / "out")
+        prepare("criteo", [tmp_path / "pipe"], tmp_path / "out")
     with pytest.raises(ValueError, match="no input file"):
         prepare("criteo", [], tmp_path / "out")
 
@@ -139,8 +163,8 @@ def test_headers_are_checked(tmp_path):
         prepare("avazu", [tmp_path / "a.csv"], tmp_path / "out")
     (tmp_path / "schema.toml").write_text('[[fields]]\nname = "x"\nkind = "categorical"')
     (tmp_path / "a.csv").write_text("label,x\n1,2\n")
-    (tmp_path / "b.csv").write_text("x,label\n1,2\n")
-    with pytest.raises(ValueError, match=r"b\.csv, line 1: header differs"):
+    (tmp_path / "b.csv").write_text("y,label\n1,0\n")
+    with pytest.raises(ValueError, match=r"b\.csv, line 1: no column 'x' among y, label"):
         prepare("csv", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
     (tmp_path / "b.csv").write_text("label,x\n")
     with pytest.raises(ValueError, match=r"b\.csv has no samples"):
@@ -152,7 +176,7 @@ def test_headers_are_checked(tmp_path):
 
 def test_a_byte_order_mark_is_not_part_of_the_header(tmp_path):
     (tmp_path / "schema.toml").write_text('[[fields]]\nname = "x"\nkind = "categorical"')
-    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbflabel,x\n1,2\n")
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbflabel,x\n1,2\n0,2\n")
     schema = prepare(
         "csv",
         [tmp_path / "a.csv"],
@@ -160,13 +184,15 @@ def test_a_byte_order_mark_is_not_part_of_the_header(tmp_path):
         PrepareConfig(test_fraction=0.0),
         csv_schema=tmp_path / "schema.toml",
     )
-    assert schema.splits["train"].rows == 1
+    assert schema.splits["train"].rows == 2
 
 
 def test_a_data_set_without_training_samples_is_refused(prepared, tmp_path):
     (tmp_path / "raw.csv").write_bytes(GOOD.encode() * 3)
-    config = PrepareConfig(split="tail", test_rows=3)
-    with pytest.raises(ValueError, match="test_rows must be less than the 3 samples in the files, got 3"):
+    config = PrepareConfig(split="order", test_rows=3)
+    with pytest.raises(
+        ValueError, match="test_rows and validation_rows must be less than the 3 samples in the files, got 3"
+    ):
         prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, csv_schema=tmp_path / "schema.toml")
     with pytest.raises(ValueError, match="no training sample"):
         prepared(b"2,2,x,a,k:1\n", on_bad_row="skip")
@@ -178,10 +204,18 @@ def test_a_data_set_without_training_samples_is_refused(prepared, tmp_path):
         ({"min_count": 0}, "min_count must be at least 1, got 0"),
         ({"hash_buckets": -1}, "hash_buckets must be from 0 to"),
         ({"hash_buckets": 9, "min_count": 2}, "min_count has no effect with hash_buckets"),
-        ({"dense": "standard"}, "dense must be one of minmax, log, buckets, none, got 'standard'"),
-        ({"split": "tail"}, "needs test_rows"),
-        ({"split": "tail", "test_rows": 5, "test_fraction": 0.1}, "test_fraction is for"),
-        ({"test_rows": 5}, 'test_rows is for split = "tail"'),
+        ({"raw_ids": True, "max_ids": 9}, "max_ids has no effect with raw_ids"),
+        ({"max_ids": -1}, "max_ids must be at least 0, got -1"),
+        ({"dense": "standard"}, "dense must be one of quantile, minmax, log, buckets, none, got 'standard'"),
+        ({"split": "tail"}, "split must be one of random, order, time, got 'tail'"),
+        ({"split": "order", "test_rows": 5, "test_fraction": 0.1}, "test_rows and test_fraction exclude each other"),
+        ({"test_rows": 5}, 'test_rows is for split = "order"; with "random" give fractions'),
+        ({"split": "order", "validation_rows": 5}, "validation_rows needs test_rows, where the test split begins"),
+        ({"split": "order", "test_rows": -5}, "test_rows must be at least 0"),
+        ({"split": "order", "test_from": 5}, 'test_from is for split = "time"'),
+        ({"split": "time", "test_from": "yesterday"}, "test_from = 'yesterday': a time must be Unix seconds"),
+        ({"split": "time", "test_from": 5, "validation_from": "5"}, "validation_from must be before test_from"),
+        ({"test_fraction": 0.5, "validation_fraction": 0.5}, "must be less than 1, got 0.5 [+] 0.5"),
         ({"test_fraction": 1.0}, r"test_fraction must be in \[0, 1\), got 1.0"),
         ({"on_bad_row": "ignore"}, "on_bad_row must be one of error, skip"),
     ],
@@ -197,9 +231,10 @@ FIELD = '[[fields]]\nname = "x"\nkind = "categorical"\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("delimiter = ';;'\n" + FIELD, "delimiter must be one ASCII character"),
+        ("delimiter = ''\n" + FIELD, "delimiter must be at least one character"),
+        ("delimiter = ';;'\n" + FIELD, "';;' is more than one ASCII character, so quotes have no meaning: set quote"),
         ("separator = ';'\n" + FIELD, "unknown key 'separator'; the keys are delimiter"),
-        ("header = 'no'\n" + FIELD, "header must be a bool, got 'no'"),
+        ("header = 'no'\n" + FIELD, "header must be of type bool, got 'no'"),
         ("header = false\n" + FIELD, "give `columns` if, and only if, header = false"),
         ("header = false\ncolumns = ['label', 'y']\n" + FIELD, "no column 'x' among label, y"),
         ("", "at least one field"),
@@ -208,7 +243,7 @@ FIELD = '[[fields]]\nname = "x"\nkind = "categorical"\n'
             "[[fields]]\nname = 'x'\nkind = 'date'",
             "kind must be one of numeric, categorical, multi, weighted, got 'date'",
         ),
-        ("[[fields]]\nname = 'x'\nkind = 'multi'", "separator must be given"),
+        (FIELD + "weight_separator = ':'", "weight_separator is for the kind weighted only"),
         (FIELD + "separator = '|'", "separator is for list kinds only"),
         (FIELD + "pooling = 'mean'", "pooling is for the kinds multi and weighted"),
         (FIELD + "size = 3", "fields entry 1: unknown key 'size'"),
@@ -216,6 +251,22 @@ FIELD = '[[fields]]\nname = "x"\nkind = "categorical"\n'
         ("[[fields]]\nname = 'a b'\nkind = 'numeric'", "field 'a b': a name is made of letters"),
         ("[[fields]]\nname = 'label'\nkind = 'numeric'", "this name is taken"),
         ("label = 'x'\n" + FIELD, "column 'x' is the label"),
+        ("[[fields]]\nname = 'x'\nkind = 'numeric'\ntransform = 'sqrt'", "transform must be one of quantile, minmax,"),
+        (FIELD + "transform = 'log'", "for numeric fields; got 'log'"),
+        (FIELD + "min_count = -1", "field 'x': min_count must be at least 1"),
+        ("[[fields]]\nname = 'x'\nkind = 'numeric'\nmax_ids = 5", "max_ids must be at least 1, and is for ids only"),
+        (FIELD + "max_ids = true", "max_ids must be of type int, got True"),
+        ("null = 'NA'\n" + FIELD, "null must be a list of strings or numbers, got"),
+        (FIELD + "null = [[0]]", r"fields entry 1: null must be a list of strings or numbers, got \[\[0\]\]"),
+        ("labels = ['a']\nlabel = 'b'\n" + FIELD, "labels replaces label"),
+        ("labels = ['a']\nthreshold = 1\n" + FIELD, "give positive and threshold in its entries"),
+        ("labels = ['a', {column = 'b'}]\n" + FIELD, "labels entry 2 must be a column or have a name"),
+        ("labels = ['a', 'a']\n" + FIELD, "labels must be one name or several different ones"),
+        ("labels = ['a b', 'c']\n" + FIELD, "label 'a b': a name is made of letters"),
+        ("labels = []\n" + FIELD, "labels must be one name"),
+        ("threshold = nan\n" + FIELD, "threshold must be a finite number"),
+        ("threshold = 1\npositive = ['1']\n" + FIELD, "give positive or threshold, not both"),
+        ("weight = 'label'\n" + FIELD, "column 'label' is a label, so it cannot be the time or the weight"),
         ("label = ", "is not valid TOML"),
     ],
 )
@@ -226,12 +277,12 @@ def test_schema_files_are_checked(tmp_path, text, message):
 
 
 def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
-    prepared(GOOD.encode())
+    prepared(GOOD.encode() + NEGATIVE)
     (tmp_path / "raw.csv").write_bytes(b"bad\n")
     with pytest.raises(ValueError, match="exists and is not empty"):
         prepared(GOOD.encode())
     (tmp_path / "raw.csv").write_bytes(GOOD.encode() + b"bad\n")
     with pytest.raises(ValueError, match="line 2"):
         prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml", overwrite=True)
-    assert Schema.load(tmp_path / "out").splits["train"].rows == 1
+    assert Schema.load(tmp_path / "out").splits["train"].rows == 2
     assert leftovers(tmp_path) == ["out"]

@@ -131,7 +131,7 @@ def write_uneven(folder, sizes):
         columns = {"label": rows % 2, "number": rows, "id": rows}
         arrays = [pa.array(values, arrow_schema(schema).field(name).type) for name, values in columns.items()]
         table = pa.table(arrays, schema=arrow_schema(schema))
-        written.append(write_shard(shard_path(folder, "train", number), table, labelled=True))
+        written.append(write_shard(shard_path(folder, "train", number), table, ["label"]))
         first += size
     split = size_of_split(written, schema, labelled=True)
     Schema("test", schema.dense, schema.sparse, {"train": split}).save(folder)
@@ -349,7 +349,7 @@ def test_a_folder_without_a_valid_schema_is_refused(tmp_path):
     path = tmp_path / "schema.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "format_version": 99}))
-    with pytest.raises(ValueError, match=r"format version 99, this cowrec reads 1"):
+    with pytest.raises(ValueError, match=r"format version 99, this cowrec reads 2"):
         Reader(tmp_path, "train", batch_size=2)
     path.write_text(json.dumps(content)[:-20])
     with pytest.raises(ValueError, match="cannot be read"):

@@ -13,7 +13,7 @@ from cowrec.data_pipeline.streams.open import open_sink
 from cowrec.data_pipeline.streams.sinks import send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
 from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables, synthesize_drifting
-from redis_server import redis_server
+from servers.redis_server import redis_server
 from trainer_cases import ENVIRONMENT
 
 confluent_kafka = pytest.importorskip("confluent_kafka")

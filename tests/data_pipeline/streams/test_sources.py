@@ -13,7 +13,7 @@ import stream_cases
 from cowrec.data_pipeline import Position, SampleStream, open_source
 from cowrec.data_pipeline.streams.directory import END
 from cowrec.data_pipeline.streams.open import open_sink
-from redis_server import redis_server
+from servers.redis_server import redis_server
 from stream_cases import as_table, lines, make_codec, numbers, sample, write_file
 
 confluent_kafka = pytest.importorskip("confluent_kafka")

@@ -46,6 +46,19 @@ def test_rules(rule: str, embedding_lr: float, l2: float, dense_lr: float) -> No
     assert (scaled.betas, scaled.eps) == (BASE.betas, BASE.eps)
 
 
+@pytest.mark.parametrize("rule", SCALING_RULES)
+@pytest.mark.parametrize("s", [1 / 4, 1, 3, 64])
+def test_decoupled_decay_keeps_its_pace_in_samples(rule: str, s: float) -> None:
+    """A step of s times the samples decays by s times as much, under "none" by as much as the base."""
+    base = replace(BASE, weight_decay=0.01, dense_weight_decay=0.03)
+    scaled = scale_hyperparameters(base, base_batch_size=1024, batch_size=round(1024 * s), rule=rule)
+    times = 1 if rule == "none" else s
+    assert scaled.embedding_lr * scaled.weight_decay == pytest.approx(times * 1e-4 * 0.01, rel=1e-12)
+    assert scaled.dense_lr * scaled.dense_weight_decay == pytest.approx(times * 8e-4 * 0.03, rel=1e-12)
+    frozen = replace(base, embedding_lr=0.0)
+    assert scale_hyperparameters(frozen, base_batch_size=8, batch_size=64, rule=rule).embedding_lr == 0
+
+
 def second_moment(values: Hyperparameters, gradients: np.ndarray) -> float:
     """Root of Adam's second moment after the gradients of some steps, from zero."""
     moment = 0.0

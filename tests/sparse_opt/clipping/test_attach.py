@@ -3,13 +3,11 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -25,7 +23,7 @@ from cowrec.sparse_opt import (
     attach_cowclip,
 )
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.requirements import check_lookup_inputs
+from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.sparse_opt.tbe.layout import LookupBackward
 from sharded_case import (
@@ -43,10 +41,12 @@ RULE = CowClip(r=1.0, zeta=1e-3)
 ADAM = {
     "adam": AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6),
     "keras_adam": AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, adam_epsilon="keras"),
+    "dense": AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, absent_rows="dense"),
+    "replay": AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, absent_rows="replay"),
 }
 # Relative to the row. Adagrad and Adam divide each element by a root of its squares, which magnifies the float32
 # rounding of sums whose terms nearly cancel (seen: 1.9e-6 for FBGEMM's Adagrad, 8.7e-6 for Adam's torch form).
-TOLERANCE = {"adagrad": 5e-6, "adam": 1e-5, "keras_adam": 1e-5}
+TOLERANCE = {"adagrad": 5e-6} | dict.fromkeys(ADAM, 1e-5)
 
 
 def attach(model: nn.Module, case: Case) -> Any:
@@ -71,7 +71,10 @@ def train_in_loops(case: Case) -> list[np.ndarray]:
     for step, (bags, targets) in enumerate(drawn["steps"], start=1):
         for t, weights in enumerate(tables):
             grads, counts = row_gradients(case, bags, targets, t)
-            present, adam = counts > 0, ADAM.get(case.optimizer)
+            adam = ADAM.get(case.optimizer)
+            if adam and adam.absent_rows != "lazy":  # moves all rows, each at least under the limit of one occurrence
+                counts = np.maximum(counts, 1)
+            present = counts > 0
             grads[present] += 2 * (adam.l2 if adam else case.extra.get("l2", 0)) * weights[present]
             clip_in_loops(grads, weights, counts, case.extra.get("clip_columns", case.dim))
             first, second = state[t]
@@ -108,9 +111,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "mean": {"pooling": "mean"},
     "no ids in half of the batch": {"empty_half": True},
     "only the leading columns": {"max_ids": 1, "extra": {"clip_columns": 5, "single_id_bags": True}},
+    "sequences": {"sequence": True, "weighted": True},
+    "a variable batch size": {"variable_batch": True},
+    "four passes for a step": {"weighted": True, "passes": 4},
+    "two passes for a step, sequences": {"sequence": True, "passes": 2},
     "L2": {"max_ids": 1, "extra": {"clip_columns": 5, "single_id_bags": True, "l2": 3e-3}},
 }
-OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad", "adam", "keras_adam"]
+OPTIMIZERS = ["sgd", "rowwise_adagrad", "adagrad", *ADAM]
 
 
 def case_of(kind: str, optimizer: str, **more: Any) -> Case:
@@ -120,10 +127,17 @@ def case_of(kind: str, optimizer: str, **more: Any) -> Case:
     return case
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
+ONE_PROCESS = [
+    (kind, optimizer)
+    for kind in KINDS
+    for optimizer in OPTIMIZERS
+    if (kind, optimizer) != ("a variable batch size", "adagrad")  # FBGEMM has no such lookup
+]
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), ONE_PROCESS)
 def test_one_process_equals_plain_loops(kind: str, optimizer: str) -> None:
-    cases = [case_of(kind, optimizer, seed=seed) for seed in range(3)]
+    cases = [case_of(kind, optimizer, seed=seed) for seed in range(2)]
     for case, tables in zip(cases, run_in_processes([(case, attach) for case in cases], 1), strict=True):
         assert_follows_loops(case, tables)
 
@@ -143,7 +157,7 @@ def test_two_processes_equal_plain_loops_and_one_process() -> None:
     ):
         assert_follows_loops(case, tables)
         for got, table in zip(tables, expected, strict=True):
-            if case.sharding == "table_wise":
+            if case.sharding == "table_wise" and case.passes == 1:  # or the order of the ranks' ids differs
                 np.testing.assert_array_equal(got, table)
 
 
@@ -239,12 +253,14 @@ class TestBackEnds:
         case = case_of(kind, optimizer)
         model = sharded_model(case, case.draw()["tables"])
         handle = attach(model, case)
+        handle.accumulate(case.passes)
         for bags, targets in case.draw()["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         assert_follows_loops(case, gather_tables(case, model))
         monkeypatch.undo()
         compiled = sharded_model(case, case.draw()["tables"])
         other = attach(compiled, case)
+        other.accumulate(case.passes)
         for bags, targets in case.draw()["steps"]:
             train_step(case, compiled, bags, targets, 0, case.batch)
         for name, stats in handle.stats().items():
@@ -267,9 +283,10 @@ class TestBackEnds:
     def test_an_id_outside_its_table_is_named(self) -> None:
         case = Case(steps=1, max_ids=1)
         model = sharded_model(case, case.draw()["tables"])
-        clipped = ClippedLookup(find_lookups(model)[0][0], RULE, {})
+        clipped = ClippedLookup(find_lookups(model)[0][0], TableRules(RULE), {})
+        bags = clipped.bags.of({"indices": torch.tensor([0, 99, 0, 0]), "offsets": torch.arange(5)})
         with pytest.raises(ValueError, match=r"id 99 is outside table 't1', which holds 7 rows here"):
-            clipped.id_factors(LookupBackward(torch.tensor([0, 99, 0, 0]), torch.arange(5), None, torch.ones(1, 32)))
+            clipped.id_factors(LookupBackward(bags, None, torch.ones(1, 32)))
 
 
 @pytest.mark.usefixtures("group")
@@ -291,10 +308,6 @@ class TestRefusals:
 
     def test_data_parallel_tables(self) -> None:
         model = self.model(sharding="data_parallel")
-        self.check(
-            "table 't.' cannot be clipped: it is data-parallel .* EmbeddingAdam, or shard it .* in exclude", model
-        )
-        attach_cowclip(model, RULE, exclude=["t0", "t1", "t2"]).remove()
         with pytest.raises(ValueError, match="needs the norm over all tables, but 't0' is data-parallel"):
             EmbeddingAdam(model, ADAM["adam"], GlobalClip(1.0))
 
@@ -339,10 +352,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"adam {next(iter(change))} is out of range"):
             AdamConfig(**change)
 
-    def test_variable_batch(self) -> None:
-        with pytest.raises(ValueError, match="variable batch size"):
-            check_lookup_inputs({"batch_size_per_feature_per_rank": [[1]]})
-
 
 @pytest.mark.usefixtures("group")
 def test_embedding_adam_equals_torch_sparse_adam() -> None:
@@ -362,27 +371,6 @@ def test_embedding_adam_equals_torch_sparse_adam() -> None:
         oracle.step()
     for got, expected in zip(gather_tables(case, model), tables, strict=True):
         np.testing.assert_allclose(got, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("group")
-def test_moments_are_saved_and_loaded_in_place(tmp_path: Path) -> None:
-    """A run that is saved and loaded into a new model is bit-identical to an uninterrupted run."""
-    case = Case(optimizer="adam", steps=2)
-    drawn = case.draw()
-    first = sharded_model(case, drawn["tables"])
-    adam = attach(first, case)
-    train_step(case, first, *drawn["steps"][0], 0, case.batch)
-    dcp.save({"model": first.state_dict(), "adam": adam.state_dict()}, checkpoint_id=tmp_path / "checkpoint")
-    train_step(case, first, *drawn["steps"][1], 0, case.batch)
-
-    second = sharded_model(case, [np.zeros_like(table) for table in drawn["tables"]])
-    resumed = attach(second, case)
-    state = {"model": second.state_dict(), "adam": resumed.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
-    resumed.steps = int(state["adam"]["ebc.step"])
-    train_step(case, second, *drawn["steps"][1], 0, case.batch)
-    for expected, got in zip(gather_tables(case, first), gather_tables(case, second), strict=True):
-        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.usefixtures("group")

@@ -10,6 +10,7 @@ from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 
 from cowrec.sparse_opt import CLIP_RULES, AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.sparse_opt.tbe.layout import LookupBackward
 from cowrec.trainer.sharded_model.build import set_product_precision
@@ -71,14 +72,11 @@ def test_row_work_never_waits_for_the_device() -> None:
     case = case_of("weights", "adam")
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"], device=CUDA)
-    clipped = ClippedLookup(find_lookups(model)[0][0], RULE, {})
+    clipped = ClippedLookup(find_lookups(model)[0][0], TableRules(RULE), {})
     features = len(clipped.lookup.feature_table)
-    backward = LookupBackward(
-        indices=torch.tensor([0, 1, 0, 2], device=CUDA),
-        offsets=torch.tensor([0, 1, 2, 3, 4], device=CUDA),
-        id_weights=None,
-        output_grad=torch.randn(4 // features, features * case.dim, device=CUDA),
-    )
+    ids = {"indices": torch.tensor([0, 1, 0, 2], device=CUDA), "offsets": torch.arange(5, device=CUDA)}
+    grad = torch.randn(4 // features, features * case.dim, device=CUDA)
+    backward = LookupBackward(clipped.bags.of(ids), None, grad)
     clipped.id_factors(backward)
     torch.cuda.set_sync_debug_mode("error")
     try:

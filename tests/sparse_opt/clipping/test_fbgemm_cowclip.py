@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from cowrec.sparse_opt import CowClip, attach_cowclip
+from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
-from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
+from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
@@ -33,6 +34,7 @@ def trained(case: Case, embedding: str, *, halflife: int = -1) -> list[np.ndarra
         embedding=embedding,  # type: ignore[arg-type]
         base_batch_size=1,
         embedding_lr=LR,
+        l2=1e-5,
         eps=EPS,
         weight_norm_coefficient=R,
         lower_bound=ZETA,

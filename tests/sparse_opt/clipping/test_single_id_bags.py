@@ -9,9 +9,10 @@ import torch
 from cowrec.sparse_opt import CowClip, NoClip, attach_cowclip, clip_rows
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.single_id_bags import clipped_output_grad
+from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.sparse_opt.tbe.layout import LookupBackward
-from sharded_case import Case, gather_tables, process_group, sharded_model, train_step
+from sharded_case import Case, dense_optimizer, gather_tables, process_group, sharded_model, train_step
 
 BACK_ENDS = ["compiled", "torch"]
 
@@ -31,7 +32,7 @@ def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def clipped_lookup(case: Case, rule: CowClip | NoClip, columns: int) -> ClippedLookup:
     model = sharded_model(case, case.draw()["tables"])
-    return ClippedLookup(find_lookups(model)[0][0], rule, {f"t{t}": columns for t in range(len(case.rows))})
+    return ClippedLookup(find_lookups(model)[0][0], TableRules(rule), {f"t{t}": columns for t in range(len(case.rows))})
 
 
 @pytest.mark.usefixtures("back_end")
@@ -45,7 +46,8 @@ def test_sums_over_ids_are_the_row_gradients() -> None:
     offsets = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
     grad = torch.from_numpy(rng.normal(size=(case.batch, 4 * case.dim)).astype(np.float32))
     indices = torch.from_numpy(np.concatenate(ids))
-    output_grad = clipped_output_grad(clipped, LookupBackward(indices, offsets, None, grad), 0.1)
+    bags = clipped.bags.of({"indices": indices, "offsets": offsets})
+    output_grad = clipped_output_grad(clipped, LookupBackward(bags, None, grad), 0.1)
     assert output_grad.shape == grad.shape
 
     features = ((0,), (1,), (2, 3))
@@ -80,7 +82,8 @@ def test_the_l2_of_a_frequent_id_is_not_lost() -> None:
     grad = torch.ones(case.batch, case.dim)
     grad[1::2] = -1
     ids, offsets = torch.zeros(case.batch, dtype=torch.int64), torch.arange(case.batch + 1)
-    output_grad = clipped_output_grad(clipped, LookupBackward(ids, offsets, None, grad), 1e-4)
+    bags = clipped.bags.of({"indices": ids, "offsets": offsets})
+    output_grad = clipped_output_grad(clipped, LookupBackward(bags, None, grad), 1e-4)
     torch.testing.assert_close(output_grad.sum(0), 2e-4 * weight, rtol=1e-6, atol=0)
 
 
@@ -88,20 +91,22 @@ def test_the_l2_of_a_frequent_id_is_not_lost() -> None:
 def test_no_ids_at_all() -> None:
     case = Case(rows=(5,), features=(("a",),))
     clipped = clipped_lookup(case, CowClip(), case.dim)
-    none, grad = torch.zeros(0, dtype=torch.int64), torch.ones(4, case.dim)
-    assert not clipped_output_grad(
-        clipped, LookupBackward(none, torch.zeros(5, dtype=torch.int64), None, grad), 0.1
-    ).any()
+    none = {"indices": torch.zeros(0, dtype=torch.int64), "offsets": torch.zeros(5, dtype=torch.int64)}
+    backward = LookupBackward(clipped.bags.of(none), None, torch.ones(4, case.dim))
+    assert not clipped_output_grad(clipped, backward, 0.1).any()
 
 
-def test_excluded_tables_keep_their_l2() -> None:
-    case = Case(steps=1, max_ids=1)
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+def test_excluded_tables_keep_their_l2(sharding: str) -> None:
+    case = Case(steps=1, max_ids=1, sharding=sharding)
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"])
     attach_cowclip(model, CowClip(1e-3, 0.0), exclude=["t0"], single_id_bags=True, l2=0.5)
     bags, targets = drawn["steps"][0]
     silent = {name: np.zeros_like(target) for name, target in targets.items()}
     train_step(case, model, bags, silent, 0, case.batch)
+    if dense := dense_optimizer(case, model):
+        dense.step()
     used = np.unique(np.concatenate([ids for ids, _ in bags["a"]]))
     expected = drawn["tables"][0].astype(np.float64)
     expected[used] -= case.lr * 2 * 0.5 * expected[used]
@@ -120,10 +125,3 @@ def test_refuses(settings: dict, message: str) -> None:
     case = Case()
     with pytest.raises(ValueError, match=message):
         attach_cowclip(sharded_model(case, case.draw()["tables"]), CowClip(), **settings)
-
-
-def test_l2_of_a_data_parallel_table_is_refused_even_if_it_is_excluded() -> None:
-    case = Case(sharding="data_parallel")
-    model = sharded_model(case, case.draw()["tables"])
-    with pytest.raises(ValueError, match=r"'t.' cannot be clipped: it is data-parallel .* L2 or the"):
-        attach_cowclip(model, CowClip(), exclude=["t0", "t1", "t2"], single_id_bags=True, l2=0.1)

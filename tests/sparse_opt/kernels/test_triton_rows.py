@@ -26,7 +26,7 @@ from cowrec.sparse_opt.kernels.layout import (
     to_numpy,
 )
 from cowrec.sparse_opt.optim.step_history import StepHistory
-from sharded_case import Case, process_group, sharded_model, train_step
+from sharded_case import Case, moments, process_group, sharded_model, train_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -34,6 +34,8 @@ CASES = {
     "paper": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras"),
     "torch": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6),
     "no L2": AdamConfig(lr=1e-2),
+    "decay": AdamConfig(lr=1e-2, weight_decay=1.0),
+    "decay and L2": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6, weight_decay=0.5),
 }
 STEPS, ROWS, DIM = 330, 45, 12
 
@@ -74,7 +76,7 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
     row = torch.arange(ROWS)
     rows = StaleRows(torch.zeros_like(row), row * DIM, row, progress.last_step.clone())
     one = torch.ones(1, dtype=torch.int64)
-    layout = LookupLayout(one, one, one, one, one * ROWS, one * DIM, one - 1, one - 1, DIM, ROWS * DIM, 1, ROWS)
+    layout = LookupLayout(one * ROWS, one * DIM, one - 1, one - 1, DIM, ROWS * DIM, 1, ROWS)
     clips = TableClips(torch.tensor([10]), torch.tensor([1e-5]), torch.tensor([1e-9]), torch.tensor([True]))
 
     def copied(values: Any, to: torch.device) -> Any:
@@ -111,14 +113,14 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
         case = Case(rows=(20, 5, 60), batch=8, steps=40)
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"])
-        config = AdamConfig(lr=1e-3, l2=1e-2, absent_rows=absent_rows)
+        config = AdamConfig(lr=1e-3, l2=1e-2, weight_decay=0.1, absent_rows=absent_rows)
         optimizer = EmbeddingAdam(model, config, clip_columns=6, **clip)
         for adam in optimizer.lookups:
             adam.clipped.uses_triton = uses_triton
         for bags, targets in drawn["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         optimizer.flush()
-        state = [*model.state_dict().values(), *optimizer.state_dict().values()]
+        state = [*model.state_dict().values(), *moments(optimizer).values()]
         optimizer.remove()
         return [each.local_shards()[0].tensor for each in state if isinstance(each, ShardedTensor)]
 

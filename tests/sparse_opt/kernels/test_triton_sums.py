@@ -20,12 +20,14 @@ from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     DecayThresholds,
     DeviceSteps,
+    LookupBags,
     LookupLayout,
     RowCache,
     TableClips,
 )
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, count_ids, find_rows, row_sums
 from cowrec.sparse_opt.optim.step_history import StepHistory
+from cowrec.sparse_opt.tbe.layout import BagsOfLookup
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -38,8 +40,7 @@ class Problem(NamedTuple):
 
     layout: LookupLayout
     weights: Tensor
-    indices: Tensor
-    offsets: Tensor
+    bags: LookupBags
     id_weights: Tensor | None
     output_grad: Tensor
 
@@ -76,10 +77,6 @@ def draw(weighted: bool, batch: int, device: torch.device) -> Problem:
         return torch.from_numpy(values).to(device)
 
     layout = LookupLayout(
-        feature_table=tensor(feature_table),
-        feature_column=tensor(np.cumsum([0, *dims[feature_table][:-1]])),
-        first_feature=tensor(np.searchsorted(feature_table, np.arange(3))),
-        end_feature=tensor(np.searchsorted(feature_table, np.arange(3), "right")),
         rows=tensor(rows),
         dim=tensor(dims),
         start=tensor(np.cumsum([0, *(rows * dims)[:-1]])),
@@ -92,8 +89,9 @@ def draw(weighted: bool, batch: int, device: torch.device) -> Problem:
     return Problem(
         layout,
         tensor(rng.normal(0, 1e-2, layout.size).astype(np.float32)),
-        tensor(indices),
-        tensor(np.concatenate([[0], lengths.ravel().cumsum()])),
+        BagsOfLookup(feature_table, dims, device).of(
+            {"indices": tensor(indices), "offsets": tensor(np.concatenate([[0], lengths.ravel().cumsum()]))}
+        ),
         tensor(rng.uniform(0.5, 2, len(indices)).astype(np.float32)) if weighted else None,
         tensor((rng.normal(size=(batch, width)) * 10 ** rng.uniform(-3, 1, (batch, 1))).astype(np.float32)),
     )
@@ -105,9 +103,9 @@ def compare(weighted: bool, batch: int, device: torch.device) -> None:
 
     problem = draw(weighted, batch, device)
     layout, on_cpu = problem.layout, draw(weighted, batch, torch.device("cpu"))
-    expected = find_rows(on_cpu.layout, on_cpu.indices, on_cpu.offsets)
+    expected = find_rows(on_cpu.layout, on_cpu.bags)
     outside = torch.zeros(3, dtype=torch.int64, device=device)
-    ids = find_rows_on_device(layout, problem.indices, problem.offsets, outside)
+    ids = find_rows_on_device(layout, problem.bags, outside)
     assert_equal_ids(ids, expected)
     assert not outside.any()
     assert expected.begin.diff().max() > 3 * BLOCK, "no row fills blocks of ids"
@@ -153,7 +151,7 @@ def compare_cached(device: torch.device) -> None:
 
     problem, config = draw(True, 64, device), AdamConfig(lr=1e-2, l2=1e-3)
     layout, constants = problem.layout, adam_constants(config)
-    ids = find_rows_on_device(layout, problem.indices, problem.offsets, torch.zeros_like(layout.rows))
+    ids = find_rows_on_device(layout, problem.bags, torch.zeros_like(layout.rows))
     history = StepHistory(config, device)
     history.prepare(40, config.lr)
     history.replace(np.full(40, config.lr))
@@ -201,21 +199,21 @@ def elements_of(layout: LookupLayout) -> list[list[int]]:
 
 
 def assert_equal_ids(got: LookupIds, expected: LookupIds) -> None:
-    for name in ("bag", "order", "row", "begin"):
-        np.testing.assert_array_equal(getattr(got, name).cpu(), getattr(expected, name), name)
-    assert got.batch == expected.batch
+    for name, value in expected._asdict().items():
+        np.testing.assert_array_equal(getattr(got, name).cpu(), value, name)
 
 
 def looped_sums(problem: Problem, ids: LookupIds) -> Tensor:
     """Sums each id's gradient at its row, one id after the other."""
     sums = torch.zeros(len(ids.row), problem.layout.max_dim, dtype=torch.float64)
     slot = count_ids(ids).slot
-    for i, bag in enumerate(ids.bag.tolist()):
-        feature, sample = divmod(bag, ids.batch)
-        dim = int(problem.layout.dim[problem.layout.feature_table[feature]])
-        first = int(problem.layout.feature_column[feature])
-        weight = 1.0 if problem.id_weights is None else float(problem.id_weights[i])
-        sums[slot[i], :dim] += problem.output_grad[sample, first : first + dim].double() * weight
+    batch, features, first = len(problem.output_grad), (0, 1, 2, 2), np.cumsum([0, 5, 1, 12])
+    for bag, (begin, end) in enumerate(pairwise(problem.bags.offsets.tolist())):
+        feature, sample = divmod(bag, batch)
+        dim = int(problem.layout.dim[features[feature]])
+        grad = problem.output_grad[sample, first[feature] : first[feature] + dim].double()
+        for i in range(begin, end):
+            sums[slot[i], :dim] += grad * (1.0 if problem.id_weights is None else float(problem.id_weights[i]))
     return sums
 
 
@@ -236,22 +234,22 @@ def compare_outside() -> None:
     from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
 
     problem = draw(False, 32, torch.device("cpu"))
-    indices = problem.indices.clone()
-    ends = problem.offsets[32::32]
+    indices, offsets = problem.bags.indices.clone(), problem.bags.offsets
+    ends = offsets[32::32]
     for position, value in ((0, -1), (int(ends[0]), 7), (len(indices) - 1, 900), (len(indices) - 2, 1 << 40)):
         indices[position] = value
     outside = torch.zeros(3, dtype=torch.int64)
-    ids = find_rows_on_device(problem.layout, indices, problem.offsets, outside)
+    ids = find_rows_on_device(problem.layout, problem.bags._replace(indices=indices), outside)
     assert outside.tolist() == [1, 1, 2]
     indices[[0, int(ends[0]), -1, -2]] = 0
-    expected = find_rows(problem.layout, indices, problem.offsets)
+    expected = find_rows(problem.layout, problem.bags._replace(indices=indices))
     assert_equal_ids(ids, expected)
     # Ids after the last bag belong to it, as in FBGEMM, and need not be neighbours in memory.
-    offsets, strided = problem.offsets.clone(), torch.stack([indices, indices + 1], dim=1)[:, 0]
-    offsets[-1] -= 1
-    assert_equal_ids(find_rows_on_device(problem.layout, strided, offsets, outside), expected)
-    offsets[:] = offsets.flip(0)  # no rows outside the tables
-    rows = find_rows_on_device(problem.layout, indices, offsets, outside).row
+    strided = problem.bags._replace(indices=torch.stack([indices, indices + 1], dim=1)[:, 0], offsets=offsets.clone())
+    strided.offsets[-1] -= 1
+    assert_equal_ids(find_rows_on_device(problem.layout, strided, outside), expected)
+    strided.offsets[:] = strided.offsets.flip(0)  # no rows outside the tables
+    rows = find_rows_on_device(problem.layout, strided, outside).row
     assert (rows >= 0).all()
     assert (rows < problem.layout.num_rows).all()
 

@@ -30,11 +30,13 @@ from cowrec.trainer.config.sections import ShardingConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.mean_loss import MeanLoss
 from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.task import TrainTask
 from cowrec.trainer.training.schedule import Schedule
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
 from process_groups import in_processes, process_group
+from sharded_case import moments
 
 Golden = Mapping[str, np.ndarray]
 RECORDED_STEPS = (1, 2, 5, 20)
@@ -79,7 +81,7 @@ def dense_lr(golden: Golden, step: int) -> float:
 
 
 def train_task(golden: Golden, model: nn.Module, world_size: int = 1) -> TrainTask:
-    return TrainTask(model, world_size, float(golden["hp/l2"]), float(golden["hp/l2_cross"]))
+    return TrainTask(model, MeanLoss(world_size), float(golden["hp/l2"]), float(golden["hp/l2_cross"]))
 
 
 def batch_of(golden: Golden, step: int, dtype: torch.dtype) -> Batch:
@@ -214,13 +216,13 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
             continue
         weights = _gathered(_tables(model.state_dict()), process)
         embedding.flush()
-        moments = _gathered(_moments(embedding.state_dict()), process)
+        found = _gathered(moments(embedding), process)
         if not process.is_first:
             continue
         for name, view in views.items():
             compared.close(f"s{step}/w/{name}", view, 1e-6)
         for field in FIELDS:
-            first, second = moments[f"{field}.exp_avg"], moments[f"{field}.exp_avg_sq"]
+            first, second = found[f"{field}.exp_avg"], found[f"{field}.exp_avg_sq"]
             applied = (first - beta1 * first_before[field]) / (1 - beta1)
             first_before[field] = first
             name = f"sparse_emb_{field}__embeddings"
@@ -254,10 +256,6 @@ def _slice(batch: Batch, process: Process) -> Batch:
 
 def _tables(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
     return {key.split(".")[-2]: value for key, value in state.items() if isinstance(value, ShardedTensor)}
-
-
-def _moments(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    return {".".join(key.split(".")[-2:]): value for key, value in state.items() if "exp_avg" in key}
 
 
 def _gathered(sharded: Mapping[str, ShardedTensor], process: Process) -> dict[str, Tensor]:

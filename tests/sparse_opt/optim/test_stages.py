@@ -110,10 +110,9 @@ def test_a_resumed_run_continues_bit_identically(saved_after: int) -> None:
         for after, (config, rule) in STAGES.items():
             if 0 < after < saved_after:
                 its_optimizer.reconfigure(settings(config, "replay", "torch"), rule, after=after)
-        its_optimizer.steps = saved_after
         with its_optimizer.as_stored():
             resumed.load_state_dict(saved[0])
-        its_optimizer.load_state_dict(saved[1])
+            its_optimizer.load_state_dict(saved[1])
         for each in ((model, optimizer), (resumed, its_optimizer)):
             steps(*each, saved_after, CASE.steps)
         continued = state_of(resumed, its_optimizer)

@@ -71,7 +71,7 @@ def test_a_stream_ends_with_its_last_complete_step():
 
 @pytest.mark.parametrize("batch_size", [1024, 8192, 65536])
 def test_the_settings_are_those_of_the_criteo_file(batch_size):
-    file = load_config(ROOT / "scripts" / "configs" / "criteo.toml", [f"train.batch_size={batch_size}"])
+    file = load_config(ROOT / "trainer" / "configs" / "criteo.toml", [f"train.batch_size={batch_size}"])
     config = criteo_config("deepfm", batch_size, "replay")
     assert (config.model, config.clip) == (file.model, file.clip)
     assert config.optimizer == dataclasses.replace(file.optimizer, absent_rows="replay")
@@ -92,8 +92,13 @@ def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
         assert isinstance(adam, EmbeddingAdam)
         enter_steady_state(case, adam, size)
         with adam.as_stored():
-            state = {".".join(key.split(".")[-2:]): value for key, value in adam.state_dict().items() if "C" in key}
-        tables = {key: value.local_shards()[0].tensor.clone() for key, value in state.items()}
+            state = adam.state_dict()["state"]
+        tables = {
+            f"{key.split('.')[-2]}.{name}": value.local_shards()[0].tensor.clone()
+            for key, table in state.items()
+            for name, value in table.items()
+            if name not in ("step", "lrs")
+        }
     assert adam.steps == steps
     assert any(key.endswith(".last_step") for key in tables) == (mode == "replay")
     gradients = []
@@ -259,7 +264,7 @@ def test_invalid_settings_are_refused(flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rows", "many"], "--rows must be full or a number, with K for 1000, such as 100K; got 'many'"),
+        (["--rows", "many"], "--rows must be full or a number, such as 100000; got 'many'"),
         (["--spacing", "0.5"], "--spacing must be a whole number, such as 10; got '0.5'"),
         (["--model", "deepfn"], 'did you mean "deepfm"?'),
     ],

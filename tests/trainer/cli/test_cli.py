@@ -33,19 +33,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# A line whenever metrics are written.
+LINES = ["--set", "train.log_seconds=1e-9", "--set", "train.log_every=50"]
+
+
 def endless_training(folder: Path, run: str) -> list[str]:
     command = [sys.executable, "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/data"]
     # One sample per step: an epoch has 205 steps, and a request to stop arrives in the middle of one.
-    return [*command, "--run-dir", f"{folder}/{run}", "--set", "train.epochs=100000", "--set", "train.batch_size=1"]
+    command += ["--set", "train.epochs=100000", "--set", "train.batch_size=1", *LINES]
+    return [*command, "--run-dir", f"{folder}/{run}"]
 
 
 def check_stopped(run: Path, printed: str) -> None:
     """Checks the one line about the stop, and the checkpoint that it names."""
     newest = sorted((run / "checkpoints").iterdir())[-1]
     step = int(newest.name.removeprefix("step_"))
-    assert re.search(rf"^cowrec: stopped at step {step}; saved {re.escape(str(newest))}$", printed, re.MULTILINE), (
-        printed
-    )
+    said = f"cowrec: stopped at step {step}; saved {newest}; to continue, add --run-dir {run} --resume to the command"
+    assert said in printed.splitlines(), printed
     assert "Traceback" not in printed
     assert newest_progress(run)["step"] == step
     assert evaluate_run(run, run.parent / "data")["rows"] == TEST_ROWS
@@ -59,12 +63,14 @@ def test_sigterm_saves_and_a_pipe_sees_no_bar(folder: Path) -> None:
     seen = []
     for line in process.stderr:
         seen.append(line)
-        if line.startswith("epoch 1/"):
+        if line.startswith("epoch 1/100000  step"):  # the epoch's quality
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 130
     check_stopped(folder / "term", "".join(seen))
     kinds = ("deepfm on csv: 205 training samples", "batch 1 (205 steps an epoch)", "epoch ", "cowrec: stopped")
     assert all(line.startswith(kinds) for line in seen), "a library printed something"
+    progress = r"epoch 1/100000  48.8%  step 100  loss 0\.\d{4}  [\d,]+ samples/s  \d+:\d\d:\d\d left\n"
+    assert any(re.fullmatch(progress, line) for line in seen), seen
 
 
 def test_ctrl_c_on_a_terminal_saves_and_the_bar_shows_progress(folder: Path) -> None:
@@ -91,17 +97,17 @@ def test_ctrl_c_on_a_terminal_saves_and_the_bar_shows_progress(folder: Path) -> 
 
 
 COMMANDS = [
-    each.name or each.callback.__name__
+    [*([group.name] if group.name else []), each.name or each.callback.__name__]
     for group in app.registered_groups
     for each in group.typer_instance.registered_commands
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_help_has_an_example(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_help_has_an_example(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"], terminal_width=200)
     assert result.exit_code == 0
-    assert f"Example: cowrec {command}" in result.output
+    assert f"Example: cowrec {' '.join(command)}" in result.output
 
 
 def test_the_help_of_prepare_lists_all_its_settings() -> None:
@@ -112,16 +118,22 @@ def test_the_help_of_prepare_lists_all_its_settings() -> None:
 def test_prepare_train_evaluate_predict(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raw, columns, data = folder / "raw.csv", folder / "columns.toml", tmp_path / "data"
+    columns, data = folder / "columns.toml", tmp_path / "data"
     monkeypatch.chdir(tmp_path)
+    header, *lines = (folder / "raw.csv").read_text().splitlines(keepends=True)
+    for name, part in (("a", lines[:50]), ("b", lines[50:99]), ("c", lines[99:])):
+        (tmp_path / f"{name}.csv").write_text(header + "".join(part))
     split = ["--set", "prepare.test_fraction=0.3"]
-    assert exit_code(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", data, *split) == 0
+    inputs = ["-i", "a.csv", "b.csv", "--input", "[c].csv"]
+    assert exit_code(monkeypatch, "prepare", "csv", *inputs, "--schema", columns, "-o", data, *split) == 0
     assert "1 dense and 3 sparse fields" in capsys.readouterr().out
     assert exit_code(monkeypatch, "train", folder / "run.toml", "--set", f"data.dir={data}") == 0
     captured = capsys.readouterr()
     assert "\r" not in captured.err
     (made,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(rf"AUC 0\.\d{{4}}  logloss 0\.\d{{4}}  [\d,]+ samples/s  run runs/{made.name}\n", captured.out)
+    assert re.fullmatch(
+        rf"AUC 0\.\d{{4}}  logloss 0\.\d{{4}}  epoch 2 of 2  [\d,]+ samples/s  run runs/{made.name}\n", captured.out
+    )
     assert exit_code(monkeypatch, "evaluate", made, "--data", data) == 0
     report = json.loads((made / "report.json").read_text())
     assert json.loads(capsys.readouterr().out)["auc"] == pytest.approx(report["auc"], abs=1e-7)
@@ -129,11 +141,23 @@ def test_prepare_train_evaluate_predict(
     assert capsys.readouterr().out == f"{tmp_path}/p.parquet: {report['epochs'][0]['rows']} rows\n"
 
 
+def test_an_inferred_schema_prepares_its_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, columns = folder / "raw.csv", tmp_path / "inferred.toml"
+    assert exit_code(monkeypatch, "schema", "infer", raw, "-o", columns) == 0
+    assert re.match(rf"{columns}: 4 fields, \d+ remarks to check\n", capsys.readouterr().out)
+    assert exit_code(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", tmp_path / "data") == 0
+    assert "1 dense and 3 sparse fields" in capsys.readouterr().out
+    assert exit_code(monkeypatch, "schema", "infer", raw, "-o", columns) == 2
+    assert "inferred.toml exists; choose another file or remove it" in capsys.readouterr().err
+
+
 def test_set_overrides_the_prepare_section_of_the_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.toml"
-    config.write_text('[prepare]\nsplit = "tail"\ntest_rows = 10\nmin_count = 2')
+    config.write_text('[prepare]\nsplit = "order"\ntest_rows = 10\nmin_count = 2')
     where = ["--schema", folder / "columns.toml", "--config", config, "--output"]
     command = ["prepare", "csv", "--input", folder / "raw.csv", *where]
     assert exit_code(monkeypatch, *command, tmp_path / "file") == 0
@@ -155,7 +179,7 @@ MISTAKES = {
     "data not there": (["train", "{toml}", "--data", "none"], "none is not a prepared data set"),
     "run folder in use": (
         ["train", "{toml}", "--data", "{data}", "--run-dir", "{data}"],
-        "is not empty; continue its run with --resume",
+        "is not empty, and not that of a run; or choose another with --run-dir",
     ),
     "run folder a file": (["train", "{toml}", "--data", "{data}", "--run-dir", "{toml}"], "is a file; choose another"),
     "wrong key": (["train", "{toml}", "--data", "{data}", "--set", "train.seeds=1"], "did you mean train.seed?"),

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.models import ModelConfig
 from cowrec.sparse_opt import PRESETS
-from cowrec.trainer.config.run import RunConfig, load_config, save_config
-from cowrec.trainer.config.sections import ClipConfig, DataConfig, OptimizerConfig, ShardingConfig, TrainConfig
+from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
+from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_l2
+from cowrec.trainer.config.sections import DataConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import derived_hyperparameters
 
-CONFIGS = Path(__file__).resolve().parents[3] / "scripts" / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"
 
 
 def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
@@ -33,6 +34,8 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("batch_size = 5", "unknown key batch_size (= 5); did you mean train.batch_size?"),
         ("[train]\nl2 = 0.1", "unknown key train.l2 (= 0.1); did you mean optimizer.l2?"),
         ("[model]\nseed = 1", "unknown key model.seed (= 1); did you mean prepare.seed or train.seed?"),
+        ("[optimizer]\nlr = 1", "unknown key optimizer.lr (= 1); did you mean optimizer.embedding_lr or"),
+        ("[train]\nlearning_rate = 1", "did you mean optimizer.embedding_lr or optimizer.dense_lr?"),
         ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: memory, plan, tables"),
         ("train = 5", "train = 5 must be a section"),
         ('[train]\nbatch_size = "8K"', "train.batch_size = '8K': input should be a valid integer"),
@@ -53,6 +56,12 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ('[optimizer]\nembedding = "fbgemm_cowclip"', "does its own clipping, not clip.rule = 'cowclip'; set"),
         ("[optimizer]\nlower_bound = -1.0", "optimizer.lower_bound must be at least 0 and finite, got -1.0"),
         ("[optimizer]\ncounter_halflife = -2", "optimizer.counter_halflife must be at least -1, got -2"),
+        ("[optimizer]\nlr_decay_epochs = 0.0", "optimizer.lr_decay_epochs must be above 0 and finite, got 0.0"),
+        ("[optimizer]\nlr_decay_factor = 2.0", "optimizer.lr_decay_factor must be from 0 to 1, got 2.0"),
+        (
+            '[optimizer]\nembedding = "sgd"\nweight_decay = 0.1',
+            'optimizer.weight_decay = 0.1 needs optimizer.embedding = "adam", got \'sgd\'; use optimizer.l2',
+        ),
         ('[clip]\nrule = "field"', "clip.rule = 'field' needs clip.max_norm"),
         ('[clip]\nrule = "global"\nmax_norm = 1.0', "'replay' computes absent rows later; set it to 'lazy'"),
         ('[clip]\nrule = "adaptive_field"\nbound = 1.0', "clip.bound = 1.0 has no meaning for clip.rule"),
@@ -73,7 +82,7 @@ def test_messages_name_key_value_and_remedy(tmp_path: Path, toml: str, message: 
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not exist; see scripts/configs"):
+    with pytest.raises(ValueError, match=r"none\.toml does not exist; cowrec config init --output .* writes one"):
         load_config(tmp_path / "none.toml")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         load_config(tmp_path)
@@ -108,6 +117,25 @@ def test_refuses_overrides_of_another_form(tmp_path: Path, override: str) -> Non
 def test_refuses_an_unknown_overridden_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("unknown key train.epoch (= 5); did you mean train.epochs?")):
         load(tmp_path, "", "train.epoch=5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["train.seed=1", "train.epoch=5"], "--set train.epoch=5: unknown key train.epoch"),
+        (["train.epochs=0", "train.seed=1"], "--set train.epochs=0: train.epochs must be at least 1"),
+        (["train.epochs=0", "train.seed=-1"], "--set train.epochs=0: train.epochs must be at least 1"),
+        (["clip.r=0"], "--set clip.r=0: "),
+        (["optimizer.lower_bound=1", "optimizer.embedding=sgd", "train.batch_ramp=2"],
+         "--set optimizer.embedding=sgd, --set train.batch_ramp=2: train.batch_ramp = 2 changes"),
+        (["model.name=deepfm", "train.epochs=0"], "--set train.epochs=0: "),  # the first repairs the file
+        (["train.seed=1"], "{file}: model.name is"),
+    ],
+)  # fmt: skip
+def test_the_flag_that_causes_an_error_is_blamed(tmp_path: Path, overrides: list[str], blamed: str) -> None:
+    toml = '[model]\nname = "none"' if "{file}" in blamed or "model" in overrides[0] else ""
+    with pytest.raises(ValueError, match="^" + re.escape(blamed.format(file=tmp_path / "run.toml"))):
+        load(tmp_path, toml, *overrides)
 
 
 rates = st.floats(0, 1e3)
@@ -166,3 +194,12 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
 def test_every_example_file_loads(file: Path) -> None:
     if not file.name.endswith("_schema.toml"):
         load_config(file)
+
+
+def test_l2_follows_the_number_of_samples(tmp_path: Path) -> None:
+    """20 / N between 1e-6 and 1e-3, where the TOML file gives none; saved with the run."""
+    for samples, l2 in ((0, 1e-3), (20_000, 1e-3), (200_000, 1e-4), (10**9, 1e-6)):
+        assert with_l2(RunConfig(), samples).optimizer.l2 == pytest.approx(l2)
+        assert with_l2(load(tmp_path, "[optimizer]\nl2 = 0.0"), samples).optimizer.l2 == 0
+    save_config(with_l2(RunConfig(), 200_000), tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml").optimizer.l2 == pytest.approx(1e-4)

@@ -19,7 +19,8 @@ from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from trainer_cases import config_file
 
 ROWS, TEST_ROWS = 400, 301
-KEYS = ("auc", "logloss", "rows", "expected_auc", "expected_logloss", "excess_logloss")
+EXPECTED = ("expected_auc", "expected_logloss", "excess_logloss")
+KEYS = ("auc", "logloss", "rows", "ctr", "normalized_entropy", "calibration", *EXPECTED)
 SIZES = {"rows": ROWS, "test_rows": TEST_ROWS, "vocabulary_scale": 1e-5, "shard_rows": 150}
 
 
@@ -40,6 +41,11 @@ def report(folder: Path) -> dict[str, Any]:
     return content
 
 
+def known(measured: dict[str, Any]) -> dict[str, Any]:
+    """The measures of KEYS."""
+    return {key: value for key, value in measured.items() if key in KEYS}
+
+
 def of_predictions(folder: Path, chosen: Any = slice(None), split: str = "test") -> dict[str, Any]:
     """Measures of some samples by scikit-learn; soft labels are samples of both classes with weights."""
     q = pq.read_table(folder / f"{split}.parquet")["prediction"].to_numpy().astype(float)[chosen]
@@ -53,6 +59,9 @@ def of_predictions(folder: Path, chosen: Any = slice(None), split: str = "test")
         "auc": roc_auc_score(label, q),
         "logloss": log_loss(label, q),
         "rows": len(q),
+        "ctr": label.mean(),
+        "normalized_entropy": log_loss(label, q) / log_loss(label, np.full(len(q), label.mean(dtype=float))),
+        "calibration": q.mean() / label.mean(),
         "expected_auc": (roc_auc_score(both, np.tile(q, 2), sample_weight=weights) * pairs - own / 2) / (pairs - own),
         "expected_logloss": expected,
         "excess_logloss": expected - least,
@@ -60,11 +69,11 @@ def of_predictions(folder: Path, chosen: Any = slice(None), split: str = "test")
 
 
 def test_measures_equal_scikit_learns(folder: Path) -> None:
-    """Tolerance 1e-6: predictions are float32, and torchmetrics sums the curve in float32."""
-    measured = {key: value for key, value in report(folder)["epochs"][-1].items() if key in KEYS}
+    """Tolerance 1e-6: predictions are float32."""
+    measured = known(report(folder)["epochs"][-1])
     assert measured == pytest.approx(of_predictions(folder), abs=1e-6)
     assert 0 < measured["excess_logloss"] < measured["expected_logloss"]
-    assert evaluate_run(folder / "run", folder / "data") == pytest.approx(measured, abs=1e-7)
+    assert known(evaluate_run(folder / "run", folder / "data")) == pytest.approx(measured, abs=1e-7)
     best = report(folder)["best_possible"]
     assert measured["expected_logloss"] - measured["excess_logloss"] == pytest.approx(
         best["expected_logloss"], abs=1e-6
@@ -81,7 +90,7 @@ def test_groups_are_thirds_by_the_counts_of_ids(folder: Path) -> None:
     measured = report(folder)["by_id_counts"]
     assert list(measured) == ["rare", "middle", "frequent"]
     for group, values in enumerate(measured.values()):
-        assert values == pytest.approx(of_predictions(folder, groups == group), abs=1e-6)
+        assert known(values) == pytest.approx(of_predictions(folder, groups == group), abs=1e-6)
     board = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(board[-1])["by_id_counts"] == measured
 
@@ -99,7 +108,7 @@ def test_a_random_sample_of_the_training_split_is_measured(folder: Path) -> None
     chosen = np.isin(stored, drawn)
     assert chosen.sum() == len(drawn) == 150
     assert all(0 < chosen[start : start + 150].sum() < 150 for start in (0, 150, 300))
-    assert report(folder)["train"] == pytest.approx(of_predictions(folder, chosen, "train"), abs=1e-6)
+    assert known(report(folder)["train"]) == pytest.approx(of_predictions(folder, chosen, "train"), abs=1e-6)
     first = RandomSample(folder / "data", "train", 150, batch_size=150, among=120, true_logits=True)
     (batch,) = first.epoch(3)
     assert batch.dense[:, 0].tolist() == stored[:120]
@@ -112,8 +121,11 @@ def test_a_data_set_without_true_logits_is_measured_as_before(folder: Path, tmp_
     content = json.loads((tmp_path / "data" / "schema.json").read_text())
     assert content.pop("true_logits") is True
     (tmp_path / "data" / "schema.json").write_text(json.dumps(content))
-    before = {key: report(folder)[key] for key in ("auc", "logloss")} | {"rows": TEST_ROWS}
-    assert evaluate_run(folder / "run", tmp_path / "data") == pytest.approx(before, abs=1e-7)
+    measured = evaluate_run(folder / "run", tmp_path / "data")
+    assert not measured.keys() & set(EXPECTED)
+    before = {key: report(folder)[key] for key in ("auc", "logloss", "calibration")}
+    assert {key: measured[key] for key in before} == pytest.approx(before, abs=1e-7)
+    assert measured["rows"] == TEST_ROWS
 
 
 @pytest.mark.parametrize("resident", [False, True])

@@ -47,6 +47,17 @@ def predictions(case: Path, model: ServedModel) -> np.ndarray:
     return np.concatenate([model.predict(codec.encode(codec.from_table(table)).block) for table in tables])
 
 
+def following(folder: Path) -> ServedModel:
+    """A reader that has applied all versions that the run published."""
+    target, served = open_target(str(folder / "published")), ServedModel.load(folder / "run" / "base")
+    newest = target.blobs()[-1][0]
+    for blob in VersionReader(target).versions(Event()):
+        served.apply(blob)
+        if blob.version == newest:
+            break
+    return served
+
+
 def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:
     """A model with learning rates of 0 predicts like its first export, measured by scikit-learn in each window."""
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
@@ -74,18 +85,37 @@ def test_readers_of_publications_equal_an_export(case: Path, tmp_path: Path) -> 
     assert sum(table["evicted"] for table in report["id_tables"].values()) > 300
     export_run(tmp_path / "run", tmp_path / "export")
     exported = ServedModel.load(tmp_path / "export")
-    target = open_target(str(tmp_path / "published"))
-    newest = target.blobs()[-1][0]
-    served = ServedModel.load(tmp_path / "run" / "base")
-    for blob in VersionReader(target).versions(Event()):
-        served.apply(blob)
-        if blob.version == newest:
-            break
-    assert newest > 3
+    served = following(tmp_path)
+    assert served.version > 3
     assert served.step == report["steps"]
     np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
     assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
     assert served.counters()["removed_rows"] > 0
+
+
+BATCH_NORM = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, config, front):
+        super().__init__()
+        self.front, self.norm = front, nn.BatchNorm1d(front.width)
+        self.out = nn.Linear(front.width, 1)
+    def forward(self, dense, sparse):
+        return self.out(self.norm(self.front(dense, sparse).flat)).squeeze(1)
+"""
+
+
+def test_a_network_of_ones_own_is_published_with_its_means(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_streamed.py").write_text(BATCH_NORM)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ["model.name=my_streamed:Net", "optimizer.absent_rows=lazy", "id_table.expire_after=''"]
+    settings += ["online.publish_seconds=0.05", "online.dense_seconds=0.1"]
+    run(case, tmp_path / "run", *settings, publish=str(tmp_path / "published"))
+    export_run(tmp_path / "run", tmp_path / "export")
+    exported = predictions(case, ServedModel.load(tmp_path / "export"))
+    np.testing.assert_array_equal(predictions(case, following(tmp_path)), exported)
 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]])

@@ -24,8 +24,8 @@ from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
-from redis_server import RedisServer
 from run_comparison import assert_same, lines, wait_for
+from servers.redis_server import RedisServer
 from trainer_cases import ENVIRONMENT, checkpoint, tensors
 
 OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]

@@ -16,7 +16,8 @@ from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, Tab
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.publishing.version_reader import VersionReader
-from redis_server import redis_server
+from servers.redis_server import redis_server
+from servers.s3_server import s3_clients
 
 WIDTH = 4
 Key = tuple[str, int, int]
@@ -147,10 +148,13 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cowrec.trainer.publishing.publisher._PAUSE", 0.05)
 
 
-@pytest.fixture(params=["directory", "redis"])
+@pytest.fixture(params=["directory", "redis", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "directory":
         yield str(tmp_path / "published")
+    elif request.param == "s3":
+        with s3_clients():
+            yield f"s3://bucket/{tmp_path.name}"
     else:
         with redis_server(tmp_path / "redis") as server:
             yield f"{server.url}?name=test"

@@ -3,7 +3,7 @@
 import pytest
 
 from cowrec.trainer.reports.plotting import plt, size_name
-from cowrec.trainer.reports.text_table import aligned
+from cowrec.trainer.reports.text_table import aligned, speed_text
 
 
 def test_a_table_aligns_names_left_and_numbers_right() -> None:
@@ -28,3 +28,9 @@ def test_plots_need_no_display(tmp_path) -> None:
     figure.savefig(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert plt.get_backend().lower() == "agg"
+
+
+@pytest.mark.parametrize("unknown", [None, float("nan")])
+def test_a_speed_that_was_not_measured_is_no_number(unknown: float | None) -> None:
+    assert speed_text(12345.6) == "12,346 samples/s"
+    assert speed_text(unknown) == "too few steps to measure the speed"

@@ -9,6 +9,7 @@ import torch
 
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
+from run_comparison import assert_same_measures
 from trainer_cases import checkpoint, config_file, interrupted, make_data, tensors, train_in_processes
 
 OFTEN = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
@@ -66,6 +67,6 @@ def test_another_number_of_processes_resumes(folder: Path, name: str, stage: int
 def test_measurements_are_resumed(folder: Path) -> None:
     reports = [json.loads((folder / run / "replay" / "report.json").read_text()) for run in ("uninterrupted", "stage2")]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
-        assert first == pytest.approx(second, abs=1e-6)
+        assert_same_measures(first, second)
     assert [report["world_size"] for report in reports] == [1, 1]
     assert reports[0]["clip_statistics"]["rows"] == reports[1]["clip_statistics"]["rows"]

@@ -1,6 +1,7 @@
 """Resuming: bit-identical to an uninterrupted run; damaged, foreign and malicious checkpoints are refused."""
 
 import json
+import logging
 import pickle
 import shutil
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def test_other_settings_are_refused(folder: Path, uninterrupted: Path, tmp_path:
         run(folder, uninterrupted, "optimizer.l2=0.5", resume=True)
     with pytest.raises(ValueError, match=r"is not a run: it has no config.toml"):
         run(folder, folder / "data", resume=True)
-    with pytest.raises(ValueError, match="continue its run with --resume"):
+    with pytest.raises(ValueError, match="has a complete run; add --resume"):
         run(folder, uninterrupted)
     with locked_folder(uninterrupted), pytest.raises(ValueError, match="another process is at work in"):
         run(folder, uninterrupted, resume=True)
@@ -128,23 +129,25 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "it has no __0_0.distcp": lambda step: (step / "__0_0.distcp").unlink(),
     "__0_0.distcp has another checksum": lambda step: flip(step / "__0_0.distcp"),
     "it has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
-    "checkpoint.json cannot be read": lambda step: (step / "checkpoint.json").write_text('{"format": 1, "pro'),
+    "checkpoint.json cannot be read": lambda step: (step / "checkpoint.json").write_text('{"format": 2, "pro'),
 }
 
 
 @pytest.mark.parametrize("message", DAMAGES)
 def test_damage_is_reported_and_the_checkpoint_before_is_used(
-    folder: Path, uninterrupted: Path, tmp_path: Path, message: str, capsys: pytest.CaptureFixture
+    folder: Path, uninterrupted: Path, tmp_path: Path, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy = shutil.copytree(uninterrupted, tmp_path / "copy")
     DAMAGES[message](copy / "checkpoints" / "step_000000010")
     evaluate_run(copy, folder / "data")
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "step_000000010 is damaged" in said
     assert message in said
     assert "taking the checkpoint before it" in said
-    run(folder, copy, resume=True)
-    assert "continuing from" in (said := capsys.readouterr().err)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "cowrec"):
+        run(folder, copy, resume=True)
+    assert "continuing from" in (said := caplog.text)
     assert "step_000000009" in said
     assert same(checkpoint(copy), checkpoint(uninterrupted))
 
@@ -160,8 +163,8 @@ def test_all_checkpoints_damaged(folder: Path, uninterrupted: Path, tmp_path: Pa
 def test_other_formats_and_models_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(uninterrupted, tmp_path / "format")
     manifest = copy / "checkpoints" / "step_000000010" / "checkpoint.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match=r"is of format 2, this cowrec reads 1; use the version that wrote it"):
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(ValueError, match=r"is of format 3, this cowrec reads 2; use the version that wrote it"):
         evaluate_run(copy, folder / "data")
     copy = shutil.copytree(uninterrupted, tmp_path / "model")
     config = copy / "config.toml"

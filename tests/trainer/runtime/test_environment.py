@@ -26,8 +26,10 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 ENTRY_POINTS = {
-    "cowrec": "from cowrec.trainer.cli.main import main; sys.argv = ['cowrec', 'train', 'x']; main()",
-    "python -m cowrec.trainer": "import runpy; sys.argv = ['x', 'train', 'x']; runpy.run_module('cowrec.trainer')",
+    "cowrec": "from cowrec.trainer.__main__ import main; sys.argv = ['cowrec', 'train', 'x']; main()",
+    "python -m cowrec.trainer": (
+        "import runpy; sys.argv = ['x', 'train', 'x']; runpy.run_module('cowrec.trainer', run_name='__main__')"
+    ),
     **{
         name: f"import runpy; sys.argv = ['{name}']; runpy.run_path('{ROOT}/scripts/{name}', run_name='__main__')"
         for name in ("compare_id_tables.py", "measure_snapshot_interval.py", "demo.py", "online_demo.py")

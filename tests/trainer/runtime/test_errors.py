@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cowrec.data_pipeline import Schema
-from cowrec.models import require_model
+from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message
@@ -32,7 +32,7 @@ def in_cowrec(body: str) -> Exception:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: require_model("deepfn"),
+        lambda: require_model(ModelConfig("deepfn")),
         lambda: config_from({"train": {"batch_size": 0}}),
         lambda: Schema.load(Path("/no/such/folder")),
         lambda: Path("/no/such/file").read_text(),
@@ -86,7 +86,7 @@ def test_an_error_is_judged_by_its_first_raise() -> None:
 def evaluate_with(body: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Exit code of ``cowrec evaluate`` in which ``body`` runs as cowrec's own code."""
     evaluation = {"__name__": "cowrec.trainer.training.saved_run"}
-    exec(f"def evaluate_run(*_):\n    {body}", evaluation)
+    exec(f"def evaluate_run(*_, **__):\n    {body}", evaluation)
     monkeypatch.setattr(saved_run, "evaluate_run", evaluation["evaluate_run"])
     monkeypatch.setattr(sys, "argv", ["cowrec", "evaluate", "run", "--data", "data"])
     with pytest.raises(SystemExit) as ended:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cowrec.data_pipeline import SynthesizeConfig, synthesize
+from run_comparison import assert_same_measures
 from trainer_cases import (
     ENVIRONMENT,
     TEST_ROWS,
@@ -34,6 +35,7 @@ MEASURED = ["train.epochs=1", "evaluate.by_id_counts=true", "evaluate.train_rows
 CASES = {
     "adam/table_wise": ("weighted", ["sharding.plan=table_wise"]),
     "adam/row_wise": ("weighted", ["sharding.plan=row_wise"]),
+    "adam/accumulated": ("weighted", ["sharding.plan=row_wise", "train.accumulation=4"]),
     "stock/table_wise": ("unweighted", [*STOCK, "sharding.plan=table_wise"]),
     "stock/row_wise": ("unweighted", [*STOCK, "sharding.plan=row_wise"]),
     "fused/table_wise": ("single", [*FUSED, "sharding.plan=table_wise"]),
@@ -72,20 +74,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flat(measures: dict, path: str = "") -> dict[str, float]:
-    """Numbers of nested dictionaries, by path."""
-    if not isinstance(measures, dict):
-        return {path: measures}
-    return {key: number for name, each in measures.items() for key, number in flat(each, f"{path}/{name}").items()}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_what_one_does(folder: Path, name: str) -> None:
     one, two = folder / "runs1" / name.split("/")[0], folder / "runs2" / name.replace("/", "_")
     reports = [json.loads((run / "report.json").read_text()) for run in (one, two)]
     assert [report["world_size"] for report in reports] == [1, 2]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
-        assert flat(first) == pytest.approx(flat(second), abs=1e-6)
+        assert_same_measures(first, second)
     states = [checkpoint(run) for run in (one, two)]
     assert newest_progress(one)["step"] == newest_progress(two)["step"]
     weights = [state["model"] for state in states]
@@ -118,7 +113,7 @@ def test_all_ranks_end_with_the_first_ones_error(folder: Path) -> None:
     for rank in (0, 1):
         *good, refused = json.loads((folder / f"cases.rank{rank}").read_text())
         assert good == ["ok"] * len(CASES)
-        assert "is not empty; continue its run with --resume" in refused
+        assert "add --resume and raise train.epochs" in refused
 
 
 def test_two_processes_write_one_report_and_one_log(folder: Path) -> None:

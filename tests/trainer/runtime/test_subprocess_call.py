@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from cowrec.models import require_model
+from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 
@@ -28,7 +28,7 @@ def test_errors_and_ends_of_a_subprocess_are_errors() -> None:
     with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
         run_in_subprocess(look_up, "b")
     with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
-        run_in_subprocess(require_model, "deepfn")
+        run_in_subprocess(require_model, ModelConfig("deepfn"))
     with pytest.raises(ProcessFailed, match="ended by signal 9"):
         run_in_subprocess(end_abruptly)
     with pytest.raises(ProcessFailed, match="killed after 1 s"):
@@ -46,7 +46,7 @@ def test_with_a_gpu_subprocesses_are_not_forked_and_bugs_keep_their_traceback(
     assert "Traceback" in printed
     assert 'return {"a": 1}[key]' in printed
     with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
-        run_in_subprocess(require_model, "deepfn")
+        run_in_subprocess(require_model, ModelConfig("deepfn"))
     assert "Traceback" not in capfd.readouterr().err  # fbgemm 1.6 may print a warning
 
 

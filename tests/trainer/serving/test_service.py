@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from command_line import exit_code
 from cowrec.trainer.serving.micro_batcher import MicroBatcher
 from cowrec.trainer.serving.service import Limits, Service
 from serving import Serving, predictions, raw_samples, serving, trained_and_exported
@@ -199,6 +200,28 @@ def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         stderr = server.process.communicate(timeout=30)[1]
         assert (server.process.returncode, "Traceback" in stderr) == (0, False), stderr
+        assert f"cowrec: listening on http://127.0.0.1:{server.port}: POST /predict" in stderr
+        assert f"cowrec: {folder / 'export'} is served: step 5\n" in stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--port", "{port}"),
+            "cannot listen on 127.0.0.1:{port}: Address already in use; another program listens there",
+        ),
+        (("--port", "70000"), "--port must be between 0 and 65535, got 70000"),
+    ],
+)
+def test_a_used_or_wrong_port_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple, message: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        options = tuple(each.format(port=port) for each in options)
+        assert exit_code(monkeypatch, "serve", folder / "export", *options) == 2
+    assert f"cowrec: error: {message.format(port=port)}" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_an_export_is_reported(folder: Path, tmp_path: Path) -> None:
@@ -206,7 +229,7 @@ def test_a_folder_that_is_not_an_export_is_reported(folder: Path, tmp_path: Path
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"cowrec: error: {tmp_path}" in done.stderr
-    with pytest.raises(ValueError, match="'ftp://x' is not supported"):
+    with pytest.raises(ValueError, match="scheme 'ftp' is not supported"):
         Service(folder / "export", "ftp://x")
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         Limits(samples=0)

@@ -15,7 +15,7 @@ from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.training.loop import train
-from redis_server import redis_server
+from servers.redis_server import redis_server
 from serving import DEADLINE, Serving, predictions, raw_samples, serving, trained_and_exported
 
 
@@ -82,7 +82,9 @@ def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
             back = published(publisher, everything(folder / "export", 5))
             server.wait_for("version", back)
             answers_as(server, folder, "run", back)
-        assert server.send(signal.SIGKILL)[0] == -signal.SIGKILL
+        code, printed = server.send(signal.SIGKILL)
+        assert code == -signal.SIGKILL
+        assert f"cowrec: version {version} (full, step 10) of {target} is served\n" in printed
     with serving(folder / "longer-export", "--follow", str(target), port=server.port) as server:
         server.wait_for("version", back)
         answers_as(server, folder, "run", back)
@@ -107,6 +109,8 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, redis) -> None:
         later = published(publisher, everything(folder / "export", 5))
         server.wait_for("version", later)
         answers_as(server, folder, "run", later)
+        printed = server.send(signal.SIGTERM)[1]
+        assert printed.count("cannot be reached") == printed.count(f"{redis.url} is followed again") == 1, printed
 
 
 def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip
+from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
-from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
+from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.sharded_model.build import derived_clip, describe
 from cowrec.trainer.training.loop import train
 from trainer_cases import TRAIN_ROWS, checkpoint, config_file, make_data
@@ -49,7 +50,7 @@ def city_table(run_dir: Path) -> torch.Tensor:
 def test_thresholds_grow_with_the_root_of_the_batch(
     clip: ClipConfig, scaling: str, batch_size: int, expected: Any
 ) -> None:
-    optimizer = OptimizerConfig(base_batch_size=1024, scaling=scaling, absent_rows="lazy")
+    optimizer = OptimizerConfig(base_batch_size=1024, scaling=scaling, absent_rows="lazy", l2=0.0)
     config = RunConfig(train=TrainConfig(batch_size=batch_size), optimizer=optimizer, clip=clip)
     assert derived_clip(config) == expected
     assert describe(config)["clip_values"] == dataclasses.asdict(expected)

@@ -76,6 +76,23 @@ def test_betas_and_eps_may_change_between_steps(epsilon: str, later: tuple[float
     np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("epsilon", ["keras", "torch"])
+def test_weight_decay_is_that_of_torchs_adamw(epsilon: str) -> None:
+    """Under rates that change, and with a parameter without a gradient. Epsilon is too small for its form to matter."""
+    grads, values = torch.randn(9, 40), Hyperparameters(0.0, 0.1, 0.0, eps=1e-20, dense_weight_decay=0.4)
+    ours, theirs, unused = (nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(3))
+    optimizer = DenseAdam({"w": ours, "unused": unused}, values, epsilon)
+    adamw = torch.optim.AdamW([theirs], eps=1e-20, weight_decay=0.4)
+    for step, grad in enumerate(grads):
+        optimizer.prepare(step, 0.1 / (1 + step))
+        adamw.param_groups[0]["lr"] = 0.1 / (1 + step)
+        ours.grad, theirs.grad = grad, grad.clone()
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert torch.equal(unused, torch.linspace(-1, 1, 40))
+
+
 def test_the_two_forms_of_epsilon_differ() -> None:
     grads, weights, config = [np.full(1, 1e-6)] * 2, np.zeros(1), Hyperparameters(0.0, 0.1, 0.0, eps=1e-7)
     keras, torchs = (plain_adam(weights, grads, 0, config, epsilon) for epsilon in ("keras", "torch"))
@@ -114,7 +131,7 @@ def test_a_step_is_capturable_during_a_capture_alone() -> None:
 
 def test_learning_rates_rise_and_fall() -> None:
     values = Hyperparameters(0.5, 0.1, 0.0)
-    steps, warm, falling = (0, 5, 10, 99), Schedule(10), Schedule(10, decay_steps=100)
+    steps, warm, falling = (0, 5, 10, 99), Schedule(10), Schedule(10, decay="linear", decay_steps=100)
     assert [warm.dense_lr(values, k) for k in steps] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
     assert [falling.dense_lr(values, k) for k in steps] == pytest.approx([1e-8, 0.0475, 0.09, 0.001], rel=1e-6)
     assert [warm.embedding_lr(values, k) for k in steps] == [0.5] * 4

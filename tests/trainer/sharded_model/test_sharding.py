@@ -11,12 +11,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import OptimizerConfig, ShardingConfig
+from cowrec.trainer.config.sections import ShardingConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.report import sharding_table
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
+from run_comparison import assert_same_measures
 from sharded_case import process_group
 from trainer_cases import checkpoint, config_file, make_data, train_case, train_in_processes
 
@@ -75,7 +77,7 @@ def test_four_processes_equal_one(folder: Path, name: str) -> None:
     reports = [json.loads((run / "report.json").read_text()) for run in (one, four)]
     assert [report["world_size"] for report in reports] == [1, 4]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
-        assert first == pytest.approx(second, abs=1e-6)
+        assert_same_measures(first, second)
     if name in ("adam/mixed", "adam/column_wise"):
         return  # in checkpoints only rows of column-wise and data-parallel tables are up to date
     for part in ("model", "embedding_optimizer"):
@@ -90,7 +92,7 @@ def test_four_processes_equal_one(folder: Path, name: str) -> None:
 def test_one_process_resumes_under_another_plan(folder: Path, name: str) -> None:
     runs = folder / "runs1" / name.split("_")[0], folder / "runs4" / name
     for first, second in zip(*(json.loads((run / "report.json").read_text())["epochs"] for run in runs), strict=True):
-        assert first == pytest.approx(second, abs=1e-6)
+        assert_same_measures(first, second)
 
 
 def test_statistics_count_each_row_once(folder: Path) -> None:
@@ -144,7 +146,7 @@ def processes(count: int, machine: int = 0) -> Process:
 
 
 def run_of(plan: str, embedding: str = "adam", **kinds: str) -> RunConfig:
-    return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=OptimizerConfig(embedding=embedding))
+    return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=OptimizerConfig(embedding=embedding, l2=0.0))
 
 
 def test_auto_splits_the_largest_tables() -> None:
@@ -179,7 +181,10 @@ def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> 
 def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, memory: str) -> None:
     """Holds for either planner; a machine without a GPU can plan too."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
-    config = RunConfig(sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory=memory))  # type: ignore[arg-type]
+    config = RunConfig(
+        sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory=memory),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(l2=0.0),
+    )
     collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     with process_group(0, 1, str(tmp_path)):
@@ -189,7 +194,7 @@ def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, me
 
 
 def test_unified_memory_needs_cuda() -> None:
-    config = RunConfig(sharding=ShardingConfig(memory="uvm"))
+    config = RunConfig(sharding=ShardingConfig(memory="uvm"), optimizer=OptimizerConfig(l2=0.0))
     with pytest.raises(ValueError, match=r'sharding.memory = "uvm" exists on CUDA only'):
         chosen_kinds(config, tables([40, 5]), processes(1))
 

@@ -119,7 +119,7 @@ def train(state: TrainState, steps: range, checkpoints: Checkpoints | None = Non
     results: list[Tensor] = []
     state.pipeline.reset()
     for number in steps:
-        loss, logits, label, _ = state.step(iter([batch(number, SIZES[number], device)]))
+        loss, logits, label, *_ = state.step(iter([batch(number, SIZES[number], device)]))
         results += [loss, logits, label]
         if number == LR_CHANGED_AFTER and state.adam:
             state.adam.lr *= 0.5

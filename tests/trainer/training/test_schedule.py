@@ -1,19 +1,61 @@
-"""Learning rates that fall over a run: what the tables' fused optimizer is given, and what a resumed run may change."""
+"""Learning rates over a run, against torch's schedulers; what fused optimizers are given, and what may change."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim import lr_scheduler
 
 from cowrec.data_pipeline import Reader
+from cowrec.sparse_opt import Hyperparameters
 from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.trainer.config.optimizer import LrDecay, OptimizerConfig
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.training.batch_ramp import BatchRamp
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 from trainer_cases import config_file, make_data
 
 FUSED = ["optimizer.embedding=sgd", "optimizer.l2=0", "clip.rule=none", "optimizer.lr_decay=linear"]
+
+
+@pytest.mark.parametrize(
+    ("decay", "reference"),
+    [
+        ("linear", lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12)),
+        ("cosine", lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)),
+        ("step", lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.3)),
+        ("none", lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=1.0)),
+    ],
+)
+def test_rates_fall_as_under_torchs_schedulers(decay: LrDecay, reference: Callable) -> None:
+    """Both rates, over three epochs of four steps; "step" after each 1.25 epochs. A warm-up multiplies them."""
+    config = OptimizerConfig(lr_decay=decay, lr_decay_epochs=1.25, lr_decay_factor=0.3, warmup_epochs=0)
+    values = Hyperparameters(embedding_lr=0.02, dense_lr=0.5, l2=0.0)
+    schedule = Schedule.of_epochs(config, 4, 12, BatchRamp())
+    warm = Schedule.of_epochs(dataclasses.replace(config, embedding_warmup_epochs=0.6), 4, 12, BatchRamp())
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    scheduler = reference(optimizer)
+    for step in range(12):
+        (rate,) = scheduler.get_last_lr()
+        assert schedule.dense_lr(values, step) == pytest.approx(rate, abs=1e-15)
+        assert schedule.embedding_lr(values, step) == pytest.approx(rate / 25, abs=1e-15)
+        risen = 1e-8 + (0.02 - 1e-8) * min(step, 3) / 3  # 0.6 epochs are 2.4 steps, rounded up
+        assert warm.embedding_lr(values, step) == pytest.approx(risen * rate / 0.5, abs=1e-15)
+        assert warm.embedding_lr(Hyperparameters(0.0, 0.5, 0.0), step) == 0
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_fall_comes_at_the_step_that_is_meant() -> None:
+    """0.7 epochs of ten steps are seven steps, not the 7.000000000000001 of their product."""
+    config = OptimizerConfig(lr_decay="step", lr_decay_epochs=0.7, warmup_epochs=0, dense_lr=1.0)
+    schedule = Schedule.of_epochs(config, 10, 100, BatchRamp())
+    assert [schedule.dense_lr(Hyperparameters(0.0, 1.0, 0.0), step) for step in (6, 7, 13, 14)] == [1, 0.5, 0.5, 0.25]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +71,7 @@ def test_a_fused_optimizer_follows_the_decay(folder: Path) -> None:
     config = load_config(folder / "run.toml", FUSED)
     with process_group("cpu") as process:
         reader = Reader(folder / "data", "train", batch_size=51)
-        state = TrainState(config, reader.schema, process, Schedule(decay_steps=10))
+        state = TrainState(config, reader.schema, process, Schedule(decay="linear", decay_steps=10))
         batches = state.ids.training_batches(reader.epoch(0))
         modules = [lookup.module for lookup in find_lookups(state.model)[0]]
         assert modules

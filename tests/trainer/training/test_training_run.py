@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cowrec.trainer.training.epoch_quality as epoch_quality
-from cowrec.data_pipeline import Schema, SynthesizeConfig, prepare, synthesize
+from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.training.loop import train
@@ -62,16 +63,17 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def test_the_report_equals_scikit_learns_metrics_of_the_predictions(folder: Path, tmp_path: Path) -> None:
-    """Tolerance 1e-6: predictions are float32, and torchmetrics sums the curve in float32."""
+    """Tolerance 1e-6: predictions are float32."""
     assert predict_run(folder / "run", folder / "data", tmp_path / "p.parquet") == TEST_ROWS
     predicted = pq.read_table(tmp_path / "p.parquet")["prediction"].to_numpy()
     label = pq.read_table(folder / "data" / "test")["label"].to_numpy()
     report = read_report(folder / "run")
     assert report["auc"] == pytest.approx(roc_auc_score(label, predicted), abs=1e-6)
     assert report["logloss"] == pytest.approx(log_loss(label, predicted.astype(float)), abs=1e-6)
-    assert evaluate_run(folder / "run", folder / "data") == pytest.approx(
-        {"auc": report["auc"], "logloss": report["logloss"], "rows": TEST_ROWS}, abs=1e-7
-    )
+    measured = evaluate_run(folder / "run", folder / "data")
+    assert measured["rows"] == TEST_ROWS
+    for key in ("auc", "logloss", "calibration", "normalized_entropy"):
+        assert measured[key] == pytest.approx(report[key], abs=1e-7)
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -115,7 +117,36 @@ def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Pa
                 train(load_config(folder / "run.toml"), data, tmp_path / "untrained")
             assert not (tmp_path / "untrained").exists()
     tables = [pq.read_table(tmp_path / f"{labelled}.parquet") for labelled in (True, False)]
-    assert tables[0].equals(tables[1])
+    assert tables[0].column_names == ["sample_number", "label", "prediction"]
+    assert tables[0].drop(["label"]).equals(tables[1])
+
+
+def test_predictions_join_their_source_whatever_was_skipped(folder: Path, tmp_path: Path) -> None:
+    header, *lines = raw_rows(60, seed=7).splitlines()
+    rows = [f"{line},u{number},{number}" for number, line in enumerate(lines)]
+    bad = (0, 7, 8, 31, 59)
+    for number in bad:
+        values = rows[number].split(",")
+        values[number % 2] = "x"  # the label, or the price
+        rows[number] = ",".join(values)
+    header += ",user id,prediction"
+    for name, part in (("a", rows[:25]), ("b", rows[25:]), ("good", [r for n, r in enumerate(rows) if n not in bad])):
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *part]))
+    for output, files in (("skipped", ["a", "b"]), ("all", ["good"])):
+        settings = PrepareConfig(on_bad_row="skip", shard_rows=9)
+        raw = [tmp_path / f"{name}.csv" for name in files]
+        prepare("csv", raw, tmp_path / output, settings, like=folder / "run", keep=["user id", "prediction"])
+        predict_run(folder / "run", tmp_path / output, tmp_path / f"{output}.parquet")
+    found, without_bad = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("skipped", "all"))
+    assert found.column_names == ["sample_number", "label", "user id", "kept_prediction", "prediction"]
+    assert found["prediction"].equals(without_bad["prediction"])
+    options = pa.csv.ConvertOptions(include_columns=["click", "user id"], column_types={"click": pa.string()})
+    source = pa.concat_tables([pa.csv.read_csv(tmp_path / f"{name}.csv", convert_options=options) for name in "ab"])
+    source = source.append_column("sample_number", pa.array(range(60))).rename_columns({"user id": "user"})
+    joined = found.join(source, "sample_number").sort_by("sample_number")
+    assert joined["sample_number"].to_pylist() == [number for number in range(60) if number not in bad]
+    assert joined["user"].equals(joined["user id"])
+    assert joined["click"].to_pylist() == [str(int(label)) for label in joined["label"].to_pylist()]
 
 
 def test_data_with_other_ids_are_refused(folder: Path, tmp_path: Path) -> None:

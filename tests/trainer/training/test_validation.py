@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
@@ -64,6 +65,9 @@ def test_the_last_training_samples_are_measured_and_not_trained_on(folder: Path,
     assert [line["validation_auc"] for line in lines if line["kind"] == "eval"] == [
         epoch["validation_auc"] for epoch in report["epochs"]
     ]
+    assert not any("auc" in epoch for epoch in report["epochs"]), "the test split is measured at the end alone"
+    assert [line["logloss"] for line in lines if line["kind"] == "test"] == [report["logloss"]]
+    assert (report["epoch"], "last_epoch" in report) == (2, False)
     # Other labels of the validation samples change what is measured, and nothing that is trained.
     shutil.copytree(folder, tmp_path / "other")
     shards = sorted((tmp_path / "other" / "data" / "train").glob("*.parquet"))
@@ -80,21 +84,70 @@ def test_the_last_training_samples_are_measured_and_not_trained_on(folder: Path,
 
 
 def test_patience_ends_the_run_and_chooses_the_best_epoch(
-    folder: Path, stopped: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture
+    folder: Path, stopped: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     losses = [epoch["validation_logloss"] for epoch in stopped["epochs"]]
     best = losses.index(min(losses))
     assert len(losses) == best + 1 + 2 < 8, losses
     assert stopped["best_epoch"] == best + 1
-    for key in ("auc", "logloss", "validation_auc", "validation_logloss"):
+    assert stopped["epoch"] == best + 1
+    for key in ("validation_auc", "validation_logloss"):
         assert stopped[key] == stopped["epochs"][best][key]
     # Later commands use the best epoch's checkpoint, and the last one where that is damaged.
     label, prediction = predicted(folder, folder / "stopped", tmp_path, "test")
     assert stopped["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
     copy = shutil.copytree(folder / "stopped", tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints" / f"step_{4 * (best + 1):09d}")
-    assert evaluate_run(copy, folder / "data")["logloss"] == pytest.approx(stopped["epochs"][-1]["logloss"], abs=1e-7)
-    assert "instead of the checkpoint of the best epoch" in capsys.readouterr().err
+    last = stopped["last_epoch"]
+    assert (last["epoch"], last["validation_auc"]) == (len(losses), stopped["epochs"][-1]["validation_auc"])
+    assert evaluate_run(copy, folder / "data")["logloss"] == pytest.approx(last["logloss"], abs=1e-7)
+    assert "instead of the checkpoint of the best epoch" in caplog.text
+
+
+def test_a_checkpoint_can_be_named(folder: Path, stopped: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The best epoch's, the latest, or that of a step; what a run does not have is refused with what it has."""
+    steps = {"": 4 * stopped["best_epoch"], "best": 4 * stopped["best_epoch"], "latest": 4 * len(stopped["epochs"])}
+    steps |= {str(steps["best"]): steps["best"]}
+    caplog.set_level("INFO", "cowrec")
+    for name, step in steps.items():
+        caplog.clear()
+        found = evaluate_run(folder / "stopped", folder / "data", checkpoint=name)
+        expected = stopped["last_epoch"] if name == "latest" else stopped
+        assert (found["step"], found["auc"]) == (step, expected["auc"])
+        text = f"step_{step:09d}, after epoch {step // 4}" + (", the best by logloss" if name in ("", "best") else "")
+        assert text in caplog.text
+    for name, message in (("3", r"no checkpoint of step 3; it has those of steps \d+"), ("bets", "got .bets.")):
+        with pytest.raises(ValueError, match=message):
+            evaluate_run(folder / "stopped", folder / "data", checkpoint=name)
+
+
+def test_a_validation_split_is_used_like_samples_held_out_of_training(folder: Path, tmp_path: Path) -> None:
+    """The last fifth of the training samples as a split: the same weights and measures. A fraction of it is refused."""
+    shutil.copytree(folder, tmp_path / "own")
+    data = tmp_path / "own" / "data"
+    rows = pa.concat_tables([pq.read_table(each) for each in sorted((data / "train").iterdir())])
+    schema = json.loads((data / "schema.json").read_text())
+    shutil.rmtree(data / "train")
+    for name, part in (("train", rows[:-ROWS]), ("validation", rows[-ROWS:])):
+        (data / name).mkdir()
+        pq.write_table(part, data / name / "00000.parquet")
+        positives = [int(sum(part["label"].to_pylist()))]
+        schema["splits"][name] = schema["splits"]["train"] | {
+            "rows": len(part),
+            "positives": positives,
+            "shards": [len(part)],
+        }
+    (data / "schema.json").write_text(json.dumps(schema))
+    best = ["checkpoint.keep_best=logloss", "data.resident=yes"]
+    held_out = run(folder, tmp_path / "held_out", *VALIDATION, *best)
+    report = run(tmp_path / "own", tmp_path / "split", *VALIDATION[1:], *best)
+    assert same(checkpoint(tmp_path / "held_out"), checkpoint(tmp_path / "split"))
+    assert report["epochs"] == held_out["epochs"]
+    assert (report["auc"], report["epoch"]) == (held_out["auc"], held_out["epoch"])
+    measured = evaluate_run(tmp_path / "split", data, "validation", checkpoint="latest")
+    assert measured["logloss"] == pytest.approx(report["epochs"][-1]["validation_logloss"], abs=1e-7)
+    with pytest.raises(ValueError, match=r"has a validation split, which is used; set train.validation_fraction = 0"):
+        run(tmp_path / "own", tmp_path / "both", *VALIDATION)
 
 
 def test_a_resumed_run_stops_at_the_same_epoch(folder: Path, stopped: dict[str, Any], tmp_path: Path) -> None:
@@ -132,7 +185,10 @@ def test_the_best_epoch_is_the_first_of_equals_and_needs_a_value() -> None:
         (["train.validation_fraction=0.001"], "= 0.001 of 205 training samples is 0; choose one that leaves samples"),
         (["train.validation_fraction=0.999"], "of 205 training samples is 205; choose one that leaves samples"),
         (["train.patience=-1"], "train.patience must be at least 0"),
-        (["train.patience=1"], "train.patience = 1 needs validation samples; set train.validation_fraction"),
+        (
+            ["train.patience=1", "checkpoint.keep_best=auc"],
+            "train.patience = 1 needs validation samples; prepare the data with a validation",
+        ),
         ([*VALIDATION, "train.patience=1"], "set checkpoint.keep_best to .logloss. or .auc."),
     ],
 )

@@ -25,7 +25,7 @@ def data(folder: Path, name: str, cities: list[str], columns: str = COLUMNS) -> 
     (folder / f"{name}.csv").write_text("\n".join(["click,price,city", *rows]) + "\n")
     (folder / "columns.toml").write_text(f'delimiter = ","\nlabel = "click"\n{columns}')
     (folder / "run.toml").write_text(CONFIG)
-    settings = PrepareConfig(split="tail", test_rows=20)
+    settings = PrepareConfig(split="order", test_rows=20)
     prepare("csv", [folder / f"{name}.csv"], folder / name, settings, csv_schema=folder / "columns.toml")
     return folder / name
 

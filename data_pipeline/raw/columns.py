@@ -1,0 +1,257 @@
+"""Raw columns of any Arrow type that can hold their values, checked and converted to the input of an `Encoder`.
+
+Text, JSON and Parquet all come here as one typed table. R samples.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .arrow_values import as_floats, as_id_text, is_text, mask, plain_array
+from .labels import RawLabel
+from .layouts import RawField
+from .missing import looks_missing, without_marker_numbers, without_markers, without_nan
+from .numbers import as_numbers
+from .times import TIME_RULES, as_times, bounded_seconds
+
+LONGEST_QUOTED_VALUE = 60
+PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
+"""An item of a weighted list."""
+MISSING_LABEL = "the label is missing"
+
+
+class SampleColumns:
+    """Reads the columns of a table and records the first problem of each sample.
+
+    Args:
+        table: typed columns; null is a missing value.
+        null_items: whether null inside a list is a "missing" id or "wrong".
+
+    Attributes:
+        problems: column and what is wrong, by row.
+        doubts: what is suspicious about ids, see `IdText`, by column and doubt.
+    """
+
+    def __init__(self, table: pa.Table, null_items: Literal["missing", "wrong"]) -> None:
+        self._columns = {name: _one_array(table[name]) for name in table.column_names}
+        self._rows, self._null_items = table.num_rows, null_items
+        self.problems: dict[int, tuple[str, str]] = {}
+        self.doubts: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def good(self) -> np.ndarray:
+        """Samples without a problem: bool [R]."""
+        good = np.ones(self._rows, bool)
+        good[list(self.problems)] = False
+        return good
+
+    def numbers(self, name: str, null: Collection[str] = ()) -> np.ndarray:
+        """Returns float64 [R], NaN where missing or wrong; `null` lists texts that mean a missing value."""
+        values, wrong = self._numbers(name, null)
+        column = self._columns[name]
+        rule = f"must be a finite number or {'empty' if is_text(column.type) else 'null'}"
+        if wrong.any() and is_text(column.type):
+            for marker in column.filter(pa.array(wrong & looks_missing(column))).unique().to_pylist():
+                hint = f"if this means a missing value, set null = [{json.dumps(marker)}] in the schema file"
+                self._fail(wrong & mask(pc.equal(column, marker).fill_null(False)), name, column, f"{rule}; {hint}")
+        if wrong.any() and pa.types.is_floating(column.type):
+            hint = 'if NaN means a missing value, set null = ["NaN"] in the schema file'
+            self._fail(wrong & mask(pc.is_nan(column).fill_null(False)), name, column, f"{rule}; {hint}")
+        self._fail(wrong, name, column, rule)
+        return without_marker_numbers(values, null)
+
+    def labels(self, label: RawLabel, *, required: bool) -> np.ndarray:
+        """Returns float32 [R]: 0, 1, or NaN where wrong or missing, which is a problem if `required`."""
+        column = self._columns[label.column]
+        found = as_id_text(without_nan(column, ["NaN"]))
+        if found is None:
+            raise _wrong_type(label.column, column.type, "labels: numbers, truth values or text")
+        text = without_markers(found.text.fill_null(""), label.null)
+        values, wrong = label.values(text)
+        self._fail(wrong, label.column, self._columns[label.column], label.rule)
+        if required:
+            self._fail(np.isnan(values), label.column, self._columns[label.column], MISSING_LABEL)
+        return values
+
+    def weights(self, name: str) -> np.ndarray:
+        """Returns sample weights, float32 [R]; a missing or negative one is a problem."""
+        values, wrong = self._numbers(name)
+        wrong |= ~((values >= 0) & (values <= np.finfo(np.float32).max))
+        self._fail(wrong, name, self._columns[name], "a sample weight must be a finite number of at least 0")
+        return np.where(wrong, 0.0, values).astype(np.float32)
+
+    def shown(self, name: str) -> pa.Array:
+        """Returns the text of values of any type, strings [R], empty where missing, as predictions show them."""
+        column = self._columns[name]
+        try:
+            return column.cast(pa.string()).fill_null("")
+        except pa.ArrowNotImplementedError:
+            raise _wrong_type(name, column.type, "values that can be shown as text") from None
+
+    def times(self, name: str, time_format: str) -> np.ndarray:
+        """Returns int64 [R], Unix seconds; a missing time is a problem."""
+        column = self._columns[name]
+        if time_format == "timestamp" and not is_text(column.type):
+            if pa.types.is_timestamp(column.type):  # nanoseconds have more digits than float64
+                column = pc.floor_temporal(column.cast(pa.timestamp(column.type.unit)), unit="second")
+                column = column.cast(pa.timestamp("s"))
+            seconds = as_floats(column)
+            if seconds is None or pa.types.is_boolean(column.type):
+                raise _wrong_type(name, column.type, "times")
+            values, wrong = bounded_seconds(seconds[0])
+        else:
+            values, wrong = as_times(self.texts(name), time_format)
+        self._fail(wrong, name, column, TIME_RULES[time_format])
+        return values
+
+    def texts(self, name: str, null: Collection[str] = ()) -> pa.Array:
+        """Returns strings [R], empty where missing; `null` lists further texts that mean a missing value."""
+        text, wrong = self._id_texts(without_nan(self._columns[name], null), name)
+        self._fail(wrong, name, self._columns[name], "must be a finite number or null")
+        return without_markers(text.fill_null(""), null)
+
+    def row_numbers(self, name: str, missing: int, end: int) -> np.ndarray:
+        """Returns rows of an embedding table, int32 [R], from integers or their text; `missing` where null."""
+        values = self.numbers(name)
+        rows = np.where(np.isnan(values), missing, values)
+        self._fail((rows < 0) | (rows >= end) | (rows % 1 != 0), name, self._columns[name], f"must be in [0, {end})")
+        return rows.astype(np.int32)
+
+    def lists(self, field: RawField) -> tuple[pa.Array, np.ndarray | None]:
+        """Returns lists of strings [R] and, if weighted, the weights of all strings, float32.
+
+        A missing or empty list is one missing value of weight 1, like empty text in a raw file.
+        """
+        name = field.column
+        column = self._columns[name]
+        if pa.types.is_null(column.type):
+            column = column.cast(pa.list_(pa.null() if field.kind == "multi" else PAIR))
+        joined = is_text(column.type)
+        if joined and not field.separator:
+            raise ValueError(f"column {name!r} is text, so field {field.name!r} needs a separator")
+        if joined:
+            column = pc.split_pattern(column.cast(pa.string()).fill_null(""), field.separator)
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            raise _wrong_type(name, column.type, "lists or their joined text")
+        lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+        offsets, items = np.r_[0, np.cumsum(lengths, dtype=np.int64)], plain_array(column.flatten())
+        items = without_nan(items, field.null)
+        if field.kind == "multi":
+            ids, wrong = self._id_texts(items, name)
+            weights, rule = None, "must be a list of strings or integers"
+        else:
+            ids, weights, wrong = self._pairs(items, field)
+            rule = 'must be a list of {"id": string or integer, "weight": number}'
+            rule = f"must be id{field.weight_separator}weight, joined by {field.separator!r}" if joined else rule
+        if self._null_items == "wrong" and ids.null_count:
+            wrong = wrong | mask(ids.is_null())
+        if wrong.any():
+            self._fail(wrong, name, items, rule, np.repeat(np.arange(self._rows), lengths))
+        return _with_missing(offsets, without_markers(ids.fill_null(""), field.null), weights)
+
+    def _pairs(self, items: pa.Array, field: RawField) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+        """Returns ids, float32 weights and which are wrong, from items that are text or {id, weight}.
+
+        A missing item is a missing id of weight 1.
+        """
+        if is_text(items.type):
+            if not field.weight_separator:
+                raise ValueError(
+                    f"column {field.column!r} holds text, so field {field.name!r} needs a weight_separator"
+                )
+            text = without_markers(items.fill_null(""), field.null)
+            ids, weights, wrong = split_pairs(text, field.weight_separator)
+            return ids, weights.astype(np.float32), wrong
+        fields = [each.name for each in items.type] if pa.types.is_struct(items.type) else []
+        if not {"id", "weight"} <= set(fields):
+            raise _wrong_type(field.column, pa.list_(items.type), "lists of {id, weight}, maps, or their joined text")
+        ids, wrong = self._id_texts(plain_array(pc.struct_field(items, "id")), field.column)
+        found = as_floats(plain_array(pc.struct_field(items, "weight")))
+        if found is None:
+            raise _wrong_type(field.column, pa.list_(items.type), "lists of {id, weight}, maps, or their joined text")
+        present = mask(items.is_valid())
+        weights = np.where(present, found[0], 1.0)
+        wrong = wrong | np.isnan(weights)
+        return ids, np.where(wrong, 0.0, weights).astype(np.float32), wrong
+
+    def _id_texts(self, values: pa.Array, name: str) -> tuple[pa.Array, np.ndarray]:
+        """Returns strings, null where missing, and which values are wrong."""
+        found = as_id_text(values)
+        if found is None:
+            raise _wrong_type(name, values.type, "ids: strings, numbers, truth values or times")
+        self.doubts.update({(name, doubt): count for doubt, count in found.doubts.items()})
+        return found.text, found.wrong
+
+    def _numbers(self, name: str, null: Collection[str] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """Returns float64 [R], NaN where missing or wrong, and bool [R], True where wrong."""
+        column = without_nan(self._columns[name], null)
+        if is_text(column.type):
+            column = without_markers(column.fill_null(""), null)
+        found = as_floats(column)
+        if found is None:
+            raise _wrong_type(name, self._columns[name].type, "numbers, their text or times")
+        return found
+
+    def _fail(
+        self, wrong: np.ndarray, name: str, values: pa.Array, rule: str, sample_of: np.ndarray | None = None
+    ) -> None:
+        """Records the samples of wrong values; `sample_of` gives each value's sample where there are several."""
+        for index in np.flatnonzero(wrong).tolist():
+            sample = index if sample_of is None else int(sample_of[index])
+            if sample not in self.problems:
+                self.problems[sample] = (name, f"{rule}, got {_quoted(values[index].as_py())}")
+
+
+def split_pairs(text: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """Splits `id:weight` pairs; an empty string is the empty id with weight 1.
+
+    Returns:
+        Ids, strings; weights, float64; and bool, True where a pair is invalid.
+    """
+    has_weight = pc.or_(pc.match_substring(text, separator), pc.equal(text, ""))
+    pairs = pc.if_else(pc.and_(has_weight, pc.not_equal(text, "")), text, separator + "1")
+    halves = pc.split_pattern(pairs, separator, max_splits=1, reverse=True).flatten()
+    values, weights = (halves.take(pa.array(np.arange(part, len(halves), 2))) for part in (0, 1))
+    numbers, invalid = as_numbers(weights)
+    return values, numbers, ~mask(has_weight) | invalid | mask(pc.equal(weights, ""))
+
+
+def _with_missing(
+    offsets: np.ndarray, ids: pa.Array, weights: np.ndarray | None
+) -> tuple[pa.ListArray, np.ndarray | None]:
+    """Returns the lists with each empty list replaced by one empty string of weight 1."""
+    lengths = np.diff(offsets)
+    if not lengths.all():
+        filled = np.maximum(lengths, 1)
+        starts = np.r_[0, np.cumsum(filled)]
+        # Index of each value among the ids, to which the empty string is appended.
+        indices = np.full(starts[-1], len(ids))
+        indices[np.repeat(starts[:-1] - offsets[:-1], lengths) + np.arange(len(ids))] = np.arange(len(ids))
+        ids = pa.concat_arrays([ids, pa.array([""], ids.type)]).take(pa.array(indices))
+        weights = None if weights is None else np.r_[weights, np.float32(1)][indices]
+        offsets = starts
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), ids), weights
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    if not column.num_chunks:
+        return plain_array(pa.array([], column.type))
+    arrays = [plain_array(chunk) for chunk in column.chunks]
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+
+
+def _quoted(value: object) -> str:
+    """Returns a value as Python shows it, shortened."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= LONGEST_QUOTED_VALUE else value[:LONGEST_QUOTED_VALUE] + "...")
+    text = repr(value)
+    return text if len(text) <= LONGEST_QUOTED_VALUE else text[:LONGEST_QUOTED_VALUE] + "..."
+
+
+def _wrong_type(name: str, kind: pa.DataType, wanted: str) -> ValueError:
+    return ValueError(f"column {name!r} has the type {kind}; it must hold {wanted}")

@@ -1,0 +1,209 @@
+"""Parquet and Arrow IPC files in segments of rows, of which only the wanted columns are read, with bounded memory."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cowrec.data_pipeline.remote import is_remote
+
+from .inputs import InputFile
+from .segments import FileFormat, RawFile, Report, Segment, Source, changed_message
+from .storage import open_file, read_bytes, stamp
+
+VALUE_BYTES = 8
+"""Least size of a value in memory; on disk, dictionaries and runs make values smaller."""
+MOST_ROWS = 1 << 16
+"""Largest number of rows of a segment."""
+
+
+def look_at_columns(file: InputFile, kind: FileFormat) -> tuple[Source, pa.Schema]:
+    """Reads the columns of a file."""
+    found = stamp(file.path)
+    with _errors(file.path), _opened(file.path, kind) as opened:
+        schema = opened.schema
+    return Source(file.path, kind, found, b"", tuple(schema.names), file.partition), schema
+
+
+def survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
+    """Computes a file's checksum, and divides its rows into segments; see `reading.survey`."""
+    sha256 = _checksum(source.path, report)
+    with _errors(source.path), _opened(source.path, source.format) as opened:
+        starts, row_bytes = np.cumsum([0, *opened.groups]), opened.row_bytes(source.columns)
+    if stamp(source.path) != source.stamp:
+        raise ValueError(changed_message(source.path))
+    rows, file_bytes = int(starts[-1]), source.stamp[0]
+    most = min(MOST_ROWS, max(1, int(block_bytes / max(row_bytes, 1.0))))
+    segments, start = [], 0
+    while start < rows:
+        stop = min(start + most, rows, (start // segment_samples + 1) * segment_samples)
+        skipped = start - int(starts[np.searchsorted(starts, start, side="right") - 1])
+        share = file_bytes * stop // rows - file_bytes * start // rows
+        segments.append(
+            Segment(source, skipped <= segment_samples, start, stop - start, stop - start, start + 1, start, share)
+        )
+        start = stop
+    return RawFile(source, sha256, rows, tuple(segments))
+
+
+class ColumnReader:
+    """Reads the segments of a Parquet or Arrow file in their order. Raises ValueError if it changed since the survey.
+
+    Attributes:
+        offset: first row that was not read yet.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.offset = source, 0
+        if stamp(source.path) != source.stamp:
+            raise ValueError(changed_message(source.path))
+        with _errors(source.path):
+            self._file = _open(source.path, source.format)
+        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._surplus: list[pa.RecordBatch] = []
+
+    def read(self, segment: Segment) -> pa.Table:
+        """Returns the rows of a segment, the columns `source.columns`."""
+        with _errors(self.source.path, f", rows {segment.offset + 1} to {segment.offset + segment.size}"):
+            if self._batches is None or segment.offset != self.offset:
+                starts = np.cumsum([0, *self._file.groups])
+                group = int(np.searchsorted(starts, segment.offset, side="right")) - 1
+                self._batches = self._file.batches(group, self.source.columns, segment.size)
+                self._surplus, self.offset = [], int(starts[group])
+                while self.offset < segment.offset:
+                    self._take(min(segment.size, segment.offset - self.offset))
+            return self._take(segment.size)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, rows: int) -> pa.Table:
+        """Returns the next rows."""
+        assert self._batches is not None
+        found, self._surplus = self._surplus, []
+        count = sum(batch.num_rows for batch in found)
+        while count < rows:
+            batch = next(self._batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid("there are fewer rows than its footer says")
+            found.append(batch)
+            count += batch.num_rows
+        if count > rows:
+            last = found[-1]
+            kept = last.num_rows - (count - rows)
+            found[-1], self._surplus = last.slice(0, kept), [last.slice(kept)]
+        self.offset += rows
+        return pa.Table.from_batches(found)
+
+
+class _ColumnFile(Protocol):
+    """A file of groups of rows.
+
+    Attributes:
+        schema: the columns.
+        groups: number of rows of each group.
+    """
+
+    schema: pa.Schema
+    groups: list[int]
+
+    def row_bytes(self, columns: Sequence[str]) -> float:
+        """Estimates the size of a row in memory."""
+        ...
+
+    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """Yields the rows from a group on, about `rows` at a time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Parquet:
+    def __init__(self, path: str) -> None:
+        # Without a size of the buffer, all bytes of a row group would be read at once.
+        self._file = pq.ParquetFile(
+            open_file(path), buffer_size=read_bytes(path), pre_buffer=False, page_checksum_verification=True
+        )
+        self.schema = self._file.schema_arrow
+        self._meta = self._file.metadata
+        self.groups = [self._meta.row_group(group).num_rows for group in range(self._meta.num_row_groups)]
+
+    def row_bytes(self, columns: Sequence[str]) -> float:
+        # The leaves of a nested column have the paths `column.list.element` and the like.
+        leaves = [self._meta.schema.column(leaf).path for leaf in range(self._meta.num_columns)]
+        wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]
+        size = 0
+        for group in range(len(self.groups)):
+            chunks = [self._meta.row_group(group).column(leaf) for leaf in wanted]
+            size += sum(max(each.total_uncompressed_size, VALUE_BYTES * each.num_values) for each in chunks)
+        return size / max(sum(self.groups), 1)
+
+    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        groups = range(group, len(self.groups))
+        return self._file.iter_batches(batch_size=rows, row_groups=list(groups), columns=list(columns))
+
+    def close(self) -> None:
+        self._file.close(force=True)
+
+
+class _Arrow:
+    def __init__(self, path: str) -> None:
+        self._source = open_file(path) if is_remote(path) else pa.memory_map(path)
+        reader = pa.ipc.open_file(self._source)
+        self.schema = reader.schema
+        counter = self._reader(())
+        self.groups = [counter.get_batch(group).num_rows for group in range(counter.num_record_batches)]
+
+    def row_bytes(self, columns: Sequence[str]) -> float:
+        for batch in self.batches(0, columns, 0):
+            if batch.num_rows:
+                return float(batch.nbytes / batch.num_rows)
+        return 0.0
+
+    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        reader = self._reader(columns)
+        return (reader.get_batch(index) for index in range(group, len(self.groups)))
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _reader(self, columns: Sequence[str]) -> pa.RecordBatchFileReader:
+        chosen = [self.schema.get_field_index(name) for name in columns]
+        return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=chosen))
+
+
+def _open(path: str, kind: FileFormat) -> _ColumnFile:
+    return _Parquet(path) if kind == "parquet" else _Arrow(path)
+
+
+@contextmanager
+def _opened(path: str, kind: FileFormat) -> Iterator[_ColumnFile]:
+    with closing(_open(path, kind)) as file:
+        yield file
+
+
+def _checksum(path: str, report: Report) -> str:
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while chunk := file.read(read_bytes(path)):
+            digest.update(chunk)
+            report(len(chunk))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _errors(path: str, where: str = "") -> Iterator[None]:
+    """Turns errors of Arrow into ValueErrors that name the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}{where}: truncated or damaged, or written with a feature that pyarrow {pa.__version__} does not "
+            f"support ({error}). Copy or write it again"
+        ) from error

@@ -1,0 +1,240 @@
+"""Sequential reading of a raw file's text, decompressed if needed."""
+
+import bz2
+import hashlib
+import io
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, cast
+
+import pyarrow as pa
+
+from .storage import open_file, read_bytes, stamp
+
+BLOCK_BYTES = 16 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class RawText:
+    """Reader of a file's text, decompressed if needed. A context manager.
+
+    Attributes:
+        stamp: the file's size and modification time.
+        plain: True if the file is not compressed.
+        offset: bytes of text read or skipped so far.
+    """
+
+    def __init__(self, path: str, *, checksum: bool = False) -> None:
+        self.path, self.offset = path, 0
+        self._raw = _CountedFile(path, checksum)
+        self.stamp = stamp(path)
+        self._buffered = io.BufferedReader(self._raw, read_bytes(path))
+        self._kind, opener = _format(self._buffered.peek(6)[:6])
+        self.plain = self._kind == "plain"
+        try:
+            with self._archive_errors():
+                self._stream = opener(self._buffered)
+        except ValueError:
+            self.close()
+            raise
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes from the beginning of the file that were read so far."""
+        return self._raw.seen
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the file; valid once all of it is read."""
+        assert self._raw.digest is not None
+        return self._raw.digest.hexdigest()
+
+    def read(self, size: int) -> bytes:
+        """Reads `size` bytes, or fewer at the end of the text."""
+        parts, missing = [], size
+        with self._archive_errors():
+            while missing and (part := self._stream.read(missing)):
+                parts.append(part)
+                missing -= len(part)
+            if missing:
+                self._raw.finish()  # the checksum includes what follows the archive
+        self.offset += size - missing
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def skip_to(self, offset: int) -> None:
+        """Moves forward to an offset in the text."""
+        if self.plain and offset != self.offset:
+            self._buffered.seek(offset)
+            self.offset = offset
+        while self.offset < offset and self.read(min(BLOCK_BYTES, offset - self.offset)):
+            pass
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def __enter__(self) -> "RawText":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _archive_errors(self) -> Iterator[None]:
+        """Turns errors of a decompressor into ValueErrors that name the file."""
+        try:
+            yield
+        except _Refused as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        except (EOFError, OSError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
+            truncated = isinstance(error, EOFError) or "runcated" in str(error)
+            if self._kind == "plain":
+                raise
+            raise ValueError(
+                f"{self.path}: the {self._kind} archive is {'truncated' if truncated else 'damaged'} ({error}); "
+                "nothing was written. Copy or download it again"
+            ) from error
+
+
+def line_blocks(text: RawText, block_bytes: int) -> Iterator[bytes]:
+    """Yields all text in blocks of complete lines; only the last line may lack its newline.
+
+    Empty lines at the end are left out.
+
+    Raises:
+        ValueError: a line is longer than `block_bytes`.
+    """
+    line, remainder = 1, b""
+    while chunk := text.read(block_bytes):
+        data = remainder + chunk
+        end = _end_of_text(data)
+        if not end and len(data) > block_bytes:
+            end = data.rfind(b"\n") + 1  # empty lines
+            if not end:
+                raise ValueError(f"{text.path}, line {line}: longer than {block_bytes:,} bytes; {_is_text(data)}")
+        remainder = data[end:]
+        if end:
+            line += data.count(b"\n", 0, end)
+            yield data[:end]
+    if remainder.strip(b"\r\n"):
+        yield remainder
+
+
+def _end_of_text(data: bytes) -> int:
+    """Returns where the last complete line ends that is not empty; 0 if there is none."""
+    last = data.rfind(b"\n") + 1
+    while last and data[last - 1] in b"\r\n":
+        last -= 1
+    return data.index(b"\n", last) + 1 if last else 0
+
+
+def _is_text(data: bytes) -> str:
+    if data[257:262] == b"ustar":
+        return "it is a tar archive; extract the files and give their folder"
+    return "is this a text file?"
+
+
+def leading_line(lines: bytes) -> bytes:
+    """Returns the first line of the beginning of a file, without its line ending and byte order mark."""
+    return lines.split(b"\n", 1)[0].removesuffix(b"\r").removeprefix(BYTE_ORDER_MARK)
+
+
+class _CountedFile(io.RawIOBase):
+    """A file that counts the bytes read from its beginning on, and optionally computes their SHA-256.
+
+    Attributes:
+        seen: number of the bytes before which everything was read; what was read further on does not count yet.
+    """
+
+    def __init__(self, path: str, checksum: bool) -> None:
+        self._file = open_file(path)
+        self.digest = hashlib.sha256() if checksum else None
+        self.seen, self._position = 0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._file.seek(offset, whence)
+        self._position = self._file.tell()
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._file.readinto(buffer) or 0
+        if self._position <= self.seen < self._position + count:
+            if self.digest is not None:
+                self.digest.update(memoryview(buffer)[self.seen - self._position : count])
+            self.seen = self._position + count
+        self._position += count
+        return count
+
+    def finish(self) -> None:
+        """Reads what was not read yet; only the checksum needs it."""
+        if self.digest is not None:
+            self.seek(self.seen)
+            buffer = memoryview(bytearray(1 << 20))
+            while self.readinto(buffer):
+                pass
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Refused(Exception):
+    """An archive that is intact and not read."""
+
+
+def _format(magic: bytes) -> tuple[str, Callable[[BinaryIO], BinaryIO]]:
+    """Identifies a file by its first bytes. Returns the format's name and a function that opens its text."""
+    for kind, (start, opener) in COMPRESSIONS.items():
+        if magic.startswith(start):
+            return kind, opener
+    return "plain", lambda file: file
+
+
+def _arrow_stream(codec: str) -> Callable[[BinaryIO], BinaryIO]:
+    return lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+
+
+def _lzma_text(file: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, lzma.LZMAFile(file))
+
+
+def _bzip2_text(file: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, bz2.BZ2File(file))
+
+
+def _zip_member(file: BinaryIO) -> BinaryIO:
+    """Opens the one file in a zip archive. Raises `_Refused` if there are several, or it is encrypted."""
+    archive = zipfile.ZipFile(file)
+    members = [each for each in archive.infolist() if not each.is_dir() and not _is_hidden(each.filename)]
+    if len(members) != 1:
+        names = ", ".join(each.filename for each in members[:9])
+        raise _Refused(
+            f"the zip archive has {len(members)} files ({names}), must have one; extract it and give the folder"
+        )
+    if members[0].flag_bits & 1:
+        raise _Refused(f"the zip archive is encrypted; extract it and give the file {members[0].filename}")
+    return cast(BinaryIO, archive.open(members[0]))
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+
+
+COMPRESSIONS: dict[str, tuple[bytes, Callable[[BinaryIO], BinaryIO]]] = {
+    "gzip": (b"\x1f\x8b", _arrow_stream("gzip")),
+    "zstd": (b"\x28\xb5\x2f\xfd", _arrow_stream("zstd")),
+    "xz": (b"\xfd7zXZ\x00", _lzma_text),
+    "bzip2": (b"BZh", _bzip2_text),
+    "lz4": (b"\x04\x22\x4d\x18", _arrow_stream("lz4")),
+    "zip": (b"PK\x03\x04", _zip_member),
+}
+"""Compressions of text: the first bytes of a file, and the function that opens it."""

@@ -1,0 +1,174 @@
+"""Files and folders in object stores and other file systems that pyarrow opens by URI: s3://, gs://, hdfs://, file://."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from .files import PARTIAL
+
+Place: TypeAlias = str | os.PathLike[str]
+"""A local path or a URI."""
+
+SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "file")
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/")
+"""What pathlib makes of a URI."""
+
+
+def is_remote(place: Place) -> bool:
+    """Returns whether a place is a URI of a supported file system other than the local one.
+
+    Raises:
+        ValueError: the scheme is not supported, or a URI became a path and lost a slash.
+    """
+    text = os.fspath(place)
+    found = _URI.match(text)
+    if found is None:
+        if _COLLAPSED.match(text):
+            raise ValueError(f"{text!r} was a URI before it became a path; pass it as a string")
+        return False
+    scheme = found[1].lower()
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{each}://" for each in SCHEMES)
+        raise ValueError(f"{text}: scheme {scheme!r} is not supported; use a path, {known}")
+    return scheme != "file"
+
+
+def local_path(place: Place) -> Path:
+    """Returns the path of a local place, which may be a file:// URI.
+
+    Raises:
+        ValueError: it is not local.
+    """
+    if is_remote(place):
+        raise ValueError(f"{os.fspath(place)} is not local")
+    text = os.fspath(place)
+    return Path(pafs.FileSystem.from_uri(text)[1] if _URI.match(text) else text)
+
+
+def require_local(place: Place, what: str, why: str) -> Path:
+    """Returns the path of a place that must be local. Raises ValueError with `what` the place is for, and `why`."""
+    if is_remote(place):
+        raise ValueError(f"{what} {os.fspath(place)} must be a local folder: {why}")
+    return local_path(place)
+
+
+def open_filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
+    """Opens the file system of a URI; also returns the path within it.
+
+    Credentials, regions and endpoints come from the environment, as for other programs (AWS_ACCESS_KEY_ID,
+    AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...), or from the query of the URI (`?region=...`), see pyarrow.
+
+    Raises:
+        ValueError: the URI is invalid, or its file system cannot be opened.
+    """
+    try:
+        return pafs.FileSystem.from_uri(uri)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{uri} cannot be opened: {error}") from error
+
+
+class RemoteFolder:
+    """A folder in an object store, whose files are copied to and from local folders. Names are relative to it.
+
+    An object appears completely or not at all.
+
+    Args:
+        uri: of the folder; it need not exist.
+
+    Raises:
+        ValueError: see :func:`open_filesystem`.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        self._files, path = open_filesystem(uri)
+        self._path = PurePosixPath(path)
+
+    def list(self, *, within: str = "") -> dict[str, pafs.FileInfo]:
+        """Returns size and time of all files in the folder, or below `within`, by name. Raises OSError."""
+        selector = pafs.FileSelector(str(self._path / within), allow_not_found=True, recursive=True)
+        with _named(self.uri):
+            found = self._files.get_file_info(selector)
+        files = [each for each in found if each.type == pafs.FileType.File]
+        return {str(PurePosixPath(each.path).relative_to(self._path)): each for each in files}
+
+    def read(self, name: str) -> bytes:
+        """Reads a file. Raises FileNotFoundError, OSError."""
+        with _named(f"{self.uri}/{name}"), self._files.open_input_stream(str(self._path / name)) as file:
+            content: bytes = file.read()
+            return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file. Raises OSError."""
+        path = self._path / name
+        with _named(f"{self.uri}/{name}"):
+            self._files.create_dir(str(path.parent), recursive=True)
+            with self._files.open_output_stream(str(path)) as file:
+                file.write(content)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes files, in order; those that do not exist are skipped. Raises OSError."""
+        for name in names:
+            with _named(f"{self.uri}/{name}"):
+                if self._files.get_file_info(str(self._path / name)).type != pafs.FileType.NotFound:
+                    self._files.delete_file(str(self._path / name))
+
+    def download(self, folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """Copies the wanted files into a local folder, except for those that it has with the same size and time.
+
+        Raises:
+            OSError: the store does not answer, or the disk is full.
+        """
+        for name, found in self.list().items():
+            target = folder / name
+            if not wanted(name) or (target.is_file() and _stamp(target) == (found.size, found.mtime_ns)):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(target.name + PARTIAL)
+            with (
+                _named(f"{self.uri}/{name}"),
+                self._files.open_input_stream(str(self._path / name)) as source,
+                partial.open("wb") as copy,
+            ):
+                shutil.copyfileobj(source, copy, 1 << 22)
+            os.utime(partial, ns=(found.mtime_ns, found.mtime_ns))
+            partial.replace(target)
+
+    def upload(self, folder: Path, names: Sequence[str]) -> None:
+        """Copies files of a local folder, in order. Raises OSError."""
+        for name in names:
+            path = self._path / name
+            with _named(f"{self.uri}/{name}"):
+                self._files.create_dir(str(path.parent), recursive=True)
+                # A stream that is closed by an error would leave the part that was written.
+                pafs.copy_files(
+                    str(folder / name),
+                    str(path),
+                    source_filesystem=pafs.LocalFileSystem(),
+                    destination_filesystem=self._files,
+                    use_threads=False,
+                )
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def _named(uri: str) -> Iterator[None]:
+    """Adds the URI to errors of pyarrow."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{uri} does not exist ({error})") from error
+    except (OSError, pa.ArrowException) as error:
+        raise OSError(f"{uri}: {error}") from error

@@ -1,0 +1,1 @@
+"""A schema file written from a sample of raw data."""

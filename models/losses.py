@@ -1,0 +1,101 @@
+"""Losses of a sample: ``(logits, label) -> loss`` of the same shape. Mean and weights are the training step's.
+
+B samples, T tasks.
+"""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Annotated, Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from .import_path import imported, is_import_path
+from .options import checked_options
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""From logits and labels, float [B] or [B, T], to the loss of each, of the same shape."""
+
+
+def bce(logits: Tensor, label: Tensor) -> Tensor:
+    """Binary cross-entropy, in nats."""
+    return F.binary_cross_entropy_with_logits(logits, label, reduction="none")
+
+
+def focal(
+    logits: Tensor,
+    label: Tensor,
+    *,
+    gamma: Annotated[float, Field(ge=0)] = 2.0,
+    alpha: Annotated[float, Field(gt=0, lt=1)] | None = None,
+) -> Tensor:
+    """Cross-entropy times (1 - p)^gamma, where p is the probability of the sample's own class.
+
+    Source: Focal Loss (arXiv 1708.02002), equations 4 and 5.
+
+    Args:
+        logits: float [B] or [B, T].
+        label: of the same shape, 0 or 1.
+        gamma: 0 is the cross-entropy; the larger, the less a sample counts that is predicted well already.
+        alpha: weight of the positive samples, 1 - alpha that of the others; by default both are 1.
+    """
+    # (1 - p)^gamma by its logarithm, whose gradient is finite where 1 - p is 0.
+    loss = torch.exp(gamma * F.logsigmoid(torch.where(label > 0.5, -logits, logits))) * bce(logits, label)
+    return loss if alpha is None else loss * torch.where(label > 0.5, alpha, 1 - alpha)
+
+
+LOSSES: dict[str, Loss] = {"bce": bce, "focal": focal}
+
+
+def loss_of(name: str, options: Mapping[str, Any], tasks: int = 1) -> Loss:
+    """The loss ``train.loss = name`` with ``train.loss_options``, checked on a few samples if it is the user's own.
+
+    Raises:
+        ValueError: an unknown name or option, or a function that does not return the loss of each sample.
+    """
+    if is_import_path(name):
+        loss: Any = imported("train.loss", name)
+        if not callable(loss) or isinstance(loss, type):
+            raise ValueError(
+                f'train.loss = "{name}" is of type {type(loss).__name__}, not a function (logits, label) -> loss of'
+                " each sample"
+            )
+    elif name in LOSSES:
+        loss = LOSSES[name]
+    else:
+        nearest = get_close_matches(name, LOSSES, n=1)
+        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
+        raise ValueError(
+            f'train.loss is "{name}"; {hint}known: {", ".join(LOSSES)}; a loss of your own is "module:function"'
+        )
+    given = checked_options(loss, options, "train.loss_options", f'train.loss = "{name}"', first=2)
+    chosen: Loss = partial(loss, **given) if given else loss
+    if is_import_path(name):
+        _check(name, chosen, (3, tasks) if tasks > 1 else (3,))
+    return chosen
+
+
+def _check(name: str, loss: Loss, shape: tuple[int, ...]) -> None:
+    logits = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
+    label = (torch.arange(logits.numel()) % 2).float().view(shape)
+    given = f'train.loss = "{name}"'
+    try:
+        found = loss(logits, label)
+    except Exception as error:
+        raise ValueError(
+            f"{given} failed on logits and labels of shape {list(shape)}: {type(error).__name__}: {error}; it is called"
+            " with (logits, label)"
+        ) from error
+    if not isinstance(found, Tensor) or found.shape != torch.Size(shape):
+        has = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"{given} returned {has} for logits and labels of shape {list(shape)}; return the loss of each, of that"
+            ' shape: the mean is taken afterwards, over all processes (torch\'s losses: reduction="none")'
+        )
+    if not found.requires_grad or torch.autograd.grad(found.sum(), logits, allow_unused=True)[0] is None:
+        raise ValueError(
+            f"{given} does not depend on the logits, so that nothing would be trained; compute it from them"
+        )

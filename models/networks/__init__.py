@@ -1,0 +1,1 @@
+"""The networks with one logit, each in one file, which cites its equations."""

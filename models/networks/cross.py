@@ -1,0 +1,110 @@
+"""Cross layers: explicit feature crosses of growing order, x <- x0 * f(x) + x, in the three forms of f.
+
+Sizes: B samples, K input width, L layers, E experts, R rank.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cowrec.models.layers import glorot_normal
+
+
+def zero_biases(layers: int, width: int) -> nn.ParameterList:
+    return nn.ParameterList(torch.zeros(width) for _ in range(layers))
+
+
+class VectorCross(nn.Module):
+    """x <- x0 * (x . w) + b + x. Source: Deep & Cross Network (arXiv 1708.05123), equation 3.
+
+    Args:
+        width: K.
+        layers: L.
+    """
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.kernels = nn.ParameterList(glorot_normal(width, 1) for _ in range(layers))
+        self.biases = zero_biases(layers, width)
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return list(self.kernels)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[B, K] -> [B, K]."""
+        x = x0
+        for kernel, bias in zip(self.kernels, self.biases, strict=True):
+            x = x0 * (x @ kernel) + bias + x
+        return x
+
+
+class MatrixCross(nn.Module):
+    """x <- x0 * (W x + b) + x. Source: DCN V2 (arXiv 2008.13535), equation 1.
+
+    Args:
+        width: K.
+        layers: L.
+    """
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.kernels = nn.ParameterList(glorot_normal(width, width) for _ in range(layers))
+        self.biases = zero_biases(layers, width)
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return list(self.kernels)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[B, K] -> [B, K]."""
+        x = x0
+        for kernel, bias in zip(self.kernels, self.biases, strict=True):
+            x = x0 * nn.functional.linear(x, kernel, bias) + x
+        return x
+
+
+class MixtureCross(nn.Module):
+    """x <- x0 * (sum_e g_e(x) U_e tanh(C_e tanh(V_e' x)) + b) + x, with softmax gates g that all layers share.
+
+    Source: DCN V2 (arXiv 2008.13535), section 3.3, as the CowClip reference has it under the name DCNv2.
+
+    Args:
+        width: K.
+        layers: L.
+        experts: E.
+        rank: R.
+    """
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, width: int, layers: int, experts: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.ParameterList(glorot_normal(experts, width, rank) for _ in range(layers))  # V
+        self.core = nn.ParameterList(glorot_normal(experts, rank, rank) for _ in range(layers))  # C
+        self.up = nn.ParameterList(glorot_normal(experts, width, rank) for _ in range(layers))  # U
+        self.biases = zero_biases(layers, width)
+        # Each gate is a layer with one output, so its fans are (K, 1); the reference initialises it uniformly.
+        self.gate = nn.Parameter(
+            torch.stack([nn.init.xavier_uniform_(torch.empty(1, width))[0] for _ in range(experts)])
+        )
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        """The kernels without the gate, as in the reference."""
+        return [*self.down, *self.core, *self.up]
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[B, K] -> [B, K]."""
+        x = x0
+        for down, core, up, bias in zip(self.down, self.core, self.up, self.biases, strict=True):
+            gate = torch.softmax(x @ self.gate.T, dim=1)  # [B, E]
+            inner = torch.tanh(torch.einsum("bk,ekr->ber", x, down))
+            inner = torch.tanh(torch.einsum("ber,esr->bes", inner, core))
+            # The gates sum to 1, so weighting the R-wide part first equals mixing the experts' K-wide outputs, but
+            # needs no tensor [B, E, K].
+            mixed = torch.einsum("ber,ekr->bk", inner * gate.unsqueeze(2), up)
+            x = x0 * (mixed + bias) + x
+        return x

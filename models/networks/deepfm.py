@@ -1,0 +1,67 @@
+"""DeepFM (arXiv 1703.04247): a linear model, all pairwise products of embeddings, and an MLP."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.models.config import ModelConfig
+from cowrec.models.front import Front
+from cowrec.models.layers import LinearPart, LogitKernel, Mlp
+
+
+class PairwiseProducts(nn.Module):
+    """Sum of the inner products of all pairs of fields, float [B], from rows [B, F, P] whose first D columns count.
+
+    Source: Factorization Machines (Rendle 2010), lemma 3.1: half of (sum squared minus sum of squares).
+
+    Args:
+        embedding_dim: D.
+    """
+
+    def __init__(self, embedding_dim: int) -> None:
+        super().__init__()
+        self._embedding_dim = embedding_dim
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return _PairwiseProducts.apply(rows, self._embedding_dim)
+
+
+class _PairwiseProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dim: int) -> Tensor:
+        total = rows.sum(1)
+        ctx.save_for_backward(rows, total)
+        ctx.dim = dim
+        return 0.5 * (total[:, :dim].square().sum(1) - rows[:, :, :dim].square().sum((1, 2)))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rows, total = ctx.saved_tensors
+        grad_rows = (total[:, None] - rows).mul_(grads[0][:, None, None])
+        grad_rows[:, :, ctx.dim :] = 0
+        return grad_rows, None
+
+
+class DeepFM(nn.Module):
+    """logit = linear + pairwise products of the fields' embeddings + MLP.
+
+    Args:
+        config: uses ``hidden`` and ``dropout``.
+        front: embeddings and dense features.
+    """
+
+    def __init__(self, config: ModelConfig, front: Front) -> None:
+        super().__init__()
+        self.front = front
+        self.pairs = PairwiseProducts(front.embedding_dim)
+        self.linear = LinearPart(front.num_dense)
+        self.mlp = Mlp(front.width, config.hidden, config.dropout)
+        self.output = LogitKernel(config.hidden[-1])
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Logits [B] of dense features [B, N] and the fields' ids."""
+        x = self.front(dense, sparse)
+        return self.linear(x.wide, dense) + self.pairs(x.rows) + self.output(self.mlp(x.flat))

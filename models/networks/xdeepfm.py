@@ -1,0 +1,71 @@
+"""xDeepFM (arXiv 1803.05170): a linear model, a compressed interaction network (CIN) of the embeddings, and an MLP.
+
+Sizes: B samples, F fields, D embedding width, H feature maps.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.models.config import ModelConfig
+from cowrec.models.front import Front
+from cowrec.models.layers import LinearPart, LogitKernel, Mlp, glorot_normal
+from cowrec.models.options import Sizes
+
+
+class CompressedInteractions(nn.Module):
+    """x_h <- sum over i, j of W_hij x_i * x0_j, of which each feature map's sum over the D columns is an output.
+
+    Source: equations 6 and 7 of the paper; every feature map is both an output and an input of the next layer.
+
+    Args:
+        num_fields: F.
+        maps: H of each layer.
+    """
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, num_fields: int, maps: Sizes) -> None:
+        super().__init__()
+        inputs = [num_fields, *maps[:-1]]
+        self.kernels = nn.ParameterList(
+            glorot_normal(out, count * num_fields) for out, count in zip(maps, inputs, strict=True)
+        )
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return list(self.kernels)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[B, F, D] -> [B, sum of H]."""
+        x, sums = x0, []
+        for kernel in self.kernels:
+            products = (x[:, :, None] * x0[:, None]).flatten(1, 2)  # [B, H * F, D]
+            x = kernel @ products
+            sums.append(x.sum(2))
+        return torch.cat(sums, dim=1)
+
+
+class XDeepFM(nn.Module):
+    """logit = linear + kernel . CIN(embeddings) + MLP. Source: equation 9 of the paper.
+
+    Args:
+        config: uses ``hidden`` and ``dropout``.
+        front: embeddings and dense features.
+        maps: numbers of feature maps of the CIN's layers.
+    """
+
+    def __init__(self, config: ModelConfig, front: Front, *, maps: Sizes = (200, 200, 200)) -> None:
+        super().__init__()
+        self.front = front
+        self.linear = LinearPart(front.num_dense)
+        self.interactions = CompressedInteractions((front.width - front.num_dense) // front.embedding_dim, maps)
+        self.mlp = Mlp(front.width, config.hidden, config.dropout)
+        self.output = LogitKernel(sum(maps) + config.hidden[-1])
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Logits [B] of dense features [B, N] and the fields' ids."""
+        x = self.front(dense, sparse)
+        interactions = self.interactions(x.rows[:, :, : self.front.embedding_dim])
+        return self.linear(x.wide, dense) + self.output(torch.cat([interactions, self.mlp(x.flat)], dim=1))

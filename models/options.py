@@ -1,0 +1,77 @@
+"""Options of a network or loss: keys of a TOML table that become keyword arguments, checked against the signature."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeAlias, get_type_hints
+
+from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
+
+Size: TypeAlias = Annotated[int, Field(ge=1)]
+"""Type of an option that is at least 1."""
+Sizes: TypeAlias = Annotated[tuple[Size, ...], Field(min_length=1)]
+"""Type of an option that lists at least one size."""
+
+
+def checked_options(
+    function: Callable[..., Any], given: Mapping[str, Any], table: str, owner: str, *, first: int, reserved: str = ""
+) -> dict[str, Any]:
+    """Checks options against the parameters of a function, and converts lists to the tuples that it asks for.
+
+    Args:
+        function: or a class.
+        given: the options, as a TOML file gives them.
+        table: name of their table, for messages.
+        owner: what has the options, for messages.
+        first: number of leading parameters that are no options.
+        reserved: a further parameter that is none.
+
+    Returns:
+        Keyword arguments: the given options alone.
+
+    Raises:
+        ValueError: an unknown or missing option, or a value of another type than its annotation says.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [each for each in parameters if each.kind in _POSITIONAL]
+    known = [*positional[first:], *(each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY)]
+    options = {each.name: each for each in known if each.name != reserved}
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    types = _annotations(function)
+    checked = {}
+    for key, value in given.items():
+        if key not in options and not takes_any:
+            nearest = get_close_matches(key, options, n=1, cutoff=0.5)
+            takes = f"it takes {', '.join(options)}" if options else "it takes none"
+            hint = f"did you mean {table}.{nearest[0]}?" if nearest else takes
+            raise ValueError(f"{owner} has no option {key} ({table}.{key} = {value!r}); {hint}")
+        checked[key] = _converted(value, types.get(key, Any), f"{table}.{key}")
+    missing = [each.name for each in options.values() if each.default is inspect.Parameter.empty]
+    missing = [name for name in missing if name not in given]
+    if missing:
+        raise ValueError(f"{owner} needs {table}.{missing[0]}, which has no default; set it")
+    return checked
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    except NameError:  # a name that is imported for type checkers only
+        return {}
+
+
+def _converted(value: Any, kind: Any, key: str) -> Any:
+    """The value as its annotation says; as in the configuration, an integer is a float too, and a list a tuple."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    except PydanticUserError:  # a type that has no form in TOML
+        return value
+    try:
+        return adapter.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise ValueError(f"{key} = {value!r}: {message[:1].lower()}{message[1:]}") from None

@@ -1,0 +1,228 @@
+"""What the defaults of `cowrec train` reach on untuned data, beside plain PyTorch, tuned values and one-hot regression.
+
+    python scripts/large_batch/defaults.py --data DATA/criteo_80k,DATA/ml1m --output results/HARDWARE/defaults.jsonl
+
+Each line is a run of three epochs: AUC and logloss of the test split after each. All train on nine tenths of the
+training split; the last tenth chooses the tuned values, for each number of epochs by itself. A run that has a line is
+not repeated. `--table` prints the file as a table.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import log_loss, roc_auc_score
+from torch import Tensor, nn
+
+from cowrec.data_pipeline import Batch, Reader, Schema
+from cowrec.trainer.config.run import RunConfig, config_from, with_l2
+from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.build import derived_hyperparameters
+from cowrec.trainer.training.dataloading import Readers
+from cowrec.trainer.training.evaluation import predicted_samples
+from cowrec.trainer.training.schedule import Schedule
+from cowrec.trainer.training.state import TrainState
+
+EPOCHS, HELD_OUT = 3, 0.1
+EARLIER = {"embedding_lr": 1e-4, "dense_lr": 8e-4, "l2": 1e-5, "warmup_epochs": 1.0}
+"""The defaults before: those of the CowClip paper."""
+GRID = {"embedding_lr": (1e-3, 2e-3, 4e-3), "dense_lr": (5e-4, 1e-3, 2e-3), "l2": (1e-5, 1e-4, 5e-4)}
+CPU = torch.device("cpu")
+
+
+class LogisticRegression(nn.Module):
+    """One-hot logistic regression: a weight for each id, and for each number; all 0 at first.
+
+    Args:
+        schema: of the data.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__()
+        self._fields = [field.name for field in schema.sparse]
+        self._wide = nn.ModuleList(
+            nn.EmbeddingBag(each.num_embeddings, 1, mode=each.pooling, include_last_offset=True)
+            for each in schema.sparse
+        )
+        self._linear = nn.Linear(len(schema.dense), 1) if schema.dense else None
+        for each in self.parameters():
+            nn.init.zeros_(each)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [B]."""
+        jagged = batch.sparse.to_dict()
+        ids = [(jagged[name].values(), jagged[name].offsets()) for name in self._fields]
+        logits = torch.stack([table(*each) for table, each in zip(self._wide, ids, strict=True)]).sum(0)
+        return (logits + self._linear(batch.dense) if self._linear else logits).squeeze(1)
+
+
+class PlainDeepFM(nn.Module):
+    """DeepFM of the default sizes in plain PyTorch; all weights Glorot-uniform.
+
+    Args:
+        schema: of the data.
+    """
+
+    def __init__(self, schema: Schema, dim: int = 10, hidden: tuple[int, ...] = (400, 400, 400)) -> None:
+        super().__init__()
+        self._fields = [field.name for field in schema.sparse]
+        self._embeddings, self._wide = (
+            nn.ModuleList(
+                nn.EmbeddingBag(each.num_embeddings, width, mode=each.pooling, include_last_offset=True)
+                for each in schema.sparse
+            )
+            for width in (dim, 1)
+        )
+        widths = [len(self._fields) * dim + len(schema.dense), *hidden]
+        layers = [layer for sizes in itertools.pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
+        self._mlp = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        self._linear = nn.Linear(len(schema.dense), 1) if schema.dense else None
+        for name, each in self.named_parameters():
+            nn.init.zeros_(each) if name.endswith("bias") else nn.init.xavier_uniform_(each)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [B]."""
+        jagged = batch.sparse.to_dict()
+        ids = [(jagged[name].values(), jagged[name].offsets()) for name in self._fields]
+        rows = torch.stack([table(*each) for table, each in zip(self._embeddings, ids, strict=True)], 1)
+        logits = torch.stack([table(*each) for table, each in zip(self._wide, ids, strict=True)]).sum(0)
+        logits = logits + self._mlp(torch.cat([rows.flatten(1), batch.dense], 1))
+        if self._linear:
+            logits = logits + self._linear(batch.dense)
+        return logits.squeeze(1) + 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
+
+
+def readers(data: Path, batch_size: int, seed: int) -> Readers:
+    """The training samples but the last tenth, shuffled; the last tenth; and the test split."""
+    rows = Schema.load(data).split("train").rows
+    border = rows - round(rows * HELD_OUT)
+    train = Reader(data, "train", rows=range(border), batch_size=batch_size, shuffle=True, seed=seed)
+    held_out = Reader(data, "train", rows=range(border, rows), batch_size=16384)
+    return Readers(train, held_out, Reader(data, "test", batch_size=16384))
+
+
+def measures(logits: Tensor, label: Tensor) -> dict[str, float]:
+    """AUC and logloss."""
+    return {"auc": float(roc_auc_score(label, logits)), "logloss": float(log_loss(label, logits.double().sigmoid()))}
+
+
+def train_plain(
+    data: Path, batch_size: int, seed: int, kind: type[LogisticRegression | PlainDeepFM], lr: float
+) -> dict[str, list[Any]]:
+    """Trains a network in plain PyTorch with Adam."""
+    read = readers(data, batch_size, seed)
+    torch.manual_seed(seed)
+    model = kind(read.train.schema)
+    adam = torch.optim.Adam(model.parameters(), lr=lr)
+
+    def measured(reader: Reader) -> dict[str, float]:
+        with torch.no_grad():
+            pairs = [(model(batch), batch.label) for batch in reader.epoch(0)]
+        return measures(*(torch.cat(each) for each in zip(*pairs, strict=True)))
+
+    found: dict[str, list[Any]] = {"validation": [], "test": []}
+    for epoch in range(EPOCHS):
+        for batch in read.train.epoch(epoch):
+            adam.zero_grad()
+            F.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+            adam.step()
+        for name in found:
+            found[name].append(measured(getattr(read, name)))
+    return found
+
+
+def train_cowrec(data: Path, batch_size: int, seed: int, optimizer: dict[str, Any]) -> dict[str, list[Any]]:
+    """Trains as `cowrec train` does, with an empty TOML but for the given values of [optimizer]."""
+    config, read = config_of(data, batch_size, seed, optimizer), readers(data, batch_size, seed)
+    found: dict[str, list[Any]] = {"validation": [], "test": []}
+    with process_group("cpu") as process:
+        schedule = Schedule.of_epochs(config.optimizer, len(read.train), EPOCHS * len(read.train), Schedule().ramp)
+        state = TrainState(config, read.train.schema, process, schedule)
+        for epoch in range(EPOCHS):
+            batches = state.ids.training_batches(read.train.epoch(epoch))
+            for _ in range(read.train.steps(epoch)):
+                state.step(batches)
+            for name in found:
+                samples = predicted_samples(state, getattr(read, name))
+                found[name].append(measures(samples.logits, samples.label))
+    return found
+
+
+def config_of(data: Path, batch_size: int, seed: int, optimizer: dict[str, Any]) -> RunConfig:
+    """The defaults, but for the batch size, the seed and the given values."""
+    train = {"batch_size": batch_size, "seed": seed, "device": "cpu", "epochs": EPOCHS}
+    config = config_from({"train": train, "optimizer": optimizer})
+    return with_l2(config, Schema.load(data).split("train").rows)
+
+
+def runs(seeds: int, sizes: list[int]) -> Iterator[tuple[str, int, int, dict[str, Any] | None]]:
+    """The runs of a data set: name, batch size, seed and values of [optimizer]."""
+    for seed in range(seeds):
+        yield "logistic regression", 1024, seed, None
+        for size in sizes:
+            yield "plain PyTorch", size, seed, None
+            yield "defaults", size, seed, {}
+            yield "earlier defaults", size, seed, EARLIER
+    for values in sorted(itertools.product(*GRID.values()), key=lambda values: abs(values[1] - 1e-3)):
+        yield "grid", 1024, 0, dict(zip(GRID, values, strict=True))
+
+
+def result(data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any] | None) -> dict[str, Any]:
+    """Runs it; returns the measures after each epoch, and the values that the batch size leads to."""
+    if name == "logistic regression":
+        return train_plain(data, size, seed, LogisticRegression, lr=5e-3)
+    if optimizer is None:
+        return train_plain(data, size, seed, PlainDeepFM, lr=1e-3)
+    derived = dataclasses.asdict(derived_hyperparameters(config_of(data, size, seed, optimizer)))
+    return train_cowrec(data, size, seed, optimizer) | {"derived": derived}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """AUC in percent after one, two and three epochs: means over seeds, and the grid's best by the held-out samples."""
+    rows = [("data", "run", "batch", *(f"{epoch + 1}" for epoch in range(EPOCHS)))]
+    keys = dict.fromkeys((line["data"], line["run"], line["batch_size"]) for line in lines)
+    for key in keys:
+        own = [line for line in lines if (line["data"], line["run"], line["batch_size"]) == key]
+        aucs = []
+        for epoch in range(EPOCHS):
+            chosen = own
+            if key[1] == "grid":
+                chosen = [max(own, key=lambda line: line["validation"][epoch]["auc"])]
+            aucs.append(f"{100 * mean(line['test'][epoch]['auc'] for line in chosen):.2f}")
+        rows.append((key[0], "tuned" if key[1] == "grid" else key[1], str(key[2]), *aucs))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="", help="prepared data sets, separated by commas")
+    parser.add_argument("--output", "-o", type=Path, required=True, help="JSON lines to write or continue")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of each run but those of the grid")
+    parser.add_argument("--sizes", default="256,1024,4096", help="batch sizes")
+    parser.add_argument("--table", action="store_true", help="print the file as a table")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table([json.loads(line) for line in arguments.output.read_text().splitlines()]))
+        return
+    for data in map(Path, arguments.data.split(",")):
+        for name, size, seed, optimizer in runs(arguments.seeds, [int(each) for each in arguments.sizes.split(",")]):
+            key = {"data": data.name, "run": name, "batch_size": size, "seed": seed, "optimizer": optimizer}
+            lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
+            if any(key.items() <= json.loads(line).items() for line in lines):
+                continue
+            found = result(data, name, size, seed, optimizer)
+            with arguments.output.open("a") as file:
+                file.write(json.dumps(key | found | environment(CPU)) + "\n")
+            print(data.name, name, size, seed, optimizer, *(f"{100 * each['auc']:.2f}" for each in found["test"]))
+
+
+if __name__ == "__main__":
+    main()

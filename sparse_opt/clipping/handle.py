@@ -1,0 +1,193 @@
+"""Attachment to the lookups of a model: their forwards are replaced until the handle removes it."""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cowrec.sparse_opt.tbe.discovery import leave_ddp, lookup_modules, sharded_collections
+from cowrec.sparse_opt.tbe.lookup import ShardedCollection
+
+from .clipped_lookup import ClippedLookup
+from .statistics import TableStats
+
+Inputs = Mapping[str, Any]
+"""Keyword arguments of a lookup's forward: ``indices``, ``offsets``, ``per_sample_weights`` and others."""
+Forward = Callable[..., Tensor]
+
+_DETACH = "cowrec_detach"
+"""Attribute of an attached collection, a function that detaches: two attachments would clip twice."""
+
+
+class LookupsHandle:
+    """Clip statistics of a model, and the removal of the clip; returned by :func:`attach_cowclip`."""
+
+    def __init__(self, lookups: Sequence[ClippedLookup], undo: Sequence[Callable[[], None]]):
+        self._lookups, self._undo = list(lookups), list(undo)
+
+    def stats(self) -> dict[str, TableStats]:
+        """Statistics of each table, over the rows that this process holds. Waits for the device, once.
+
+        Raises:
+            ValueError: on CUDA, where no step waits for the device: ids of earlier steps were outside their tables.
+        """
+        if not self._lookups:
+            return {}
+        on_device = [each.statistics.on_device() for each in self._lookups]
+        values = iter(zip(*torch.cat(on_device, dim=1).tolist(), strict=True))
+        found: dict[str, TableStats] = {}
+        for each, own in zip(self._lookups, on_device, strict=True):
+            found |= each.statistics.per_table(list(zip(*islice(values, own.shape[1]), strict=True)))
+        return found
+
+    def latest_ratios(self) -> dict[str, Tensor]:
+        """``||g|| / limit`` of the rows of each table in the latest step, float32, on the CPU. Waits for the device.
+
+        Over the rows that this process holds; a row was clipped where the ratio is above 1.
+        """
+        return {name: each for own in self._lookups for name, each in own.statistics.latest_ratios().items()}
+
+    def accumulate(self, passes: int) -> None:
+        """Makes one step of every ``passes`` backward passes: one clip, over the ids of all of them, and one update.
+
+        Divide each loss by ``passes``, so that their sum is the mean over the complete batch. Optimizers of other
+        parameters accumulate gradients by themselves. All ranks must take the same number of passes; call it with the
+        number of those that are left before a last, shorter step. Passes that wait for others are dropped with a
+        warning, as they are when the model loads a state; call it too after an exception in a backward pass.
+
+        Raises:
+            ValueError: ``passes`` is below 1.
+        """
+        if passes < 1:
+            raise ValueError(f"accumulate takes at least 1 backward pass, got {passes}")
+        _drop_waiting(self._lookups)
+        for each in self._lookups:
+            each.accumulation.passes = passes
+
+    def remove(self) -> None:
+        """Detaches from the model; the weights do not change. Calling it again has no effect."""
+        self.accumulate(1)
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+
+def _drop_waiting(lookups: Sequence[ClippedLookup], *_: Any) -> None:
+    waiting = max((each.accumulation.waiting for each in lookups), default=0)
+    if waiting:
+        warnings.warn(f"{waiting} backward passes that waited for others were dropped", RuntimeWarning, stacklevel=3)
+    for each in lookups:
+        each.accumulation.drop()
+
+
+def wrap_lookups(
+    called: Mapping[ShardedCollection, nn.Module],
+    lookups: Sequence[ClippedLookup],
+    look_up: Callable[[ClippedLookup, Forward, Inputs], Tensor],
+    detach: Callable[[], None] | None = None,
+) -> LookupsHandle:
+    """Replaces the forward of lookups by ``look_up(clipped lookup, its forward, inputs) -> output``.
+
+    Mean pooling becomes a sum weighted with 1/length, which is the same on every back end of FBGEMM.
+
+    Args:
+        called: the model's collections, none of them attached, and the modules whose calls run them.
+        lookups: their lookups on this rank.
+        look_up: new forward.
+        detach: what :func:`detach_cowclip` calls; by default the handle's ``remove()``.
+    """
+    undo = [leave_ddp(each) for each in called]
+    for collection, module in called.items():
+        own = [each for each in lookups if each.lookup.collection is collection]
+        undo += [
+            module.register_forward_pre_hook(_guard(collection, own)).remove,
+            collection.register_load_state_dict_post_hook(partial(_drop_waiting, own)).remove,
+            partial(delattr, collection, _DETACH),
+        ]
+    handle = LookupsHandle(lookups, [*undo, *(_wrap_lookup(each, look_up) for each in lookups)])
+
+    def remove() -> None:  # a function, which a copy of the model shares
+        (detach or handle.remove)()
+
+    for each in called:
+        setattr(each, _DETACH, remove)
+    return handle
+
+
+def require_unattached(collections: Collection[ShardedCollection]) -> None:
+    """Raises ValueError if a collection is attached already."""
+    if any(hasattr(each, _DETACH) for each in collections):
+        raise ValueError(
+            "this model's tables are attached already; call remove() of the earlier handle first, or"
+            " detach_cowclip(model)"
+        )
+
+
+def _guard(collection: ShardedCollection, lookups: Sequence[ClippedLookup]) -> Callable[..., None]:
+    """A forward pre-hook that raises RuntimeError once the lookups of a collection are not those of now, or if an
+    exception has interrupted the accumulation of their backward passes.
+    """
+    wrapped = lookup_modules(collection)
+
+    def check(*_: Any) -> None:
+        if lookup_modules(collection) != wrapped:  # modules are equal to themselves alone
+            raise RuntimeError(
+                f"the lookups of {type(collection).__name__} were rebuilt after attaching, as by"
+                " DistributedModelParallel.reshard, so that its tables would train without the clip and without"
+                " EmbeddingAdam; call remove() before, and attach again after. For EmbeddingAdam save its state_dict()"
+                " before, and load it into the new one"
+            )
+        waiting = {each.accumulation.waiting for each in lookups}
+        if len(waiting) > 1:
+            raise RuntimeError(
+                f"an exception interrupted a backward pass: of the passes of a step, tables have {min(waiting)} or"
+                f" {max(waiting)}; call accumulate(n) again, which drops them, and begin the step anew"
+            )
+
+    return check
+
+
+def _wrap_lookup(
+    clipped: ClippedLookup, look_up: Callable[[ClippedLookup, Forward, Inputs], Tensor]
+) -> Callable[[], None]:
+    """Replaces the forward of one lookup; returns a function that restores it."""
+    module, forward, is_mean = clipped.lookup.module, clipped.lookup.module.forward, clipped.lookup.is_mean_pooled
+
+    def wrapped(**inputs: Any) -> Tensor:
+        return look_up(clipped, forward, _with_weights_of_means(inputs) if is_mean else inputs)
+
+    def undo() -> None:
+        del module.forward
+        if is_mean:
+            clipped.lookup.pool_by_mean()
+
+    if is_mean:
+        clipped.lookup.pool_by_weighted_sum()
+    module.forward = torch.compiler.disable(wrapped)  # the kernels of numba and Triton cannot be traced
+    return undo
+
+
+def detach_cowclip(model: nn.Module) -> None:
+    """Detaches what :func:`attach_cowclip` or :class:`EmbeddingAdam` has attached to a model, as its ``remove()`` does.
+
+    For a handle that was lost. Has no effect where nothing is attached.
+    """
+    for collection in sharded_collections(model).values():
+        getattr(collection, _DETACH, _nothing)()
+
+
+def _nothing() -> None: ...
+
+
+def _with_weights_of_means(inputs: Inputs) -> Inputs:
+    """Adds the ids' weights 1/length, whose sum is a mean, to the inputs of a lookup."""
+    if inputs.get("per_sample_weights") is not None:
+        raise ValueError("FBGEMM treats weighted ids with mean pooling differently on CPU and CUDA; use sum pooling")
+    indices, offsets = inputs["indices"], inputs["offsets"]
+    lengths = (offsets[1:] - offsets[:-1]).long()
+    weights = torch.repeat_interleave(1.0 / lengths.float(), lengths, output_size=indices.numel())
+    return {**inputs, "per_sample_weights": weights}

@@ -1,0 +1,110 @@
+"""Clip rules of a model's tables, by their names."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from torch import nn
+
+from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip, Scope
+from cowrec.sparse_opt.tbe.discovery import all_table_names, meant_tables
+
+OTHERS = "*"
+"""Stands in a mapping of rules for the tables that it does not name."""
+
+
+@dataclass(frozen=True)
+class TableRules:
+    """Clip rules of tables, which bound norms of one scope.
+
+    Attributes:
+        default: rule of the tables that are not named.
+        by_table: rules of others, by their names in the model; :class:`NoClip` for excluded tables.
+    """
+
+    default: ClipRule
+    by_table: Mapping[str, ClipRule] = field(default_factory=dict)
+
+    def of(self, table: str) -> ClipRule:
+        """Rule of a table."""
+        return self.by_table.get(table, self.default)
+
+    @property
+    def limiting(self) -> list[ClipRule]:
+        """Distinct rules that set a limit."""
+        distinct: list[ClipRule] = []
+        for rule in (self.default, *self.by_table.values()):
+            if not isinstance(rule, NoClip) and rule not in distinct:
+                distinct.append(rule)
+        return distinct
+
+    @property
+    def scope(self) -> Scope:
+        """What they bound the norm of."""
+        return next((rule.scope for rule in self.limiting), "row")
+
+    @property
+    def name(self) -> str:
+        """Their names, for messages."""
+        return ", ".join(sorted({rule.name for rule in self.limiting})) or NoClip.name
+
+    @property
+    def kinds(self) -> str:
+        """Names of the rules by table, alike for rules of the same kinds."""
+        if not self.by_table:
+            return self.default.name
+        of_tables = [f"{table}: {rule.name}" for table, rule in sorted(self.by_table.items())]
+        return ", ".join([*of_tables, f"{OTHERS}: {self.default.name}"])
+
+    def unclipped(self, tables: Collection[str]) -> set[str]:
+        """Those of the tables that have no limit."""
+        return {table for table in tables if isinstance(self.of(table), NoClip)}
+
+
+def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclude: Sequence[str]) -> TableRules:
+    """Finds the rule of each table of a model; arguments as in :func:`attach_cowclip`.
+
+    Raises:
+        ValueError: the model has no table, a name is unknown, a table has no rule or two, or rules cannot be mixed.
+    """
+    known = all_table_names(model)
+    if not known:
+        raise ValueError(
+            f"{type(model).__name__} holds no TorchRec embedding tables; pass the DistributedModelParallel of a model"
+            " with EmbeddingBagCollections"
+        )
+    given = dict(rule) if isinstance(rule, Mapping) else {OTHERS: rule}
+    named = {table: given[name] for table, name in meant_tables(model, given.keys() - {OTHERS}).items()}
+    excluded = meant_tables(model, exclude)
+    require_known("rule", list(named), known)
+    require_known("exclude", list(excluded), known)
+    for table in sorted(named.keys() & excluded.keys()):
+        raise ValueError(f"table {table!r} has a rule and is named in exclude; name it in one of them")
+    others = sorted(known - named.keys() - excluded.keys())
+    if others and OTHERS not in given:
+        raise ValueError(
+            f"the rules name none for table {others[0]!r}; name it, or give all others a rule as {OTHERS!r}"
+        )
+    default = given[OTHERS] if others else NoClip()
+    rules = TableRules(default, named | dict.fromkeys(excluded, NoClip()))
+    first, *more = rules.limiting or [default]
+    for each in more:
+        if each.scope != first.scope or first.scope == "global":
+            raise ValueError(
+                f"clip rules {first.name!r} and {each.name!r} cannot be mixed: the first bounds the norm of a"
+                f" {_SCOPES[first.scope]}, the second that of a {_SCOPES[each.scope]}; mix rules for rows, or rules for"
+                " tables"
+            )
+    return rules
+
+
+_SCOPES = {"row": "row", "field": "table", "global": "gradient of all tables"}
+
+
+def require_known(argument: str, names: Sequence[str], known: set[str]) -> None:
+    """Raises ValueError, with the nearest known name, for a table that the model does not have."""
+    for name in names:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known: {', '.join(sorted(known))}"
+            raise ValueError(f"{argument} names table {name!r}, which the model does not have{hint}")

@@ -1,0 +1,138 @@
+"""Counts of numbers against `collections.Counter`, and normal scores against SciPy's ranks."""
+
+import collections
+import logging
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import norm, rankdata
+
+from cowrec.data_pipeline import DenseField, PrepareConfig, Schema, prepare
+from cowrec.data_pipeline.encoding.dense import NumberStatistics, fitted, transformed
+from cowrec.data_pipeline.encoding.value_counts import MOST_VALUES, ValueCounts
+from raw_cases import read_split
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def counted(parts, most=MOST_VALUES):
+    total = ValueCounts(most)
+    for part in parts:
+        each = ValueCounts(most)
+        each.add(np.array(part, float))
+        total.merge(pickle.loads(pickle.dumps(each)))
+    return total
+
+
+@given(st.lists(st.lists(finite | st.sampled_from([0.0, -0.0, 1.0, -1.0, 5e-324]), max_size=9), max_size=5))
+def test_distinct_numbers_are_counted(parts):
+    expected = sorted(collections.Counter(value + 0.0 for part in parts for value in part).items())
+    found = counted(parts)
+    assert list(zip(found.values.tolist(), found.counts.tolist(), strict=True)) == expected
+    assert found.total == sum(map(len, parts))
+
+
+@given(st.lists(st.lists(st.floats(1, 2), max_size=30), max_size=5), st.integers(1, 20))
+def test_counts_in_bounded_memory_do_not_depend_on_the_order(parts, most):
+    one, other = counted(parts, most), counted([[x for part in parts[::-1] for x in part]], most)
+    assert len(one.values) <= most
+    assert one.values.tolist() == other.values.tolist()
+    assert one.counts.tolist() == other.counts.tolist()
+    assert one.total == sum(map(len, parts))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1.6e9])
+def test_quantiles_of_many_numbers_are_close(scale):
+    values = scale + scale / 50 * np.random.default_rng(0).standard_normal(200_000)
+    found = counted(np.split(values, 8))
+    assert len(found.values) <= MOST_VALUES
+    for share in (0.0, 0.01, 0.5, 0.9, 1.0):
+        exact = np.quantile(values, share, method="inverted_cdf")
+        # 32,768 cells over the range, which is nine deviations wide.
+        assert found.quantile(share) == pytest.approx(exact, abs=scale / 50 * 9 * 4 / MOST_VALUES)
+
+
+@given(st.lists(st.none() | st.integers(-9, 9) | finite, min_size=1, max_size=60))
+def test_the_quantile_transform_gives_normal_scores(values):
+    column = np.array([np.nan if value is None else value for value in values])
+    present = column[~np.isnan(column)]
+    statistics = NumberStatistics()
+    statistics.add(column)
+    field = fitted("x", "x", "quantile", statistics)
+    expected = norm.ppf((rankdata(present) - 0.5) / max(len(present), 1))
+    found = transformed(field, column)
+    np.testing.assert_allclose(found[~np.isnan(column)], expected, atol=1e-6)
+    assert (found[np.isnan(column)] == 0).all()
+    if len(present):
+        beyond = transformed(field, np.finfo(float).max * np.array([-1, 1]))
+        np.testing.assert_allclose(beyond, [expected.min(), expected.max()], atol=1e-6)
+
+
+@pytest.mark.parametrize("draw", ["lognormal", "normal", "standard_cauchy", "standard_exponential"])
+def test_any_distribution_becomes_normal(draw):
+    values = 1e-5 * getattr(np.random.default_rng(0), draw)(size=100_000)
+    statistics = NumberStatistics()
+    statistics.add(values)
+    found = transformed(fitted("x", "x", "quantile", statistics), values)
+    # The tails beyond the outermost knots but one are interpolated, so the deviation is not exactly 1.
+    assert abs(found.mean()) < 0.01
+    assert abs(found.std() - 1) < 0.03
+    np.testing.assert_allclose(np.quantile(found, [0.02, 0.3, 0.98]), norm.ppf([0.02, 0.3, 0.98]), atol=0.02)
+
+
+SCHEMA = """
+fields = [
+    {name = "price", kind = "numeric"},
+    {name = "height", kind = "numeric"},
+    {name = "views", kind = "numeric", transform = "buckets"},
+    {name = "shop", kind = "categorical"},
+]
+"""
+
+
+def test_heavy_tails_are_reported_where_they_do_harm(tmp_path, caplog):
+    random = np.random.default_rng(0)
+    prices, heights = np.exp(2 * random.standard_normal(1600)), 170 + 10 * random.standard_normal(1600)
+    lines = [f"{n % 2},{price},{height},3,s" for n, (price, height) in enumerate(zip(prices, heights, strict=True))]
+    (tmp_path / "raw.csv").write_text("\n".join(["label,price,height,views,shop", *lines]))
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    caplog.set_level(logging.WARNING)
+    messages = {}
+    for dense in ("quantile", "minmax", "log"):
+        caplog.clear()
+        config = PrepareConfig(dense=dense, test_fraction=0)
+        schema = prepare("csv", [tmp_path / "raw.csv"], tmp_path / dense, config, csv_schema=tmp_path / "schema.toml")
+        messages[dense] = caplog.messages
+        assert [each.transform for each in schema.dense] == [dense, dense, "minmax"], "each field has its own"
+        assert [each.name for each in schema.sparse] == ["views_bucket", "shop"]
+        assert Schema.load(tmp_path / dense) == schema
+    assert messages["quantile"] == messages["log"] == []
+    (message,) = messages["minmax"]
+    assert "1 numeric fields (price)" in message
+    assert 'transform = "quantile"' in message
+    stored = np.array(read_split(tmp_path / "quantile", "train")["price"])
+    np.testing.assert_allclose(stored, norm.ppf((rankdata(prices) - 0.5) / 1600), atol=0.06)
+
+
+def test_ids_that_look_missing_are_reported(tmp_path, caplog):
+    (tmp_path / "raw.csv").write_text("label,shop,city\n1,\\N,a\n0,a,b\n1,NULL,a")
+    schema = "{}fields = [{{name = 'shop', kind = 'categorical'}}, {{name = 'city', kind = 'categorical'}}]"
+    for number, null in enumerate(["", "null = ['\\N', 'NULL']\n"]):
+        caplog.clear()
+        (tmp_path / "schema.toml").write_text(schema.format(null))
+        arguments = {"csv_schema": tmp_path / "schema.toml"}
+        prepare("csv", [tmp_path / "raw.csv"], tmp_path / f"{number}", PrepareConfig(test_fraction=0), **arguments)
+        assert len(caplog.messages) == 1 - number
+        expected = r"""field 'shop' has the ids NULL, \N; if they mean a missing value, set null = ["NULL", "\\N"]"""
+        assert number or expected in caplog.messages[0]
+
+
+def test_a_column_of_missing_numbers_is_constant():
+    statistics = NumberStatistics()
+    statistics.add(np.array([np.nan, np.nan]))
+    field = fitted("x", "x", "quantile", statistics)
+    assert isinstance(field, DenseField)
+    assert transformed(field, np.array([np.nan, 3.0])).tolist() == [0.0, 0.0]

@@ -1,0 +1,384 @@
+"""Parquet and Arrow files are prepared to the same bytes as text files with the same samples, which pyarrow writes."""
+
+import datetime
+import decimal
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.preparation.fit_pass import fit
+from raw_cases import TIMED_SCHEMA, content, read_split
+
+DAY = datetime.date(2024, 2, 29)
+UTC = pa.timestamp("us", "UTC")
+LETTERS = st.text("ab é", max_size=3)
+INTEGERS = st.integers(0, 40)
+# Values of ids, and Arrow types that hold them.
+IDS = [
+    (LETTERS, [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int8(), pa.string())]),
+    (INTEGERS, [pa.int8(), pa.uint16(), pa.int64(), pa.float32(), pa.float64(), pa.decimal128(9, 2)]),
+    (st.integers(2**52, 2**53 - 1), [pa.int64(), pa.uint64(), pa.float64(), pa.string()]),
+    (st.integers(-(2**63), -(2**62)), [pa.int64(), pa.decimal256(40, 0)]),
+    (st.booleans(), [pa.bool_()]),
+    (st.integers(0, 3).map(lambda days: DAY + datetime.timedelta(days)), [pa.date32(), pa.date64()]),
+    (
+        st.integers(0, 3).map(lambda hours: datetime.datetime(2024, 2, 29, hours)),
+        [pa.timestamp("s"), pa.timestamp("us", "UTC")],
+    ),
+    (st.sampled_from([0.5, 2.25]), [pa.float64(), pa.float32(), pa.decimal128(5, 3)]),
+]
+NUMBERS = [
+    (INTEGERS, [pa.int16(), pa.uint32(), pa.float32(), pa.string()]),
+    (st.integers(-(2**63), 2**63 - 1), [pa.int64(), pa.decimal128(20, 0)]),
+    (st.floats(-1e9, 1e9), [pa.float64()]),
+    (st.decimals(-1000, 1000, places=3).map(lambda each: each + decimal.Decimal(0)), [pa.decimal128(9, 3)]),
+]
+WEIGHTS = st.sampled_from([0.5, 1.0, -2.0])
+
+
+def typed(draw, values, kind):
+    """Returns an array of one of the types, of values some of which are null."""
+    values = [None if draw(st.integers(0, 4)) == 0 else value for value in values]
+    if pa.types.is_string(kind):
+        values = [None if value is None else str(value) for value in values]
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, pa.string()).cast(kind)
+    if pa.types.is_decimal(kind):
+        values = [None if value is None else decimal.Decimal(value) for value in values]
+    return pa.array(values, kind)
+
+
+@st.composite
+def tables(draw):
+    """Draws a table, and the same samples with lists as text."""
+    rows = draw(st.integers(2, 12))
+
+    def flat(kinds):
+        values, types = draw(st.sampled_from(kinds))
+        return typed(draw, draw(st.lists(values, min_size=rows, max_size=rows)), draw(st.sampled_from(types)))
+
+    def lists(values, least=0):
+        sizes = {"min_size": rows, "max_size": rows}
+        return draw(
+            st.lists(st.one_of(st.none(), st.lists(values, min_size=least, max_size=max(least, 3 - least))), **sizes)
+        )
+
+    words = st.one_of(st.none(), st.text("ab é", min_size=1, max_size=2))
+    number_lists = draw(st.booleans())
+    fixed = draw(st.integers(0, 3)) == 0
+    tags = lists(INTEGERS if number_lists else words, least=2 * fixed)
+    inner = draw(st.sampled_from([pa.int8(), pa.float32()] if number_lists else [pa.string(), pa.large_string()]))
+    kinds = [pa.list_(inner, 2)] if fixed else [pa.list_(inner), pa.large_list(inner)]
+    history = lists(st.tuples(st.text("xyz", min_size=1, max_size=1), WEIGHTS))
+    if draw(st.booleans()):
+        pairs = pa.array(history, pa.map_(pa.string(), pa.float32()))
+    else:
+        pairs = [each and [{"id": key, "weight": weight} for key, weight in each] for each in history]
+        pairs = pa.array(pairs, pa.list_(pa.struct([("weight", pa.float64()), ("id", pa.string())])))
+    times = draw(st.lists(st.integers(0, 2**31), min_size=rows, max_size=rows))
+    label = [False, True, *draw(st.lists(st.booleans(), min_size=rows - 2, max_size=rows - 2))]
+    columns = {
+        "unused": pa.array([{"deep": [1]}] * rows),
+        "click": pa.array(label).cast(draw(st.sampled_from([pa.int32(), pa.bool_(), pa.float64(), pa.int8()]))),
+        "seen at": pa.array(times).cast(
+            draw(st.sampled_from([pa.int64(), pa.timestamp("s"), pa.timestamp("s", "UTC")]))
+        ),
+        "price": flat(NUMBERS),
+        "city": flat(IDS),
+        "tags": pa.array(tags, draw(st.sampled_from(kinds))),
+        "past views": pairs,
+    }
+    text = {
+        "past views": [" ".join(f"{key}:{weight}" for key, weight in each or []) for each in history],
+        "click": [str(int(each)) for each in label],
+        "seen at": [str(each) for each in times],
+        "tags": ["|".join("" if each is None else str(each) for each in tag or []) for tag in tags],
+    }
+    return pa.table(columns), pa.table(text | {name: as_csv(columns[name]) for name in ("price", "city")})
+
+
+def as_csv(values):
+    """Leaves the conversion to text to pyarrow's CSV writer, which does not know all types."""
+    kind = values.type
+    if pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary(kind):
+        return pa.array([each.decode() if isinstance(each, bytes) else each for each in values.to_pylist()])
+    if pa.types.is_decimal(kind):
+        return pa.array([None if each is None else f"{each.normalize():f}" for each in values.to_pylist()], pa.string())
+    if pa.types.is_floating(kind) and all(each is None or each == int(each) for each in values.to_pylist()):
+        # The writer gives large ones an exponent, and text stays as it is.
+        return pa.array([None if each is None else str(int(each)) for each in values.to_pylist()], pa.string())
+    if pa.types.is_timestamp(kind):
+        return values.cast(pa.timestamp("s"))
+    return values.cast(pa.date32()) if pa.types.is_date64(kind) else values
+
+
+def prepared(folder, inputs, name, config):
+    (folder / "schema.toml").write_text(TIMED_SCHEMA)
+    prepare("csv", inputs, folder / name, config, csv_schema=folder / "schema.toml")
+    return {path: checksum for path, checksum in content(folder / name).items() if path != "schema.json"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(tables(), st.data())
+def test_columns_of_any_type_equal_their_text(tmp_path_factory, tables, data):
+    """In row groups and pages of any size, in one file or two, Parquet or Arrow, columns in another order in each."""
+    folder = tmp_path_factory.mktemp("columns")
+    table, text = tables
+    rows = table.num_rows
+    first = data.draw(st.integers(1, rows))
+    parts = [(table.slice(0, first), text.slice(0, first))]
+    if first < rows:
+        parts.append((table.slice(first).select(table.column_names[::-1]), text.slice(first)))
+    for number, (part, text_part) in enumerate(parts):
+        pa.csv.write_csv(text_part, folder / f"{number}.csv")
+        group = data.draw(st.integers(1, rows))
+        if data.draw(st.booleans()):
+            pq.write_table(part, folder / f"{number}.data", row_group_size=group, data_page_size=50)
+        else:
+            codec = data.draw(st.sampled_from(["lz4", "uncompressed", "zstd"]))
+            pyarrow.feather.write_feather(part, folder / f"{number}.data", chunksize=group, compression=codec)
+    config = PrepareConfig(
+        split="order",
+        test_rows=data.draw(st.integers(0, rows - 2)),
+        shard_rows=data.draw(st.integers(1, 9)),
+        dense=data.draw(st.sampled_from(["minmax", "buckets"])),
+        hash_buckets=data.draw(st.sampled_from([0, 0, 7])),
+    )
+    expected = prepared(folder, [f"{folder}/*.csv"], "text", config)
+    assert prepared(folder, [f"{folder}/*.data"], "columns", config) == expected
+
+
+@pytest.fixture
+def samples(tmp_path):
+    """A Parquet file of 100 samples in ten row groups, and its table."""
+    rows = range(100)
+    table = pa.table(
+        {
+            "click": [row % 2 for row in rows],
+            "seen at": list(rows),
+            "price": [float(row) for row in rows],
+            "city": [f"c{row % 7}" for row in rows],
+            "tags": [[f"t{row % 3}"] for row in rows],
+            "past views": [[{"id": row % 5, "weight": 1.0}] for row in rows],
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    (tmp_path / "schema.toml").write_text(TIMED_SCHEMA)
+    return table
+
+
+def changed(table, name, row, value, kind=None):
+    values = table[name].to_pylist()
+    values[row] = value
+    return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+
+
+def run(folder, *inputs, **options):
+    inputs = [folder / each for each in inputs]
+    return prepare(
+        "csv", inputs, folder / "out", PrepareConfig(test_fraction=0.0, **options), csv_schema=folder / "schema.toml"
+    )
+
+
+def test_new_samples_in_parquet_have_the_ids_of_a_vocabulary_from_text(tmp_path, samples):
+    text = ["seen at,past views,click,price,tags,city"]
+    for row in samples.to_pylist():
+        history = f"{row['past views'][0]['id']}:1"
+        text.append(f"{row['seen at']},{history},{row['click']},{row['price']},{row['tags'][0]},{row['city']}")
+    (tmp_path / "raw.csv").write_text("\n".join(text))
+    run(tmp_path, "raw.csv")
+    for name, table in (("a", samples), ("b", samples.drop_columns(["click"]))):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        schema = prepare("csv", [tmp_path / f"{name}.parquet"], tmp_path / name, like=tmp_path / "out")
+        assert schema.splits["test"].labelled == (name == "a")
+        found, expected = read_split(tmp_path / name, "test"), read_split(tmp_path / "out", "train")
+        assert all(found[each] == expected[each] for each in expected if each != "label")
+    with pytest.raises(ValueError, match=r"b\.parquet has no label 'click', but other files have"):
+        prepare("csv", [f"{tmp_path}/?.parquet"], tmp_path / "c", like=tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_the_columns_of_hive_partitions(tmp_path, kind):
+    (tmp_path / "schema.toml").write_text(
+        'label = "click"\ntime = "day"\n'
+        'fields = [{name = "city", kind = "categorical"}, {name = "x", kind = "numeric"}]'
+    )
+    for day, city, x in (("2024-03-01", "K%C3%B6ln", 1), ("2024-03-02", "__HIVE_DEFAULT_PARTITION__", 2)):
+        folder = tmp_path / "logs" / f"day={day}" / f"city={city}"
+        folder.mkdir(parents=True)
+        table = pa.table({"click": [0, 1], "x": [x, x + 10]})
+        write = pq.write_table if kind == "parquet" else pa.csv.write_csv
+        write(table, folder / f"part-0.{kind}")
+        (folder / "_SUCCESS").touch()
+    schema = run(tmp_path, "logs", dense="none")
+    columns = read_split(tmp_path / "out", "train")
+    assert columns["time"] == [1709251200] * 2 + [1709337600] * 2
+    assert columns["city"] == [2, 2, 1, 1]
+    assert columns["x"] == [1, 11, 2, 12]
+    assert pq.read_table(tmp_path / "out" / "vocabulary" / "city.parquet")["value"].to_pylist() == ["Köln"]
+    assert [source.rows for source in schema.sources] == [2, 2]
+
+
+DOUBTS = {
+    "text": (
+        pa.array(["212", "212.0", "7.0", "x"] * 25),
+        {},
+        "field 'city': 25 values are the id of a whole number as",
+    ),
+    "hashed": (pa.array(["212", "212.0", "7.0", "x"] * 25), {"raw_ids": True}, "field 'city': 25 values are the id"),
+    "fractions": (pa.array([1.0, 2.0, 0.5, 1.5] * 25), {}, "column 'city': 50 of its ids are no whole numbers"),
+    "large": (pa.array([2.0**53, 1.0] * 50), {}, "column 'city': 50 of its ids are floating point numbers too large"),
+    "single": (pa.array([2.0**24, 1.0] * 50, pa.float32()), {}, "column 'city': 50 of its ids are floating"),
+    "whole": (pa.array([1.0, None] * 50), {}, ""),
+    "one form": (pa.array(["212.0", "7.0"] * 50), {}, ""),
+}
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_suspicious_ids_are_counted_in_a_warning(tmp_path, samples, caplog, case):
+    values, options, message = DOUBTS[case]
+    pq.write_table(samples.set_column(3, "city", values), tmp_path / "a.parquet")
+    run(tmp_path, "a.parquet", shard_rows=30, **options)
+    assert [record.getMessage().startswith(message) for record in caplog.records] == [True] * bool(message)
+
+
+def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samples, caplog):
+    forms = {"text": pa.array(["212.0", "7.0"] * 50), "whole": pa.array([212, 7] * 50)}
+    for name, values in forms.items():
+        pq.write_table(samples.set_column(3, "city", values), tmp_path / f"{name}.parquet")
+    run(tmp_path, "text.parquet")
+    assert not caplog.records
+    prepare("csv", [tmp_path / "whole.parquet"], tmp_path / "new", like=tmp_path / "out")
+    assert caplog.records[0].getMessage().startswith("field 'city': 100 values are the id of a whole number")
+
+
+def test_types_that_do_not_mean_the_same_are_refused(tmp_path, samples):
+    for name, values in (("b", [True] * 100), ("c", [1] * 100)):
+        pq.write_table(samples.set_column(3, "city", pa.array(values)), tmp_path / f"{name}.parquet")
+    message = r"c\.parquet: column 'city' has the type int64, but bool in .*b\.parquet: a number there is another value"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, "a.parquet", "b.parquet", "c.parquet")
+    run(tmp_path, "a.parquet", "b.parquet")
+
+
+def test_a_file_that_changes_between_passes_is_noticed(tmp_path, samples, monkeypatch):
+    def fit_and_change(*arguments):
+        encoder = fit(*arguments)
+        pq.write_table(samples.slice(0, 99), tmp_path / "a.parquet")
+        return encoder
+
+    monkeypatch.setattr("cowrec.data_pipeline.preparation.prepare.fit", fit_and_change)
+    with pytest.raises(ValueError, match=r"a\.parquet changed while it was being read; run again"):
+        run(tmp_path, "a.parquet")
+
+
+BAD_VALUES = {
+    "an infinite number": ("price", float("inf"), None, "must be a finite number or null, got inf"),
+    "not a number": (
+        "price",
+        float("nan"),
+        None,
+        "must be a finite number or null; if NaN means a missing value, set null",
+    ),
+    "a word for a number": ("price", "much", pa.string(), "must be a finite number or empty, got 'much'"),
+    "a label of 2": ("click", 2, None, "a label must be 0 or 1, got 2"),
+    "no label": ("click", None, None, "the label is missing, got None"),
+    "no time": ("seen at", None, None, "a time must be Unix seconds"),
+    "an infinite weight": ("past views", [{"id": 3, "weight": float("inf")}], None, 'must be a list of {"id"'),
+    "bytes that are no text": ("city", b"\xff", pa.binary(), "not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_a_bad_value_has_its_file_row_and_column(tmp_path, samples, case):
+    name, value, kind, message = BAD_VALUES[case]
+    table = samples
+    if kind is not None:
+        texts = [str(each) for each in table[name].to_pylist()]
+        table = table.set_column(table.column_names.index(name), name, pa.array(texts).cast(kind))
+    pq.write_table(changed(table, name, 56, value, kind), tmp_path / "a.parquet", row_group_size=10)
+    with pytest.raises(ValueError, match=rf"a\.parquet, row 57, column {name}: ") as error:
+        run(tmp_path, "a.parquet")
+    assert message in str(error.value)
+    schema = run(tmp_path, "a.parquet", on_bad_row="skip")
+    assert (schema.splits["train"].rows, schema.sources[0].bad_rows) == (99, 1)
+    assert read_split(tmp_path / "out", "train")["time"] == [row for row in range(100) if row != 56]
+
+
+def test_columns_without_any_value_are_missing_in_every_field(tmp_path, samples):
+    kept = ["click", "seen at"]
+    empty = {name: pa.nulls(100) for name in samples.column_names if name not in kept}
+    pq.write_table(pa.table({name: samples[name] for name in kept} | empty), tmp_path / "b.parquet")
+    run(tmp_path, "a.parquet", "b.parquet")
+    columns = read_split(tmp_path / "out", "train")
+    assert columns["city"][100:] == [1] * 100
+    assert columns["tags"][100:] == columns["history"][100:] == [[1]] * 100
+    assert columns["history__weight"][100:] == [[1.0]] * 100
+
+
+def test_nan_can_mean_a_missing_value(tmp_path, samples):
+    (tmp_path / "schema.toml").write_text('null = ["NaN"]\n' + TIMED_SCHEMA)
+    table = samples.set_column(3, "city", pa.array([float("nan"), 7.0] * 50))
+    pq.write_table(changed(table, "price", 56, float("nan")), tmp_path / "a.parquet")
+    run(tmp_path, "a.parquet", dense="none")
+    columns = read_split(tmp_path / "out", "train")
+    assert columns["city"] == [1, 2] * 50
+    assert columns["price"] == [0 if row == 56 else row for row in range(100)]
+
+
+def rewritten(change):
+    """Returns a function that writes a changed table."""
+    return lambda folder, table: pq.write_table(change(table), folder / "a.parquet")
+
+
+def truncated(folder, _):
+    data = (folder / "a.parquet").read_bytes()
+    (folder / "a.parquet").write_bytes(data[: len(data) // 2])
+
+
+def damaged(folder, table):
+    pq.write_table(table, folder / "a.parquet", write_page_checksum=True, compression="none")
+    data = bytearray((folder / "a.parquet").read_bytes())
+    data[data.index(b"c3")] ^= 0xFF
+    (folder / "a.parquet").write_bytes(data)
+
+
+def cast(name, kind):
+    return rewritten(lambda table: table.set_column(table.column_names.index(name), name, pa.nulls(100, kind)))
+
+
+WRONG_FILES = {
+    "no column": (rewritten(lambda table: table.drop_columns(["city"])), "a.parquet: no column 'city' among click"),
+    "no common column": (
+        rewritten(lambda _: pa.table({"other": [1]})),
+        "a.parquet: no column 'city', 'click', 'past views', 'price', 'seen at', 'tags' among other",
+    ),
+    "a column twice": (
+        rewritten(lambda table: table.append_column("city", table["city"])),
+        "a.parquet: column 'city' occurs more than once",
+    ),
+    "a list for a label": (cast("click", pa.list_(pa.int8())), "a.parquet: column 'click' has the type list<"),
+    "lists of ids": (cast("city", pa.list_(pa.int8())), "a.parquet: column 'city' has the type list<"),
+    "a number of lists": (cast("price", pa.list_(pa.int8())), "a.parquet: column 'price' has the type list<"),
+    "one id for a list": (cast("tags", pa.int8()), "a.parquet: column 'tags' has the type int8; it must hold lists"),
+    "lists without weights": (cast("past views", pa.list_(pa.int8())), "it must hold lists of {id, weight}, maps"),
+    "a truncated file": (truncated, "a.parquet: truncated or damaged"),
+    "a damaged page": (damaged, "a.parquet, rows 1 to 100: truncated or damaged"),
+    "no rows": (rewritten(lambda table: table.slice(0, 0)), "a.parquet has no samples, and neither has any other"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_a_wrong_file_is_refused(tmp_path, samples, case):
+    write, message = WRONG_FILES[case]
+    write(tmp_path, samples)
+    with pytest.raises(ValueError, match=r"a\.parquet") as error:
+        run(tmp_path, "a.parquet")
+    assert message in str(error.value)
+    assert not (tmp_path / "out").exists()

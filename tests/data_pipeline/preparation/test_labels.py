@@ -1,0 +1,142 @@
+"""Labels, sample weights, sample numbers and kept columns, against a plain reading of the same rows."""
+
+import math
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
+from cowrec.data_pipeline.raw.labels import RawLabel
+from raw_cases import read_split
+
+WRONG = "wrong"
+
+
+def number(text):
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def expected(text, label):
+    """The documented rules, one value at a time."""
+    value = number(text)
+    if text == "":
+        return None
+    if label.positive:
+        return float(text in label.positive or (value is not None and value in map(number, label.positive)))
+    if label.threshold is not None:
+        return WRONG if value is None else float(value >= label.threshold)
+    if value in (0, 1) or text.lower() in ("true", "false"):
+        return float(value == 1 or text.lower() == "true")
+    return WRONG
+
+
+LABELS = [
+    RawLabel(),
+    RawLabel(threshold=3.5),
+    RawLabel(threshold=-2),
+    RawLabel(positive=("1",)),
+    RawLabel(positive=("yes", "4", "-1.50")),
+]
+texts = st.sampled_from(
+    ["", "0", "1", "1.0", "0.0", "-0", "1e0", "true", "False", "TRUE", "yes", "YES", "no", "4", "04"]
+)
+
+
+@given(st.lists(texts | st.sampled_from(["-1", "4.0", "-1.5", "3.5", "3.49", "x"]), max_size=12))
+def test_values_of_labels_follow_the_rules(column):
+    for label in LABELS:
+        values, wrong = label.values(pa.array(column, pa.string()))
+        for text, value, is_wrong in zip(column, values.tolist(), wrong.tolist(), strict=True):
+            wanted = expected(text, label)
+            assert is_wrong == (wanted == WRONG)
+            assert math.isnan(value) if wanted in (None, WRONG) else value == wanted
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Prepares rows of a file with these columns; returns the schema and the columns of the training samples."""
+
+    def run(toml, header, rows, output="out", config=None, **arguments):
+        (tmp_path / "raw.csv").write_text("\n".join([header, *rows]))
+        (tmp_path / "schema.toml").write_text(toml + '\n[[fields]]\nname = "shop"\nkind = "categorical"')
+        described = {} if "like" in arguments else {"csv_schema": tmp_path / "schema.toml"}
+        schema = prepare(
+            "csv",
+            [tmp_path / "raw.csv"],
+            tmp_path / output,
+            config or PrepareConfig(test_fraction=0),
+            **described,
+            **arguments,
+        )
+        return schema, read_split(tmp_path / output, "test" if "like" in arguments else "train")
+
+    return run
+
+
+def test_several_labels_weights_numbers_and_kept_columns(prepared, tmp_path):
+    toml = 'labels = ["click", {name = "long", column = "seconds", threshold = 30}]\nnull = ["NA"]\nweight = "w"\n'
+    rows = ["a,1,29.5,0.5,u 1", "b,0,30,2,", "a,x,1,1,u 3", "a,NA,31,0,u 4", "b,true,,1e-3,u 5"]
+    config = PrepareConfig(test_fraction=0, on_bad_row="skip")
+    schema, columns = prepared(
+        toml + 'keep = ["user id"]', "shop,click,seconds,w,user id", rows, config=config, keep=["seconds"]
+    )
+    assert schema.labels == ("click", "long")
+    assert (schema.sample_weights, schema.numbered, schema.kept) == (True, True, ("user id", "seconds"))
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert columns["label_click"] == [1, 0, nan, 1]
+    assert columns["label_long"] == [0, 1, 1, nan]
+    assert columns["sample_weight"] == pytest.approx([0.5, 2, 0, 1e-3])
+    assert columns["sample_number"] == [0, 1, 3, 4], "the bad row counts"
+    assert columns["kept_user id"] == ["u 1", "", "u 4", "u 5"]
+    assert columns["kept_seconds"] == ["29.5", "30", "31", ""]
+    assert schema.splits["train"].positives == (2, 2)
+    assert schema.splits["train"].weight == pytest.approx(2.501)
+    assert Schema.load(tmp_path / "out") == schema
+    batch = next(Reader(tmp_path / "out", "train", batch_size=4).epoch(0))
+    assert batch.label.shape == (4, 2)
+    # New samples: with fewer columns, then with a column to keep.
+    schema, columns = prepared("", "shop,user id", ["b,u 9", "c,"], "new", like=tmp_path / "out")
+    assert (schema.sample_weights, schema.kept, schema.splits["test"].labelled) == (False, ("user id",), False)
+    assert (columns["shop"], columns["kept_user id"]) == ([3, 0], ["u 9", ""])
+    with pytest.raises(ValueError, match=r"no column 'nothing' to keep in .*raw\.csv"):
+        prepared("", "shop", ["b"], "newer", like=tmp_path / "out", keep=["nothing"])
+
+
+def test_ratings_become_labels(prepared):
+    schema, columns = prepared('label = "rating"\npositive = [4, "5"]', "shop,rating", ["a,4.0", "a,3", "b,5", "b,1"])
+    assert schema.labels == ("label",)
+    assert columns["label"] == [1, 0, 1, 0]
+    assert prepared('label = "rating"\nthreshold = 3', "shop,rating", ["a,3", "b,2"], "o")[1]["label"] == [1, 0]
+
+
+def test_one_class_is_refused_and_no_advice_drops_the_other(prepared):
+    rows = ["a,1", "b,-1", "a,1", "b,-1"]
+    with pytest.raises(ValueError, match=r'line 3, column label: .*got \'-1\'. .* positive = \["1"\]') as error:
+        prepared("", "shop,label", rows)
+    assert "skip" not in str(error.value)
+    with pytest.raises(ValueError, match="of one class, 2 positive and 0 negative; 2 bad rows were left out"):
+        prepared("", "shop,label", rows, config=PrepareConfig(test_fraction=0, on_bad_row="skip"))
+    assert prepared('positive = ["1"]', "shop,label", rows)[1]["label"] == [1, 0, 1, 0]
+    with pytest.raises(ValueError, match="'buy': the training samples are of one class, 0 positive and 1 negative"):
+        prepared('labels = ["label", "buy"]', "shop,label,buy", ["a,1,0", "b,0,"], "other")
+    with pytest.raises(ValueError, match="line 2, column label: the label is missing, got ''\\. To skip and count"):
+        prepared("", "shop,label", ["a,"], "missing")
+
+
+@pytest.mark.parametrize("weight", ["-1", "", "nan", "inf", "1e39", "heavy"])
+def test_bad_weights_are_refused(prepared, weight):
+    with pytest.raises(ValueError, match="line 2, column w: a sample weight must be a finite number of at least 0"):
+        prepared('weight = "w"', "shop,label,w", [f"a,1,{weight}", "b,0,1"])
+
+
+def test_a_split_needs_weight(prepared):
+    with pytest.raises(ValueError, match="column 'w': all 2 training samples have weight 0"):
+        prepared('weight = "w"', "shop,label,w", ["a,1,0", "b,0,0"])
+    config = PrepareConfig(split="order", test_rows=1)
+    with pytest.raises(ValueError, match="column 'w': all 1 samples of the split test have weight 0"):
+        prepared('weight = "w"', "shop,label,w", ["a,1,1", "b,0,0", "b,1,0"], config=config)

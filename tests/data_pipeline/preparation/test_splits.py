@@ -1,0 +1,152 @@
+"""Splits by random numbers, order and time, against a plain sorting of the same samples."""
+
+import datetime
+import logging
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import PrepareConfig, prepare
+from raw_cases import read_split
+
+SCHEMA = 'time = "at"\nfields = [{name = "shop", kind = "categorical"}]'
+SPLITS = ("train", "validation", "test")
+DAY = 86_400
+
+
+def prepared(folder, times, output="out", schema=SCHEMA, **config):
+    """Prepares a sample at each time; returns the schema and the sample numbers of each split."""
+    (folder / "schema.toml").write_text(schema)
+    lines = [f"{n % 2},s{n % 3},{time}" for n, time in enumerate(times)]
+    (folder / "raw.csv").write_text("\n".join(["label,shop,at", *lines]))
+    arguments = {"csv_schema": folder / "schema.toml", "overwrite": True}
+    made = prepare("csv", [folder / "raw.csv"], folder / output, PrepareConfig(shard_rows=7, **config), **arguments)
+    return made, {name: read_split(folder / output, name)["sample_number"] for name in made.splits}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_time_divides_samples_whatever_their_order(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("split")
+    times = data.draw(st.lists(st.integers(0, 40).map(lambda day: day * DAY), min_size=8, max_size=60))
+    times[:6] = [-DAY, -DAY, -DAY, 90 * DAY, 91 * DAY, 92 * DAY]  # both classes in training; three more times
+    test, validation = data.draw(st.sampled_from([(0.2, 0.0), (0.1, 0.2), (0.0, 0.1), (0.3, 0.3)]))
+    made, found = prepared(folder, times, split="time", test_fraction=test, validation_fraction=validation)
+    ends = {}
+    for name, share in (("test", test), ("validation", test + validation)):
+        # The time from which on the share of samples is nearest to the wanted one; the earliest of equally near ones.
+        before = [each for each in sorted(set(times))[1:] if each < ends.get("test", 10**12)]
+        shares = {each: abs(sum(time >= each for time in times) - share * len(times)) for each in before}
+        wanted = (validation if name == "validation" else test) > 0
+        ends[name] = min(shares, key=shares.get) if wanted else ends.get("test", 10**12)
+    expected = {name: [] for name in SPLITS}
+    for number, time in enumerate(times):
+        name = "test" if time >= ends["test"] else "validation" if time >= ends["validation"] else "train"
+        expected[name].append(number)
+    assert ("validation" in found) == (validation > 0)
+    assert found == {name: expected[name] for name in found}
+    if test:
+        date = datetime.datetime.fromtimestamp(ends["test"], datetime.UTC)
+        assert made.settings["split"]["test_from"] == date.strftime("%Y-%m-%dT%H:%M:%SZ")
+        _, again = prepared(folder, times, split="time", **made.settings["split"])
+        assert again == found
+
+
+def test_dates_divide_samples(tmp_path):
+    times = ["2024-04-30", "2024-05-03T12:00:00Z", "2024-05-01", "2024-04-30T23:59:59", "1714608000", "2024-04-01"]
+    config = {"split": "time", "validation_from": "2024-05-01", "test_from": "2024-05-02"}
+    made, found = prepared(tmp_path, times, **config)
+    assert found == {"train": [0, 3, 5], "validation": [2], "test": [1, 4]}
+    assert made.splits.keys() == set(SPLITS)
+    _, found = prepared(tmp_path, times, split="time", test_from=1714521600)
+    assert found == {"train": [0, 3, 5], "test": [1, 2, 4]}
+    with pytest.raises(ValueError, match="no sample is in the split test; check test_from"):
+        prepared(tmp_path, times, split="time", test_from="2030-01-01")
+    with pytest.raises(ValueError, match="6 samples have 1 different times, too few"):
+        prepared(tmp_path, ["2024-04-30"] * 6, split="time")
+    with pytest.raises(ValueError, match="needs the times of samples: name their column"):
+        prepared(tmp_path, times, split="time", schema=SCHEMA.replace('time = "at"', ""))
+
+
+def test_order_and_random_splits_have_validation_samples(tmp_path):
+    times = range(50)
+    _, found = prepared(tmp_path, times, split="order", test_fraction=0.1, validation_fraction=0.2)
+    assert found == {"train": list(range(35)), "validation": list(range(35, 45)), "test": list(range(45, 50))}
+    _, found = prepared(tmp_path, times, split="order", test_rows=3, validation_rows=4)
+    assert found["validation"] == list(range(43, 47))
+    _, without = prepared(tmp_path, times, test_fraction=0.3)
+    _, found = prepared(tmp_path, times, test_fraction=0.3, validation_fraction=0.3)
+    assert found["test"] == without["test"], "validation samples come from the training split"
+    assert sorted(number for numbers in found.values() for number in numbers) == list(range(50))
+    # Binomial: 15 expected, standard deviation 3.2.
+    assert 4 <= len(found["validation"]) <= 26
+
+
+def test_a_share_of_the_negatives_is_kept_in_training(tmp_path):
+    times = range(400)
+    _, full = prepared(tmp_path, times, test_fraction=0.2, validation_fraction=0.2)
+    config = {"test_fraction": 0.2, "validation_fraction": 0.2, "negative_fraction": 0.25}
+    made, found = prepared(tmp_path, times, **config)
+    assert (found["test"], found["validation"]) == (full["test"], full["validation"])
+    negatives = [number for number in full["train"] if number % 2 == 0]
+    kept = [number for number in found["train"] if number % 2 == 0]
+    assert set(kept) < set(negatives)
+    assert [number for number in found["train"] if number % 2] == [number for number in full["train"] if number % 2]
+    # Binomial: a quarter of about 120, standard deviation 4.7.
+    assert abs(len(kept) - len(negatives) / 4) < 20
+    assert (made.negative_fraction, made.logit_shift) == (0.25, pytest.approx(-1.3862943611))
+    assert made.splits["train"].rows == len(found["train"])
+    assert prepared(tmp_path, times, **config)[1] == found
+    assert prepared(tmp_path, times, seed=1, **config)[1] != found
+    several = SCHEMA.replace("fields", 'labels = ["label", "at"]\nfields').replace('time = "at"', "")
+    with pytest.raises(ValueError, match="negative_fraction takes one label"):
+        prepared(tmp_path, times, schema=several, negative_fraction=0.5)
+    with pytest.raises(ValueError, match=r"negative_fraction must be in \(0, 1\], got 0"):
+        PrepareConfig(negative_fraction=0)
+
+
+def test_only_training_samples_are_fitted(tmp_path):
+    times = [0, 0, 0, 5, 5, 9]
+    made, _ = prepared(tmp_path, times, split="time", validation_from=5, test_from=9)
+    assert made.sparse[0].num_embeddings == 5, "shops s0, s1 and s2 occur in training"
+    made, _ = prepared(tmp_path, times, split="order", validation_rows=2, test_rows=2)
+    assert made.sparse[0].num_embeddings == 4, "shops s0 and s1 only"
+
+
+def test_an_order_that_leaks_the_future_is_reported(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    times = list(range(100))
+    prepared(tmp_path, times, split="order", test_rows=20)
+    prepared(tmp_path, random.Random(0).sample(times, 100), split="time")
+    assert caplog.messages == []
+    times[90], times[3] = 3, 90
+    prepared(tmp_path, times, split="order", test_rows=20)
+    (message,) = caplog.messages
+    # The newest training sample is number 3, of time 90; older than it are 80 to 89 and that of time 3.
+    assert "not sorted by time: 55 % of those for validation and testing are older" in message
+    assert 'use split = "time"' in message
+
+
+def test_files_of_splits(tmp_path):
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    day = {name: tmp_path / f"{name}.csv" for name in ("a", "b", "c", "d")}
+    for number, (name, rows) in enumerate(zip(day, (5, 4, 3, 2), strict=True)):
+        lines = [f"{row % 2},s{name},{number * DAY}" for row in range(rows)]
+        day[name].write_text("\n".join(["label,shop,at", *lines]))
+    arguments = {"csv_schema": tmp_path / "schema.toml", "overwrite": True}
+
+    def split(inputs, **files):
+        prepare("csv", inputs, tmp_path / "out", PrepareConfig(shard_rows=2), **arguments, **files)
+        made = {name: tmp_path / "out" / name for name in SPLITS if (tmp_path / "out" / name).exists()}
+        return {name: read_split(tmp_path / "out", name)["sample_number"] for name in made}
+
+    expected = {"train": list(range(9)), "validation": [9, 10, 11], "test": [12, 13]}
+    assert split([day["a"], day["b"]], validation=[day["c"]], test=[day["d"]]) == expected
+    expected = {"train": list(range(5)), "test": list(range(5, 14))}
+    assert split([day["a"]], test=[tmp_path / "[bcd].csv"]) == expected
+    with pytest.raises(ValueError, match="files of the splits are for a new data set; give those of the test split"):
+        split([day["a"]], validation=[day["b"]])
+    with pytest.raises(ValueError, match=r"a\.csv is given twice"):
+        split([day["a"]], test=[day["a"]])

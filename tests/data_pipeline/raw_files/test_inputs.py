@@ -1,0 +1,65 @@
+"""Inputs: files, patterns, folders and the columns that Hive's folders give."""
+
+import os
+
+import pytest
+
+from cowrec.data_pipeline.raw_files.inputs import find_inputs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    names = ["day_1.csv", "day_10.csv", "day_2.csv", "_SUCCESS", ".day.crc", "_old/a.csv", "city=K%C3%B6ln/b.csv"]
+    names += [
+        "more/date=2024-01-02/hour=3/b.csv",
+        "more/date=2024-01-02/hour=__HIVE_DEFAULT_PARTITION__/a.csv",
+        "x[1].csv",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def paths(*inputs):
+    return [os.path.relpath(file.path) for file in find_inputs([os.fspath(each) for each in inputs])]
+
+
+def test_files_keep_their_order_and_others_are_sorted(folder):
+    assert paths("day_2.csv", "day_1.csv") == ["day_2.csv", "day_1.csv"]
+    assert paths("day_*.csv") == ["day_1.csv", "day_10.csv", "day_2.csv"]
+    assert paths("x[1].csv") == ["x[1].csv"]
+    deep = "more/date=2024-01-02"
+    nested = [f"{deep}/hour=3/b.csv", f"{deep}/hour=__HIVE_DEFAULT_PARTITION__/a.csv"]
+    assert paths("more") == paths("more/*") == paths("more/**/*.csv") == nested
+    assert paths(folder) == ["city=K%C3%B6ln/b.csv", "day_1.csv", "day_10.csv", "day_2.csv", *nested, "x[1].csv"]
+    assert paths("day_2.csv", "more") == ["day_2.csv", *nested]
+
+
+def test_folders_named_column_value_give_columns(folder):
+    found = {
+        os.path.basename(os.path.dirname(file.path)): file.partition for file in find_inputs(["more", "city=K%C3%B6ln"])
+    }
+    assert found["city=K%C3%B6ln"] == (("city", "Köln"),)
+    assert found["hour=3"] == (("date", "2024-01-02"), ("hour", "3"))
+    assert found["hour=__HIVE_DEFAULT_PARTITION__"] == (("date", "2024-01-02"), ("hour", None))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "no input file given"),
+        (["nowhere.csv"], "input file nowhere.csv does not exist"),
+        (["night_*.csv"], r"input night_\*.csv: no file or folder matches this pattern"),
+        (["none"], "input folder none has no file"),
+        (["day_1.csv", "day_*"], "input file day_1.csv is given twice"),
+        (["empty.csv"], "input file empty.csv is empty"),
+    ],
+)
+def test_inputs_are_checked(folder, inputs, message):
+    (folder / "none").mkdir()
+    (folder / "none" / "_SUCCESS").touch()
+    (folder / "empty.csv").touch()
+    with pytest.raises(ValueError, match=message):
+        find_inputs(inputs)

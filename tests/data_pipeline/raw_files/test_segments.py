@@ -1,0 +1,198 @@
+"""Text files as blocks of lines: all compressions, any boundaries, intact or damaged."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import lzma
+import random
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline.raw_files.inputs import InputFile
+from cowrec.data_pipeline.raw_files.reading import blocks, look, survey
+from cowrec.data_pipeline.raw_files.segments import partitions
+
+TEXT = "".join(f"{number},{random.Random(number).random()}\n" for number in range(3000)).encode()
+
+
+def zstd(data):
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+def lz4(data):
+    packed = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(packed, "lz4") as stream:
+        stream.write(data)
+    return packed.getvalue().to_pybytes()
+
+
+def zipped(data, **others):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("__MACOSX/._clicks.csv", "rubbish")
+        archive.writestr("logs/clicks.csv", data)
+        for name, content in others.items():
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
+COMPRESSORS = {"plain": bytes, "gz": gzip.compress, "xz": lzma.compress, "zst": zstd, "bz2": bz2.compress}
+COMPRESSORS |= {"lz4": lz4, "zip": zipped}
+
+
+def surveyed(path, *, header=False, segment_samples=1000, report=lambda _: None, **options):
+    source, _ = look(InputFile(str(path)))
+    return survey(source, report, header=header, segment_samples=segment_samples, **options)
+
+
+@pytest.mark.parametrize("kind", COMPRESSORS)
+@pytest.mark.parametrize("members", [1, 3])
+def test_every_compression_is_recognized_by_content(tmp_path, kind, members):
+    path = tmp_path / "file.txt"
+    members = 1 if kind == "zip" else members
+    third = len(TEXT) // members + 1
+    path.write_bytes(b"".join(COMPRESSORS[kind](TEXT[start : start + third]) for start in range(0, len(TEXT), third)))
+    reported = []
+    file = surveyed(path, block_bytes=5000, report=reported.append)
+    size = path.stat().st_size
+    assert b"".join(block.data for block in blocks(file.segments)) == TEXT
+    assert file.samples == sum(segment.samples for segment in file.segments) == 3000
+    assert sum(segment.file_bytes for segment in file.segments) == sum(reported) == size
+    assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert file.source.first_line == TEXT.splitlines()[0]
+    assert len(file.segments) > 5
+
+
+@pytest.mark.parametrize("kind", COMPRESSORS)
+def test_segments_are_read_in_any_order(tmp_path, kind):
+    """Segments may repeat, be left out and alternate between files."""
+    contents = {str(tmp_path / name): TEXT[start:] for name, start in (("a", 0), ("b", len(TEXT) // 2))}
+    found = []
+    for path, content in contents.items():
+        Path(path).write_bytes(COMPRESSORS[kind](content))
+        found += surveyed(path, block_bytes=3000, segment_samples=200).segments
+    order = random.Random(3).choices(found, k=2 * len(found))
+    for segment, block in zip(order, blocks(order), strict=True):
+        text = contents[segment.source.path]
+        assert block.data == text[segment.offset : segment.offset + segment.size]
+        assert (block.samples, block.first_place) == (block.data.count(b"\n"), text[: segment.offset].count(b"\n") + 1)
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "zst", "bz2"])
+@pytest.mark.parametrize("kept", [0.3, 0.99])
+def test_a_truncated_archive_is_refused(tmp_path, kind, kept):
+    path = tmp_path / "raw"
+    archive = COMPRESSORS[kind](TEXT)
+    path.write_bytes(archive[: int(len(archive) * kept)])
+    with pytest.raises(ValueError, match=r"raw: the \w+ archive is truncated.*Copy or download it again"):
+        surveyed(path)
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "bz2", "zip"])
+def test_a_damaged_archive_is_refused(tmp_path, kind):
+    path = tmp_path / "raw"
+    archive = bytearray(COMPRESSORS[kind](TEXT))
+    archive[len(archive) // 2] ^= 0xFF
+    path.write_bytes(archive)
+    with pytest.raises(ValueError, match=r"raw: the \w+ archive is (damaged|truncated)"):
+        surveyed(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (zipped(TEXT, **{"b.csv": "b"}), r"the zip archive has 2 files \(logs/clicks.csv, b.csv\), must have one"),
+        (zipped(TEXT)[:-100], "the zip archive is damaged"),
+        (b"ORC\x00" * 9, "is an ORC file; convert it to Parquet"),
+        (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as an Arrow file"),
+        (b"a" * 257 + b"ustar" + b"\0" * 20_000_000, "it is a tar archive; extract the files"),
+    ],
+    ids=["two files", "truncated zip", "orc", "stream", "tar"],
+)
+def test_other_formats_are_refused(tmp_path, content, message):
+    (tmp_path / "raw").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        surveyed(tmp_path / "raw")
+
+
+@pytest.mark.parametrize("block_bytes", [80, 1 << 20])
+def test_repeated_headers_and_empty_lines_at_the_end_are_no_samples(tmp_path, block_bytes):
+    """Archives with a header each are joined; one has a byte order mark and Windows' line endings."""
+    parts = [
+        b"id,click\n1,0\n\n2,0\n",
+        b"\xef\xbb\xbfid,click\r\n3,1\r\n",
+        b"id,click\nid,clicks\n4,id,click\n\r\n\n\n",
+    ]
+    (tmp_path / "raw").write_bytes(b"".join(map(gzip.compress, parts)))
+    file = surveyed(tmp_path / "raw", header=True, block_bytes=block_bytes)
+    found = [
+        (block.first_place + n, line)
+        for block in blocks(file.segments)
+        for n, line in enumerate(block.data.splitlines())
+    ]
+    assert found == [(2, b"1,0"), (3, b""), (4, b"2,0"), (6, b"3,1"), (8, b"id,clicks"), (9, b"4,id,click")]
+    assert file.samples == 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(["", "a", "bc", "é"]), min_size=1, max_size=20), min_size=1, max_size=3),
+    st.integers(60, 100),
+    st.integers(1, 30),
+    st.booleans(),
+)
+def test_blocks_have_exact_line_and_sample_numbers(tmp_path_factory, files, block_bytes, segment_samples, header):
+    folder = tmp_path_factory.mktemp("raw")
+    paths = []
+    for number, lines in enumerate(files):
+        paths.append(folder / str(number))
+        lines[-1] += "x"  # the last line has no newline, so it must not be empty
+        paths[-1].write_bytes("\n".join(["header"] * header + lines).encode())
+    raw = [surveyed(path, header=header, segment_samples=segment_samples, block_bytes=block_bytes) for path in paths]
+    sample = 0
+    found = {str(path): b"" for path in paths}
+    parts = partitions(raw, segment_samples)
+    assert [part.number for part in parts] == list(range(len(parts)))
+    for part in parts:
+        assert sum(segment.samples for segment in part.segments) <= segment_samples
+        for block in blocks(part.segments):
+            before = found[block.source.path].count(b"\n")
+            assert block.first_place == before + 1 + header
+            assert block.first_sample == sample
+            assert block.samples == block.data.count(b"\n")
+            assert block.data[-1:] == b"\n"
+            found[block.source.path] += block.data
+            sample += block.samples
+    assert list(found.values()) == [("\n".join(lines) + "\n").encode() for lines in files]
+    assert [file.samples for file in raw] == [len(lines) for lines in files]
+
+
+def test_partitions_are_filled_to_their_size(tmp_path):
+    """All partitions of a file but the last are full, wherever blocks end; small files share a partition."""
+    (tmp_path / "raw").write_bytes(TEXT)
+    parts = partitions([surveyed(tmp_path / "raw", segment_samples=700, block_bytes=3000)], 700)
+    assert [sum(segment.samples for segment in part.segments) for part in parts] == [700, 700, 700, 700, 200]
+    parts = partitions([surveyed(tmp_path / "raw", segment_samples=7000)] * 5, 7000)
+    assert [len(part.segments) for part in parts] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.write_bytes(TEXT + b"more\n"), "changed while it was being read"),
+        (lambda path: path.unlink(), "was deleted after the survey"),
+    ],
+)
+def test_a_file_that_changes_between_passes_is_noticed(tmp_path, change, message):
+    path = tmp_path / "raw"
+    path.write_bytes(TEXT)
+    segments = surveyed(path).segments
+    change(path)
+    with pytest.raises(ValueError, match=message):
+        list(blocks(segments))

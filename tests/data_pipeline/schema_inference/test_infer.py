@@ -1,0 +1,168 @@
+"""Inferred schema files: any table's loads and prepares it; known columns are recognised; what is unsure is said."""
+
+import csv
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
+from cowrec.data_pipeline.raw.schema_file import load_csv_schema
+from raw_cases import read_split
+
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
+
+words = st.text("abé #'\"{}=\\", min_size=1, max_size=4).filter(str.strip)
+COLUMNS = st.sampled_from(
+    [
+        st.floats(-1e6, 1e6).map(repr),
+        st.integers(-5, 10**6).map(str),
+        st.integers(0, 3).map(str),
+        st.sampled_from(["", "1.5", "NA", "-7"]),
+        st.sampled_from(["\\N", "x", "y", ""]),
+        words,
+        st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4).map("|".join),
+        st.lists(st.sampled_from("abc").map("{}:0.5".format), max_size=3).map(" ".join),
+        st.datetimes().map(lambda each: each.isoformat(timespec="seconds")),
+        st.sampled_from(["", "constant"]),
+        st.integers(10**9, 2 * 10**9).map(str),
+        st.sampled_from(["007", "08", "1"]),
+        st.sampled_from(["1e999", "inf", "5"]),
+        st.text("ab ", min_size=70, max_size=80),
+    ]
+)
+NAMES = [
+    "time",
+    "label",
+    "a b",
+    "x__weight",
+    "é",
+    "-",
+    "label_y",
+    "kept_z",
+    "user_id",
+    "ts",
+    "created_at",
+    "#",
+    'q"u',
+    "\t",
+]
+LABELS = st.sampled_from([("0", "1"), ("1.0", "0.0"), ("no", "yes"), ("-1", "1"), ("False", "True"), ("2", "5")])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_schema_of_any_table_prepares_it(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("infer")
+    rows, classes = data.draw(st.integers(6, 40)), data.draw(LABELS)
+    names = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=6))
+    delimiter = data.draw(st.sampled_from(",;\t"))
+    names = [name for name in names if delimiter not in name]
+    columns = {name: [data.draw(strategy) for _ in range(rows)] for name in names for strategy in [data.draw(COLUMNS)]}
+    columns |= {"click": [classes[n % 2] for n in range(rows)], "shop": [f"s{n % 3}" for n in range(rows)]}
+    with (folder / "raw.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    (folder / "columns.toml").write_text(infer_schema(folder / "raw.csv", label="click"), encoding="utf-8")
+    layout = load_csv_schema(folder / "columns.toml")
+    assert (layout.delimiter, layout.header, layout.labels[0].column) == (delimiter, True, "click")
+    config = PrepareConfig(test_fraction=0)
+    schema = prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "columns.toml")
+    assert schema.splits["train"].rows == rows
+    first = read_split(folder / "out", "train")["label"][:2]
+    assert sorted(first) == [0, 1]
+    assert "shop" in [field.name for field in schema.sparse]
+
+
+def kinds(text, folder):
+    (folder / "columns.toml").write_text(text)
+    layout = load_csv_schema(folder / "columns.toml")
+    return layout, {field.name: field.kind for field in layout.fields}
+
+
+def test_known_columns_are_recognised(tmp_path):
+    random = np.random.default_rng(0)
+    header = "row_id,when,bought,price,age,zip,genres,history,note,empty,sex"
+    lines = [
+        f"{n},2024-05-0{1 + n % 9} 10:00:00,{'yes' if n % 3 else 'no'},{np.exp(3 * random.standard_normal()):.2f},"
+        f"{20 + n % 50},0{n % 90:04d},{'|'.join(random.permutation(list('abcde'))[: 1 + n % 3])},"
+        f"h{n % 7}:1.5 h{n % 5}:2,{'a long note ' * 6}{n},,{random.choice(['m', 'f', 'NULL'])}"
+        for n in range(300)
+    ]
+    (tmp_path / "raw.csv").write_text("\n".join([header, *lines]))
+    text = infer_schema(tmp_path / "raw.csv")
+    layout, found = kinds(text, tmp_path)
+    assert found == {
+        "price": "numeric", "age": "numeric", "zip": "categorical", "genres": "multi", "history": "weighted",
+        "sex": "categorical",
+    }  # fmt: skip
+    assert (layout.time, layout.labels[0].column, layout.labels[0].positive) == ("when", "bought", ("yes",))
+    assert layout.fields[0].null == ("NULL",)
+    by_column = {line.split('"')[1]: line for line in text.splitlines() if line.startswith("    {")}
+    assert "heavy tail" in by_column["price"]
+    assert "unsure" in by_column["age"]
+    assert "leading zeros" in by_column["zip"]
+    for column, why in (("row_id", "identifies the row"), ("note", "long text"), ("empty", "no value at all")):
+        assert f"# left out: '{column}': {why}" in text or f"# left out: '{column}': another" in text
+
+
+def test_files_without_header_label_or_delimiter(tmp_path):
+    raw = tmp_path / "raw.tsv"
+    raw.write_text("".join(f"{n % 2}\t{n / 7}\tc{n % 4}\n" for n in range(40)))
+    layout, found = kinds(infer_schema(raw), tmp_path)
+    assert (layout.header, layout.columns, layout.labels[0].column) == (
+        False,
+        ("column1", "column2", "column3"),
+        "column1",
+    )
+    assert found == {"column2": "numeric", "column3": "categorical"}
+    raw.write_text("a\tb\n" + "".join(f"x{n % 3}\t{n}.5\n" for n in range(30)))
+    with pytest.raises(ValueError, match="no column looks like a label; name it with --label COLUMN"):
+        infer_schema(raw)
+    with pytest.raises(ValueError, match="no column 'c' for the label among a, b"):
+        infer_schema(raw, label="c")
+    with pytest.raises(ValueError, match="column 'a' cannot be the label"):
+        infer_schema(raw, label="a")
+    assert "threshold = 15.5  # unsure" in infer_schema(raw, label="b")
+    raw.write_text("word\nword\n")
+    with pytest.raises(ValueError, match="no delimiter found"):
+        infer_schema(raw)
+
+
+def test_parquet_columns_are_recognised(tmp_path):
+    table = pa.table(
+        {
+            "click": [True, False] * 20,
+            "price": pa.array([n / 3 if n % 5 else None for n in range(40)]),
+            "tags": [[f"t{n % 3}", "u"] for n in range(40)],
+            "shop": pa.array([f"s{n % 4}" for n in range(40)]).dictionary_encode(),
+        }
+    )
+    pq.write_table(table, tmp_path / "raw.parquet")
+    layout, found = kinds(infer_schema(tmp_path / "raw.parquet"), tmp_path)
+    assert layout.labels[0].column == "click"
+    assert found == {"price": "numeric", "tags": "multi", "shop": "categorical"}
+    config = PrepareConfig(test_fraction=0)
+    schema = prepare("csv", [tmp_path / "raw.parquet"], tmp_path / "out", config, csv_schema=tmp_path / "columns.toml")
+    assert schema.splits["train"].positives == (20,)
+
+
+def test_real_files(tmp_path):
+    """MovieLens as in its hand-written schema; Avazu's label and its unique ids."""
+    if not DATA.is_dir():
+        pytest.skip(f"needs {DATA}")
+    with lzma.open(DATA / "ml1m_labelled.csv.xz") as file:
+        (tmp_path / "ml.csv").write_bytes(file.read(1 << 20).rpartition(b"\n")[0])
+    layout, found = kinds(infer_schema(tmp_path / "ml.csv"), tmp_path)
+    assert layout.labels[0].column == "label_ge4"
+    assert (found["genres"], found["gender"], found["zip"]) == ("multi", "categorical", "categorical")
+    layout, found = kinds(infer_schema(DATA / "avazu_9k.csv.xz"), tmp_path)
+    assert layout.labels[0].column == "click"
+    assert "id" not in found
+    assert found["device_id"] == "categorical"

@@ -1,0 +1,322 @@
+"""Networks against plain torch: sizes, values and gradients, bags of several ids, and edge cases of a batch."""
+
+import inspect
+import itertools
+import math
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from network_formulas import FORMULAS
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.models import MODELS, ModelConfig, build_model, build_network, l2_kernels, physical_dim, require_model
+from cowrec.models.layers import glorot_normal
+
+DIM = 3
+ROWS = (11, 5, 7)
+SMALL = {"embedding_dim": DIM, "hidden": (6, 5)}
+OPTIONS: dict[str, dict[str, object]] = {
+    "dcn": {"layers": 2},
+    "dcnmix": {"layers": 2, "experts": 3, "rank": 2},
+    "dcnv2": {"layers": 2},
+    "dlrm": {"bottom": (4, 3)},
+    "xdeepfm": {"maps": (4, 2)},
+    "autoint": {"layers": 2, "heads": 2, "attention_dim": 2, "deep": True},
+    "masknet_serial": {"reduction": 1.5},
+    "masknet_parallel": {"blocks": 2, "block_width": 4},
+    "finalmlp": {"second": (4, 10), "heads": 5, "gate": (3,)},
+    "shared_bottom": {"tower": (4,)},
+    "mmoe": {"experts": 3, "tower": (4,)},
+    "ple": {"levels": 3, "task_experts": 2, "shared_experts": 1, "tower": (4,)},
+}
+
+
+def small(name: str) -> ModelConfig:
+    return ModelConfig(name=name, **SMALL, options=OPTIONS.get(name, {}))
+
+
+def tables(dim: int = DIM, rows: tuple[int, ...] = ROWS, pooling: str = "SUM") -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=f"table_{i}",
+            feature_names=[f"C{i}"],
+            num_embeddings=count,
+            embedding_dim=physical_dim(dim),
+            pooling=PoolingType(pooling),
+        )
+        for i, count in enumerate(rows)
+    ]
+
+
+def small_model(name: str, num_dense: int = 2, **options: object) -> nn.Module:
+    """A network with random parameters, biases included, and zeros in the spare columns of the tables."""
+    torch.manual_seed(3)
+    model = build_model(small(name), tables(**options), num_dense)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+        for bag in model.front.embeddings.embedding_bags.values():
+            bag.weight[:, DIM + 1 :] = 0
+    return model
+
+
+def random_batch(batch: int, num_dense: int = 2, ids_per_bag: int | None = 1) -> tuple[Tensor, KeyedJaggedTensor]:
+    """Dense features, and bags of ``ids_per_bag`` ids, or of 0 to 3 ids if it is None."""
+    generator = torch.Generator().manual_seed(batch)
+    if ids_per_bag is None:
+        lengths = torch.randint(0, 4, (len(ROWS) * batch,), generator=generator)
+    else:
+        lengths = torch.full((len(ROWS) * batch,), ids_per_bag)
+    per_field = lengths.view(len(ROWS), batch).sum(dim=1).tolist()
+    ids = [torch.randint(0, rows, (n,), generator=generator) for rows, n in zip(ROWS, per_field, strict=True)]
+    sparse = KeyedJaggedTensor(keys=[f"C{i}" for i in range(len(ROWS))], values=torch.cat(ids), lengths=lengths)
+    return torch.rand(batch, num_dense, generator=generator), sparse
+
+
+def logits_by_formula(name: str, model: nn.Module, dense: Tensor, sparse: KeyedJaggedTensor, pooling: str) -> Tensor:
+    """The logits, computed with plain indexing and loops on the model's parameters."""
+    bags, rows = sparse.to_dict(), []
+    for i in range(len(ROWS)):
+        weight = model.front.embeddings.embedding_bags[f"table_{i}"].weight
+        bag, pooled = bags[f"C{i}"], []
+        for ids in torch.split(bag.values(), bag.lengths().tolist()):
+            row = weight[ids].sum(dim=0)
+            pooled.append(row / max(len(ids), 1) if pooling == "MEAN" else row)
+        rows.append(pooled)
+    samples = [torch.stack(sample) for sample in zip(*rows, strict=True)]
+    return torch.stack(
+        [FORMULAS[name](model, e[:, :DIM], d, e[:, DIM].sum()) for e, d in zip(samples, dense, strict=True)]
+    )
+
+
+def mlp_size(*widths: int) -> int:
+    return sum(fan_in * fan_out + fan_out for fan_in, fan_out in itertools.pairwise(widths))
+
+
+CRITEO_MLP = mlp_size(26 * 10 + 13, 400, 400, 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("wdl", 430_814),
+        ("deepfm", 430_814),
+        ("dcn", 432_725),
+        ("dcnmix", 654_950),
+        ("dcnv2", 655_493),
+        ("fm", 13 + 1),
+        ("dlrm", mlp_size(13, 512, 256, 10) + mlp_size(10 + 27 * 26 // 2, 400, 400, 400, 1)),
+        ("xdeepfm", 13 + 1 + 200 * 26 * (26 + 200 + 200) + 600 + CRITEO_MLP + 400),
+        ("autoint", 13 * 10 + 4 * 64 * (10 + 64 + 64) + 39 * 64 + 1),
+        (
+            "masknet_serial",
+            13 * 10
+            + 2 * 390
+            + (mlp_size(390, 780, 390) + 390 * 400 + 800)
+            + 2 * (mlp_size(390, 800, 400) + 400 * 400 + 800)
+            + 401,
+        ),
+        (
+            "masknet_parallel",
+            13 * 10 + 2 * 390 + 3 * (mlp_size(390, 780, 390) + 390 * 64 + 128) + mlp_size(192, 400, 400, 400, 1),
+        ),
+        ("shared_bottom", CRITEO_MLP + mlp_size(400, 64, 1)),
+        ("mmoe", 4 * CRITEO_MLP + 273 * 4 + mlp_size(400, 64, 1)),
+        (
+            "ple",
+            4 * CRITEO_MLP + 273 * (4 + 4) + 4 * mlp_size(400, 400, 400, 400) + 400 * 4 + mlp_size(400, 64, 1),
+        ),
+        ("finalmlp", 2 * (10 + mlp_size(10, 64, 273) + CRITEO_MLP) + 400 + 400 + 400 * 400 + 1),
+    ],
+)
+def test_dense_parameters_at_the_shape_of_criteo(name: str, count: int) -> None:
+    model = build_model(ModelConfig(name=name), tables(10, (4,) * 26), 13, device=torch.device("meta"))
+    dense = [p for key, p in model.named_parameters() if not key.startswith("front.embeddings.")]
+    assert sum(p.numel() for p in dense) == count
+    assert not any(p.is_meta for p in dense)
+    assert all(p.is_meta for p in model.front.parameters())
+
+
+@pytest.mark.parametrize(("dim", "stored"), [(1, 4), (3, 4), (4, 8), (7, 8), (8, 12), (10, 12), (11, 12), (12, 16)])
+def test_physical_dim(dim: int, stored: int) -> None:
+    assert physical_dim(dim) == stored
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+@pytest.mark.parametrize(("pooling", "ids_per_bag"), [("SUM", 1), ("SUM", None), ("MEAN", None)])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_match_the_formula(
+    name: str, pooling: str, ids_per_bag: int | None, num_dense: int
+) -> None:
+    """Both sides are float32 sums of about ten terms of size 1, so that 1e-5 leaves a factor of ten."""
+    model = small_model(name, num_dense, pooling=pooling)
+    dense, sparse = random_batch(9, num_dense, ids_per_bag)
+    logits, expected = model(dense, sparse), logits_by_formula(name, model, dense, sparse, pooling)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+    direction = torch.randn(9, generator=torch.Generator().manual_seed(1))
+    parameters = dict(model.named_parameters())
+    got = torch.autograd.grad(logits @ direction, list(parameters.values()))
+    want = torch.autograd.grad(expected @ direction, list(parameters.values()))
+    for key, mine, plain in zip(parameters, got, want, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weighted_ids_scale_embedding_and_wide_weight(name: str) -> None:
+    """Mean pooling equals sum pooling of ids with weight 1 / length."""
+    mean = small_model(name, pooling="MEAN")
+    weighted = build_model(small(name), tables(), 2, is_weighted=True)
+    weighted.load_state_dict(mean.state_dict())
+    dense, sparse = random_batch(9, ids_per_bag=None)
+    lengths = sparse.lengths()
+    with_weights = KeyedJaggedTensor(
+        keys=sparse.keys(),
+        values=sparse.values(),
+        weights=torch.repeat_interleave(1 / lengths.clamp(min=1), lengths),
+        lengths=lengths,
+    )
+    torch.testing.assert_close(weighted(dense, with_weights), mean(dense, sparse), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_sample_is_a_batch(name: str) -> None:
+    model = small_model(name)
+    dense, sparse = random_batch(1)
+    logits = model(dense, sparse)
+    assert logits.shape == (1,)
+    torch.testing.assert_close(logits, logits_by_formula(name, model, dense, sparse, "SUM"), rtol=1e-5, atol=1e-5)
+
+
+def test_spare_columns_get_no_gradient() -> None:
+    config = ModelConfig(name="deepfm", embedding_dim=4, hidden=(6,))
+    model = build_model(config, tables(4), 2)
+    model(*random_batch(9)).square().sum().backward()
+    for bag in model.front.embeddings.embedding_bags.values():
+        assert bag.weight.grad[:, :5].abs().sum() > 0
+        assert not bag.weight.grad[:, 5:].any()
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (4, 150, 32)])
+def test_glorot_normal_is_the_truncated_one(shape: tuple[int, ...]) -> None:
+    """Variance 2 / (fan_in + fan_out) after truncation at two deviations of the full normal; 2% for >= 19,200 draws."""
+    torch.manual_seed(0)
+    values = glorot_normal(*shape).detach()
+    std = math.sqrt(2 / (math.prod(shape[:-2]) * (shape[-2] + shape[-1])))
+    assert values.std().item() == pytest.approx(std, rel=0.02)
+    assert values.abs().max() <= 2 * std / 0.8796
+    assert values.abs().max() > 1.9 * std / 0.8796
+
+
+def test_initial_biases_are_zero_and_the_seed_sets_the_other_weights() -> None:
+    for name in MODELS:
+        torch.manual_seed(7)
+        first = build_model(small(name), tables(), 2, device=torch.device("meta"))
+        torch.manual_seed(7)
+        second = build_model(small(name), tables(), 2, device=torch.device("meta"))
+        for (key, mine), other in zip(first.named_parameters(), second.parameters(), strict=True):
+            if not mine.is_meta:
+                assert torch.equal(mine, other)
+                assert bool(mine.any()) != ("bias" in key), key
+
+
+def test_dropout_is_off_while_evaluating() -> None:
+    model = build_model(ModelConfig(name="wdl", embedding_dim=DIM, hidden=(64, 64), dropout=0.5), tables(), 2)
+    batch = random_batch(9)
+    assert not torch.equal(model(*batch), model(*batch))
+    model.eval()
+    assert torch.equal(model(*batch), model(*batch))
+
+
+def test_regularised_kernels() -> None:
+    groups = l2_kernels(small_model("dcnmix"))
+    assert [tuple(p.shape) for p in groups["linear"]] == [(2, 1)]
+    assert len(groups["cross"]) == 6
+    assert l2_kernels(small_model("wdl", num_dense=0)) == {"linear": [], "cross": []}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embedding_dim": 0}, "model.embedding_dim must be at least 1, got 0"),
+        ({"hidden": ()}, "model.hidden must list at least one layer width"),
+        ({"hidden": (400, 0)}, r"got \[400, 0\]"),
+        ({"dropout": 1.0}, r"model.dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_bad_configuration(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert": 2}, r'"dcnmix" has no option expert .*= 2\); did you mean model.options.experts[?]'),
+        ({"heads": 2}, "it takes layers, experts, rank"),
+        ({"experts": -1}, "model.options.experts = -1: input should be greater than or equal to 1"),
+        ({"rank": 2.5}, "model.options.rank = 2.5: input should be a valid integer"),
+        ({"layers": True}, "model.options.layers = True: input should be a valid integer"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_model(ModelConfig(name="dcnmix", options=options))
+    with pytest.raises(ValueError, match=r'"wdl" has no option .*it takes none'):
+        require_model(ModelConfig(name="wdl", options=options))
+
+
+def test_unknown_name() -> None:
+    config = ModelConfig(name="deepfn")
+    for build in (lambda: build_model(config, tables(), 2), lambda: build_network(config, 4, 2)):
+        with pytest.raises(ValueError, match=r'model.name is "deepfn"; did you mean "deepfm"[?] known: wdl, deepfm'):
+            build()
+
+
+def test_bad_tables() -> None:
+    config = ModelConfig(name="wdl", embedding_dim=4)
+    with pytest.raises(ValueError, match=r"table_0 is 4 wide, but embedding_dim = 4 needs physical_dim\(4\) = 8"):
+        build_model(config, tables(3), 2)
+    with pytest.raises(ValueError, match="at least one sparse field"):
+        build_model(config, [], 2)
+    with pytest.raises(ValueError, match="1 / length"):
+        build_model(config, tables(4, pooling="MEAN"), 2, is_weighted=True)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "fm"])  # it has no matrix product
+def test_under_autocast_logits_are_float32_and_near_those_without(name: str) -> None:
+    """Logits and table gradients agree within a tenth of the largest, since roundings of 2^-9 add up over layers."""
+    model, (dense, sparse) = small_model(name), random_batch(64)
+    found = []
+    for half in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            logits = model(dense, sparse)
+        logits.sum().backward()
+        bags = model.front.embeddings.embedding_bags.values()
+        found.append([logits.detach(), *(bag.weight.grad.clone() for bag in bags)])
+    for full, half in zip(*found, strict=True):
+        assert half.dtype == torch.float32
+        torch.testing.assert_close(half, full, rtol=0, atol=0.1 * full.abs().max().item())
+        assert not torch.equal(half, full)
+
+
+def test_the_page_lists_every_network_with_its_options() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) ?\|$", page.partition("## A network")[0], re.MULTILINE))
+    assert list(rows) == list(MODELS)
+    for name, text in rows.items():
+        own = inspect.signature(MODELS[name]).parameters.values()
+        options = {each.name: each.default for each in own if each.kind is inspect.Parameter.KEYWORD_ONLY}
+        listed = dict(re.findall(r"`(\w+)(?: = ([^`]*))?`", text))
+        assert listed.keys() - {"hidden", "embedding_dim"} == options.keys(), name
+        for key, default in options.items():
+            if default is not None:
+                assert tomllib.loads(f"x = {listed[key]}")["x"] == (
+                    list(default) if type(default) is tuple else default
+                )

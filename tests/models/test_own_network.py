@@ -1,0 +1,253 @@
+"""A network or loss of a user's own that is not as it has to be: problem, value and remedy."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrec.models.dlrm
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.models import ModelConfig, build_model, loss_of, physical_dim, require_model
+from cowrec.models.import_path import own_files
+
+MODULE = """
+import torch
+from torch import nn
+from my_part import Part
+
+class Net(nn.Module):
+    def __init__(self, config, front, width: int = 2, *, names: tuple[str, ...] = ()):
+        super().__init__()
+        self.front, self.part, self.kernel = front, Part(), nn.Parameter(torch.ones(front.width, width))
+
+    def forward(self, dense, sparse):
+        return self.logits(self.front(dense, sparse))
+
+    def logits(self, x):
+        return (x.flat @ self.kernel).sum(1)
+
+class Column(Net):
+    def logits(self, x):
+        return (x.flat @ self.kernel)[:, :1]
+
+class Pair(Net):
+    def logits(self, x):
+        return x.wide, x.flat
+
+class Squeezed(Net):
+    def logits(self, x):
+        return (x.flat @ self.kernel)[:, :1].squeeze()
+
+class Classes(Net):
+    def logits(self, x):
+        return x.wide > 0
+
+class Double(Net):
+    def logits(self, x):
+        return x.wide.double()
+
+class NoParameters(nn.Module):
+    def __init__(self, config, front):
+        super().__init__()
+        self.front = front
+
+    def forward(self, dense, sparse):
+        return self.front(dense, sparse).wide
+
+class Detached(Net):
+    def logits(self, x):
+        return (x.flat.detach() @ self.kernel).sum(1)
+
+class OnlyDense(Net):
+    def forward(self, dense, sparse):
+        return (dense @ self.kernel[:2]).sum(1)
+
+class Lengths(Net):
+    def forward(self, dense, sparse):
+        return sparse.lengths()
+
+class NoFront(Net):
+    def __init__(self, config, front):
+        nn.Module.__init__(self)
+        self.kernel = nn.Parameter(torch.ones(1))
+
+class Needs(Net):
+    def __init__(self, config, front, *, heads: int):
+        super().__init__(config, front)
+
+class OneInput(Net):
+    def forward(self, x):
+        return x
+
+class NoInit(nn.Module):
+    def forward(self, dense, sparse):
+        return dense
+
+class Plain:
+    pass
+
+def mean(logits, label):
+    return nn.functional.mse_loss(logits, label)
+
+def constant(logits, label):
+    return torch.zeros_like(label)
+
+def failing(logits, label):
+    return logits.nothing
+
+def scaled(logits, label, *, scale: float = 1.0):
+    return scale * (logits - label) ** 2
+
+number = 3
+"""
+
+
+DIM = 3
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(name=f"t{i}", feature_names=[f"C{i}"], num_embeddings=5, embedding_dim=physical_dim(DIM))
+        for i in range(3)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name, text in {
+        "my_module": MODULE,
+        "my_part": "from torch import nn\nfrom my_deeper import anything\nclass Part(nn.Module):\n    pass\n",
+        "my_deeper": "def anything(): ...\n",
+        "my_broken": "import torch\n\n1 / 0\n",
+        "my_import": "import there_is_no_such_package\n",
+        "my_syntax": "def (:\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [each for each in sys.modules if each.startswith("my_")]:
+        del sys.modules[name]
+
+
+def config(name: str, **options: Any) -> ModelConfig:
+    return ModelConfig(name=name, embedding_dim=DIM, options=options)
+
+
+def test_a_network_of_ones_own_is_built_with_its_options() -> None:
+    torch.manual_seed(0)
+    model = build_model(config("my_module:Net", width=3, names=["a", "b"]), tables(), 2)
+    assert model.kernel.shape == (3 * DIM + 2, 3)
+    dense, ids = torch.rand(9, 2), torch.randint(5, (27,))
+    sparse = KeyedJaggedTensor(keys=["C0", "C1", "C2"], values=ids, lengths=torch.ones_like(ids))
+    x = model.front(dense, sparse)
+    torch.testing.assert_close(model(dense, sparse), 3 * x.flat.sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_files_that_a_module_uses_are_listed(module: Path) -> None:
+    require_model(config("my_module:Net"))
+    folder, files = own_files("my_module:Net")
+    assert folder == module
+    assert [each.name for each in files] == ["my_deeper.py", "my_module.py", "my_part.py"]
+
+
+def test_of_an_installed_package_only_its_own_files_are_listed() -> None:
+    folder, files = own_files(f"{torchrec.models.dlrm.__name__}:DLRM")
+    assert (folder / "torchrec").is_dir()
+    assert {each.relative_to(folder).parts[0] for each in files} == {"torchrec"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_absent:Net", r"there is no module my_absent .*current folder .*; add the folder that has my_absent.py to"),
+        ("my_module.inner:Net", "there is no module my_module.inner"),
+        ("my_module:Nett", r"my_module.py has no Nett; did you mean Net[?]"),
+        ("my_module:", 'must be "MODULE:NAME"'),
+        ("my_module.py:Net", 'names a file; write "my_module:Net"'),
+        ("code/my_module:Net", r'must be "MODULE:NAME" .*a folder is given by PYTHONPATH'),
+        ("__main__:Net", "cannot import __main__; put Net into a file"),
+        ("my_broken:Net", r"importing it failed: \S*my_broken.py:3: ZeroDivisionError"),
+        ("my_import:Net", r"my_import.py:1: imports there_is_no_such_package, which is missing"),
+        ("my_syntax:Net", r"importing it failed: SyntaxError: .*my_syntax.py, line 1"),
+        ("my_module:Plain", "is the class Plain, not a subclass of torch.nn.Module"),
+        ("my_module:number", "is of type int, not a subclass"),
+        ("my_module:NoInit", r"has no __init__ of its own, but is used as __init__\(config, front\)"),
+        ("my_module:OneInput", r"has forward\(self, x\), but is used as forward\(dense, sparse\)"),
+        ("my_module:Needs", "needs model.options.heads, which has no default"),
+        ("my_module:NoFront", r"does not keep the front .*self.front = front"),
+        ("my_module:Column", r"on 3 samples returned \[3, 1\] .*return logits.squeeze\(1\)"),
+        ("my_module:Squeezed", r"on 1 sample returned \[\] instead of one logit for each sample, float32 \[1\]"),
+        ("my_module:Pair", "returned tuple instead"),
+        ("my_module:Classes", r"returned \[3\] of torch.bool"),
+        ("my_module:Double", r"returned \[3\] of torch.float64 instead of one logit for each sample, float32 \[3\]"),
+        ("my_module:NoParameters", "has no parameters to train beside the tables; add one"),
+        ("my_module:Detached", "do not depend on the embeddings"),
+        ("my_module:OnlyDense", "do not depend on the embeddings"),
+        ("my_module:Lengths", r"failed \(\S*my_module.py:\d+\): AttributeError: .*only be passed to self.front"),
+    ],
+)
+def test_a_network_that_does_not_work_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build_model(config(name), tables(), 2)
+    assert f'model.name = "{name}"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"widths": 3}, r'"my_module:Net" has no option widths .*did you mean model.options.width[?]'),
+        ({"width": "3"}, "model.options.width = '3': input should be a valid integer"),
+        ({"names": [1]}, r"model.options.names = \[1\]: input should be a valid string"),
+        ({"front": 1}, "has no option front"),
+    ],
+)
+def test_options_are_checked_against_the_signature(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_model(config("my_module:Net", **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("bcee", {}, r'train.loss is "bcee"; did you mean "bce"[?] known: bce, focal'),
+        ("focal", {"gama": 1}, r"did you mean train.loss_options.gamma[?]"),
+        ("focal", {"gamma": -1}, "train.loss_options.gamma = -1: input should be greater than or equal to 0"),
+        ("focal", {"alpha": 1.0}, "train.loss_options.alpha = 1.0: input should be less than 1"),
+        ("my_module:mean", {}, r"returned \[\] for logits .*reduction=\"none\""),
+        ("my_module:constant", {}, "does not depend on the logits"),
+        ("my_module:failing", {}, r"failed on logits and labels of shape \[3\]: AttributeError"),
+        ("my_module:number", {}, "is of type int, not a function"),
+        ("my_module:Net", {}, "is of type type, not a function"),
+        ("my_module:scaled", {"scales": 2}, r"did you mean train.loss_options.scale[?]"),
+    ],
+)
+def test_a_loss_that_does_not_work_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loss_of(name, options)
+
+
+def test_losses_of_ones_own_take_options() -> None:
+    logits, label = torch.tensor([1.0, -2.0]), torch.tensor([1.0, 0.0])
+    assert loss_of("my_module:scaled", {"scale": 2})(logits, label).tolist() == [0.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [({}, (1.0, 1.0)), ({"gamma": 0.0}, (1.0, 1.0)), ({"gamma": 0.5, "alpha": 0.25}, (0.25, 0.75))],
+)
+def test_focal_loss_is_the_formula(options: dict[str, float], weights: tuple[float, float]) -> None:
+    """In float64; at large logits the gradient stays finite, also for gamma below 1."""
+    logits = torch.linspace(-6, 6, 13, dtype=torch.float64)
+    for label, weight in ((1.0, weights[0]), (0.0, weights[1])):
+        p = torch.sigmoid(logits if label else -logits)
+        expected = -weight * (1 - p) ** options.get("gamma", 2.0) * torch.log(p)
+        found: Callable[..., Any] = loss_of("focal", options)
+        torch.testing.assert_close(found(logits, torch.full_like(logits, label)), expected)
+    extreme = torch.tensor([500.0, -500.0], requires_grad=True)
+    loss_of("focal", options)(extreme, torch.tensor([1.0, 1.0])).sum().backward()
+    assert extreme.grad is not None
+    assert extreme.grad.isfinite().all()

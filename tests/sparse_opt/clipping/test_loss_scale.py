@@ -1,0 +1,214 @@
+"""Losses scaled by torch's GradScaler: the same weights as without a scale, also after gradients that overflow."""
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.amp import GradScaler
+
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
+from cowrec.sparse_opt.clipping.loss_scale import LossScale
+from cowrec.sparse_opt.clipping.requirements import clipped_lookups
+from cowrec.sparse_opt.clipping.table_rules import TableRules
+from cowrec.sparse_opt.tbe.layout import LookupBackward
+from process_groups import in_processes, process_group
+from sharded_case import Case, dense_optimizer, gather_tables, loss_of, moments_of, sharded_model
+
+RULE = CowClip(r=1.0, zeta=1e-3)
+SINGLE: dict[str, Any] = {"max_ids": 1, "extra": {"single_id_bags": True, "l2": 3e-3}}
+CASES = {
+    "bags": Case(weighted=True),
+    "rowwise_adagrad": Case(optimizer="rowwise_adagrad", pooling="mean"),
+    "single ids with L2": Case(**SINGLE),
+    "column-wise": Case(sharding="column_wise"),
+    "sequences": Case(sequence=True, weighted=True),
+    "data-parallel": Case(sharding="data_parallel", extra={"l2": 3e-3}),
+    "adam": Case(optimizer="replay"),
+    "dense adam": Case(optimizer="dense"),
+    "half outputs": Case(optimizer="half"),
+    "half outputs under adam": Case(optimizer="half lazy"),
+}
+
+
+def fused_params(case: Case) -> dict[str, Any] | None:
+    if not case.optimizer.startswith("half"):
+        return None
+    return {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1, "output_dtype": SparseType.FP16}
+
+
+def attach(model: nn.Module, case: Case, **scaler: Any) -> Any:
+    kind = case.optimizer.split()[-1]
+    if kind in ("replay", "dense", "lazy"):
+        return EmbeddingAdam(model, AdamConfig(lr=1e-2, l2=1e-3, absent_rows=kind), RULE, **scaler)
+    return attach_cowclip(model, **{"rule": RULE, **case.extra}, **scaler)
+
+
+def scaled_step(model: nn.Module, case: Case, step: int, scaler: GradScaler, kind: str = "") -> None:
+    """The backward of a step of a case on this rank's samples.
+
+    Under "overflow" a gradient of feature a is infinite on the first rank, under "zeros" the loss is 0.
+    """
+    (bags, targets), rank, size = case.draw()["steps"][step], dist.get_rank(), case.batch // dist.get_world_size()
+    if kind == "overflow" and rank == 0:
+        targets["a"][next(sample for sample, (ids, _) in enumerate(bags["a"]) if len(ids)), 0] = np.inf
+    scaled = scaler.scale(loss_of(case, model, bags, targets, rank * size, (rank + 1) * size) * (kind != "zeros"))
+    assert isinstance(scaled, torch.Tensor)
+    scaled.backward()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    with process_group(0, 1, str(tmp_path)):
+        yield
+
+
+def trained(case: Case, scale: float, kinds: Sequence[str] = ("", "", "")) -> list[np.ndarray]:
+    """Tables on the first rank, and moments, after training a case under a scale, 0 for none."""
+    model = sharded_model(case, case.draw()["tables"], fused_params=fused_params(case))
+    scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
+    attached = attach(model, case, grad_scaler=scaler)
+    dense = None if isinstance(attached, EmbeddingAdam) else dense_optimizer(case, model)
+    for step, kind in enumerate(kinds):
+        if kind != "left out":
+            scaled_step(model, case, step, scaler, kind)
+            if dense:
+                scaler.step(dense)
+                scaler.update()
+                dense.zero_grad()
+    tables = gather_tables(case, model)
+    return tables + (list(moments_of(attached).values()) if isinstance(attached, EmbeddingAdam) else [])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_do_not_depend_on_the_scale(group: None, name: str) -> None:
+    """Scales are powers of two, so that nothing is rounded in float32. In half precision the small gradients of the
+    unscaled loss are, which is what scales are for; with the scale they follow float32 outputs."""
+    case, tolerance = CASES[name], 0.0
+    if name.startswith("half"):
+        case, tolerance = Case(optimizer="sgd" if case.optimizer == "half" else "lazy"), 5e-3
+    for unscaled, scaled in zip(trained(case, 0), trained(CASES[name], 2.0**10), strict=True):
+        np.testing.assert_allclose(scaled, unscaled, rtol=tolerance, atol=tolerance * np.abs(unscaled).max())
+
+
+def test_a_scale_that_is_no_power_of_two_changes_as_the_scaler_does(group: None) -> None:
+    for unscaled, scaled in zip(trained(CASES["bags"], 0), trained(CASES["bags"], 1000.0), strict=True):
+        np.testing.assert_allclose(scaled, unscaled, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_overflow_is_a_gradient_of_zeros(group: None, name: str) -> None:
+    """Which leaves tables under SGD and Adagrad as they were, L2 included; Adam's momentum and L2 go on."""
+    is_adam = CASES[name].optimizer.split()[-1] in ("replay", "dense", "lazy")
+    zeros = trained(CASES[name], 2.0**10, ("", "zeros" if is_adam else "left out", ""))
+    for expected, got in zip(zeros, trained(CASES[name], 2.0**10, ("", "overflow", "")), strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+def test_an_overflow_in_one_of_several_passes_leaves_the_step_out(group: None, sharding: str) -> None:
+    case = Case(sharding=sharding)
+    model, scaler = sharded_model(case, case.draw()["tables"]), GradScaler("cpu", init_scale=2.0**10)
+    attach(model, case, grad_scaler=scaler).accumulate(2)
+    dense = dense_optimizer(case, model)
+    for kinds in (("overflow", ""), ("", "overflow"), ("", "")):
+        before = [each.copy() for each in gather_tables(case, model)]
+        for kind in kinds:
+            scaled_step(model, case, 0, scaler, kind)
+        if dense:
+            scaler.step(dense)
+            scaler.update()
+            dense.zero_grad()
+        for expected, got in zip(before, gather_tables(case, model), strict=True):
+            assert np.array_equal(got, expected) == ("overflow" in kinds)
+
+
+def test_half_outputs_are_not_accumulated_under_a_scale(group: None) -> None:
+    case = CASES["half outputs"]
+    model, scaler = sharded_model(case, case.draw()["tables"], fused_params=fused_params(case)), GradScaler("cpu")
+    attach(model, case, grad_scaler=scaler).accumulate(2)
+    with pytest.raises(ValueError, match=r"table 't0' has outputs in half precision, .* over several passes"):
+        scaled_step(model, case, 0, scaler)
+
+
+OF_TWO = [
+    Case(sharding="row_wise", extra={"rule": FieldClip(0.1)}),
+    Case(sharding="row_wise"),
+    Case(sharding="data_parallel"),
+    Case(sharding="data_parallel", optimizer="lazy"),
+    Case(sharding="data_parallel", optimizer="replay"),
+]
+
+
+def two_ranks(rank: int, folder: str) -> None:
+    with process_group(rank, 2, folder):
+        for case in OF_TWO:
+            kinds = ("", "zeros", ""), ("", "overflow", "")
+            zeros, overflow = (trained(case, 2.0**10, each) for each in kinds)
+            for expected, got in zip(zeros, overflow, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
+    """The output gradients of row-wise shards have all ranks' samples; copies of data-parallel tables stay equal."""
+    in_processes(two_ranks, (str(tmp_path),), 2)
+
+
+def first_backward(scaler: GradScaler, **told: Any) -> list[str]:
+    """Warnings of the first two steps of a case under a scaler, by attach_cowclip and by EmbeddingAdam."""
+    case = CASES["bags"]
+    model, found = sharded_model(case, case.draw()["tables"]), []
+    for make in (attach, lambda *_, **more: EmbeddingAdam(model, AdamConfig(lr=0.1), **more)):
+        attached = make(model, case, **told)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                scaled_step(model, case, step, scaler)
+        attached.remove()
+        found += [str(each.message) for each in caught if each.category is RuntimeWarning]
+    return found
+
+
+def test_an_unnamed_scaler_is_reported_once(group: None) -> None:
+    gc.collect()  # scalers of other tests
+    scaler = GradScaler("cpu", init_scale=512.0)
+    messages = first_backward(scaler)
+    assert len(messages) == 2
+    assert all("a GradScaler with scale 512 is in use" in each and "grad_scaler=scaler" in each for each in messages)
+    assert not first_backward(scaler, grad_scaler=scaler)
+    assert not first_backward(scaler, grad_scaler=GradScaler("cpu", enabled=False))
+    del scaler
+    assert not first_backward(GradScaler("cpu", enabled=False))
+
+
+@pytest.mark.parametrize("case", [Case(optimizer="half", **SINGLE), Case(optimizer="half", sequence=True)])
+def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(group: None, case: Case) -> None:
+    model = sharded_model(case, case.draw()["tables"], fused_params=fused_params(case))
+    single = {"single_id_bags": not case.sequence}
+    with pytest.raises(ValueError, match=r"'t0' has outputs in half precision.*cannot hold that of the unscaled loss"):
+        attach_cowclip(model, RULE, **single, grad_scaler=GradScaler("cpu"))
+    attach_cowclip(model, RULE, **single, grad_scaler=GradScaler("cpu", enabled=False)).remove()
+
+
+def test_unscaling_does_not_wait_for_the_device(group: None) -> None:
+    """A fake tensor on CUDA raises an error where the host would read its value."""
+    (clipped,) = clipped_lookups(sharded_model(Case(), Case().draw()["tables"]), TableRules(RULE), None)
+    bags = clipped.bags.of({"indices": torch.zeros(0, dtype=torch.int64), "offsets": torch.zeros(5, dtype=torch.int64)})
+    with FakeTensorMode():
+        grad = torch.empty(4, dtype=torch.float16, device="cuda")
+        unscaled = LossScale(GradScaler("cpu")).unscaled(clipped, LookupBackward(bags, None, grad))
+        assert unscaled.backward.output_grad.dtype == torch.float32
+        for each in (unscaled.backward.output_grad, unscaled.scaled_grad, unscaled.factor, unscaled.finite):
+            assert each is not None
+            assert each.is_cuda
+        with pytest.raises(DataDependentOutputException):
+            grad.isfinite().all().item()

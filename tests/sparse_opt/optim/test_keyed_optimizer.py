@@ -1,0 +1,350 @@
+"""EmbeddingAdam as a KeyedOptimizer: schedulers and TorchRec's wrappers set its rate, and save and load its state."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import lr_scheduler
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
+from process_groups import in_processes
+from sharded_case import Case, gather_tables, moments_of, process_group, sharded_model, train_step
+
+CASE = Case(rows=(60, 5), features=(("a",), ("b", "c")), batch=8, dim=4, steps=24)
+RULE = CowClip(r=0.5, zeta=1e-3)
+MODES = ("replay", "lazy", "dense")
+ADAM = AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, absent_rows="replay")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    with process_group(0, 1, str(tmp_path)):
+        yield
+
+
+def started(mode: str = "replay", case: Case = CASE) -> tuple[nn.Module, EmbeddingAdam]:
+    model = sharded_model(case, case.draw()["tables"])
+    return model, EmbeddingAdam(model, replace(ADAM, absent_rows=mode), RULE)
+
+
+def train(model: nn.Module, step: int, case: Case = CASE) -> None:
+    rank, size = dist.get_rank(), case.batch // dist.get_world_size()
+    train_step(case, model, *case.draw()["steps"][step], rank * size, (rank + 1) * size)
+
+
+def current(model: nn.Module, optimizer: EmbeddingAdam, case: Case = CASE) -> dict[str, np.ndarray]:
+    moments = moments_of(optimizer)
+    return moments | {f"t{t}": table for t, table in enumerate(gather_tables(case, model))}
+
+
+def trained_at(rates: list[float], mode: str) -> dict[str, np.ndarray]:
+    """Trains at given rates, which ``lr`` sets."""
+    model, optimizer = started(mode)
+    for step, rate in enumerate(rates):
+        optimizer.lr = rate
+        train(model, step)
+    return current(model, optimizer)
+
+
+def assert_equal(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(got[key], value, err_msg=key)
+
+
+# Rates.
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda each: lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)),
+    "cosine": lambda each: lr_scheduler.CosineAnnealingLR(each, T_max=8),
+    "sequential": lambda each: lr_scheduler.SequentialLR(
+        each, [lr_scheduler.LinearLR(each, 0.1, total_iters=4), lr_scheduler.ExponentialLR(each, 0.7)], [4]
+    ),
+    "one cycle": lambda each: lr_scheduler.OneCycleLR(each, 1e-2, total_steps=12, cycle_momentum=False),
+    "plateau": lambda each: lr_scheduler.ReduceLROnPlateau(each, patience=2),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_drive_the_next_backward(name: str) -> None:
+    """The rates are those that the scheduler gives torch's SGD."""
+    model, optimizer = started()
+    oracle = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=ADAM.lr)
+    scheduler, its_scheduler = SCHEDULERS[name](optimizer), SCHEDULERS[name](oracle)
+    losses = [(1.0,)] * 12 if name == "plateau" else [()] * 12
+    rates = []
+    for step, loss in enumerate(losses):
+        rates.append(oracle.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        train(model, step)
+        for each in (optimizer, scheduler, oracle, its_scheduler):
+            each.step(*(loss if each in (scheduler, its_scheduler) else ()))
+    assert len(set(rates)) > 2
+    assert_equal(current(model, optimizer), trained_at(rates, "replay"))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("mode", MODES)
+def test_rates_out_of_range_are_refused_before_a_row_has_moved(mode: str) -> None:
+    model, optimizer = started(mode)
+    before = {key: value.copy() for key, value in current(model, optimizer).items()}
+    refused = {-1e-3: "must be >= 0 and finite", float("nan"): "must be >= 0", float("inf"): "must be >= 0"}
+    if mode == "replay":
+        refused |= {2e-2: r"lr = 0.02 is above AdamConfig.lr = 0.01, by which replay decides"}
+    for rate, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            optimizer.lr = rate
+        optimizer.param_groups[0]["lr"] = rate
+        with pytest.raises(ValueError, match=message):
+            train(model, 0)
+        assert optimizer.steps == 0
+        optimizer.lr = 1e-3
+        assert_equal(current(model, optimizer), before)
+    if mode != "replay":
+        optimizer.lr = 2e-2
+
+
+# TorchRec's wrappers.
+STAGES = [WarmupStage(WarmupPolicy.LINEAR, 4, 0.1), WarmupStage(WarmupPolicy.POLY, 12, 0.5, decay_iters=14)]
+
+
+def warmup(optimizer: KeyedOptimizer) -> WarmupOptimizer:
+    return WarmupOptimizer(optimizer, [replace(each) for each in STAGES], lr=ADAM.lr)
+
+
+def dense_optimizer() -> KeyedOptimizer:
+    parameters = {"dense": nn.Parameter(torch.ones(3))}
+    return KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adam(given, lr=1e-3))
+
+
+def combined(optimizer: KeyedOptimizer) -> CombinedOptimizer:
+    return CombinedOptimizer([optimizer, ("network", dense_optimizer())])
+
+
+WRAPPERS: dict[str, Callable[[Any], KeyedOptimizer]] = {
+    "warmup": warmup,
+    "combined": lambda each: combined(warmup(each)),
+    "clipping": lambda each: GradientClippingOptimizer(combined(warmup(each)), GradientClipping.NORM, 1e-3),
+    "keyed": lambda each: KeyedOptimizerWrapper(warmup(each).params, lambda _: each),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("library", ["torch.save", "dcp"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -> None:
+    """The warm-up's rates are those of TorchRec's formula; a resumed run continues at them, bit-identically."""
+    rates = [1e-2 * (0.1 + 0.9 * step / 4) for step in range(5)] + [
+        1e-2 * (1 - step / 14) ** 0.5 for step in range(5, 12)
+    ]
+    expected = trained_at([rates[0]] * 12 if name == "keyed" else rates, "replay")
+
+    def steps(model: nn.Module, optimizer: KeyedOptimizer, first: int, end: int) -> None:
+        for step in range(first, end):
+            optimizer.zero_grad()
+            train(model, step)
+            for key, parameter in optimizer.params.items():
+                if key.endswith("dense"):
+                    parameter.grad = torch.ones(3)
+            optimizer.step()
+
+    model, adam = started()
+    optimizer = WRAPPERS[name](adam)
+    steps(model, optimizer, 0, 7)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path) if library == "dcp" else torch.save(state, tmp_path / "state")
+    steps(model, optimizer, 7, 12)
+    assert_equal(current(model, adam), expected)
+    adam.remove()
+
+    model, adam = started()
+    optimizer = WRAPPERS[name](adam)
+    optimizer.step()  # makes the warm-up's and the dense state, as for TorchRec's own optimizers
+    for key, parameter in optimizer.params.items():
+        if key.endswith("dense"):
+            parameter.grad = torch.zeros(3)
+    optimizer.step()
+    if library == "dcp":
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+    else:
+        state = torch.load(tmp_path / "state", weights_only=False)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    steps(model, optimizer, 7, 12)
+    assert_equal(current(model, adam), expected)
+
+
+@pytest.mark.usefixtures("group")
+def test_gradient_clipping_bounds_dense_gradients_alone() -> None:
+    model, adam = started()
+    dense = dense_optimizer()
+    (parameter,) = dense.params.values()
+    optimizer = GradientClippingOptimizer(CombinedOptimizer([adam, dense]), GradientClipping.NORM, 0.5)
+    for step in range(3):
+        train(model, step)
+        parameter.grad = torch.full((3,), 2.0)
+        optimizer.step()
+    assert parameter.grad.norm().item() == pytest.approx(0.5)
+    assert_equal(current(model, adam), trained_at([ADAM.lr] * 3, "replay"))
+
+
+@pytest.mark.usefixtures("group")
+def test_wrappers_drive_fused_optimizers_under_the_clip(tmp_path: Path) -> None:
+    """A warm-up of FBGEMM's Adagrad, saved and continued, equals steps whose rates the test sets."""
+    case = replace(CASE, optimizer="adagrad")
+
+    def fresh() -> tuple[nn.Module, KeyedOptimizer]:
+        model = sharded_model(case, case.draw()["tables"])
+        attach_cowclip(model, RULE)
+        return model, model.fused_optimizer
+
+    def steps(model: nn.Module, optimizer: KeyedOptimizer, first: int, end: int) -> None:
+        for step in range(first, end):
+            for each in optimizer.param_groups:
+                each["lr"] = 1e-2 * (0.1 + 0.9 * step / 4)
+            optimizer.step()
+            train(model, step, case)
+
+    model, fused = fresh()
+    steps(model, fused, 0, 8)
+    expected = gather_tables(case, model)
+
+    model, fused = fresh()
+    optimizer = GradientClippingOptimizer(warmup(fused), GradientClipping.NORM, 1e-3)
+    for step in range(4):
+        optimizer.zero_grad()  # hands the rate to the tables
+        train(model, step, case)
+        optimizer.step()
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    model, fused = fresh()
+    state = {"model": model.state_dict(), "optimizer": fused.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    model.load_state_dict(state["model"])
+    fused.load_state_dict(state["optimizer"])
+    steps(model, fused, 4, 8)
+    for got, table in zip(gather_tables(case, model), expected, strict=True):
+        np.testing.assert_array_equal(got, table)
+
+
+# Saving and loading.
+def schedule(step: int) -> float:
+    return 1e-2 / (1 + 0.3 * step)
+
+
+def steps(model: nn.Module, optimizer: EmbeddingAdam, first: int, end: int, case: Case = CASE) -> None:
+    for step in range(first, end):
+        optimizer.lr = schedule(step)
+        train(model, step, case)
+
+
+ORDERS = [(saved, loaded) for saved in ("model", "optimizer") for loaded in ("model", "optimizer")]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("saved_first", "loaded_first"), ORDERS)
+@pytest.mark.parametrize(("library", "stored"), [("torch.save", False), ("dcp", False), ("dcp", True)])
+def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
+    tmp_path: Path, saved_first: str, loaded_first: str, library: str, stored: bool
+) -> None:
+    model, optimizer = started()
+    steps(model, optimizer, 0, 16)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with optimizer.as_stored() if stored else nullcontext():
+        for name in sorted(parts, key=lambda each: each != saved_first):  # each is written before the next is taken
+            if library == "dcp":
+                dcp.save(parts[name].state_dict(), checkpoint_id=tmp_path / name)
+            else:
+                torch.save(parts[name].state_dict(), tmp_path / name)
+    steps(model, optimizer, 16, 24)
+    expected = current(model, optimizer)
+    optimizer.remove()
+
+    model, optimizer = started()
+    parts = {"model": model, "optimizer": optimizer}
+    with optimizer.as_stored() if stored else nullcontext():
+        for name in sorted(parts, key=lambda each: each != loaded_first):
+            if library == "dcp":
+                state = parts[name].state_dict()
+                dcp.load(state, checkpoint_id=tmp_path / name)
+            else:
+                state = torch.load(tmp_path / name, weights_only=False)
+            parts[name].load_state_dict(state)
+    steps(model, optimizer, 16, 24)
+    assert_equal(current(model, optimizer), expected)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_replayed_state_continues_densely() -> None:
+    model, optimizer = started()
+    steps(model, optimizer, 0, 9)
+    other, dense = started("dense")
+    other.load_state_dict(model.state_dict())
+    dense.load_state_dict(optimizer.state_dict())
+    steps(other, dense, 9, 16)
+    expected, always_dense = started("dense")
+    steps(expected, always_dense, 0, 16)
+    assert_equal(current(other, dense), current(expected, always_dense))
+
+
+@pytest.mark.usefixtures("group")
+def test_states_that_do_not_fit_are_refused() -> None:
+    _, optimizer = started()
+    plain = optimizer.state_dict()
+    with optimizer.as_stored():
+        stored = optimizer.state_dict()
+        with pytest.raises(ValueError, match=r"no 'last_step' of 'ebc.*t0.weight'; it was taken outside of as_stored"):
+            optimizer.load_state_dict(plain)
+    for mode in MODES:
+        _, other = started(mode)
+        with pytest.raises(ValueError, match=r"no 'step' of .*; its rows may be behind: load it .* within as_stored"):
+            other.load_state_dict(stored)
+    del plain["state"]["ebc.embedding_bags.t1.weight"]
+    with pytest.raises(ValueError, match=r"no 'exp_avg' of 'ebc.embedding_bags.t1.weight'; it is of another model"):
+        optimizer.load_state_dict(plain)
+
+
+def test_two_processes_resume_without_preparation(tmp_path: Path) -> None:
+    """In the last case one rank holds no table and counts no step."""
+    cases = [replace(CASE, sharding=each, steps=16) for each in ("column_wise,data_parallel", "row_wise,table_wise")]
+    cases.append(replace(CASE, rows=(60,), features=(("a",),), steps=16))
+    in_processes(_resume, (cases, str(tmp_path)), 2)
+
+
+def _resume(rank: int, cases: list[Case], folder: str) -> None:
+    with process_group(rank, 2, folder):
+        for number, (case, stored) in enumerate(product(cases, (False, True))):
+            file = f"{folder}/{number}"
+            model, optimizer = started(case=case)
+            steps(model, optimizer, 0, 9, case)
+            with optimizer.as_stored() if stored else nullcontext():
+                dcp.save(both_states(model, optimizer), checkpoint_id=file)
+            steps(model, optimizer, 9, 16, case)
+            expected = current(model, optimizer, case)
+            optimizer.remove()
+            model, optimizer = started(case=case)
+            with optimizer.as_stored() if stored else nullcontext():
+                state = both_states(model, optimizer)
+                dcp.load(state, checkpoint_id=file)
+                model.load_state_dict(state["model"])
+                CombinedOptimizer([optimizer]).load_state_dict(state["optimizer"])
+            steps(model, optimizer, 9, 16, case)
+            assert_equal(current(model, optimizer, case), expected)
+            optimizer.remove()
+
+
+def both_states(model: nn.Module, optimizer: EmbeddingAdam) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": CombinedOptimizer([optimizer]).state_dict()}

@@ -1,0 +1,362 @@
+"""Random problems for the clip: models of several collections, sharding plans, rules, optimizers and ways to train."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+STOCK = ("sgd", "adagrad", "rowwise_adagrad")
+ADAM = ("lazy", "dense", "replay")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, the features that look it up, and its sharding.
+
+    ``shards`` are the (rank, columns) of column shards, or the (rank, 0) of a table on one rank.
+    """
+
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    pooling: str = "sum"
+    plan: str = "table_wise"
+    shards: tuple[tuple[int, int], ...] = ((0, 0),)
+    dtype: str = "float32"
+
+    @property
+    def splits_columns(self) -> bool:
+        return len(self.shards) > 1
+
+    @property
+    def is_dense(self) -> bool:
+        """True if a dense optimizer applies its gradient."""
+        return self.plan in ("data_parallel", "dense")
+
+    def ranks(self, world: int) -> set[int]:
+        """Ranks that look it up."""
+        on_one = self.plan in ("table_wise", "dense", "column_wise")
+        return {rank for rank, _ in self.shards} if on_one else set(range(world))
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Tables that are looked up together, with the most ids of a bag and the shape of its batches."""
+
+    tables: tuple[Table, ...]
+    sequence: bool = False
+    weighted: bool = False
+    variable_batch: bool = False  # one, two or four samples share a bag of a feature
+    max_ids: int = 3
+
+    @property
+    def features(self) -> list[str]:
+        return list(dict.fromkeys(name for table in self.tables for name in table.features))
+
+    def samples_of_bag(self, feature: str) -> int:
+        return 1 << self.features.index(feature) % 3 if self.variable_batch else 1
+
+    def outputs(self) -> Iterator[tuple[int, str, str]]:
+        """Table, feature, and TorchRec's name of the output, of each output."""
+        for t, table in enumerate(self.tables):
+            for name in table.features:
+                is_shared = sum(name in each.features for each in self.tables) > 1
+                yield t, name, f"{name}@t{t}" if is_shared else name
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its attachment and its training. ``idle`` names the ranks without ids, in every other step."""
+
+    collections: tuple[Collection, ...]
+    world: int = 1
+    seed: int = 0
+    steps: int = 2
+    passes: int = 1
+    pass_size: int = 4  # samples of a rank's backward pass
+    idle: tuple[int, ...] = ()
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    rates: tuple[float, ...] = (1.0,)  # of Adam's steps, relative to lr; they repeat
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    adam_epsilon: str = "torch"
+    l2: float = 0.0
+    weight_decay: float = 0.0
+    rule: tuple[str, dict[str, float]] = field(default_factory=lambda: ("none", {}))
+    exclude: tuple[tuple[int, int], ...] = ()  # (collection, table)
+    clip_columns: int | tuple[tuple[int, int, int], ...] | None = None  # or (collection, table, columns)
+    single_id_bags: bool = False
+    pipelined: bool = False
+    reads: bool = False  # evaluates other samples, and takes the model's state, between the steps
+
+    @property
+    def batch(self) -> int:
+        return self.world * self.passes * self.pass_size
+
+    @property
+    def is_adam(self) -> bool:
+        return self.optimizer in ADAM
+
+    @property
+    def scope(self) -> str:
+        name = self.rule[0]
+        return "global" if name == "global" else "field" if "field" in name else "row"
+
+    def tables(self) -> list[tuple[int, int, Table]]:
+        return [(c, t, table) for c, each in enumerate(self.collections) for t, table in enumerate(each.tables)]
+
+    def name(self, c: int, t: int) -> str:
+        """Name of a table in the model: each collection calls its tables t0, t1 and so on."""
+        several = sum(len(each.tables) > t for each in self.collections) > 1
+        return f"c{c}.t{t}" if several else f"t{t}"
+
+    def columns(self, c: int, t: int) -> int:
+        """Leading columns of a table that are clipped."""
+        dim = self.collections[c].tables[t].dim
+        if isinstance(self.clip_columns, int):
+            return self.clip_columns
+        return {(c, t): columns for c, t, columns in self.clip_columns or ()}.get((c, t), dim)
+
+    def initial(self) -> list[list[np.ndarray]]:
+        """Draws the tables, [collection][table]; some rows are zero."""
+        rng = np.random.default_rng((self.seed, 0))
+        found = []
+        for collection in self.collections:
+            found.append([])
+            for each in collection.tables:
+                weights = rng.normal(0, 0.05, (each.rows, each.dim)) * 10 ** rng.uniform(-2, 1, (each.rows, 1))
+                weights[::9] = 0
+                found[-1].append(weights.astype(each.dtype).astype(np.float32))
+        return found
+
+    def batches(self) -> list[list[dict[str, Any]]]:
+        """Draws bags [step][collection][feature][sample] -> (ids, weights) and output gradients "target <output>".
+
+        A bag belongs to the first of its samples. Samples are ordered by rank, then by pass.
+        """
+        rng, steps = np.random.default_rng((self.seed, 1)), []
+        of_rank = self.batch // self.world
+        for step in range(self.steps):
+            steps.append([])
+            for collection in self.collections:
+                drawn: dict[str, Any] = {}
+                for name in collection.features:
+                    rows = min(table.rows for table in collection.tables if name in table.features)
+                    counts = rng.integers(0, collection.max_ids + 1, self.batch)
+                    for rank in self.idle if step % 2 == 0 else ():
+                        counts[rank * of_rank : (rank + 1) * of_rank] = 0
+                    ids = [np.minimum(rng.zipf(1.3, n) - 1, rows - 1).astype(np.int64) for n in counts]
+                    drawn[name] = [(each, rng.uniform(-0.5, 2, len(each)).astype(np.float32)) for each in ids]
+                for t, _, output in collection.outputs():
+                    shape = (self.batch, collection.tables[t].dim)
+                    scale = 10 ** rng.uniform(-3, 1, (self.batch, 1))
+                    drawn[f"target {output}"] = (rng.normal(size=shape) * scale).astype(np.float32)
+                steps[-1].append(drawn)
+        return steps
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Messages with which attaching must refuse the problem, as regular expressions; none if it must train.
+
+    These are all kinds of refusal that a problem of :func:`problems` may meet.
+    """
+    found, tables = [], problem.tables()
+    clipped = [table for c, t, table in tables if (c, t) not in problem.exclude]
+    scope = problem.scope if clipped else "row"  # a rule that no table is under needs no norm
+    shares_outputs = any(not (problem.collections[c].sequence or table.is_dense) for c, _, table in tables)
+    if shares_outputs and not (problem.is_adam or problem.single_id_bags):
+        if problem.l2:
+            found.append("under a stock fused optimizer needs single_id_bags=True")
+        if problem.clip_columns is not None:
+            found.append("clip_columns under a stock fused optimizer needs single_id_bags=True")
+    if any(problem.columns(c, t) > table.dim for c, t, table in tables):
+        found.append(r"clip_columns of table '\S+' must be in")
+    if scope == "field" and any(table.splits_columns for table in clipped):
+        found.append(r"needs the norm of the complete table '\S+', which is sharded column-wise")
+    if scope == "global":
+        if any(table.plan == "data_parallel" for table in clipped):
+            found.append(r"needs the norm over all tables, but '\S+' is data-parallel")
+        lookups = [lookups_of(problem, rank) for rank in range(problem.world)]
+        if any(len(each) > 1 for each in lookups):
+            found.append(r"looks up '\S+' and '\S+' separately")
+        if not all(lookups):
+            found.append("holds no table")
+    if scope == "row" and has_opposite_lookups(problem):
+        found.append("in another order on some ranks|on some ranks in another order")
+    if problem.optimizer == "replay":
+        if scope != "row":
+            found.append("needs the norm of every row in every step")
+        name, values = problem.rule
+        limited = name != "none" and 2 * problem.l2 > 0.999 * values.get("r", 0.0) and problem.l2 > 0
+        if limited and any(table.splits_columns for table in clipped):
+            found.append("an absent row's L2 may exceed its limit alone")
+        if any(table.dtype != "float32" for _, _, table in tables):
+            found.append("replay computes missed steps in float32")
+    return found
+
+
+def lookups_of(problem: Problem, rank: int) -> list[tuple[Any, ...]]:
+    """What distinguishes the lookups of a rank, except those of data-parallel tables."""
+    return list(
+        dict.fromkeys(
+            (c, table.plan, table.dtype, table.pooling)
+            for c, _, table in problem.tables()
+            if table.plan != "data_parallel" and rank in table.ranks(problem.world)
+        )
+    )
+
+
+def has_opposite_lookups(problem: Problem) -> bool:
+    """True if two ranks look up column shards of two kinds of tables in opposite orders."""
+    orders = set()
+    for rank in range(problem.world):
+        kinds = dict.fromkeys(
+            (c, table.dtype, table.pooling)
+            for c, _, table in problem.tables()
+            if table.plan == "column_wise" and rank in table.ranks(problem.world)
+        )
+        split = {
+            (c, table.dtype, table.pooling)
+            for c, _, table in problem.tables()
+            if table.splits_columns and rank in table.ranks(problem.world)
+        }
+        order = [each for each in kinds if each in split]
+        orders |= {(one, other) for n, one in enumerate(order) for other in order[n + 1 :]}
+    return any((other, one) in orders for one, other in orders)
+
+
+@st.composite
+def problems(draw: st.DrawFn, world: int) -> Problem:
+    """Draws a problem that trains or that attaching refuses."""
+    optimizer = draw(st.sampled_from([*STOCK, *ADAM]))
+    single = optimizer in STOCK and draw(st.integers(0, 2)) == 0
+    passes = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    collections = [draw(_collections(world, optimizer, single, passes))]
+    if draw(st.integers(0, 3)) == 0:
+        collections.append(draw(_collections(world, optimizer, single, passes)))
+    names = [(c, t) for c, each in enumerate(collections) for t in range(len(each.tables))]
+    exclude = draw(st.lists(st.sampled_from(names), unique=True, max_size=2)) if draw(st.integers(0, 3)) == 0 else []
+    has_l2 = draw(st.booleans()) if optimizer in ADAM or single else draw(st.integers(0, 9)) == 0
+    adam: dict[str, Any] = {}
+    if optimizer in ADAM:
+        adam["lr"] = draw(st.sampled_from([1e-3, 1e-2]))
+        adam["rates"] = draw(st.sampled_from([(1.0,), (0.25, 1.0, 0.0)]))
+        adam["betas"] = draw(st.sampled_from([(0.9, 0.999), (0.0, 0.9), (0.0, 0.0)]))
+        adam["eps"] = draw(st.sampled_from([1e-8, 1e-6, 1e-3]))
+        adam["adam_epsilon"] = draw(st.sampled_from(["torch", "keras"]))
+        adam["weight_decay"] = draw(st.sampled_from([0.0, 0.1, 10.0]))
+    return Problem(
+        collections=tuple(collections),
+        world=world,
+        seed=draw(st.integers(0, 2**32 - 1)),
+        steps=draw(st.integers(1, 9 if optimizer == "replay" else 4)),
+        passes=passes,
+        pass_size=draw(st.sampled_from([4, 8])) if _vary(collections) else draw(st.integers(1, 9)),
+        idle=draw(st.sampled_from([(), (), (0,), tuple(range(world)), (world - 1,)])),
+        optimizer=optimizer,
+        l2=draw(st.sampled_from([1e-5, 1e-3, 0.3])) if has_l2 else 0.0,
+        rule=draw(_rules()),
+        exclude=tuple(exclude),
+        clip_columns=draw(_clip_columns(collections, optimizer, single)),
+        single_id_bags=single,
+        pipelined=draw(st.booleans()) and not _vary(collections),
+        reads=draw(st.booleans()),
+        **adam,
+    )
+
+
+def _vary(collections: Sequence[Collection]) -> bool:
+    return any(each.variable_batch for each in collections)
+
+
+@st.composite
+def _collections(draw: st.DrawFn, world: int, optimizer: str, single: bool, passes: int) -> Collection:
+    sequence = draw(st.integers(0, 3)) == 0
+    weighted = draw(st.booleans()) and (sequence or not single)
+    # FBGEMM has no Adagrad with a variable batch size on CPU; passes with one are refused in the backward.
+    varies = not sequence and optimizer != "adagrad" and passes == 1 and draw(st.integers(0, 4)) == 0
+    plans = ["table_wise", "row_wise", "column_wise", "column_wise"]
+    if not sequence:  # TorchRec has no such sequences
+        plans.append("table_row_wise")
+        if not varies:  # FBGEMM has no dense lookups of sequences and of variable batches on CPU
+            plans += ["data_parallel"] if optimizer == "rowwise_adagrad" else ["data_parallel", "dense"]
+    plan = draw(st.sampled_from([*plans, "mixed", "mixed"]))
+    # FBGEMM has no weighted means. TorchRec's divisors of row-wise means are wrong under a variable batch size, and
+    # beside tables of other shardings.
+    may_average = not (weighted or sequence or single or varies or plan == "mixed")
+    poolings = ["sum", "mean"] if may_average else ["sum"]
+    pooling = draw(st.sampled_from(poolings if varies else [*poolings, "mixed"]))
+    common_dim = draw(st.sampled_from([4, 8, 12, 16])) if sequence or draw(st.booleans()) else None
+    # FBGEMM needs one width of all column shards of sequences, TorchRec of those of a table on one rank.
+    shard_dim = draw(_shard_dims(common_dim)) if sequence else None
+    tables = []
+    for _ in range(draw(st.integers(1, 4))):
+        own = draw(st.sampled_from(plans)) if plan == "mixed" else plan
+        dim = common_dim or draw(st.sampled_from([4, 8, 12, 16]))
+        number = len(tables)
+        # Features of their own, and one that several tables may have.
+        features = draw(st.sampled_from([[f"f{number}"], [f"f{number}"], [f"f{number}", f"g{number}"], ["shared"]]))
+        least = world if own in ("row_wise", "table_row_wise") else 1
+        half = not (varies or own in ("data_parallel", "dense")) and draw(st.integers(0, 9)) == 0
+        tables.append(
+            Table(
+                # FBGEMM has no lookup without rows on CPU.
+                rows=draw(st.one_of(st.integers(least, 6), st.integers(least, 300))),
+                dim=dim,
+                features=tuple(features),
+                pooling=draw(st.sampled_from(poolings)) if pooling == "mixed" else pooling,
+                plan=own,
+                shards=tuple(draw(_column_shards(world, dim, shard_dim)))
+                if own == "column_wise"
+                else ((draw(st.integers(0, world - 1)), 0),),
+                dtype="float16" if half else "float32",
+            )
+        )
+    max_ids = 1 if single and not sequence else draw(st.integers(1, 6))
+    return Collection(tuple(tables), sequence, weighted, varies, max_ids)
+
+
+@st.composite
+def _column_shards(draw: st.DrawFn, world: int, dim: int, shard_dim: int | None) -> list[tuple[int, int]]:
+    columns = shard_dim or draw(_shard_dims(dim))
+    return [(draw(st.integers(0, world - 1)), columns) for _ in range(dim // columns)]
+
+
+def _shard_dims(dim: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([each for each in (4, 8, 12, 16) if dim % each == 0])
+
+
+@st.composite
+def _rules(draw: st.DrawFn) -> tuple[str, dict[str, float]]:
+    name = draw(
+        st.sampled_from(
+            ["cowclip"] * 5 + ["none", "cowclip_reference", "constant", "field", "adaptive_field", "global"]
+        )
+    )
+    r, floor = draw(st.sampled_from([1e-3, 0.1, 1.0, 1e3])), draw(st.sampled_from([0.0, 1e-5, 1e-3, 1.0]))
+    values = {
+        "none": {},
+        "cowclip": {"r": r, "zeta": floor},
+        "adaptive_field": {"r": r, "zeta": floor},
+        "cowclip_reference": {"r": r, "bound": floor},
+    }
+    return name, values.get(name, {"max_norm": draw(st.sampled_from([1e-4, 1e-2, 0.3, 1e3]))})
+
+
+@st.composite
+def _clip_columns(draw: st.DrawFn, collections: Sequence[Collection], optimizer: str, single: bool) -> Any:
+    if draw(st.integers(0, 3 if optimizer in ADAM or single else 9)):
+        return None
+    dims = [each.dim for collection in collections for each in collection.tables]
+    if draw(st.booleans()):
+        return draw(st.integers(1, min(dims) if draw(st.integers(0, 4)) else max(dims)))
+    named = [
+        (c, t, draw(st.integers(1, table.dim)))
+        for c, collection in enumerate(collections)
+        for t, table in enumerate(collection.tables)
+        if draw(st.booleans())
+    ]
+    return tuple(named)

@@ -1,0 +1,141 @@
+"""docs/reference.md, which is made from the docstrings of the sections.
+
+After a change of a key: python tests/test_reference.py > docs/reference.md
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cowrec.data_pipeline.raw import schema_file
+from cowrec.data_pipeline.raw.labels import RawLabel
+from cowrec.data_pipeline.raw.layouts import RawField
+from cowrec.trainer.config.id_table import TableIds
+from cowrec.trainer.config.reference import Key, attribute_texts, keys_of, type_text
+from cowrec.trainer.config.run import RunConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+HEAD = """# Reference: every key
+
+This page is made from the docstrings of the code.
+
+* [Run files](#run-files), for `cowrec train` and most other commands: `cowrec config init` writes one with all keys.
+  `--set section.key=value` overrides a key. [training.md](training.md) explains how the keys work together.
+* [Schema files](#schema-files), for `cowrec prepare csv`: [preparing.md](preparing.md) explains them.
+
+A key without a default has no effect unless it is set.
+
+## Run files
+"""
+
+
+def table(keys: list[Key], texts: dict[str, str] | None = None) -> Iterator[str]:
+    """A paragraph for each text, below the keys that it is about."""
+    groups: dict[str, list[Key]] = {}
+    for key in keys:
+        groups.setdefault(key.text, []).append(key)
+    for text, own in groups.items():
+        for key in own:
+            default = f", default `{key.default}`" if key.default else ""
+            limits = f" ({key.range})" if key.range else ""
+            yield f"* **`{key.name}`**: {key.type}{limits}{default}"
+        yield f"\n  {text}\n"
+
+
+def sections() -> dict[str, type]:
+    return {each.name: each.default_factory for each in dataclasses.fields(RunConfig)}
+
+
+def of_schema_files() -> Iterator[str]:
+    """The annotated example in the docstring of the loader, and the keys of fields and labels."""
+    doc = inspect.getdoc(schema_file.load_csv_schema) or ""
+    lines = doc.splitlines()
+    yield "## Schema files\n\nAll keys, with examples of values:\n"
+    yield "```toml\n" + "\n".join(line[4:] for line in lines[2 : lines.index("", 3)]) + "\n```\n"
+    notes = doc.split("\n\n")[2]
+    yield f"{' '.join(notes.split())}\n"
+    for title, kind, known in (
+        ("Keys of a field, in `[[fields]]`", RawField, schema_file._FIELD_TYPES),
+        ("Keys of a label, in `labels`", RawLabel, schema_file._LABEL_TYPES),
+    ):
+        texts = attribute_texts(kind)
+        hints = inspect.get_annotations(kind, eval_str=True)
+        yield f"### {title}\n"
+        yield from table([Key(name, type_text(hints[name]), "", "", texts[name]) for name in known])
+
+
+def page() -> str:
+    parts = [HEAD]
+    for name, kind in sections().items():
+        first = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+        parts += [
+            f"### `[{name}]`\n",
+            " ".join(re.sub(r"^`\[\w+\]`[:;]? ?", "", first).split()) + "\n",
+            *table(keys_of(kind)),
+        ]
+        if name == "id_table":
+            text = attribute_texts(TableIds)["fields"]
+            parts += ["In `[id_table.tables.NAME]` every key above but `tables`, for one table, and:\n"]
+            parts += table([Key("fields", "list of texts", "", "", text)])
+    parts += of_schema_files()
+    return (
+        re.sub(r"(?<!`)``([^`]+)``(?!`)", r"`\1`", re.sub(r":\w+:`(~?[\w.]+)`", r"`\1`", "\n".join(parts))).rstrip()
+        + "\n"
+    )
+
+
+def test_the_page_is_made_from_the_docstrings() -> None:
+    """After a change of a key: python tests/test_reference.py > docs/reference.md"""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("section", sections())
+def test_every_key_is_described_and_every_description_has_its_key(section: str) -> None:
+    kind = sections()[section]
+    assert {key.name for key in keys_of(kind)} == set(attribute_texts(kind))
+
+
+def test_a_key_without_description_is_refused() -> None:
+    @dataclasses.dataclass
+    class Section:
+        """Something.
+
+        Attributes:
+            one, two: text
+                that goes on.
+
+        Attributes end above.
+        """
+
+        one: int = 1
+        two: int = 2
+        three: int = 3
+
+    assert attribute_texts(Section) == {"one": "text that goes on.", "two": "text that goes on."}
+    with pytest.raises(ValueError, match="Section does not describe three"):
+        keys_of(Section)
+
+
+def test_ranges_come_from_the_checks() -> None:
+    keys = {f"{name}.{key.name}": key for name, kind in sections().items() for key in keys_of(kind)}
+    assert keys["train.batch_size"].range == "at least 1"
+    assert keys["optimizer.eps"].range == "above 0"
+    assert keys["train.validation_fraction" if "train.validation_fraction" in keys else "model.dropout"].range
+    assert "half_life" in keys["optimizer.scaling"].range
+    assert keys["train.device"].type == '"auto" or "cpu" or "cuda"'
+    assert keys["model.hidden"].default == "[400, 400, 400]"
+    assert keys["clip.r"].default == ""
+
+
+def test_the_example_of_schema_files_has_every_key() -> None:
+    text = inspect.getdoc(schema_file.load_csv_schema) or ""
+    for name in {*schema_file._TYPES, *schema_file._FIELD_TYPES, *schema_file._LABEL_TYPES}:
+        assert re.search(rf"\b{name}\b", text), name
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,87 @@
+"""`cowrec plot`: what is read from the metrics of runs, the table, and the figure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from command_line import exit_code
+from cowrec.trainer.reports.run_curves import RunCurves, curves_table
+
+BINS = {"prediction": [0.1, 0.3], "ctr": [0.2, 0.25], "lower": [0, 0.2], "upper": [0.2, 0.4], "weight": [5, 5]}
+
+
+def lines_of(epochs: int, steps: int = 3) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for epoch in range(epochs + 1):
+        for step in range(epoch * steps + 1, (epoch + 1) * steps + 1):
+            rates = {"dense_lr": 0.01 * step, "embedding_lr": 0.0}
+            found.append({"kind": "train", "step": step, "loss": 1 / step, "samples_per_second": 100.0 + step, **rates})
+        if epoch < epochs:
+            quality = {"auc": 0.8 - 0.01 * epoch, "logloss": 0.4, "calibration": None, "calibration_bins": BINS}
+            found.append({"kind": "eval", "step": (epoch + 1) * steps, "epoch": epoch, **quality})
+    return found
+
+
+def write(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_steps_are_placed_between_the_ends_of_epochs(tmp_path: Path) -> None:
+    run = RunCurves.read("a", write(tmp_path / "a", lines_of(2)) / "metrics.jsonl")
+    steps, losses = run.series("loss")
+    assert losses.tolist() == [1 / step for step in range(1, 10)]
+    assert run.epochs_of(steps) == pytest.approx(steps / 3)
+    epochs, aucs = run.by_epoch("auc")
+    assert (epochs.tolist(), aucs.tolist()) == ([1, 2], [0.8, 0.79])
+    assert run.by_epoch("calibration")[0].size == run.by_epoch("validation_auc")[0].size == 0
+    unfinished = RunCurves.read("b", write(tmp_path / "b", lines_of(0)) / "metrics.jsonl")
+    assert np.array_equal(unfinished.epochs_of(steps), steps)
+
+
+def test_the_command_draws_runs_and_prints_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two runs of one name the table has the paths; one of them is still in its first epoch."""
+    runs = [write(tmp_path / name / "run", lines_of(epochs)) for name, epochs in (("a", 2), ("b", 0))]
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')  # being written
+    picture = tmp_path / "runs.png"
+    assert exit_code(monkeypatch, "plot", *runs, "--output", picture) == 0
+    header, first, second, _, last = capsys.readouterr().out.splitlines()
+    assert header.split() == ["run", "epochs", "AUC", "best", "logloss", "best", "calibration", "samples/s"]
+    assert first.split() == [str(runs[0]), "2", "0.7900", "0.8000", "0.4000", "0.4000", "-", "106"]
+    assert second.split() == [str(runs[1]), "0", *"-----", "102"]
+    assert last == f"plot: {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist; pass the --run-dir of a cowrec train"),
+        ("", "has no training step yet"),
+        ("{\n", "is damaged"),
+    ],
+)
+def test_a_folder_without_curves_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        RunCurves.read("a", tmp_path / "metrics.jsonl")
+
+
+def test_a_test_split_measured_at_the_end_is_shown_at_its_epoch(tmp_path: Path) -> None:
+    """As with validation samples: the last epoch and the best one are tested, after both have ended."""
+    lines = [{"kind": "train", "step": 1, "loss": 1.0, "samples_per_second": 9.0, "dense_lr": 1.0, "embedding_lr": 1.0}]
+    lines += [{"kind": "eval", "step": 5 * (n + 1), "epoch": n, "validation_auc": 0.6} for n in range(3)]
+    lines += [{"kind": "test", "step": 15, "epoch": n, "auc": auc, "logloss": 0.5} for n, auc in ((2, 0.7), (0, 0.8))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = RunCurves.read("run", tmp_path / "metrics.jsonl")
+    assert [each.tolist() for each in curves.by_epoch("auc")] == [[1, 3], [0.8, 0.7]]
+    assert [line["step"] for line in curves.epochs] == [5, 10, 15]
+    assert curves_table([curves]).splitlines()[-1].split()[:4] == ["run", "3", "0.7000", "0.8000"]

@@ -1,0 +1,191 @@
+"""A network and loss of a user's own, those of docs/models.md, in every command; what is missing or has changed."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from command_line import exit_code
+from cowrec.data_pipeline.dataset.shards import load_shards
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.runtime.subprocess_call import Subprocess
+from cowrec.trainer.serving.served_model import ServedModel
+from cowrec.trainer.sweep.run_process import train_in
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from run_comparison import same
+from trainer_cases import checkpoint, make_data, train_in_processes
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+
+
+def write_example(folder: Path) -> Path:
+    """Writes my_network.py and my_run.toml of docs/models.md into a folder; returns the latter."""
+    text = PAGE.read_text(encoding="utf-8").partition("## A network of your own")[2]
+    for name, language in (("my_network.py", "python"), ("my_run.toml", "toml")):
+        block = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
+        assert block, language
+        (folder / name).write_text(block[1])
+    return folder / "my_run.toml"
+
+
+@pytest.fixture(autouse=True)
+def new_process() -> Iterator[None]:
+    """Forgets the modules and folders that a test has imported, as if each were a process of its own."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.startswith("my_"):
+            del sys.modules[name]
+
+
+def forget() -> None:
+    sys.modules.pop("my_network", None)
+    sys.path[:] = [each for each in sys.path if not (Path(each) / "my_network.py").exists()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    make_data(folder)
+    (folder / "code").mkdir()
+    train(load_config(write_example(folder / "code")), folder / "data", folder / "run")
+    return folder
+
+
+def predicted(folder: Path, run: Path) -> np.ndarray:
+    predict_run(run, folder / "data", folder / "predictions.parquet")
+    return pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy()
+
+
+def test_evaluation_prediction_export_and_serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probabilities are float32; the exported program is another order of operations."""
+    forget()
+    quality = evaluate_run(folder / "run", folder / "data")
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert [quality[key] for key in ("auc", "logloss")] == [report["epochs"][-1][key] for key in ("auc", "logloss")]
+    export_run(folder / "run", folder / "export")
+    monkeypatch.chdir(folder / "code")
+    forget()
+    served = ServedModel.load(folder / "export")
+    block = load_shards(folder / "data", served.schema, "test", [0])
+    np.testing.assert_allclose(served.predict(block), predicted(folder, folder / "run"), rtol=0, atol=1e-6)
+
+
+def test_the_loss_is_the_mean_of_the_function(folder: Path) -> None:
+    """The first step's loss, from the initial logits, against a sum over the samples of its batch."""
+    config = load_config(folder / "code" / "my_run.toml", ["train.batch_size=1000", "optimizer.l2=0"])
+    train(config, folder / "data", folder / "one_step")
+    first = json.loads((folder / "one_step" / "metrics.jsonl").read_text().splitlines()[0])
+    train(
+        load_config(
+            folder / "code" / "my_run.toml",
+            ["train.batch_size=1000", "optimizer.l2=0", "train.loss=bce", "train.loss_options={}"],
+        ),
+        folder / "data",
+        folder / "one_step_bce",
+    )
+    bce = json.loads((folder / "one_step_bce" / "metrics.jsonl").read_text().splitlines()[0])
+    # Logits start near 0: |1/2 - label|^1.5, and log 2.
+    assert first["loss"] == pytest.approx(0.5**1.5, rel=0.2)
+    assert bce["loss"] == pytest.approx(math.log(2), rel=0.2)
+
+
+def test_two_processes_and_a_subprocess(folder: Path, tmp_path: Path) -> None:
+    """A subprocess, as of sweep and tune, gives the same bits; two processes are within rounding."""
+    config = folder / "code" / "my_run.toml"
+    case = {"config": str(config), "set": [], "data": str(folder / "data"), "run_dir": str(tmp_path / "two")}
+    train_in_processes([case], tmp_path / "outcome", 2)
+    outcomes = [json.loads((tmp_path / f"outcome.rank{rank}").read_text()) for rank in range(2)]
+    assert outcomes == [["ok"], ["ok"]]
+    one, two = checkpoint(folder / "run")["model"], checkpoint(tmp_path / "two")["model"]
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5)
+    loaded = load_config(config, [f"data.dir={folder / 'data'}"])
+    with Subprocess() as process:
+        train_in(process, loaded, tmp_path / "subprocess")
+    same(checkpoint(tmp_path / "subprocess"), checkpoint(folder / "run"))
+
+
+def test_a_missing_or_changed_file_is_told(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    config = write_example(code)
+    forget()
+    train(load_config(config), folder / "data", tmp_path / "run")
+    expected = predicted(folder, tmp_path / "run")
+    file = code / "my_network.py"
+    file.write_text(file.read_text().replace("nn.ReLU()", "nn.Tanh()"))
+    with pytest.raises(ValueError, match=r"my_network.py has changed since this process imported it; restart Python"):
+        evaluate_run(tmp_path / "run", folder / "data")
+    forget()
+    capsys.readouterr()
+    evaluate_run(tmp_path / "run", folder / "data")
+    assert f"warning: {file} is not as {tmp_path / 'run'} was trained with it" in capsys.readouterr().err
+    file.unlink()
+    forget()
+    sys.path.remove(str(code))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"no module my_network in {code}, .*set PYTHONPATH={tmp_path}/run/code"):
+        evaluate_run(tmp_path / "run", folder / "data")
+    sys.path.append(str(tmp_path / "run" / "code"))
+    assert np.array_equal(predicted(folder, tmp_path / "run"), expected)
+    assert file.name in (tmp_path / "run" / "code.json").read_text()
+
+
+def test_an_export_does_not_say_where_code_is_searched(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """It may come from others."""
+    export_run(folder / "run", tmp_path / "export")
+    forget()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no module my_network in the current folder or on Python's path"):
+        ServedModel.load(tmp_path / "export")
+
+
+def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
+    load_config(folder / "code" / "my_run.toml")
+    config = write_example(tmp_path)
+    with pytest.raises(ValueError, match=rf"code/my_network.py is imported, but {tmp_path}/my_network.py exists too"):
+        load_config(config)
+
+
+BATCH_NORM = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, config, front):
+        super().__init__()
+        self.front, self.norm = front, nn.BatchNorm1d(front.width)
+        self.out = nn.Linear(front.width, 1)
+    def forward(self, dense, sparse):
+        return self.out(self.norm(self.front(dense, sparse).flat)).squeeze(1)
+"""
+
+
+def test_means_of_a_batch_norm_are_exported(folder: Path, tmp_path: Path) -> None:
+    """Two processes refuse it."""
+    (tmp_path / "my_norm.py").write_text(BATCH_NORM)
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\nname = "my_norm:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
+    train(load_config(config), folder / "data", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "export")
+    served = ServedModel.load(tmp_path / "export")
+    block = load_shards(folder / "data", served.schema, "test", [0])
+    np.testing.assert_allclose(served.predict(block), predicted(folder, tmp_path / "run"), rtol=0, atol=1e-6)
+
+
+def test_the_command_line_ends_with_a_message(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\nname = "my_absent:Net"\n')
+    assert exit_code(monkeypatch, "train", config, "--data", folder / "data", "--run-dir", tmp_path / "run") == 2
+    assert "there is no module my_absent" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

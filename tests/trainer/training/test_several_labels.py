@@ -1,0 +1,138 @@
+"""Data of several labels from training to serving, against scikit-learn and runs of one process."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sklearn.metrics import log_loss, roc_auc_score
+
+from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.dataset.shards import load_shards
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.serving.served_model import ServedModel
+from cowrec.trainer.serving.service import Service
+from cowrec.trainer.training.loop import train
+from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from trainer_cases import TEST_ROWS, checkpoint, config_file, make_data, tensors, train_in_processes
+
+LABELS = ("click", "buy")
+PREDICTIONS = [f"prediction_{name}" for name in LABELS]
+LABELS_OF_COLUMNS = 'labels = ["click", {name = "buy", column = "bought", positive = ["yes"]}]'
+VALIDATED = ["train.validation_fraction=0.3"]
+OPTIONS = ["model.name=ple", "model.options={levels=2,task_experts=1,shared_experts=2,tower=[4]}"]
+
+
+def make_both(folder: Path) -> None:
+    """Prepares raw.csv again with a second label, which is unknown for each fourth sample."""
+    header, *rows = (folder / "raw.csv").read_text().splitlines()
+    rng, lines = random.Random(1), [f"{header},bought"]
+    for number, row in enumerate(rows):
+        bought = "yes" if rng.random() < 0.3 + 0.4 * int(row[0]) else "no"
+        lines.append(f"{row},{bought if number % 4 else ''}")
+    (folder / "both.csv").write_text("\n".join(lines) + "\n")
+    fields = (folder / "columns.toml").read_text().replace('label = "click"', LABELS_OF_COLUMNS)
+    (folder / "both.toml").write_text(fields)
+    settings = PrepareConfig(split="order", test_rows=TEST_ROWS)
+    prepare("csv", [folder / "both.csv"], folder / "both", settings, csv_schema=folder / "both.toml")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("labels")
+    make_data(folder)
+    make_both(folder)
+    config_file(folder)
+    run(folder, "run", "checkpoint.keep_best=auc", "evaluate.main_task=buy", "train.epochs=3", *VALIDATED)
+    return folder
+
+
+def run(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
+    return train(load_config(folder / "run.toml", [*OPTIONS, *overrides]), folder / "both", folder / name)
+
+
+def test_each_task_is_measured_and_predicted(folder: Path) -> None:
+    """Predictions are float32; those that are closer than that may be ordered either way."""
+    quality = evaluate_run(folder / "run", folder / "both")
+    predict_run(folder / "run", folder / "both", folder / "predictions.parquet")
+    predicted, table = pq.read_table(folder / "predictions.parquet"), pq.read_table(folder / "both" / "test")
+    assert predicted.column_names == ["sample_number", "label_click", "label_buy", *PREDICTIONS]
+    for task in LABELS:
+        label = table[f"label_{task}"].to_numpy()
+        known = ~np.isnan(label)
+        prediction = predicted[f"prediction_{task}"].to_numpy().astype(float)[known]
+        assert quality[f"logloss_{task}"] == pytest.approx(log_loss(label[known], prediction), abs=1e-6)
+        assert quality[f"auc_{task}"] == pytest.approx(roc_auc_score(label[known], prediction), abs=0.01)
+        assert quality[f"rows_{task}"] == known.sum()
+    assert np.isnan(table["label_buy"].to_numpy()).sum() > 0
+    assert (quality["auc"], quality["logloss"]) == (quality["auc_buy"], quality["logloss_buy"])
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert report["auc"] == report["auc_buy"] != report["auc_click"]
+    epoch = report["epochs"][0]
+    assert epoch["validation_auc"] == epoch["validation_auc_buy"] != epoch["validation_auc_click"]
+
+
+def test_both_tasks_are_learned(folder: Path) -> None:
+    """The city decides about clicks and, through them, about purchases."""
+    report = run(folder, "learned", "train.epochs=8", "optimizer.warmup_epochs=0", "optimizer.embedding_lr=0.1")
+    assert report["auc_click"] > 0.55
+    losses = [
+        json.loads(line)["loss"]
+        for line in (folder / "learned" / "metrics.jsonl").read_text().splitlines()
+        if json.loads(line)["kind"] == "train"
+    ]
+    assert losses[0] == pytest.approx(2 * np.log(2), rel=0.05)
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_an_export_serves_a_probability_for_each_task(folder: Path) -> None:
+    export_run(folder / "run", folder / "export")
+    served = ServedModel.load(folder / "export")
+    predict_run(folder / "run", folder / "both", folder / "predictions.parquet")
+    expected = np.stack(
+        [each.to_numpy() for each in pq.read_table(folder / "predictions.parquet", columns=PREDICTIONS).columns], 1
+    )
+    block = load_shards(folder / "both", served.schema, "test", [0])
+    np.testing.assert_allclose(served.predict(block), expected, rtol=0, atol=1e-6)
+    service = Service(folder / "export")
+    service.load()
+    (result,) = service._compute([dict.fromkeys(service._codec.columns)])
+    assert isinstance(result, dict)
+    assert result.keys() == set(LABELS)
+
+
+def test_two_processes_train_what_one_does(folder: Path, tmp_path: Path) -> None:
+    """Each rank knows other labels; sums of losses are in another order."""
+    case = {"config": str(folder / "run.toml"), "set": [*OPTIONS, "train.epochs=1", "train.task_weights={buy=0.5}"]}
+    case |= {"data": str(folder / "both"), "run_dir": str(tmp_path / "two")}
+    train_in_processes([case], tmp_path / "outcome", 2)
+    assert json.loads((tmp_path / "outcome.rank0").read_text()) == ["ok"]
+    train(load_config(folder / "run.toml", case["set"]), folder / "both", tmp_path / "one")
+    one, two = (tensors(checkpoint(tmp_path / name)["model"]) for name in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.name=deepfm", "model.options={}"], r'"deepfm" computes one logit, but the data have 2 labels'),
+        (["train.task_weights={by=1}"], r"train.task_weights = 'by' is not known; did you mean 'buy'[?]"),
+        (["train.task_weights={buy=-1}"], "train.task_weights.buy must be at least 0 and finite, got -1"),
+        (["evaluate.main_task=sale"], "evaluate.main_task = 'sale' is no label of the data; they are click, buy"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(load_config(folder / "run.toml", [*OPTIONS, *overrides]), folder / "both", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_with_other_labels_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="its labels are label instead of click, buy"):
+        evaluate_run(folder / "run", folder / "data")
