@@ -4,6 +4,7 @@ step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp ...    
 """
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from cowrec.data_pipeline.files import checksum, sync_folder, write_file
 from cowrec.trainer.config.sections import CheckpointConfig
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
 
 
@@ -79,6 +80,7 @@ def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: Checkpo
     """
     files = {each.name: [each.stat().st_size, checksum(each)] for each in sorted(partial.iterdir())}
     manifest = {"format": FORMAT, "progress": dataclasses.asdict(progress), **about, "files": files}
+    manifest["sha256"] = _own_checksum(manifest)
     write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
     final = partial.with_suffix("")
     shutil.rmtree(final, ignore_errors=True)
@@ -159,15 +161,26 @@ def _verified(path: Path) -> Progress:
 def _manifest(path: Path) -> dict[str, Any]:
     """Loads a checkpoint's manifest; raises Damaged, or ValueError for another format."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["format"]
-    except FileNotFoundError:
-        raise Damaged(f"{path} is damaged, or of a cowrec before format {FORMAT}: it has no {MANIFEST}") from None
-    except (ValueError, KeyError, TypeError) as error:
+        manifest = dict(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        intact = manifest.pop("sha256") == _own_checksum(manifest)
+    except (FileNotFoundError, KeyError):
+        raise Damaged(
+            f"{path} is damaged, or of a cowrec before format {FORMAT}: {MANIFEST} or its checksum is missing"
+        ) from None
+    except (ValueError, TypeError) as error:
         raise Damaged(f"{path} is damaged: {MANIFEST} cannot be read ({error})") from None
-    if version != FORMAT:
-        raise ValueError(f"{path} is of format {version!r}, this cowrec reads {FORMAT}; use the version that wrote it")
-    return dict(manifest)
+    if not intact:
+        raise Damaged(f"{path} is damaged: {MANIFEST} has another checksum than when it was written")
+    if manifest["format"] != FORMAT:
+        raise ValueError(
+            f"{path} is of format {manifest['format']!r}, this cowrec reads {FORMAT}; use the version that wrote it"
+        )
+    return manifest
+
+
+def _own_checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's other entries; of their values, whatever spaces the file has."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _prune(folder: Path, keep: CheckpointConfig) -> None:

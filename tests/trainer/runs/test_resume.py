@@ -1,8 +1,10 @@
 """Resuming: bit-identical to an uninterrupted run; damaged, foreign and malicious checkpoints are refused."""
 
+import hashlib
 import json
 import logging
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from cowrec.data_pipeline.files import locked_folder
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.runs.checkpoint_folder import newest_intact, step_intact
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from run_comparison import same
@@ -109,12 +112,22 @@ def test_an_epoch_is_finished_on_the_kind_of_device_it_began_on(
     """CPU and CUDA draw different orders of samples; between two epochs a run may change its device."""
     for at in (3, 5):
         copy = interrupted(uninterrupted, at, tmp_path / f"at{at}")
-        manifest = copy / "checkpoints" / f"step_{at:09d}" / "checkpoint.json"
-        manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"', 1))
+        rewrite_manifest(
+            copy / "checkpoints" / f"step_{at:09d}", lambda content: content["progress"].update(device="cuda")
+        )
     with pytest.raises(ValueError, match=r"000000003 is in .* epoch that began on cuda, and cpu .*device = .cuda"):
         run(folder, tmp_path / "at3", resume=True)
     run(folder, tmp_path / "at5", resume=True)
     assert same(checkpoint(tmp_path / "at5"), checkpoint(uninterrupted))
+
+
+def rewrite_manifest(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest of a checkpoint, with a checksum that matches."""
+    content = json.loads((step / "checkpoint.json").read_text())
+    del content["sha256"]
+    change(content)
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (step / "checkpoint.json").write_text(json.dumps(content))
 
 
 def flip(file: Path) -> None:
@@ -128,8 +141,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "__0_0.distcp has 500 bytes instead of": lambda step: (step / "__0_0.distcp").write_bytes(b"x" * 500),
     "it has no __0_0.distcp": lambda step: (step / "__0_0.distcp").unlink(),
     "__0_0.distcp has another checksum": lambda step: flip(step / "__0_0.distcp"),
-    "it has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
-    "checkpoint.json cannot be read": lambda step: (step / "checkpoint.json").write_text('{"format": 2, "pro'),
+    "checkpoint.json or its checksum is missing": lambda step: (step / "checkpoint.json").unlink(),
+    "checkpoint.json cannot be read": lambda step: (step / "checkpoint.json").write_text('{"format": 3, "pro'),
 }
 
 
@@ -152,6 +165,25 @@ def test_damage_is_reported_and_the_checkpoint_before_is_used(
     assert same(checkpoint(copy), checkpoint(uninterrupted))
 
 
+def test_a_flipped_bit_in_a_manifest_changes_nothing_or_the_checkpoint_before_is_used(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(uninterrupted / "checkpoints", tmp_path / "copy")
+    manifest = copy / "step_000000010" / "checkpoint.json"
+    content = manifest.read_bytes()
+    intact = newest_intact(copy, print)
+    before = step_intact(copy, 9)
+    skipped = 0
+    for bit in random.Random(0).sample(range(8 * len(content)), 1000):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(changed)
+        found = newest_intact(copy, lambda _: None)
+        assert found == (before if found[0] == before[0] else intact), bit
+        skipped += found == before
+    assert skipped > 500  # the others changed the space between two values
+
+
 def test_all_checkpoints_damaged(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(uninterrupted, tmp_path / "copy")
     for step in (copy / "checkpoints").iterdir():
@@ -162,9 +194,8 @@ def test_all_checkpoints_damaged(folder: Path, uninterrupted: Path, tmp_path: Pa
 
 def test_other_formats_and_models_are_refused(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(uninterrupted, tmp_path / "format")
-    manifest = copy / "checkpoints" / "step_000000010" / "checkpoint.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
-    with pytest.raises(ValueError, match=r"is of format 3, this cowrec reads 2; use the version that wrote it"):
+    rewrite_manifest(copy / "checkpoints" / "step_000000010", lambda content: content.update(format=4))
+    with pytest.raises(ValueError, match=r"is of format 4, this cowrec reads 3; use the version that wrote it"):
         evaluate_run(copy, folder / "data")
     copy = shutil.copytree(uninterrupted, tmp_path / "model")
     config = copy / "config.toml"
@@ -190,9 +221,8 @@ def test_a_malicious_checkpoint_runs_no_code(folder: Path, uninterrupted: Path, 
     copy, proof = shutil.copytree(uninterrupted, tmp_path / "copy"), tmp_path / "proof"
     step = copy / "checkpoints" / "step_000000010"
     (step / ".metadata").write_bytes(pickle.dumps(Touch(proof)))
-    manifest = json.loads((step / "checkpoint.json").read_text())
-    manifest["files"][".metadata"] = [(step / ".metadata").stat().st_size, checksum(step / ".metadata")]
-    (step / "checkpoint.json").write_text(json.dumps(manifest))
+    new = [(step / ".metadata").stat().st_size, checksum(step / ".metadata")]
+    rewrite_manifest(step, lambda content: content["files"].update({".metadata": new}))
     for use in (lambda: evaluate_run(copy, folder / "data"), lambda: run(folder, copy, resume=True)):
         with pytest.raises(ValueError, match="is not allowed in a checkpoint"):
             use()
