@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import cowrec.trainer
 from command_line import exit_code
+from process_groups import in_processes
 from trainer_cases import TEST_ROWS, config_file, make_data
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -36,34 +37,40 @@ def test_the_package_loads_nothing_until_a_name_is_used() -> None:
         _ = cowrec.trainer.trains
 
 
-def test_runs_leave_no_traces_and_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_runs_leave_no_traces_and_print_nothing(tmp_path: Path) -> None:
     """Two runs in one process, one of them in a thread as notebooks and servers have them; paths are strings."""
+    make_data(tmp_path)
+    in_processes(_two_runs, (str(tmp_path), str(config_file(tmp_path))), 1)
+    assert (tmp_path / "printed").read_text() == ""
+
+
+def _two_runs(_: int, folder: str, config_path: str) -> None:
     from cowrec.trainer import evaluate, load_config, predict, train
 
-    data = str(make_data(tmp_path))
-    config = load_config(str(config_file(tmp_path)), ["train.epochs=1"])
+    printed = os.open(f"{folder}/printed", os.O_CREAT | os.O_WRONLY)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    data = f"{folder}/data"
+    config = load_config(config_path, ["train.epochs=1"])
     before = state()
-    reports = [train(config, data, str(tmp_path / "first"))]
+    reports = [train(config, data, f"{folder}/first")]
     assert state() == before
-    thread = threading.Thread(target=lambda: reports.append(train(config, data, str(tmp_path / "second"))))
+    thread = threading.Thread(target=lambda: reports.append(train(config, data, f"{folder}/second")))
     thread.start()
     thread.join()
     assert reports[0]["logloss"] == reports[1]["logloss"]
-    assert evaluate(str(tmp_path / "first"), data)["logloss"] == pytest.approx(reports[0]["logloss"], abs=1e-7)
-    assert predict(str(tmp_path / "first"), data, str(tmp_path / "p.parquet")) == TEST_ROWS
-    assert pq.read_table(tmp_path / "p.parquet").num_rows == TEST_ROWS
+    assert evaluate(f"{folder}/first", data)["logloss"] == pytest.approx(reports[0]["logloss"], abs=1e-7)
+    assert predict(f"{folder}/first", data, f"{folder}/p.parquet") == TEST_ROWS
+    assert pq.read_table(f"{folder}/p.parquet").num_rows == TEST_ROWS
     with pytest.raises(ValueError, match="has a complete run"):
-        train(config, data, str(tmp_path / "first"))
+        train(config, data, f"{folder}/first")
     assert state() == before
-    assert capfd.readouterr() == ("", "")
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match=r"has a process group already.*destroy_process_group"):
-            train(config, data, tmp_path / "third")
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"has a process group already.*destroy_process_group"):
+        train(config, data, f"{folder}/third")
+    assert dist.is_initialized()
+    os._exit(0)  # see process_groups
 
 
 def test_the_command_prints_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
