@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .environment import launched_rank, launched_world_size, quiet_libraries
+from .launcher import ending_with_launcher
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Process:
     Attributes:
         rank, world_size: as in torch.distributed.
         local_world_size: processes on this machine.
-        launched: torchrun started this process and will forward its signals.
+        launched: torchrun started this process and will forward its signals; its end is taken as SIGTERM.
         device: the device of this process.
         timeout: longest wait for another process.
     """
@@ -69,7 +70,11 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
         _keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
     process = Process(rank, world_size, local_world_size, launched, own_device, timeout)
-    with quiet_libraries(), _loopback() if local_world_size == world_size else nullcontext():
+    with (
+        quiet_libraries(),
+        _loopback() if local_world_size == world_size else nullcontext(),
+        ending_with_launcher() if launched else nullcontext(),
+    ):
         store: dist.Store | None = None if launched else dist.HashStore()
         if launched and local_world_size == world_size:
             store = _store_of_this_attempt(world_size, timeout)

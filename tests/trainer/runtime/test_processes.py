@@ -123,9 +123,11 @@ def test_two_processes_write_one_report_and_one_log(folder: Path) -> None:
     assert kinds.count("eval") == 2
 
 
-def test_ctrl_c_ends_both_ranks_with_one_checkpoint(folder: Path) -> None:
-    """The terminal sends SIGINT to every process of its group, and torchrun sends it to the ranks again."""
-    run = folder / "stopped"
+@pytest.mark.parametrize("ended", ["ctrl_c", "launcher_killed"])
+def test_both_ranks_end_with_one_checkpoint(folder: Path, ended: str) -> None:
+    """The terminal sends SIGINT to every process of its group, and torchrun sends it to the ranks again. If torchrun is
+    killed, its ranks must not go on alone."""
+    run = folder / ended
     command = [*torchrun(2), "-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/weighted/data"]
     command += ["--run-dir", str(run), "--set", "train.epochs=100000", "--set", "train.log_every=1000000"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -134,7 +136,7 @@ def test_ctrl_c_ends_both_ranks_with_one_checkpoint(folder: Path) -> None:
     for line in process.stderr:
         seen += line
         if line.startswith("epoch 1/"):
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT) if ended == "ctrl_c" else process.kill()
     assert process.wait(timeout=60) != 0
     assert seen.count("cowrec: stopped at step") == 1, seen
     newest = sorted((run / "checkpoints").iterdir())[-1]
