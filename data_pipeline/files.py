@@ -1,5 +1,6 @@
 """Durable files, atomic replacement, exclusive locks and checksums."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -8,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a full disk: full, beyond a quota, beyond the largest file."""
 PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
 

@@ -1,6 +1,5 @@
 """Atomic writing of data sets and their Parquet shards."""
 
-import errno
 import glob
 import logging
 import os
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline.files import locked
+from cowrec.data_pipeline.files import NO_SPACE, locked
 
 from .schema import SAMPLE_WEIGHT, SCHEMA_FILE, WEIGHT_SUFFIX, Schema, Split
 from .shards import arrow_schema, shard_path
@@ -28,8 +27,6 @@ PARTIAL, REPLACED = ".partial-", ".replaced-"
 """Separators between a folder's name and a process id: an incomplete folder, and one that is being replaced."""
 
 logger = logging.getLogger(__name__)
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager

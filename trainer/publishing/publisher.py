@@ -12,11 +12,14 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from cowrec.data_pipeline.files import NO_SPACE
+
 from .blob import Blob, Change, Kind, decode, encode, merged
-from .target import DEADLINE, Target
+from .target import DEADLINE, LEASE, Target
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +126,14 @@ class Publisher:
     def _work(self) -> None:
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._closed or self._can_write())
+                ready = self._state.wait_for(lambda: self._closed or self._can_write(), LEASE / 3)
                 if self._closed:
                     return
+            if not ready:
+                with suppress(OSError):  # the next version has the error
+                    self._target.keep()
+                continue
+            with self._state:
                 pending, everything = self._pending, self._everything if self._wants_full else None
                 self._pending = self._everything = None
                 self._busy_since = time.monotonic()
@@ -177,12 +185,21 @@ class Publisher:
         version = self._version + (kind == "delta" or self._starts_lineage)
         blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change))
         try:
-            self._target.write(version, kind, blob)
+            self._store(version, kind, blob)
         except FileExistsError:
             if not self._is_own(version, kind):
                 self._start_lineage_after(version)
                 raise
         self._note_written(version, kind, len(blob))
+
+    def _store(self, version: int, kind: Kind, blob: bytes) -> None:
+        """Writes a blob; to a full target after removing all that the last full version has made obsolete."""
+        try:
+            self._target.write(version, kind, blob)
+        except OSError as error:
+            if error.errno not in NO_SPACE or not self._remove_old(keep=1):
+                raise
+            self._target.write(version, kind, blob)
 
     def _is_own(self, version: int, kind: Kind) -> bool:
         try:
@@ -208,10 +225,14 @@ class Publisher:
             self._starts_lineage = self._wants_full = True
             self._version = max(self._version, version)
 
-    def _remove_old(self) -> None:
-        """Removes everything before the second-to-last full version; the oldest first, so that no chain has a gap."""
+    def _remove_old(self, keep: int = 2) -> int:
+        """Removes everything before the last ``keep`` full versions, the oldest first, so that no chain has a gap.
+
+        Returns how many blobs it removed.
+        """
         blobs = self._target.blobs()
         full = [version for version, kind in blobs if kind == "full"]
-        for version, kind in blobs:
-            if len(full) > 1 and (version, kind) < (full[-2], "full"):
-                self._target.remove(version, kind)
+        old = [each for each in blobs if len(full) > keep - 1 and each < (full[-keep], "full")]
+        for version, kind in old:
+            self._target.remove(version, kind)
+        return len(old)

@@ -1,9 +1,13 @@
 """Publication targets: a directory, an object store or Redis. A blob appears complete or not at all."""
 
+import errno
 import os
 import re
+import socket
+import time
+import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
@@ -16,12 +20,20 @@ from .blob import Kind
 DEADLINE = 10.0
 """Seconds that Redis may take to answer."""
 
+LEASE = 15.0
+"""Seconds for which a publisher has a name in Redis, after it was last renewed."""
+
 _MAX_BYTES = 512 << 20
 """Limit of Redis for a value, in bytes."""
 
 
+class LeaseHeld(OSError):
+    """Raised when another process publishes to a target."""
+
+
 class Target(Protocol):
-    """Storage of blobs by kind and version. Methods raise OSError if the target cannot be reached or is full."""
+    """Storage of blobs by kind and version. Methods raise OSError if the target cannot be reached or is full, with
+    ``errno.ENOSPC`` in the latter case."""
 
     def blobs(self) -> list[tuple[int, Kind]]:
         """Version and kind of all blobs, the oldest first."""
@@ -39,6 +51,10 @@ class Target(Protocol):
         """Removes a blob; does nothing if it does not exist."""
         ...
 
+    def keep(self) -> None:
+        """Keeps other publishers away; call it every ``LEASE / 3`` seconds. Raises LeaseHeld if another publishes."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -48,13 +64,14 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
 
     Args:
         url: as above. NAME, by default "cowrec", separates the publications in one Redis.
-        publishing: whether the caller writes; a directory is then created and locked against other publishers.
+        publishing: whether the caller writes; a directory is then created and locked against other publishers, a name
+            in Redis leased. For a lease that a killed publisher has left, this waits until it ends.
 
     Raises:
-        ValueError: another process publishes to the directory, or the URL is invalid.
+        ValueError: another process publishes there, or the URL is invalid.
     """
     if urlsplit(url).scheme in ("redis", "rediss"):
-        return RedisTarget(url)
+        return RedisTarget(url, publishing=publishing)
     try:
         remote = is_remote(url)
     except ValueError as error:
@@ -88,6 +105,9 @@ class DirectoryTarget:
     def remove(self, version: int, kind: Kind) -> None:
         self._path(version, kind).unlink(missing_ok=True)
 
+    def keep(self) -> None:
+        pass  # locked
+
     def close(self) -> None:
         self._lock.close()
 
@@ -118,14 +138,21 @@ class RemoteTarget:
     def remove(self, version: int, kind: Kind) -> None:
         self._folder.remove([_file_name(version, kind)])
 
+    def keep(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
 
 class RedisTarget:
-    """Redis with keys ``NAME:delta:12`` and ``NAME:full:12``, and the sorted set ``NAME:versions`` of both."""
+    """Redis with keys ``NAME:delta:12`` and ``NAME:full:12``, and the sorted set ``NAME:versions`` of both.
 
-    def __init__(self, url: str) -> None:
+    ``NAME:publisher`` is the lease of the publisher. Every version is written in a transaction that fails if another
+    publisher has it by then, so that one which hung for longer than its lease cannot write among the other's versions.
+    """
+
+    def __init__(self, url: str, *, publishing: bool = False) -> None:
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -137,10 +164,15 @@ class RedisTarget:
         parts = urlsplit(url)
         query = parse_qs(parts.query)
         self._name = query.pop("name", ["cowrec"])[0]
+        self._lease = f"{self._name}:publisher"
         plain = urlunsplit(parts._replace(query=urlencode(query, doseq=True)))
-        self._error = redis.RedisError
+        self._error, self._out_of_memory = redis.RedisError, redis.exceptions.OutOfMemoryError
         once = Retry(NoBackoff(), 0)  # every retry would wait as long again
         self._redis = redis.Redis.from_url(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE, retry=once)
+
+        self._owner = f"process {os.getpid()} of {socket.gethostname()} ({uuid.uuid4().hex[:8]})" if publishing else ""
+        if publishing:
+            self._wait_for_lease()
 
     def blobs(self) -> list[tuple[int, Kind]]:
         with self._named_errors():
@@ -160,7 +192,9 @@ class RedisTarget:
             raise OSError(
                 f"a version of {len(blob):,} bytes exceeds the limit of Redis, {_MAX_BYTES:,}; publish to a directory"
             )
+        self.keep()
         with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
+            self._holds_lease(transaction)
             transaction.set(self._key(version, kind), blob, nx=True)
             transaction.zadd(f"{self._name}:versions", {f"{kind}:{version}": version})
             if not transaction.execute()[0]:
@@ -175,7 +209,44 @@ class RedisTarget:
             transaction.delete(self._key(version, kind))
             transaction.execute()
 
+    def keep(self) -> None:
+        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
+            if self._holds_lease(transaction):
+                transaction.pexpire(self._lease, round(LEASE * 1000))
+            else:
+                transaction.set(self._lease, self._owner, px=round(LEASE * 1000))
+            transaction.execute()
+
+    def _holds_lease(self, transaction: Any) -> bool:
+        """Begins a transaction that fails if another publisher takes the lease before it is executed. Returns whether
+        this one has it; raises LeaseHeld if another has."""
+        transaction.watch(self._lease)
+        holder = transaction.get(self._lease)
+        transaction.multi()
+        if holder is not None and holder != self._owner.encode():
+            holder = holder.decode(errors="replace")
+            raise LeaseHeld(f"{holder} publishes under the name {self._name!r}; stop it, or use another name")
+        return holder is not None
+
+    def _wait_for_lease(self) -> None:
+        """Takes the lease. Raises ValueError if another publisher renews it; without Redis, it is taken later."""
+        deadline = time.monotonic() + LEASE * 1.5
+        while True:
+            try:
+                return self.keep()
+            except LeaseHeld as error:
+                if time.monotonic() > deadline:
+                    raise ValueError(f"Redis: {error}") from None
+            except OSError:
+                return
+            time.sleep(LEASE / 30)
+
     def close(self) -> None:
+        if self._owner:
+            with suppress(OSError), self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
+                if self._holds_lease(transaction):
+                    transaction.delete(self._lease)
+                    transaction.execute()
         self._redis.close()
 
     def _key(self, version: int, kind: Kind) -> str:
@@ -185,6 +256,8 @@ class RedisTarget:
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
+        except self._out_of_memory as error:
+            raise OSError(errno.ENOSPC, "Redis is full; raise its maxmemory, or publish to a directory") from error
         except self._error as error:
             raise OSError(f"Redis: {type(error).__name__}: {error}") from error
 
