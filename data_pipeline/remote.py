@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from .files import PARTIAL
+from .urls import without_credentials
 
 Place: TypeAlias = str | os.PathLike[str]
 """A local path or a URI."""
@@ -26,7 +27,7 @@ def is_remote(place: Place) -> bool:
     """Returns whether a place is a URI of a supported file system other than the local one.
 
     Raises:
-        ValueError: the scheme is not supported, or a URI became a path and lost a slash.
+        ValueError: the scheme is not supported, the URI has credentials, or it became a path and lost a slash.
     """
     text = os.fspath(place)
     found = _URI.match(text)
@@ -34,10 +35,15 @@ def is_remote(place: Place) -> bool:
         if _COLLAPSED.match(text):
             raise ValueError(f"{text!r} was a URI before it became a path; pass it as a string")
         return False
-    scheme = found[1].lower()
+    scheme, shown = found[1].lower(), without_credentials(text)
     if scheme not in SCHEMES:
         known = ", ".join(f"{each}://" for each in SCHEMES)
-        raise ValueError(f"{text}: scheme {scheme!r} is not supported; use a path, {known}")
+        raise ValueError(f"{shown}: scheme {scheme!r} is not supported; use a path, {known}")
+    if shown != text:
+        raise ValueError(
+            f"{shown}: credentials in a URI would be seen in process lists and logs; give them in the environment, for"
+            " S3 as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     return scheme != "file"
 
 

@@ -50,7 +50,8 @@ FOLDERS: dict[str, dict[str, str]] = {
     },
     "data_pipeline": {
         "files": "",
-        "remote": "files",
+        "urls": "",
+        "remote": "files urls",
         "hashing": "",
         "parallel": "",
         "dataset": "files",
@@ -61,7 +62,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "preparation": "hashing parallel remote dataset raw_files raw encoding",
         "schema_inference": "dataset raw_files raw",
         "codec": "hashing dataset raw encoding",
-        "streams": "files hashing dataset codec",
+        "streams": "files urls hashing dataset codec",
         "synthetic": "hashing parallel dataset raw encoding",
     },
     "models": {

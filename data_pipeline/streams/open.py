@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlunsplit
+
+from cowrec.data_pipeline.urls import split_url, without_credentials
 
 from .directory import DirectorySource
 from .kafka_topic import KafkaSource
@@ -57,18 +59,22 @@ class _Address:
 
 
 def _parse(address: str) -> _Address:
-    parts = urlsplit(address)
+    parts, shown = split_url(address), without_credentials(address)
     options = dict(parse_qsl(parts.query))
     if parts.scheme in ("redis", "rediss"):
         stream = options.pop("stream", "")
         if not stream:
-            raise ValueError(f"{address}: must name a stream; add ?stream=NAME")
+            raise ValueError(f"{shown}: must name a stream; add ?stream=NAME")
         return _Address("redis", urlunsplit(parts._replace(query=urlencode(options))), stream, {})
     if parts.scheme == "kafka":
         topic = parts.path.strip("/")
+        if "@" in parts.netloc:
+            raise ValueError(
+                f"{shown}: give Kafka's user and password after a ?, as sasl.username=...&sasl.password=..."
+            )
         if not parts.netloc or not topic or "/" in topic:
-            raise ValueError(f"{address}: must be kafka://broker[,broker]/topic")
+            raise ValueError(f"{shown}: must be kafka://broker[,broker]/topic")
         return _Address("kafka", parts.netloc, topic, options)
     if parts.scheme not in ("", "file"):
-        raise ValueError(f"{address}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
+        raise ValueError(f"{shown}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
     return _Address("folder", "", parts.path if parts.scheme else address, {})

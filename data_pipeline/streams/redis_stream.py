@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from cowrec.data_pipeline.urls import open_redis
+
 from .source import Chunk, SourcePosition
 
 BEGINNING = "0-0"
@@ -31,18 +33,14 @@ class RedisSource:
         stream: key of the stream.
 
     Raises:
-        ValueError: redis-py is not installed.
+        ValueError: redis-py is not installed, or the URL is not valid.
     """
 
     def __init__(self, url: str, stream: str) -> None:
-        try:
-            import redis
-        except ImportError:
-            raise ValueError(
-                "a Redis source requires redis-py, which is not installed: pip install 'cowrec[online]'"
-            ) from None
+        self._client = open_redis(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
+        import redis
+
         self._redis, self._stream = redis, stream
-        self._client = redis.Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
         self.ended = False
         self.counters = {"gaps": 0, "rewound": 0, "reconnects": 0}
         self._backoff, self._disconnected = MIN_BACKOFF, False

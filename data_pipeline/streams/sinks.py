@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.files import replacing
+from cowrec.data_pipeline.urls import open_redis
 
 from .directory import END
 from .redis_stream import FIELD
@@ -59,12 +60,10 @@ class RedisSink:
     """Entries of a Redis stream, one JSON object each."""
 
     def __init__(self, url: str, stream: str) -> None:
-        try:
-            import redis
-        except ImportError:
-            raise ValueError("Redis requires redis-py, which is not installed: pip install 'cowrec[online]'") from None
+        self._client = open_redis(url)
+        import redis
+
         self._error, self._stream = redis.RedisError, stream
-        self._client = redis.Redis.from_url(url)
 
     def write(self, table: pa.Table) -> None:
         try:

@@ -196,15 +196,16 @@ def stream(
     from cowrec.data_pipeline.streams.open import open_sink
     from cowrec.data_pipeline.streams.sinks import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting_samples import drift_config, drifting_tables
+    from cowrec.data_pipeline.urls import without_credentials
 
     config, sink = drift_config(data), open_sink(to)
     if end and not isinstance(sink, DirectorySink):
-        raise ValueError(f"--end is for folders; {to} has no end")
+        raise ValueError(f"--end is for folders; {without_credentials(to)} has no end")
     first = config.rows if skip_days is None else round(skip_days * config.rows / config.days)
     sent = send(drifting_tables(config, first, round(days * config.rows / config.days), chunk), sink, rate)
     if isinstance(sink, DirectorySink) and end:
         sink.end()
-    print(f"{to}: {sent:,} samples")
+    print(f"{without_credentials(to)}: {sent:,} samples")
 
 
 def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:

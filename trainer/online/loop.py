@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleSource, SampleStream, Schema, open_source
+from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_l2
 from cowrec.trainer.runs.checkpoint_folder import checkpoint_name, list_checkpoints
@@ -247,6 +248,6 @@ class _OnlineRun:
     def summary(self, source: str) -> str:
         """Describes source and settings, for the terminal."""
         return (
-            f"{self.config.model.name} on {self.trainer.schema.name}, following {source}\n"
+            f"{self.config.model.name} on {self.trainer.schema.name}, following {without_credentials(source)}\n"
             f"batch {self.config.train.batch_size}, {self.trainer.describe_settings()}"
         )

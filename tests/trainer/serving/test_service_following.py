@@ -58,7 +58,7 @@ def answers_as(server: Serving, folder: Path, run: str, version: int) -> None:
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+    with redis_server(tmp_path_factory.mktemp("redis"), password="hush-hush") as server:
         yield server
 
 
@@ -91,7 +91,10 @@ def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_target_that_fails_only_delays_versions(folder: Path, redis) -> None:
-    """Redis is killed and restarted, empty: the last applied version is served, and later ones are applied."""
+    """Redis is killed and restarted, empty: the last applied version is served, and later ones are applied.
+
+    Its password is neither shown nor logged.
+    """
     with (
         serving(folder / "export", "--follow", redis.url) as server,
         Publisher(open_target(redis.url, publishing=True)) as publisher,
@@ -100,7 +103,9 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, redis) -> None:
         server.wait_for("version", version)
         redis.send(signal.SIGKILL)
         health = server.wait_for("status", "degraded")
-        assert "cannot be reached" in health["problem"]
+        shown = f"redis://***@127.0.0.1:{redis.port}/0"
+        assert f"{shown} cannot be reached" in health["problem"]
+        assert "hush" not in str([health, server.ask("GET", "/metrics")])
         assert server.ask("GET", "/health")[0] == 200
         assert server.metrics()["cowrec_following"] == 0
         answers_as(server, folder, "longer", version)
@@ -110,7 +115,8 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, redis) -> None:
         server.wait_for("version", later)
         answers_as(server, folder, "run", later)
         printed = server.send(signal.SIGTERM)[1]
-        assert printed.count("cannot be reached") == printed.count(f"{redis.url} is followed again") == 1, printed
+        assert printed.count("cannot be reached") == printed.count(f"{shown} is followed again") == 1, printed
+        assert "hush" not in printed
 
 
 def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""URLs of servers and object stores: taking them apart, and showing them without their credentials."""
+
+import re
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+_HIDDEN = "***"
+_SECRET_OPTION = re.compile(r"pass|secret|token|key|cred|pem|auth|user", re.IGNORECASE)
+_HOST_AND_PORT = re.compile(r"[^/:]+:\d+/")
+
+
+def without_credentials(url: str) -> str:
+    """Returns a URL to show in messages and logs: `***` in place of user and password, and of options with secrets.
+
+    A path, which is not a URL, is returned as it is. A user without a password is shown, except that of Redis. What
+    is hidden reaches up to the last "@", so that a password with "/", "?" or "#" is hidden too, which makes the URL
+    invalid.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found:
+        return url
+    user, at, place = rest.rpartition("@")
+    if at and (scheme.startswith("redis") or (":" in user and not _HOST_AND_PORT.match(user))):
+        rest = f"{_HIDDEN}@{place}"
+    place, mark, query = rest.partition("?")
+    options = (option.partition("=") for option in query.split("&"))
+    shown = "&".join(
+        f"{key}={_HIDDEN}" if _SECRET_OPTION.search(key) else key + sign + value for key, sign, value in options
+    )
+    return f"{scheme}://{place}{mark}{shown}"
+
+
+def split_url(url: str) -> SplitResult:
+    """Splits a URL or a path. Raises ValueError, which does not show its credentials, if it is invalid."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port if parts.scheme in ("redis", "rediss") else None
+    except ValueError:
+        raise ValueError(
+            f'{without_credentials(url)} is not a valid URL; write "@", "/", "?", "#" and "[" of a password as %40,'
+            " %2F, %3F, %23 and %5B"
+        ) from None
+    return parts
+
+
+def open_redis(url: str, **options: Any) -> Any:
+    """Creates the client of a Redis server, `redis.Redis`; it connects when it is used.
+
+    Args:
+        url: ``redis://USER:PASSWORD@HOST:PORT/DB``; ``rediss://`` for TLS.
+        options: of redis-py.
+
+    Raises:
+        ValueError: redis-py is not installed, or the URL is not valid.
+    """
+    try:
+        import redis
+    except ImportError:
+        raise ValueError("Redis requires redis-py, which is not installed: pip install 'cowrec[online]'") from None
+    split_url(url)
+    try:
+        client = redis.Redis.from_url(url, **options)
+        client.connection_pool.make_connection()  # checks the options, and does not connect
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{without_credentials(url)} is not a URL for redis-py: {error}") from None
+    return client
