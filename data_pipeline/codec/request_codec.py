@@ -14,10 +14,11 @@ import torch
 
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.schema import MISSING, RESERVED_ROWS, Schema
-from cowrec.data_pipeline.encoding.dense import bucket_ids, scores
+from cowrec.data_pipeline.encoding.dense import bound, bounded, bucket_ids, scores
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.encoding.vocabulary import hash_bucket_rows, raw_ids
 from cowrec.data_pipeline.hashing import string_buffers, string_hashes
+from cowrec.data_pipeline.raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED
 from cowrec.data_pipeline.raw.layouts import Layout
 
 Values = Mapping[str, Any]
@@ -44,6 +45,7 @@ class RequestEncoder:
         transforms = np.array([[field.transform] for field in encoder.dense]).reshape(-1, 1)
         self._low, self._width = low, np.where(width > 0, width, 1.0)
         self._minmax, self._log, self._flat = transforms == "minmax", transforms == "log", width <= 0
+        self._bound = np.array([[bound(field)] for field in encoder.dense]).reshape(-1, 1)
         self._quantile = [index for index, field in enumerate(encoder.dense) if field.transform == "quantile"]
         self._singles = sum(field.kind == "categorical" for field in encoder.sparse)
 
@@ -55,8 +57,11 @@ class RequestEncoder:
                 return f"column {self._column[name]}: must be a finite number or null, got {value}"
         for field in self._encoder.sparse:
             value = sample[self._column[field.source]]
-            if field.kind == "weighted" and not all(math.isfinite(each["weight"]) for each in value or ()):
+            weights = [abs(each["weight"]) for each in value or ()] if field.kind == "weighted" else []
+            if not all(map(math.isfinite, weights)):
                 return f"column {self._column[field.source]}: weights must be finite numbers"
+            if weights and max(weights) > MAX_WEIGHT:
+                return f"column {self._column[field.source]}: {WEIGHTS_ARE_BOUNDED}, got {max(weights):g}"
         return ""
 
     def encode(self, samples: Sequence[Values]) -> SampleBlock:
@@ -91,13 +96,14 @@ class RequestEncoder:
     def _transformed(self, numbers: np.ndarray) -> np.ndarray:
         """Applies `dense.transformed` to all fields at once: float32 [N, R]."""
         present = np.nan_to_num(numbers[self._dense], nan=0.0)
-        above = present - self._low
-        logs = np.log1p(np.maximum(above, 0.0)) if self._log.any() else above
-        scaled = np.where(self._flat, 0.0, above / self._width)
+        with np.errstate(over="ignore", invalid="ignore"):
+            above = present - self._low
+            logs = np.log1p(np.maximum(above, 0.0)) if self._log.any() else above
+            scaled = np.where(self._flat, 0.0, above / self._width)
         result = np.where(self._minmax, scaled, np.where(self._log, logs, present))
         for index in self._quantile:
             result[index] = scores(self._encoder.dense[index], numbers[self._dense[index]])
-        return result.astype(np.float32)
+        return bounded(result, self._bound)
 
     def _texts(
         self, samples: Sequence[Values], numbers: np.ndarray

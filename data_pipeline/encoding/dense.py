@@ -1,5 +1,7 @@
 """Dense features: fitting and applying their transforms, and the logarithmic buckets of integer columns."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -20,6 +22,10 @@ NARROW = 0.1
 """A scaled column is heavy-tailed if the middle 90 % of its numbers cover less than this share of their range."""
 COUNTED_FOR_REPORT = 16
 """One number in so many is counted where the counts only serve to notice heavy tails."""
+
+BOUND, BOUND_UNSCALED = 100.0, 1e6
+"""Largest magnitude of an encoded number, with a scale and under the transform "none". Numbers fitted on are in [0, 1]
+under "minmax", and the logarithm of float64 numbers of up to 1e43 is below 100."""
 
 
 @dataclass
@@ -97,17 +103,34 @@ def transformed(field: DenseField, values: np.ndarray) -> np.ndarray:
     """Applies a field's transform: float32 [R] from raw numbers, float64 [R], NaN where missing.
 
     Samples that the transform was not fitted on may leave [0, 1] under "minmax"; below the fitted minimum the
-    logarithm is 0, and outside the fitted range the normal score is that of its end.
+    logarithm is 0, and outside the fitted range the normal score is that of its end. No result is beyond `bound`.
     """
     if field.transform == "quantile":
         return scores(field, values).astype(np.float32)
     present = np.nan_to_num(values, nan=0.0)
-    if field.transform == "minmax":
-        width = field.maximum - field.minimum
-        present = (present - field.minimum) / width if width > 0 else np.zeros_like(present)
-    elif field.transform == "log":
-        present = np.log1p(np.maximum(present - field.minimum, 0.0))
-    return present.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # the range of a column may be wider than float64
+        if field.transform == "minmax":
+            width = field.maximum - field.minimum
+            present = (present - field.minimum) / width if width > 0 else np.zeros_like(present)
+        elif field.transform == "log":
+            present = np.log1p(np.maximum(present - field.minimum, 0.0))
+    return bounded(present, bound(field))
+
+
+def bound(field: DenseField) -> float:
+    """Returns the largest magnitude of a field's encoded numbers, so that one number cannot end or cripple training."""
+    return BOUND_UNSCALED if field.transform == "none" else BOUND
+
+
+def bounded(values: np.ndarray, largest: float | np.ndarray) -> np.ndarray:
+    """Bounds encoded numbers, float64, by magnitude; NaN, of a range wider than float64, becomes 0. Returns float32."""
+    return np.nan_to_num(values.clip(-largest, largest), nan=0.0).astype(np.float32)
+
+
+def count_bounded(fields: Iterable[DenseField], encoded: pa.Table) -> Counter[str]:
+    """Returns how many numbers of each field are at its `bound`, without the fields that have none."""
+    columns = ((field, encoded[field.name].to_numpy()) for field in fields)
+    return +Counter({field.name: int((np.abs(values) >= bound(field)).sum()) for field, values in columns})
 
 
 def scores(field: DenseField, values: np.ndarray) -> np.ndarray:

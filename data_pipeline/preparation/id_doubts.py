@@ -1,4 +1,4 @@
-"""Suspicious ids, which are counted while a data set is written, and reported at the end."""
+"""Suspicious ids and numbers, which are counted while a data set is written, and reported at the end."""
 
 import logging
 from collections import Counter
@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cowrec.data_pipeline.dataset.schema import OUT_OF_VOCABULARY
+from cowrec.data_pipeline.encoding.dense import count_bounded
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.arrow_values import FRACTIONS, ROUNDED
 from cowrec.data_pipeline.raw.parsing import Parsed
@@ -19,7 +20,15 @@ Doubts: TypeAlias = Counter[tuple[str, str]]
 TWINS = "twins"
 """Whole numbers written with ".0", while the same numbers occur without."""
 
+BOUNDED = "bounded"
+"""Numbers that the transform left beyond its bound."""
+
 MESSAGES = {
+    BOUNDED: (
+        "field {name!r}: {count:,} of its numbers are so far from those that the transform was fitted on, or so large "
+        "without a transform, that they are bounded; one of them could end training otherwise. Correct them, or set "
+        'transform = "quantile"'
+    ),
     FRACTIONS: (
         "column {name!r}: {count:,} of its ids are no whole numbers, and became ids like '0.5'. If it holds amounts, "
         "make it a numeric field; if it holds codes, write it as integers or strings"
@@ -42,6 +51,11 @@ def warn_of(doubts: Doubts) -> None:
     """Logs a warning for each column and doubt."""
     for (name, doubt), count in sorted(doubts.items()):
         logger.warning(MESSAGES[doubt].format(name=name, count=count))
+
+
+def bounded_numbers(encoder: Encoder, encoded: pa.Table) -> Doubts:
+    """Counts the `BOUNDED` numbers of each field in the columns that the encoder made of a block."""
+    return Counter({(name, BOUNDED): count for name, count in count_bounded(encoder.dense, encoded).items()})
 
 
 def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:

@@ -19,7 +19,7 @@ from cowrec.data_pipeline.raw.parsing import parse
 from cowrec.data_pipeline.raw_files.segments import Block, Partition, Report
 
 from .engine import Engine
-from .id_doubts import Doubts, twin_ids, warn_of
+from .id_doubts import Doubts, bounded_numbers, twin_ids, warn_of
 from .splitting import SPLITS, SplitRule
 
 
@@ -35,7 +35,7 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class Written:
-    """Shards written for a partition, by split, its bad rows, and what is suspicious about its ids."""
+    """Shards written for a partition, by split, its bad rows, and what is suspicious about its values."""
 
     shards: dict[str, ShardSize]
     bad: list[BadRow]
@@ -80,7 +80,7 @@ def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Wr
         parsed = parse(block, plan.layout)
         bad += parsed.bad
         table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
-        doubts += parsed.doubts + twin_ids(plan.encoder, parsed, table)
+        doubts += parsed.doubts + twin_ids(plan.encoder, parsed, table) + bounded_numbers(plan.encoder, table)
         splits = plan.split.split_of(parsed)
         for index, name in enumerate(SPLITS):
             chosen = splits == index

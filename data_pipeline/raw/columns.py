@@ -23,6 +23,9 @@ LONGEST_QUOTED_VALUE = 60
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 """An item of a weighted list."""
 MISSING_LABEL = "the label is missing"
+MAX_WEIGHT = 1e6
+"""Largest magnitude of the weight of a sample or of an id."""
+WEIGHTS_ARE_BOUNDED = f"weights must be at most {MAX_WEIGHT:,.0f}, since one sample could end training otherwise"
 
 
 class SampleColumns:
@@ -79,10 +82,12 @@ class SampleColumns:
         return values
 
     def weights(self, name: str) -> np.ndarray:
-        """Returns sample weights, float32 [R]; a missing or negative one is a problem."""
+        """Returns sample weights, float32 [R]; a missing, negative or very large one is a problem."""
         values, wrong = self._numbers(name)
-        wrong |= ~((values >= 0) & (values <= np.finfo(np.float32).max))
+        wrong |= ~(values >= 0)
         self._fail(wrong, name, self._columns[name], "a sample weight must be a finite number of at least 0")
+        wrong |= values > MAX_WEIGHT
+        self._fail(wrong, name, self._columns[name], WEIGHTS_ARE_BOUNDED)
         return np.where(wrong, 0.0, values).astype(np.float32)
 
     def shown(self, name: str) -> pa.Array:
@@ -152,10 +157,14 @@ class SampleColumns:
             wrong = wrong | mask(ids.is_null())
         if wrong.any():
             self._fail(wrong, name, items, rule, np.repeat(np.arange(self._rows), lengths))
+        if weights is not None:
+            large = np.abs(weights) > MAX_WEIGHT
+            self._fail(large, name, items, WEIGHTS_ARE_BOUNDED, np.repeat(np.arange(self._rows), lengths))
+            weights = np.where(large, 0.0, weights).astype(np.float32)
         return _with_missing(offsets, without_markers(ids.fill_null(""), field.null), weights)
 
     def _pairs(self, items: pa.Array, field: RawField) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-        """Returns ids, float32 weights and which are wrong, from items that are text or {id, weight}.
+        """Returns ids, float64 weights and which are wrong, from items that are text or {id, weight}.
 
         A missing item is a missing id of weight 1.
         """
@@ -166,7 +175,7 @@ class SampleColumns:
                 )
             text = without_markers(items.fill_null(""), field.null)
             ids, weights, wrong = split_pairs(text, field.weight_separator)
-            return ids, weights.astype(np.float32), wrong
+            return ids, weights, wrong
         fields = [each.name for each in items.type] if pa.types.is_struct(items.type) else []
         if not {"id", "weight"} <= set(fields):
             raise _wrong_type(field.column, pa.list_(items.type), "lists of {id, weight}, maps, or their joined text")
@@ -177,7 +186,7 @@ class SampleColumns:
         present = mask(items.is_valid())
         weights = np.where(present, found[0], 1.0)
         wrong = wrong | np.isnan(weights)
-        return ids, np.where(wrong, 0.0, weights).astype(np.float32), wrong
+        return ids, np.where(wrong, 0.0, weights), wrong
 
     def _id_texts(self, values: pa.Array, name: str) -> tuple[pa.Array, np.ndarray]:
         """Returns strings, null where missing, and which values are wrong."""

@@ -157,6 +157,7 @@ WRONG = {
     "lists in a list": ({"tags": [["a"]]}, "column tags: must be a list of strings or integers"),
     "an id without a weight": ({"past views": [{"id": "a"}]}, 'column past views: must be a list of {"id"'),
     "a weight without an id": ({"past views": [{"weight": 1}]}, 'column past views: must be a list of {"id"'),
+    "a large weight": ({"past views": [{"id": "a", "weight": -1e39}]}, "column past views: weights must be at most"),
     "text without a weight": ({"past views": "a"}, "text (id:weight, by ' ')"),
     "a label of 2": ({"click": 2}, "column click: a label must be 0 or 1, got"),
     "no label": ({"click": None}, "column click: the label is missing, got None"),

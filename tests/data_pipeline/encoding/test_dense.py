@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm, rankdata
 
-from cowrec.data_pipeline import DenseField, PrepareConfig, Schema, prepare
+from cowrec.data_pipeline import DenseField, PrepareConfig, SampleCodec, Schema, prepare
 from cowrec.data_pipeline.encoding.dense import NumberStatistics, fitted, transformed
 from cowrec.data_pipeline.encoding.value_counts import MOST_VALUES, ValueCounts
 from raw_cases import read_split
@@ -115,6 +115,38 @@ def test_heavy_tails_are_reported_where_they_do_harm(tmp_path, caplog):
     assert 'transform = "quantile"' in message
     stored = np.array(read_split(tmp_path / "quantile", "train")["price"])
     np.testing.assert_allclose(stored, norm.ppf((rankdata(prices) - 0.5) / 1600), atol=0.06)
+
+
+@pytest.mark.parametrize("dense", ["quantile", "minmax", "log", "none"])
+def test_numbers_far_outside_of_the_training_range_are_bounded_and_reported(tmp_path, caplog, dense):
+    """The largest numbers of float64 too; the codec of streams and requests gives the same numbers."""
+    far = ["1e39", "1e25", "-1e25", "1e308", "-1e308", "2e6", "1"]
+    (tmp_path / "raw.csv").write_text("\n".join(["label,price", "0,0", "1,1", *(f"0,{each}" for each in far)]))
+    (tmp_path / "schema.toml").write_text('fields = [{name = "price", kind = "numeric"}]')
+    config = PrepareConfig(dense=dense, split="order", test_rows=len(far))
+    prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, csv_schema=tmp_path / "schema.toml")
+    stored = np.array(read_split(tmp_path / "out", "test")["price"])
+    largest = {"quantile": 1.0, "minmax": 100.0, "log": 100.0, "none": 1e6}[dense]
+    numbers = np.array(far, float)
+    scaled = np.log1p(numbers.clip(0)) if dense == "log" else numbers
+    if dense != "quantile":
+        np.testing.assert_allclose(stored, scaled.clip(-largest, largest), rtol=1e-6)
+    assert np.abs(stored).max() <= largest
+    count = {"quantile": 0, "minmax": 6, "log": 1, "none": 6}[dense]
+    assert caplog.messages == [] if not count else f"'price': {count} of its numbers" in caplog.text
+    codec = SampleCodec.load(tmp_path / "out")
+    samples = [{"price": each} for each in numbers.tolist()]
+    assert codec.encode_request(samples)[0].dense[:, 0].tolist() == stored.tolist()
+    many = codec.encode(codec.from_objects(samples, training=False), training=False)
+    assert many.block.dense[:, 0].tolist() == stored.tolist()
+
+
+@pytest.mark.parametrize("transform", ["minmax", "log", "none"])
+def test_a_range_wider_than_float64_gives_finite_numbers(transform):
+    statistics = NumberStatistics()
+    statistics.add(np.finfo(float).max * np.array([-1, 1]))
+    found = transformed(fitted("x", "x", transform, statistics), np.finfo(float).max * np.array([-1, 0, 1]))
+    assert np.isfinite(found).all()
 
 
 def test_ids_that_look_missing_are_reported(tmp_path, caplog):

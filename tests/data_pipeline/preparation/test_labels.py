@@ -128,9 +128,11 @@ def test_one_class_is_refused_and_no_advice_drops_the_other(prepared):
         prepared("", "shop,label", ["a,"], "missing")
 
 
-@pytest.mark.parametrize("weight", ["-1", "", "nan", "inf", "1e39", "heavy"])
+@pytest.mark.parametrize("weight", ["-1", "", "nan", "inf", "heavy", "1e30", "1e39"])
 def test_bad_weights_are_refused(prepared, weight):
-    with pytest.raises(ValueError, match="line 2, column w: a sample weight must be a finite number of at least 0"):
+    large = "weights must be at most 1,000,000, since one sample could end training otherwise, got '1e3"
+    message = large if "1e3" in weight else "a sample weight must be a finite number of at least 0"
+    with pytest.raises(ValueError, match=f"line 2, column w: {message}"):
         prepared('weight = "w"', "shop,label,w", [f"a,1,{weight}", "b,0,1"])
 
 
