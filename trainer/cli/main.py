@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, prepare_process
-from cowrec.trainer.runtime.errors import Interrupted, is_message
+from cowrec.trainer.runtime.errors import Interrupted, is_message, message_of
 
 from . import (
     bench_command,
@@ -81,7 +81,7 @@ def main() -> None:
             traceback.print_exc()
             _exit(1)
         rank = f" (rank {launched_rank()})" if launched_world_size() > 1 else ""
-        print(f"cowrec{rank}: error: {error}", file=sys.stderr)
+        print(f"cowrec{rank}: error: {message_of(error)}", file=sys.stderr)
         _exit(2)
 
 

@@ -97,8 +97,9 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
     warn_if_changed(load_record(path), path)  # of a resumed run
     save_code(path, config)
     Schema.load(data_dir).save(path)
-    if (data_dir / VOCABULARY).is_dir():
-        shutil.copytree(data_dir / VOCABULARY, path / VOCABULARY, dirs_exist_ok=True)
+    for file in sorted((data_dir / VOCABULARY).glob("*")):
+        (path / VOCABULARY).mkdir(exist_ok=True)
+        shutil.copy(file, path / VOCABULARY)
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

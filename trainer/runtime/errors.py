@@ -1,6 +1,9 @@
 """Errors written for users, which end in one line instead of a traceback."""
 
 import dis
+import os
+
+from cowrec.data_pipeline.files import NO_SPACE
 
 
 class RunError(Exception):
@@ -42,3 +45,14 @@ def is_message(error: BaseException) -> bool:
         return False
     by_raise = dis.opname[frame.f_code.co_code[innermost.tb_lasti]] == "RAISE_VARARGS"
     return by_raise or isinstance(error, ModuleNotFoundError)
+
+
+def message_of(error: BaseException) -> str:
+    """Text for the user of an error that :func:`is_message`; the system's own about a full disk gets the remedy."""
+    if isinstance(error, OSError) and error.errno in NO_SPACE and error.strerror == os.strerror(error.errno):
+        place = error.filename2 or error.filename
+        return (
+            f"{error.strerror}{f' for {place}' if place else ''}; free disk space, then run the command again, with"
+            " --resume if it is to continue a run"
+        )
+    return str(error)

@@ -1,5 +1,6 @@
 """Errors for users are one line; any other error is a bug and keeps its traceback."""
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from cowrec.data_pipeline import Schema
 from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.config.run import config_from
-from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message
+from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed, ProcessLost, is_message, message_of
 from cowrec.trainer.training import saved_run
 
 
@@ -119,3 +120,13 @@ def test_an_error_for_users_is_one_line_and_exits_with_2(
 ) -> None:
     assert evaluate_with(f"raise {kind}('the data set has no rows')", monkeypatch) == 2
     assert capsys.readouterr().err == "cowrec: error: the data set has no rows\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full, which is always full")
+def test_a_full_disk_is_named_with_the_remedy() -> None:
+    error: Any = raised(lambda: Path("/dev/full").write_bytes(b"x"))
+    assert message_of(error).startswith("No space left on device; free disk space")
+    error.filename = "runs/a/report.json"
+    assert message_of(error).startswith("No space left on device for runs/a/report.json; free disk space")
+    assert message_of(OSError(errno.ENOSPC, "the disk of X is full")) == "[Errno 28] the disk of X is full"
+    assert message_of(raised(lambda: Path("/no/such/file").read_text())).endswith("'/no/such/file'")
