@@ -79,7 +79,8 @@ def type_text(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(f'"{each}"' for each in inner if each != "")
     if origin is tuple:
-        return f"list of {type_text(inner[0])}s" + ("" if inner[-1] is ... else f", {len(inner)} of them")
+        plural = "" if get_origin(inner[0]) is Literal else "s"
+        return f"list of {type_text(inner[0])}{plural}" + ("" if inner[-1] is ... else f", {len(inner)} of them")
     if origin is dict:
         return f"table of {type_text(inner[1])}"
     return "table"

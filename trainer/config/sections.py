@@ -57,6 +57,8 @@ class TrainConfig:
             docs/models.md. AUC and logloss are measured whatever the loss.
         task_weights: weight of the loss of each of several labels, by its name, as a table; 1 for those not listed.
         loss_options: options of the loss, as a table: gamma and alpha of "focal", or those of your function.
+        trackers: trackers of experiments that get the metrics too: "mlflow", "wandb" or both. Server, project and
+            credentials come from the environment variables of their libraries; see docs/training.md.
         precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
             "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
         cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
@@ -80,6 +82,7 @@ class TrainConfig:
     timeout_seconds: float = 600.0
     loss: str = "bce"
     loss_options: dict[str, Any] = field(default_factory=dict)
+    trackers: tuple[Literal["mlflow", "wandb"], ...] = ()
     task_weights: dict[str, float] = field(default_factory=dict)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     cuda_graph: bool = True

@@ -1,28 +1,31 @@
-"""Metrics of a run while it trains: a JSON line for each reading, and TensorBoard."""
+"""Metrics of a run while it trains: a JSON line for each reading, TensorBoard, and trackers of experiments."""
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from cowrec.data_pipeline.files import replace_file
+from cowrec.trainer.runtime.errors import Interrupted
 
 from .run_dir import BOARD, METRICS, to_json
+from .trackers import Tracking
 
 
 class MetricsLog:
-    """Log of a run's metrics, to ``metrics.jsonl`` and TensorBoard.
+    """Log of a run's metrics, to ``metrics.jsonl``, TensorBoard and trackers.
 
     Args:
         path: the run's folder; None on ranks other than the first, which write nothing.
         step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
+        trackers: of the run, which the end of the log ends too.
     """
 
-    def __init__(self, path: Path | None, step: int = 0):
-        self._path = path
+    def __init__(self, path: Path | None, step: int = 0, trackers: Sequence[Tracking] = ()):
+        self._path, self._trackers = path, trackers
         self._board = SummaryWriter(str(path / BOARD), purge_step=step + 1) if path else None
         if path:
             _drop_after(path / METRICS, step)
@@ -30,17 +33,23 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._board:
             self._board.close()
+        stopped = kind is not None and issubclass(kind, Interrupted | KeyboardInterrupt)
+        for tracker in self._trackers:
+            tracker.close("FINISHED" if kind is None else "KILLED" if stopped else "FAILED")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Writes a line ``{"kind": "train", "step": ..., ...}``; numbers go to TensorBoard as kind/key."""
+        """Writes a line ``{"kind": "train", "step": ..., ...}``; numbers go to TensorBoard and trackers as kind/key."""
         if self._path and self._board:
             with (self._path / METRICS).open("a", encoding="utf-8") as file:
                 file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
-            for tag, value in _scalars(kind, values):
+            numbers = dict(_scalars(kind, values))
+            for tag, value in numbers.items():
                 self._board.add_scalar(tag, value, step)
+            for tracker in self._trackers:
+                tracker.log(step, numbers)
 
 
 def _drop_after(metrics: Path, step: int) -> None:

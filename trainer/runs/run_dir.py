@@ -1,6 +1,7 @@
 """The folder of a run: resolved configuration, metrics, TensorBoard events, checkpoints, data description, report.
 
 config.toml  metrics.jsonl  tensorboard/  checkpoints/step_N/  schema.json  vocabulary/  report.json  code.json  code/
+mlflow_run_id.txt  wandb_run_id.txt
 """
 
 import json
@@ -24,7 +25,16 @@ METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 
 _MAY_CHANGE = {
     "data": ("dir", "resident"),
-    "train": ("epochs", "device", "eval_batch_size", "log_every", "log_seconds", "timeout_seconds", "cuda_graph"),
+    "train": (
+        "epochs",
+        "device",
+        "eval_batch_size",
+        "log_every",
+        "log_seconds",
+        "timeout_seconds",
+        "cuda_graph",
+        "trackers",
+    ),
     "evaluate": ("by_id_counts", "train_rows"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "clip": ("histogram",),

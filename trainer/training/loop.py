@@ -107,7 +107,9 @@ class _EpochRun:
                 self.evaluate(log)
                 self.save()
             self.trainer.checkpoints.finish()
-            report = self.report(self.final_quality(log))
+            quality = self.final_quality(log)
+            log.write("report", self.trainer.steps, **quality)
+        report = self.report(quality)
         if report["clip_remark"]:
             self.say(report["clip_remark"])
         return report

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Batch, Schema
-from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.run import RunConfig, to_plain
 from cowrec.trainer.measures.clip_metrics import clip_remark
 from cowrec.trainer.runs.checkpoint import Checkpoints, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, create_run_dir, hold_run_dir, require_own, require_unused
+from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.heartbeat import Heartbeat
 from cowrec.trainer.runtime.processes import Process, on_first
@@ -40,11 +41,12 @@ class Trainer:
         checkpoints: of the run.
 
     Raises:
-        ValueError: see :class:`TrainState`.
+        ValueError: see :class:`TrainState`; or the package of a tracker is not installed.
     """
 
     def __init__(self, config: RunConfig, schema: Schema, run_dir: Path, process: Process, schedule: Schedule) -> None:
         self.config, self.schema, self.run_dir, self.process = config, schema, run_dir, process
+        on_first(process, lambda: require_trackers(config.train.trackers))
         self.state = TrainState(config, schema, process, schedule)
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.warn)
         self._heartbeat = Heartbeat(process)
@@ -71,8 +73,13 @@ class Trainer:
                 raise
 
     def open_log(self) -> MetricsLog:
-        """Opens the metrics log; it writes on the first process only."""
-        return MetricsLog(self.run_dir if self.process.is_first else None, self.steps)
+        """Opens the metrics log; it writes, and trackers follow it, on the first process only."""
+        if not self.process.is_first:
+            return MetricsLog(None)
+        settings = to_plain(self.config) | {"derived": describe(self.config)}
+        run = TrackedRun(self.run_dir, flattened(settings), flattened(self.state.environment))
+        trackers = [Tracking(name, TRACKERS[name](), run) for name in dict.fromkeys(self.config.train.trackers)]
+        return MetricsLog(self.run_dir, self.steps, trackers)
 
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
         """Trains on the next batch, or on several that are parts of one; does not wait for the device.

@@ -1,0 +1,217 @@
+"""Experiment trackers that a run's metrics also go to: MLflow and Weights & Biases.
+
+Servers, projects and credentials come from the environment variables and files of the trackers' own libraries.
+"""
+
+import importlib
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, Protocol
+
+from cowrec.data_pipeline.files import replace_file
+
+logger = logging.getLogger(__name__)
+
+_LAST_SECONDS = 30.0
+"""Longest time that the end of a run waits for a tracker."""
+_THREAD = "cowrec-tracker-"
+_MOST_WAITING = 10_000
+"""Readings that wait for a tracker before further ones are left out."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run at its beginning.
+
+    Attributes:
+        folder: of the run; its name is the run's.
+        config: every setting, by ``section.key``.
+        tags: provenance: commit, versions, hardware.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tags: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """A run as a tracker records it; all calls come from one thread and may raise anything."""
+
+    def begin(self, run: TrackedRun, known_id: str | None) -> str:
+        """Begins the run, or continues the one with an id; returns its id. Called again after it has failed."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records finite values of a step, which a resumed run may repeat."""
+
+    def end(self, status: str) -> None:
+        """Ends the run: "FINISHED", "KILLED" (it can be resumed) or "FAILED"."""
+
+
+class _Mlflow:
+    def __init__(self) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        # Otherwise the address of the run, with any credentials in that of the server, is printed at its end.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        # A server that is away would be a warning with each repetition of each request.
+        logging.getLogger("urllib3.connectionpool").addFilter(_is_not_of_trackers)
+
+    def begin(self, run: TrackedRun, known_id: str | None) -> str:
+        # Of this thread: one is active where an earlier call failed after starting it.
+        name = None if known_id or "MLFLOW_RUN_ID" in os.environ else run.folder.name
+        active = self._mlflow.active_run() or self._mlflow.start_run(known_id, run_name=name)
+        config = {key: str(value) for key, value in run.config.items()}
+        earlier = active.data.params
+        # MLflow's parameters cannot change; what a resumed run changes becomes a tag.
+        changed = {key: value for key, value in config.items() if earlier.get(key, value) != value}
+        self._mlflow.set_tags({**run.tags, **changed})
+        self._mlflow.log_params({key: value for key, value in config.items() if key not in earlier})
+        run_id: str = active.info.run_id
+        return run_id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        # Names of fields may have characters that MLflow does not take.
+        named = {re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII): value for key, value in values.items()}
+        self._mlflow.log_metrics(named, step)
+
+    def end(self, status: str) -> None:
+        self._mlflow.end_run(status)
+
+
+def _is_not_of_trackers(record: logging.LogRecord) -> bool:
+    return not (record.threadName or "").startswith(_THREAD)
+
+
+class _Wandb:
+    def __init__(self) -> None:
+        self._wandb = importlib.import_module("wandb")
+
+    def begin(self, run: TrackedRun, known_id: str | None) -> str:
+        if os.environ.get("WANDB_MODE", "online") == "online" and not self._wandb.login(prompt=False):
+            raise ValueError("no API key; set WANDB_API_KEY, or run `wandb login`")
+        # Neither console output nor the command line, which may have credentials, is recorded.
+        quiet = self._wandb.Settings(silent=True, console="off", x_disable_meta=True)
+        self._run = self._wandb.init(
+            id=known_id,
+            resume="allow" if known_id else None,
+            name=None if "WANDB_NAME" in os.environ else run.folder.name,
+            config={**run.config, **run.tags},
+            allow_val_change=True,
+            reinit="create_new",
+            settings=quiet,
+        )
+        # W&B's own steps only rise, but those of a resumed run begin again at its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+        run_id: str = self._run.id
+        return run_id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def end(self, status: str) -> None:
+        self._run.finish(exit_code=int(status != "FINISHED"))
+
+
+TRACKERS: dict[str, Callable[[], Tracker]] = {"mlflow": _Mlflow, "wandb": _Wandb}
+"""Trackers by the name of their module, which is also that of cowrec's extra."""
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError if the package of a tracker is not installed."""
+    for name in names:
+        found = find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name, such as W&B's ./wandb, has no origin
+            raise ValueError(
+                f"train.trackers has \"{name}\", whose package is not installed: pip install 'cowrec[{name}]'"
+            )
+
+
+class Tracking:
+    """A run in one tracker, which a thread of its own calls: training never waits for it, nor ends with its errors.
+
+    The first error is a warning; what could not be recorded is left out.
+
+    Args:
+        name: of the tracker, for messages and for the file of the run's id, with which a resumed run continues.
+        tracker: that is called.
+        run: to be recorded.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun) -> None:
+        self._name, self._tracker, self._run = name, tracker, run
+        self._queue: Queue[tuple[int, Mapping[str, float]] | str] = Queue(_MOST_WAITING)
+        self._begun = self._warned = False
+        self._thread = Thread(target=self._work, name=_THREAD + name, daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Passes on values of a step; leaves out those that are not finite."""
+        try:
+            self._queue.put_nowait((step, {key: float(value) for key, value in values.items() if isfinite(value)}))
+        except Full:
+            self._warn("it takes metrics more slowly than the run writes them")
+
+    def close(self, status: str) -> None:
+        """Ends the run in the tracker with a status of :meth:`Tracker.end`; waits, but not for long."""
+        try:
+            self._queue.put(status, timeout=_LAST_SECONDS)
+            self._thread.join(_LAST_SECONDS)
+        except Full:
+            pass
+        if self._thread.is_alive():
+            self._warn(f"no answer in the last {_LAST_SECONDS:g} seconds of the run")
+
+    def _work(self) -> None:
+        status = None
+        while status is None:
+            entry = self._queue.get()
+            try:
+                if not self._begun:
+                    self._begin()
+                if isinstance(entry, str):
+                    status = entry
+                    self._tracker.end(status)
+                else:
+                    self._tracker.log(*entry)
+            except Exception as error:
+                status = entry if isinstance(entry, str) else None
+                self._warn(f"{type(error).__name__}: {error}")
+
+    def _begin(self) -> None:
+        record = self._run.folder / f"{self._name}_run_id.txt"
+        run_id = self._tracker.begin(self._run, record.read_text().strip() if record.is_file() else None)
+        self._begun = True
+        replace_file(record, f"{run_id}\n".encode())
+        logger.info("%s records the metrics too, as run %s", self._name, run_id)
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            where = "the run goes on, and its metrics are in metrics.jsonl"
+            logger.warning("%s does not record all metrics: %s; %s", self._name, without_credentials(problem), where)
+
+
+def without_credentials(text: str) -> str:
+    """The text without the user part of addresses and without the secrets in the trackers' environment variables."""
+    for name, value in os.environ.items():
+        if value and re.match(r"(MLFLOW|WANDB)_\w*(KEY|TOKEN|PASSWORD|SECRET)", name):
+            text = text.replace(value, "***")
+    return re.sub(r"://[^/@\s]+@", "://***@", text)
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by keys joined with dots; texts without credentials."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = without_credentials(value) if isinstance(value, str) else value
+    return flat
