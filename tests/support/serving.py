@@ -5,6 +5,7 @@ import csv
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from cowrec.trainer.training.saved_run import predict_run
 from trainer_cases import ENVIRONMENT, TRAIN_ROWS, config_file, free_port, make_data
 
 DEADLINE = 60.0
+GOOD = {"price": 3, "city": "city1", "tags": ["t1", "t2"], "history": [{"id": "h1", "weight": 0.5}]}
 
 
 def trained_and_exported(folder: Path) -> None:
@@ -112,3 +114,11 @@ def serving(export_dir: Path, *options: str, port: int | None = None) -> Iterato
     finally:
         server.process.kill()
         server.process.communicate()
+
+
+def unfinished(server: Serving) -> tuple[socket.socket, bytes]:
+    """A request of which part of the body was sent, and the remainder."""
+    body = json.dumps(GOOD).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:9])
+    return connection, body[9:]

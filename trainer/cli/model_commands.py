@@ -118,6 +118,11 @@ def serve(
     max_request_bytes: Annotated[int, typer.Option(help="Largest body of a request.")] = 1 << 20,
     max_samples: Annotated[int, typer.Option(help="Most samples in a request.")] = 1000,
     max_concurrent: Annotated[int, typer.Option(help="Most concurrent requests; further ones are refused.")] = 256,
+    max_connections: Annotated[int, typer.Option(help="Most open connections.")] = 512,
+    max_client_connections: Annotated[
+        int, typer.Option(help="Most open connections from one address; a proxy in front is one address.")
+    ] = 256,
+    request_seconds: Annotated[float, typer.Option(help="Time for a request to arrive.")] = 10.0,
 ) -> None:
     """Serves predictions over HTTP: POST /predict, GET /health, GET /metrics (Prometheus).
 
@@ -130,12 +135,14 @@ def serve(
     from cowrec.trainer.runs.remote_run import local_copy
 
     try:
+        from cowrec.trainer.serving.limits import Limits
         from cowrec.trainer.serving.server import serve as run
-        from cowrec.trainer.serving.service import Limits
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[serve]'"
         raise ImportError(f"serve requires {error.name}, which is not installed: {remedy}") from error
 
     show_log("%(asctime)s cowrec: %(message)s")
-    limits = Limits(max_request_bytes, max_samples, max_concurrent)
+    limits = Limits(
+        max_request_bytes, max_samples, max_concurrent, max_connections, max_client_connections, request_seconds
+    )
     run(local_copy(export_dir, "export"), follow, host=host, port=port, limits=limits)

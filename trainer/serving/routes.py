@@ -18,9 +18,6 @@ from .service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-BODY_SECONDS = 10.0
-"""Time that a client has to send a request's body."""
-
 
 class Rejected(Exception):
     """Raised for a request that is answered with an error.
@@ -59,7 +56,9 @@ def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
             ("/metrics", "GET", lambda request: _metrics(service)),
         )
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False  # the redirection would go to the host that the client names
+    return app
 
 
 async def _load(service: Service, stop: Callable[[], None]) -> None:
@@ -78,14 +77,15 @@ class _Predict:
         limits = self._service.limits
         if not self._service.ready:
             raise Rejected(503, "loading", "the model is still loading; retry later", {"Retry-After": "1"})
-        if self._active >= limits.concurrent_requests:
+        body = await _body(request, limits.request_bytes)
+        if self._active >= limits.concurrent_requests:  # a request takes a slot once it has arrived completely
             raise Rejected(
                 503, "busy", f"{self._active} requests are in progress, which is the limit; retry later",
                 {"Retry-After": "1"},
             )  # fmt: skip
         self._active += 1
         try:
-            parsed = _parse(await _body(request, limits.request_bytes))
+            parsed = _parse(body)
             samples = parsed if isinstance(parsed, list) else [parsed]
             _check(samples, limits.samples)
             results = await self._service.predict(samples) if samples else []
@@ -121,20 +121,16 @@ def _check(samples: list[Any], limit: int) -> None:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """Reads the request's body. Raises Rejected if it is longer than ``limit`` bytes or does not arrive in time."""
+    """Reads the request's body. Raises Rejected if it is longer than ``limit`` bytes."""
     declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(declared, limit)
     parts, total = [], 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            if declared.isdecimal() and int(declared) > limit:
-                raise _too_large(declared, limit)
-            async for part in request.stream():
-                parts.append(part)
-                total += len(part)
-                if total > limit:
-                    raise _too_large(f"more than {limit}", limit)
-    except TimeoutError:
-        raise Rejected(408, "slow", f"the body did not arrive within {BODY_SECONDS:g} seconds") from None
+    async for part in request.stream():
+        parts.append(part)
+        total += len(part)
+        if total > limit:
+            raise _too_large(f"more than {limit}", limit)
     return b"".join(parts)
 
 

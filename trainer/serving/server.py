@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import torch
 import uvicorn
 
+from .limited_protocol import limited_protocol
+from .limits import Limits
 from .routes import service_app
-from .service import Limits, Service
+from .service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,8 @@ def serve(
     """Answers requests until SIGTERM or SIGINT; requests in progress are finished. Logs where it listens.
 
     Args:
-        export_dir, follow, limits: see :class:`Service`.
+        export_dir, follow: see :class:`Service`.
+        limits: see :class:`Limits`.
         host: address to listen on; by default the loopback address, which other machines cannot reach.
         port: to listen on; 0 chooses a free one.
 
@@ -37,11 +41,14 @@ def serve(
     """
     service = Service(export_dir, follow, limits)
     listener = _listen(host, port)
+    _allow_open_files(service.limits.connections + 512)
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
     config = uvicorn.Config(
         service_app(service, lambda: setattr(server, "should_exit", True)),
-        log_level="warning",
+        http=limited_protocol(service.limits, service.metrics),
+        ws="none",
+        log_level="error",  # a warning for each bad request would let clients fill the log
         access_log=False,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,  # longer than proxies keep a connection, so that they close it and not the server
@@ -57,6 +64,12 @@ def serve(
     server.run([listener])
     if service.failure:
         raise service.failure
+
+
+def _allow_open_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:

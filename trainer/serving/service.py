@@ -1,18 +1,19 @@
 """A prediction service: a model that answers requests while newer versions of it are applied."""
 
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.trainer.publishing.blob import Blob
 from cowrec.trainer.publishing.version_follower import VersionFollower
 
+from .limits import Limits
 from .metrics import ServiceMetrics
 from .micro_batcher import MicroBatcher
 from .served_model import ServedModel
@@ -22,28 +23,10 @@ logger = logging.getLogger(__name__)
 BATCH = 1024
 """Samples computed together at most, unless a single request may have more."""
 
+_NOT_FINITE = "the prediction is not a finite number; correct the numbers of the sample, some are too large"
+
 Result = float | dict[str, float] | str
 """The click probability of a sample, or that of each of several tasks by its label; or an error message."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a service; requests beyond them are rejected.
-
-    Attributes:
-        request_bytes: size of a request's body.
-        samples: in one request.
-        concurrent_requests: prediction requests in progress.
-    """
-
-    request_bytes: int = 1 << 20
-    samples: int = 1000
-    concurrent_requests: int = 256
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
 
 
 class Service:
@@ -138,8 +121,13 @@ class Service:
         good = [index for index in complete if not results[index]]
         if good:
             labels = self._model.schema.labels
-            for index, found in zip(good, self._model.predict(block).tolist(), strict=True):
-                results[index] = found if len(labels) == 1 else dict(zip(labels, found, strict=True))
+            predicted = self._model.predict(block)
+            finite = np.isfinite(predicted.reshape(len(good), -1)).all(axis=1)
+            for index, found, is_finite in zip(good, predicted.tolist(), finite, strict=True):
+                if not is_finite:
+                    results[index] = _NOT_FINITE
+                else:
+                    results[index] = found if len(labels) == 1 else dict(zip(labels, found, strict=True))
             self.metrics.predictions.inc(len(good))
             self.metrics.batch_samples.observe(len(good))
         return results

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 import socket
 import subprocess
@@ -18,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from command_line import exit_code
+from cowrec.trainer.serving.limits import Limits
 from cowrec.trainer.serving.micro_batcher import MicroBatcher
-from cowrec.trainer.serving.service import Limits, Service
-from serving import Serving, predictions, raw_samples, serving, trained_and_exported
+from cowrec.trainer.serving.service import Service
+from serving import GOOD, Serving, predictions, raw_samples, serving, trained_and_exported, unfinished
 from trainer_cases import ENVIRONMENT, free_port
 
-GOOD = {"price": 3, "city": "city1", "tags": ["t1", "t2"], "history": [{"id": "h1", "weight": 0.5}]}
-LIMITS = ("--max-request-bytes", "20000", "--max-samples", "60", "--max-concurrent", "4")
+LIMITS = ("--max-request-bytes", "20000", "--max-samples", "60")
 
 
 @pytest.fixture(scope="module")
@@ -132,36 +131,20 @@ def test_large_requests_are_rejected(server: Serving) -> None:
     assert server.predict(GOOD)[0] == 200
 
 
-def unfinished(server: Serving) -> tuple[socket.socket, bytes]:
-    """A request of which part of the body was sent, and the remainder."""
-    body = json.dumps(GOOD).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    connection.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:9])
-    return connection, body[9:]
-
-
-def test_requests_beyond_the_concurrency_limit_are_rejected(folder: Path, server: Serving) -> None:
-    """Four requests whose bodies are still arriving reach the limit; once they are answered others are accepted."""
-    held = [unfinished(server) for _ in range(4)]
-    try:
-        while (refused := server.predict(GOOD))[0] == 200:  # until all four have begun
-            pass
-        assert refused[0] == 503
-        assert "4 requests are in progress" in refused[1]["error"]
-        assert server.health()["status"] == "ok"
-        for connection, remainder in held:
-            connection.sendall(remainder)
-            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-        assert server.predict(GOOD)[0] == 200
-    finally:
-        for connection, _ in held:
-            connection.close()
+def test_a_prediction_that_is_not_finite_is_rejected(server: Serving) -> None:
+    """Weights that are finite, but whose sums are not; a prediction in the same batch gets its answer."""
+    huge = {**GOOD, "history": [{"id": "h1", "weight": 3e38}, {"id": "h2", "weight": -3e38}] * 2}
+    status, answer = server.predict([GOOD, huge])
+    assert (status, "sample 1: " in answer.get("error", "")) == (400, True), answer
+    assert server.predict(GOOD)[0] == 200
 
 
 def test_wrong_paths_and_methods(server: Serving) -> None:
     status, answer = server.ask("GET", "/nothing")
     assert (status, "POST /predict, GET /health or GET /metrics" in answer["error"]) == (404, True)
     assert server.ask("GET", "/predict")[0] == 405
+    assert server.predict(GOOD)[0] == 200
+    assert server.ask("POST", "/predict/", GOOD)[0] == 404  # no redirection to the host that the client names
 
 
 def test_metrics(folder: Path) -> None:
