@@ -122,7 +122,7 @@ class Service:
         if good:
             labels = self._model.schema.labels
             predicted = self._model.predict(block)
-            finite = np.isfinite(predicted.reshape(len(good), -1)).all(axis=1)
+            finite: Any = np.isfinite(predicted.reshape(len(good), -1)).all(axis=1)
             for index, found, is_finite in zip(good, predicted.tolist(), finite, strict=True):
                 if not is_finite:
                     results[index] = _NOT_FINITE
