@@ -71,7 +71,7 @@ def main() -> None:
         rates = [float(rate) for rate in parse_list(arguments.rates)]
         for samples in map(int, parse_list(arguments.samples)):
             with served(folder), publishing(CONFIG, folder, arguments.delta_rows, arguments.delta_seconds):
-                wait_until(lambda health: health["version"] > 1)
+                wait_until(lambda health: health["status"] == "ok" and health["version"] > 1)
                 for line in steps(samples, rates, arguments.seconds):
                     print(summary(line), flush=True)
                     lines.append(line)
@@ -128,7 +128,7 @@ def served(folder: Path) -> Iterator[None]:
     command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
     process = subprocess.Popen([*command, "--follow", f"{folder}/published"])
     try:
-        wait_until(lambda health: health["status"] == "ok")
+        wait_until(lambda health: health["status"] != "loading")
         yield
     finally:
         process.terminate()

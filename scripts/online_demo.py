@@ -83,7 +83,7 @@ def main() -> None:
         serve = ("serve", str(folder / "live" / "base"), "--follow", str(folder / "published"))
         running.enter_context(command(folder, *serve, "--port", str(arguments.port + 1)))
         server = http.client.HTTPConnection("127.0.0.1", arguments.port + 1)
-        wait_for(partial(healthy, server), "the server")
+        wait_for(partial(ready, server), "the server")
         demo = Demo(folder, server)
         days = demo.show(arguments.days, arguments.rate)
     lines = [{"day": day, **values} for day, values in days.items()]
@@ -203,9 +203,9 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def healthy(server: http.client.HTTPConnection) -> bool:
+def ready(server: http.client.HTTPConnection) -> bool:
     try:
-        server.request("GET", "/health")
+        server.request("GET", "/readyz")
         answer = server.getresponse()
         answer.read()
         return answer.status == 200

@@ -105,11 +105,11 @@ class Serving:
 
 
 @contextmanager
-def serving(export_dir: Path, *options: str, port: int | None = None) -> Iterator[Serving]:
-    """Starts a service and waits until it is ready; kills it at the end if it still runs."""
+def serving(export_dir: Path, *options: str, port: int | None = None, status: str = "ok") -> Iterator[Serving]:
+    """Starts a service and waits until it has a status; kills it at the end if it still runs."""
     server = Serving(export_dir, *options, port=port)
     try:
-        server.wait_for("status", "ok")
+        server.wait_for("status", status)
         yield server
     finally:
         server.process.kill()

@@ -111,6 +111,10 @@ def serve(
         str | None,
         typer.Option(help="Publication whose new versions to apply: folder, or redis://HOST:PORT."),
     ] = None,
+    max_age: Annotated[
+        float | None,
+        typer.Option(help="Seconds since a version was published, after which /readyz is 503. [any]"),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is reachable from other machines.")] = (
         "127.0.0.1"
     ),
@@ -124,7 +128,7 @@ def serve(
     ] = 256,
     request_seconds: Annotated[float, typer.Option(help="Time for a request to arrive.")] = 10.0,
 ) -> None:
-    """Serves predictions over HTTP: POST /predict, GET /health, GET /metrics (Prometheus).
+    """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).
 
     A sample is a JSON object of the raw columns; a request is one sample or a list of samples.
 
@@ -145,4 +149,4 @@ def serve(
     limits = Limits(
         max_request_bytes, max_samples, max_concurrent, max_connections, max_client_connections, request_seconds
     )
-    run(local_copy(export_dir, "export"), follow, host=host, port=port, limits=limits)
+    run(local_copy(export_dir, "export"), follow, host=host, port=port, limits=limits, max_age=max_age)

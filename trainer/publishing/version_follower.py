@@ -34,14 +34,17 @@ class VersionFollower:
     Attributes:
         url: of the target, without credentials.
         applied_time: Unix seconds at which a version was last applied; NaN before the first.
+        created_time: Unix seconds at which that version was published, by the publisher's clock.
+        caught_up: whether everything that was published was applied at some time since the start.
         problem: why the model may be behind what is published; empty if nothing is wrong.
     """
 
     def __init__(self, url: str, apply: Callable[[Blob], None], on_refused: Callable[[], None]) -> None:
         self.url = without_credentials(url)
-        self.applied_time = float("nan")
+        self.applied_time = self.created_time = math.nan
+        self.caught_up = False
         self._target = open_target(url)
-        self._reader = VersionReader(self._target, self._log_problem)
+        self._reader = VersionReader(self._target, self._after_poll)
         self._said = ""
         self._apply, self._on_refused = apply, on_refused
         self._error = ""
@@ -50,10 +53,12 @@ class VersionFollower:
 
     @property
     def problem(self) -> str:
-        if not self._reader.reachable:
-            return f"{self.url} cannot be reached; predictions use the last version that was applied"
+        if self._reader.unreachable_because:
+            return f"{self.url} cannot be reached ({self._reader.unreachable_because}); its versions are applied later"
         if self._reader.waits_for_full:
             return f"versions of {self.url} are damaged or missing; the next full version will be applied"
+        if not self._error and self._reader.is_empty and math.isnan(self.applied_time):
+            return f"{self.url} has no version yet; check --follow, unless nothing was published so far"
         return self._error
 
     def start(self) -> None:
@@ -74,7 +79,8 @@ class VersionFollower:
                     self._apply(blob)
                     if blob.kind == "full" or math.isnan(self.applied_time):
                         logger.info("version %d (%s, step %d) of %s is served", *_about(blob), self.url)
-                    self.applied_time, self._error, pause = time.time(), "", _PAUSE
+                    self.applied_time, self.created_time = time.time(), blob.created
+                    self._error, pause = "", _PAUSE
             except Exception as error:  # predictions continue whatever happens here, and /health reports it
                 self._on_refused()
                 self._error = f"a version of {self.url} was refused: {error}"
@@ -82,14 +88,18 @@ class VersionFollower:
                 self._stop.wait(pause)
                 pause = min(2 * pause, _MAX_PAUSE)
                 # Later deltas are based on the refused version; a full one is not.
-                self._reader = VersionReader(self._target, self._log_problem)
+                self._reader = VersionReader(self._target, self._after_poll)
+
+    def _after_poll(self) -> None:
+        self.caught_up = self.caught_up or self._reader.caught_up
+        self._log_problem()
 
     def _log_problem(self, exc_info: bool = False) -> None:
         """Logs a problem once, and its end."""
         said, self._said = self._said, self.problem
         if self._said and self._said != said:
             logger.warning("%s", self._said, exc_info=exc_info)
-        elif said and not self._said:
+        elif said and not self._said and not math.isnan(self.applied_time):
             logger.info("%s is followed again", self.url)
 
 

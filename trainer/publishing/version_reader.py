@@ -25,14 +25,17 @@ class VersionReader:
         gaps: times that the next delta was missing or did not fit.
         damaged: blobs whose bytes differ from what was published.
         unreachable: polls that the target did not answer.
-        reachable: whether it answered the last one.
+        unreachable_because: its error since it last answered; empty if it answered the last poll.
+        is_empty: whether it answered the last poll and had no version.
+        caught_up: whether the last poll found nothing to read after the last version that was read.
         waits_for_full: whether the newest version cannot be reached, because blobs before it are damaged or missing.
     """
 
     def __init__(self, target: Target, after_poll: Callable[[], None] = lambda: None) -> None:
         self.version, self.lineage = 0, ""
         self.gaps = self.damaged = self.unreachable = 0
-        self.reachable, self.waits_for_full = True, False
+        self.unreachable_because = ""
+        self.is_empty = self.caught_up = self.waits_for_full = False
         self._target, self._after_poll = target, after_poll
         self._useless: list[tuple[int, Kind]] | None = None
 
@@ -54,14 +57,15 @@ class VersionReader:
     def _poll(self) -> Blob | None:
         try:
             available = self._target.blobs()
-            self.reachable = True
+            self.unreachable_because, self.is_empty = "", not available
             if available == self._useless or not available:
                 return None
             blob = self._next_of(available)
-        except OSError:
+        except OSError as error:
             self.unreachable += 1
-            self.reachable = False
+            self.unreachable_because = self.unreachable_because or str(error)
             return None
+        self.caught_up = blob is None and self.version > 0
         # The same blobs need not be read again.
         self._useless = available if blob is None else None
         self.waits_for_full = blob is None and available[-1][0] != self.version

@@ -12,6 +12,7 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 # Values that the service reports for each scrape.
 GAUGES = {
+    "ready": "1 if requests should be sent here.",
     "model_version": "Published version of the served model.",
     "model_step": "Training step of the served model.",
     "model_age_seconds": "Now minus the newest sample time.",

@@ -34,7 +34,7 @@ class Rejected(Exception):
 
 
 def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
-    """Creates the application: POST /predict, GET /health, GET /metrics.
+    """Creates the application: POST /predict, GET /livez, /readyz, /health and /metrics.
 
     The service loads while the first requests arrive; ``stop`` is called if loading fails.
     """
@@ -52,6 +52,8 @@ def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
         Route(path, _timed(service, path, handler), methods=[method])
         for path, method, handler in (
             ("/predict", "POST", _Predict(service)),
+            ("/livez", "GET", _livez),
+            ("/readyz", "GET", lambda request: _readyz(service)),
             ("/health", "GET", lambda request: _health(service)),
             ("/metrics", "GET", lambda request: _metrics(service)),
         )
@@ -75,8 +77,9 @@ class _Predict:
 
     async def __call__(self, request: Request) -> Response:
         limits = self._service.limits
-        if not self._service.ready:
-            raise Rejected(503, "loading", "the model is still loading; retry later", {"Retry-After": "1"})
+        unable = self._service.cannot_predict()
+        if unable:
+            raise Rejected(503, "loading", f"{unable}; retry later", {"Retry-After": "1"})
         body = await _body(request, limits.request_bytes)
         if self._active >= limits.concurrent_requests:  # a request takes a slot once it has arrived completely
             raise Rejected(
@@ -139,9 +142,17 @@ def _too_large(size: str, limit: int) -> Rejected:
     return Rejected(413, "too_large", message, {"Connection": "close"})
 
 
+async def _livez(_: Request) -> Response:
+    return _json(200, {"status": "alive"})
+
+
+async def _readyz(service: Service) -> Response:
+    problem = service.not_ready()
+    return _json(503 if problem else 200, {"ready": not problem, "problem": problem})
+
+
 async def _health(service: Service) -> Response:
-    state = service.health()
-    return _json(200 if service.ready else 503, state)
+    return _json(200, service.health())
 
 
 async def _metrics(service: Service) -> Response:
@@ -169,7 +180,7 @@ def _timed(service: Service, path: str, handler: Handler) -> Handler:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}; use POST /predict, GET /health or GET /metrics"
+    message = f"{error.detail}; use POST /predict, GET /health, /livez, /readyz or /metrics"
     return _json(error.status_code, {"error": message}, dict(error.headers or {}))
 
 

@@ -26,11 +26,12 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     limits: Limits | None = None,
+    max_age: float | None = None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT; requests in progress are finished. Logs where it listens.
 
     Args:
-        export_dir, follow: see :class:`Service`.
+        export_dir, follow, max_age: see :class:`Service`.
         limits: see :class:`Limits`.
         host: address to listen on; by default the loopback address, which other machines cannot reach.
         port: to listen on; 0 chooses a free one.
@@ -39,7 +40,7 @@ def serve(
         ValueError: ``export_dir`` has no exported model or a damaged one, or ``follow`` is not a publication target.
         OSError: it cannot listen there.
     """
-    service = Service(export_dir, follow, limits)
+    service = Service(export_dir, follow, limits, max_age)
     listener = _listen(host, port)
     _allow_open_files(service.limits.connections + 512)
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
@@ -60,7 +61,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    logger.info("listening on http://%s:%d: POST /predict, GET /health, GET /metrics", shown, port)
+    logger.info("listening on http://%s:%d: POST /predict, GET /health, /livez, /readyz, /metrics", shown, port)
     server.run([listener])
     if service.failure:
         raise service.failure

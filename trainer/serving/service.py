@@ -36,19 +36,29 @@ class Service:
         export_dir: folder of an exported model.
         follow: URL of a publication target whose versions are applied as they are published; None for none.
         limits: see :class:`Limits`.
+        max_age: seconds since the publication of the served version, after which the service is not ready; None for
+            any age.
 
     Raises:
-        ValueError: ``follow`` is not the URL of a publication target.
+        ValueError: ``follow`` is not the URL of a publication target, or ``max_age`` is not above 0 or without it.
 
     Attributes:
-        ready: whether the model is loaded and compiled.
+        loaded: whether the model is loaded and compiled.
         failure: exception raised while it was loaded, if any.
     """
 
-    def __init__(self, export_dir: Path, follow: str | None = None, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(
+        self,
+        export_dir: Path,
+        follow: str | None = None,
+        limits: Limits | None = None,
+        max_age: float | None = None,
+    ) -> None:
+        if max_age is not None and not (follow and max_age > 0):
+            raise ValueError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
+        self.limits, self._max_age = limits or Limits(), max_age
         self.metrics = ServiceMetrics(self._values)
-        self.ready = False
+        self.loaded = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
         self._batcher: MicroBatcher[Mapping[str, Any], Result] = MicroBatcher(
@@ -65,7 +75,7 @@ class Service:
         except Exception as error:  # raised by `serve`, in another thread
             self.failure = error
             return
-        self.ready = True
+        self.loaded = True
         following = f", follows {self._follower.url}" if self._follower else ""
         logger.info("%s is served: step %d%s", self._export_dir, self._model.step, following)
         if self._follower:
@@ -83,15 +93,29 @@ class Service:
     @property
     def version(self) -> int:
         """Published version of the served model; 0 for the export itself."""
-        return self._model.version if self.ready else 0
+        return self._model.version if self.loaded else 0
+
+    def cannot_predict(self) -> str:
+        """Why requests cannot be answered yet; empty if they can."""
+        if not self.loaded:
+            return "the model is still loading"
+        if self._follower and not self._follower.caught_up:
+            return f"the published versions have not been applied yet. {self._follower.problem}".rstrip()
+        return ""
+
+    def not_ready(self) -> str:
+        """Why no requests should be sent here; empty if they should."""
+        return self.cannot_predict() or self._too_old()
 
     def health(self) -> dict[str, Any]:
         """Status of the service and of its model; times in seconds."""
-        if not self.ready:
-            return {"status": "loading"}
-        problem = self._follower.problem if self._follower else ""
+        if not self.loaded:
+            return {"status": "loading", "ready": False}
+        not_ready = self.not_ready()
+        problem = not_ready or (self._follower.problem if self._follower else "")
         return {
-            "status": "degraded" if problem else "ok",
+            "status": "waiting" if self.cannot_predict() else "degraded" if problem else "ok",
+            "ready": not not_ready,
             "problem": problem,
             "version": self.version,
             "step": self._model.step,
@@ -99,15 +123,24 @@ class Service:
             "age_seconds": _seconds_since(self._model.sample_time),
         }
 
+    def _too_old(self) -> str:
+        if self._max_age is None or self._follower is None:
+            return ""
+        age = _seconds_since(self._follower.created_time)
+        if age <= self._max_age:
+            return ""
+        return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
+
     def _values(self) -> dict[str, float]:
         """Values of metrics.py's GAUGES and COUNTERS."""
         follower = self._follower
         ages = {
-            "model_age_seconds": _seconds_since(self._model.sample_time if self.ready else None),
+            "ready": float(not self.not_ready()),
+            "model_age_seconds": _seconds_since(self._model.sample_time if self.loaded else None),
             "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
             "following": float(follower is not None and not follower.problem),
         }
-        if not self.ready:
+        if not self.loaded:
             return ages
         return {**ages, "model_version": self.version, "model_step": self._model.step, **self._model.counters()}
 

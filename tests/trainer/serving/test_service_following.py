@@ -63,30 +63,44 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 
 
 def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
-    """Covers a directory that is created later, and a server that was killed and restarted."""
+    """Covers a directory that is created later, and a server that was killed and restarted.
+
+    The server is ready from the first version on, and no longer when that is too old.
+    """
     target = tmp_path / "published"
-    with serving(folder / "export", "--follow", str(target)) as server:
-        answers_as(server, folder, "run", 0)
+    with serving(folder / "export", "--follow", str(target), status="waiting") as server:
+        assert server.ask("GET", "/livez")[0] == 200
+        status, answer = server.ask("GET", "/readyz")
+        assert (status, f"{target} has no version yet; check --follow" in answer["problem"]) == (503, True), answer
+        status, answer = server.predict(raw_samples(folder))
+        assert (status, "have not been applied yet" in answer["error"]) == (503, True), answer
+        assert server.metrics()["cowrec_ready"] == 0
         with Publisher(open_target(str(target), publishing=True)) as publisher:
             now = int(time.time())
             version = published(publisher, everything(folder / "longer-export", 10, now - 1000))
             health = server.wait_for("version", version)
-            assert (health["status"], health["step"], health["sample_time"]) == ("ok", 10, now - 1000)
+            assert (health["step"], health["sample_time"]) == (10, now - 1000)
+            server.wait_for("status", "ok")
             answers_as(server, folder, "longer", version)
             metrics = server.metrics()
             assert metrics["cowrec_deltas_applied_total"] >= 1
             assert metrics["cowrec_model_version"] == version
             assert 1000 <= metrics["cowrec_model_age_seconds"] < 1000 + 60
             assert 0 <= metrics["cowrec_last_delta_age_seconds"] < 60
-            assert metrics["cowrec_following"] == 1
+            assert metrics["cowrec_following"] == metrics["cowrec_ready"] == 1
+            assert server.ask("GET", "/readyz")[0] == 200
             back = published(publisher, everything(folder / "export", 5))
             server.wait_for("version", back)
             answers_as(server, folder, "run", back)
         code, printed = server.send(signal.SIGKILL)
         assert code == -signal.SIGKILL
         assert f"cowrec: version {version} (full, step 10) of {target} is served\n" in printed
-    with serving(folder / "longer-export", "--follow", str(target), port=server.port) as server:
-        server.wait_for("version", back)
+    old = ("--max-age", "0.1")
+    with serving(
+        folder / "longer-export", "--follow", str(target), *old, port=server.port, status="degraded"
+    ) as server:
+        status, answer = server.ask("GET", "/readyz")
+        assert (status, "--max-age is 0.1" in answer["problem"]) == (503, True), answer
         answers_as(server, folder, "run", back)
 
 
@@ -96,7 +110,7 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, redis) -> None:
     Its password is neither shown nor logged.
     """
     with (
-        serving(folder / "export", "--follow", redis.url) as server,
+        serving(folder / "export", "--follow", redis.url, status="waiting") as server,
         Publisher(open_target(redis.url, publishing=True)) as publisher,
     ):
         version = published(publisher, everything(folder / "longer-export", 10))
@@ -124,11 +138,13 @@ def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
     whole = everything(folder / "longer-export", 10)
     wrong = Change(10, None, {"street": next(iter(whole.tables.values()))}, {})
     with (
-        serving(folder / "export", "--follow", str(target)) as server,
+        serving(folder / "export", "--follow", str(target), status="waiting") as server,
         Publisher(open_target(str(target), publishing=True)) as publisher,
     ):
+        version = published(publisher, whole)
+        server.wait_for("status", "ok")
         published(publisher, wrong)
         health = server.wait_for("status", "degraded")
         assert "table 'street'" in health["problem"]
         assert server.metrics()["cowrec_deltas_refused_total"] >= 1
-        answers_as(server, folder, "run", 0)
+        answers_as(server, folder, "longer", version)
