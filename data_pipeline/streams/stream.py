@@ -24,6 +24,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -53,14 +54,19 @@ class StreamBatch:
     """Samples to train on.
 
     Attributes:
-        block: the samples, with their times.
+        table: the samples as `Encoded.table`.
         schema: schema of the samples.
         end: position after the batch; `end.counters["batches"]` is the batch's number, from 1.
     """
 
-    block: SampleBlock
+    table: pa.Table
     schema: Schema
     end: Position
+
+    @cached_property
+    def block(self) -> SampleBlock:
+        """The samples as tensors, with their times."""
+        return sample_block(self.table, self.schema)
 
     @property
     def batch(self) -> Batch:
@@ -195,8 +201,7 @@ class SampleStream:
             due=max(0, state.due - count),
             counters=_added(state, handed_out=count, batches=1, forced=forced),
         )
-        schema = self._encoder.schema
-        return StreamBatch(sample_block(table, schema), schema, self.position)
+        return StreamBatch(table, self._encoder.schema, self.position)
 
     def _advance(self, deadline: float) -> bool:
         """Applies the next entry of the journal or, after its end, the next event; False if none comes in time."""

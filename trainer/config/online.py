@@ -5,6 +5,7 @@ from math import inf
 from typing import Literal
 
 from .id_table import seconds
+from .sections import OnNonfinite
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class OnlineConfig:
             optimizer.warmup_epochs has no effect.
         window: sample time over which progressive AUC, logloss and calibration are computed.
         snapshot_seconds: time between two checkpoints.
+        on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "skip"
+            it, which saves its samples in the run's folder `quarantine`; or "stop". Ten such batches in a row end the
+            run.
         publish_seconds: time between two publications of rows.
         dense_seconds: time between two publications of the dense weights.
     """
@@ -37,6 +41,7 @@ class OnlineConfig:
     warmup_steps: int = 0
     window: str = "1h"
     snapshot_seconds: float = 60.0
+    on_nonfinite: OnNonfinite = "skip"
     publish_seconds: float = 5.0
     dense_seconds: float = 60.0
 

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from .checks import require
 
+OnNonfinite = Literal["stop", "skip"]
+"""What is done about a batch that would make the model's state non-finite."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -64,6 +67,9 @@ class TrainConfig:
         cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
             it: one id in each field, optimizer.embedding = "adam", and neither optimizer.absent_rows = "dense" nor
             sharding.memory = "uvm_caching". Results do not depend on it.
+        on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "stop",
+            where the loss is checked with the metrics; or "skip" the batch, which is logged: it changes neither weights
+            nor moments, and each step then waits for the device. Ten such batches in a row end the run.
     """
 
     batch_size: int = 1024
@@ -86,6 +92,7 @@ class TrainConfig:
     task_weights: dict[str, float] = field(default_factory=dict)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     cuda_graph: bool = True
+    on_nonfinite: OnNonfinite = "stop"
 
     def __post_init__(self) -> None:
         require("train.log_seconds", self.log_seconds, 0 <= self.log_seconds < inf, "at least 0 and finite")

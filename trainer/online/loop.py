@@ -12,7 +12,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline import Batch, Position, SampleCodec, SampleSource, SampleStream, Schema, open_source
+from cowrec.data_pipeline import Position, SampleCodec, SampleSource, SampleStream, Schema, StreamBatch, open_source
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_l2
@@ -24,10 +24,12 @@ from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.id_translation import TranslatedBatch
 from cowrec.trainer.training.schedule import Schedule
+from cowrec.trainer.training.state import Step
 from cowrec.trainer.training.trainer import Trainer, require_run_dir
 
 from .progressive import ProgressiveQuality, WindowQuality
 from .publication import OnlinePublication
+from .quarantine import quarantine
 
 JOURNAL = "journal"
 _POLL_SECONDS = 0.2
@@ -89,7 +91,9 @@ class _OnlineRun:
     def __init__(self, config: RunConfig, run_dir: Path, process: Process) -> None:
         self.config, self.run_dir, self.process = config, run_dir, process
         schema = Schema.load(config.data.dir)
-        self.trainer = Trainer(config, schema, run_dir, process, Schedule(config.online.warmup_steps))
+        self.trainer = Trainer(
+            config, schema, run_dir, process, Schedule(config.online.warmup_steps), config.online.on_nonfinite
+        )
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = ProgressiveQuality(seconds(config.online.window, "online.window"))
         self.saved_step = self.samples = self.newest_time = 0
@@ -122,7 +126,7 @@ class _OnlineRun:
         while not (stream.ended or stop.wanted):
             arrived = stream.next_batch(_POLL_SECONDS)
             if arrived is not None:
-                translated = self.step(arrived.batch, log)
+                translated = self.step(arrived, log)
                 if publication:
                     publication.mark(translated.batch.sparse)
                 if self.trainer.steps == 1 or self.trainer.steps % self.config.train.log_every == 0:
@@ -142,11 +146,17 @@ class _OnlineRun:
         if publication:
             self.publish(publication, with_dense=True)
 
-    def step(self, batch: Batch, log: MetricsLog) -> TranslatedBatch:
-        """Trains on a batch; the logits of the step, from the weights before its update, are its predictions."""
-        started = time.perf_counter()
+    def step(self, arrived: StreamBatch, log: MetricsLog) -> TranslatedBatch:
+        """Trains on a batch; the logits of the step, from the weights before its update, are its predictions.
+
+        A batch that would make the model non-finite changes the id tables only.
+        """
+        started, batch = time.perf_counter(), arrived.batch
         translated = self.state.ids.training(batch)
         step = self.trainer.step(iter((translated.batch,)))
+        if step.set_aside:
+            self.set_aside(arrived, step, log)
+            return translated
         self.samples += len(step.label)
         assert batch.time is not None
         self.newest_time = max(self.newest_time, int(batch.time.max()))
@@ -155,9 +165,22 @@ class _OnlineRun:
         self.trained_seconds += time.perf_counter() - started
         return translated
 
+    def set_aside(self, arrived: StreamBatch, step: Step, log: MetricsLog) -> None:
+        """Keeps the samples of a batch that was not trained on, and says so."""
+        try:
+            kept = f"its samples are in {quarantine(self.run_dir, arrived, step.logits, step.set_aside)}"
+        except OSError as error:
+            kept = f"its samples could not be saved: {error}"
+        batch, samples = arrived.end.counters["batches"], len(step.label)
+        log.write("set_aside", self.trainer.steps, batch=batch, samples=samples, reason=step.set_aside)
+        self.trainer.warn(
+            f"warning: batch {batch} ({samples:,} samples) is set aside, as it would make the model non-finite:"
+            f" {step.set_aside}; {kept}"
+        )
+
     def publish(self, publication: OnlinePublication, *, with_dense: bool = False) -> None:
         """Publishes what is due, after checking that the losses were finite."""
-        self.trainer.checked_loss()
+        self.trainer.require_finite()
         publication.publish(self.trainer.steps, self.newest_time or None, with_dense=with_dense)
 
     def open_stream(self, source: SampleSource, position: Position | None) -> SampleStream:
@@ -198,7 +221,7 @@ class _OnlineRun:
         """Saves a checkpoint from which the stream can be continued, unless the last one is of this step."""
         if self.trainer.steps == self.saved_step:
             return
-        self.trainer.checked_loss()
+        self.trainer.require_finite()
         position, window, folder = stream.position, self.quality.freeze(), self.run_dir / CHECKPOINTS
 
         def write_files(partial: Path) -> None:
@@ -226,7 +249,7 @@ class _OnlineRun:
         """Writes the metrics since the last call."""
         loss, steps = self.trainer.checked_loss(), self.trainer.steps
         log.write("train", steps, loss=loss, samples_per_second=self.samples_per_second, samples=self.samples)
-        log.write("stream", steps, **stream.counters)
+        log.write("stream", steps, **stream.counters, batches_set_aside=self.trainer.set_aside)
         self.trainer.write_statistics(log)
 
     @property

@@ -36,6 +36,7 @@ class Progress:
         epochs: measurements after each epoch.
         samples, seconds: samples trained on so far, and the time their steps took.
         clip: [rows, clipped rows] of each table so far; empty without a clip.
+        set_aside: batches that were not trained on, because they would have made the state non-finite.
     """
 
     step: int = 0
@@ -46,6 +47,7 @@ class Progress:
     samples: int = 0
     seconds: float = 0.0
     clip: dict[str, list[int]] = field(default_factory=dict)
+    set_aside: int = 0
 
 
 def best_epoch(epochs: Sequence[dict[str, Any]], metric: str) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ Tensors are read as tensors. torch.distributed.checkpoint describes them in a pi
 accepts only the classes of such descriptions.
 """
 
+import logging
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from cowrec.trainer.runtime.processes import Process, on_first
 
 from .checkpoint_folder import Progress, best_intact, newest_intact, step_intact
+
+logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(
@@ -50,6 +53,40 @@ def find_checkpoint(
     on_first(process, look)
     dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def choose_checkpoint(
+    folder: Path, keep_best: str, checkpoint: str, process: Process, say: Callable[[str], None]
+) -> tuple[Path, Progress]:
+    """The checkpoint whose weights a command uses, which the first process logs. All processes call together.
+
+    Args:
+        folder: of the run's checkpoints.
+        keep_best: what the run keeps the best checkpoint by, or "none".
+        checkpoint: "latest", "best", or a step; "" for "best" where the run keeps it.
+        process: this process.
+        say: receives messages.
+
+    Raises:
+        ValueError: there is no such checkpoint, or all are damaged.
+    """
+    if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():
+        raise ValueError(f'--checkpoint must be "latest", "best" or a step, got {checkpoint!r}')
+    if checkpoint == "best" and keep_best == "none":
+        raise ValueError(
+            f'the run of {folder} keeps no best checkpoint (checkpoint.keep_best = "none"); use --checkpoint latest or'
+            " a step"
+        )
+    is_best = keep_best != "none" and checkpoint in ("", "best")
+    step = int(checkpoint) if checkpoint.isdecimal() else None
+    found = find_checkpoint(folder, process, say, best_by=keep_best if is_best else None, step=step)
+    if found is None:
+        raise ValueError(f"no checkpoint in {folder}; train the run first")
+    path, progress = found
+    if process.is_first:
+        after = f", after epoch {progress.epoch}" if progress.epoch and not progress.epoch_step else ""
+        logger.info(f"using {path}{after}{f', the best by {keep_best}' if is_best else ''}")
+    return found
 
 
 def checkpoint_keys(path: Path) -> set[str]:

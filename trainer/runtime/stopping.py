@@ -27,6 +27,7 @@ class LossWatch:
         self._world_size, self._device = process.world_size, process.device
         self._blocks: list[Tensor] = []
         self._steps: list[int] = []
+        self._sum, self._count = 0.0, 0
 
     def add(self, loss: Tensor, step: int) -> None:
         """Adds this process's loss of a step, a scalar."""
@@ -41,15 +42,22 @@ class LossWatch:
 
         Waits for the device once. Collective: all processes call it together, after the same steps.
         """
+        bad = self.check()
+        mean = self._sum / self._count / self._world_size if self._count else nan
+        self._sum, self._count = 0.0, 0
+        return mean, bad
+
+    def check(self) -> int | None:
+        """The first step whose loss was not finite since the last call of this or :meth:`read`; keeps the mean."""
         if not self._steps:
-            return nan, None
+            return None
         steps, losses = self._steps, torch.cat(self._blocks)[: len(self._steps)]
         self._steps, self._blocks = [], []
         if self._world_size > 1:
             dist.all_reduce(losses)  # a sum is finite only where all its terms are
         values = losses.tolist()
-        bad = next((step for step, value in zip(steps, values, strict=True) if not isfinite(value)), None)
-        return sum(values) / len(values) / self._world_size, bad
+        self._sum, self._count = self._sum + sum(values), self._count + len(values)
+        return next((step for step, value in zip(steps, values, strict=True) if not isfinite(value)), None)
 
 
 class StopRequest:

@@ -1,6 +1,6 @@
 """Dense optimizer: Adam whose learning rate is set before every step, in memory that a captured CUDA graph reads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf, log, sqrt
 from typing import Any
@@ -26,6 +26,9 @@ class DenseAdam(Adam):
         parameters: parameters to update, by name; all on one device.
         hyperparameters: betas, eps and weight decay of the first steps.
         adam_epsilon: form of epsilon, Keras' or torch's.
+
+    Attributes:
+        admits: called once the gradients of a step are complete; False leaves the step out.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class DenseAdam(Adam):
             group["lr"] = self._rate
         self._weight_decay, self._kept = hyperparameters.dense_weight_decay, torch.ones((), device=device)
         self._passes, self._passes_taken = 1, 0
+        self.admits: Callable[[], bool] = _always
         self._corrects_in_rate = adam_epsilon == "keras"
         for parameter in self._parameters.values():
             steps = torch.full((), inf if self._corrects_in_rate else 0.0, device=device)
@@ -107,7 +111,7 @@ class DenseAdam(Adam):
     def step(self, closure: Any = None) -> Any:
         """Takes a step; ``closure`` must be None."""
         assert closure is None
-        if not self._completes_step():
+        if not self._completes_step() or not self.admits():
             return None
         self._decay_weights()
         return super().step()
@@ -123,7 +127,7 @@ class DenseAdam(Adam):
         """Does what torch's method does, for parameters that all have gradients, in a fifth of its host time."""
         grads = [each.grad for each in self._parameters.values() if each.grad is not None]
         assert closure is None
-        if not self._completes_step():
+        if not self._completes_step() or not self.admits():
             return
         self._decay_weights()
         if len(grads) < len(self._parameters):
@@ -175,6 +179,10 @@ class DenseAdam(Adam):
         """Moments of each parameter by name, and for torch's form its steps, sharing the optimizer's memory."""
         saved = ("exp_avg", "exp_avg_sq") if self._corrects_in_rate else ("exp_avg", "exp_avg_sq", "step")
         return {name: {key: self.state[each][key] for key in saved} for name, each in self._parameters.items()}
+
+
+def _always() -> bool:
+    return True
 
 
 def _steps_until(product: float, beta: float) -> float:

@@ -80,7 +80,9 @@ class _EpochRun:
         self.config, self.process, self.after_epoch = config, process, after_epoch
         readers = training_readers(config, Path(config.data.dir), process)
         self.train_reader, self.validation_reader = readers.train, readers.validation
-        self.trainer = Trainer(config, self.train_reader.schema, run_dir, process, self._schedule())
+        self.trainer = Trainer(
+            config, self.train_reader.schema, run_dir, process, self._schedule(), config.train.on_nonfinite
+        )
         keep_resident(self.train_reader, config, process)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = EpochQuality(config, readers, process, self._non_finite)
@@ -150,7 +152,9 @@ class _EpochRun:
             while self.epoch_step < steps:
                 step = self.trainer.step(batches, self.train_reader.passes(self.epoch, self.epoch_step))
                 self.epoch_step += 1
-                stopping, saving = stop.agreed(), self._saves_now(steps)
+                if step.set_aside:
+                    self.report_set_aside(log, step.set_aside)
+                stopping, saving = stop.agreed(), not step.set_aside and self._saves_now(steps)
                 if not (stopping or saving or self._logs_now(steps)):
                     continue
                 done = self._done()
@@ -177,6 +181,14 @@ class _EpochRun:
         log.write("train", self.trainer.steps, epoch=self.epoch, **values)
         self.trainer.write_statistics(log, epoch=self.epoch)
         return loss
+
+    def report_set_aside(self, log: MetricsLog, reason: str) -> None:
+        """Logs that the latest batch was not trained on."""
+        log.write("set_aside", self.trainer.steps, epoch=self.epoch, batch=self.epoch_step, reason=reason)
+        self.trainer.warn(
+            f"warning: batch {self.epoch_step} of epoch {self.epoch + 1} is skipped, as it would make the model"
+            f" non-finite: {reason}"
+        )
 
     def _logs_now(self, steps: int) -> bool:
         taken = self.trainer.steps

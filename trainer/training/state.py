@@ -1,6 +1,5 @@
 """State of training: a sharded model with its optimizers and id tables, the training step, and how it is saved."""
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +12,19 @@ from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.config.run import RunConfig, to_plain
+from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import ClipWatch
 from cowrec.trainer.measures.ratio_histogram import RatioHistogram
 from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
-from cowrec.trainer.runs.checkpoint_reader import checkpoint_keys, find_checkpoint, read_checkpoint, readable
+from cowrec.trainer.runs.checkpoint_reader import (
+    checkpoint_keys,
+    choose_checkpoint,
+    find_checkpoint,
+    read_checkpoint,
+    readable,
+)
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import (
@@ -31,13 +37,13 @@ from cowrec.trainer.sharded_model.build import (
 )
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
+from cowrec.trainer.sharded_model.state_tensors import not_finite, random_state
+from cowrec.trainer.sharded_model.step_guard import StepGuard
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .captured_steps import CapturedSteps, why_not_captured
 from .pipeline import pipeline_of
 from .schedule import Schedule
-
-logger = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
@@ -49,6 +55,7 @@ class Step(NamedTuple):
         label: float32 [B].
         dense_lr: learning rate of the network.
         embedding_lr: learning rate of the tables.
+        set_aside: why the batch changed neither weights nor moments, and is no step; "" if it was trained on.
     """
 
     loss: Tensor
@@ -56,6 +63,7 @@ class Step(NamedTuple):
     label: Tensor
     dense_lr: float
     embedding_lr: float
+    set_aside: str = ""
 
 
 class TrainState:
@@ -66,6 +74,7 @@ class TrainState:
         schema: of its data.
         process: this process.
         schedule: of the learning rates and the batch sizes.
+        on_nonfinite: at a batch that would make the state non-finite, "skip" it; "stop" does not look.
 
     Attributes:
         model: a TrainTask, sharded.
@@ -83,7 +92,14 @@ class TrainState:
         ValueError: from :func:`build_sharded`, :func:`embedding_optimizer` or :class:`IdTranslation`.
     """
 
-    def __init__(self, config: RunConfig, schema: Schema, process: Process, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        schema: Schema,
+        process: Process,
+        schedule: Schedule,
+        on_nonfinite: OnNonfinite = "stop",
+    ) -> None:
         self._config, self._process = config, process
         self.tasks = Tasks.of(schema.labels, config.evaluate.main_task)
         self.logit_shift = schema.logit_shift
@@ -101,6 +117,9 @@ class TrainState:
         self._stages = schedule.ramp.stages
         self.dense_optimizer = DenseAdam(dense_parameters(self.model), self._values, config.optimizer.adam_epsilon)
         self.why_not_captured = why_not_captured(config, schema, process, self.model, self.embedding_optimizer)
+        self._guard = StepGuard(self.model, self.dense_optimizer, process) if on_nonfinite == "skip" else None
+        if self._guard:
+            self.why_not_captured = 'on_nonfinite = "skip" decides on the host whether a step is taken'
         self.pipeline = pipeline_of(
             self.model,
             self.dense_optimizer,
@@ -167,8 +186,9 @@ class TrainState:
             logits, label = (
                 torch.cat([first, *(each[number] for each in others)]) for number, first in ((1, logits), (2, label))
             )
-        self.steps += 1
-        return Step(loss, logits, label, dense_lr, embedding_lr)
+        set_aside = self._guard.reason if self._guard else ""
+        self.steps += not set_aside
+        return Step(loss, logits, label, dense_lr, embedding_lr, set_aside)
 
     def _begin_stage(self, step: int) -> None:
         """Sets the values of the stage of the batch ramp that begins with step ``step``, counted from 0."""
@@ -197,7 +217,11 @@ class TrainState:
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:
         """Writes a checkpoint; see :meth:`Checkpoints.save`."""
         about = {"world_size": self._process.world_size, "config": to_plain(self._config), **self.environment}
-        checkpoints.save(self._everything() | _random_state(self._process), progress, about, write_files)
+        checkpoints.save(self._everything() | random_state(self._process), progress, about, write_files)
+
+    def not_finite(self) -> str:
+        """Name of a weight or moment that is not finite; "" if all are finite. Reads all of them."""
+        return not_finite(self._everything(), self._process)
 
     def resume(self, folder: Path, checkpoints: Checkpoints) -> Progress | None:
         """Loads the newest intact checkpoint of a folder in place; None where there is none.
@@ -214,7 +238,7 @@ class TrainState:
         self._begin_stages_before(progress.step)
         with readable(path):
             keys = checkpoint_keys(path)
-            random = {key: value for key, value in _random_state(self._process).items() if key in keys}
+            random = {key: value for key, value in random_state(self._process).items() if key in keys}
             state = self._everything() | random
             read_checkpoint(path, state)
             self._load(state)
@@ -242,23 +266,7 @@ class TrainState:
         Raises:
             ValueError: there is no such checkpoint, all are damaged, or they do not fit the model.
         """
-        keep_best = self._config.checkpoint.keep_best
-        if checkpoint not in ("", "latest", "best") and not checkpoint.isdecimal():
-            raise ValueError(f'--checkpoint must be "latest", "best" or a step, got {checkpoint!r}')
-        if checkpoint == "best" and keep_best == "none":
-            raise ValueError(
-                f'the run of {folder} keeps no best checkpoint (checkpoint.keep_best = "none"); use --checkpoint latest'
-                " or a step"
-            )
-        is_best = keep_best != "none" and checkpoint in ("", "best")
-        step = int(checkpoint) if checkpoint.isdecimal() else None
-        found = find_checkpoint(folder, self._process, say, best_by=keep_best if is_best else None, step=step)
-        if found is None:
-            raise ValueError(f"no checkpoint in {folder}; train the run first")
-        path, progress = found
-        if self._process.is_first:
-            after = f", after epoch {progress.epoch}" if progress.epoch and not progress.epoch_step else ""
-            logger.info(f"using {path}{after}{f', the best by {keep_best}' if is_best else ''}")
+        path, progress = choose_checkpoint(folder, self._config.checkpoint.keep_best, checkpoint, self._process, say)
         with readable(path):
             state = self._weights()
             read_checkpoint(path, state)
@@ -290,11 +298,3 @@ class TrainState:
             counted = counted.to(self.model.device)
             dist.all_reduce(counted, dist.ReduceOp.MAX)
         return counted
-
-
-def _random_state(process: Process) -> State:
-    """State of this process's random generators, keyed by its rank."""
-    state = {"cpu": torch.get_rng_state()}
-    if process.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(process.device)
-    return {f"random_{process.rank}_of_{process.world_size}": state}

@@ -8,6 +8,7 @@ from typing import Any
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.trainer.config.run import RunConfig, to_plain
+from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
 from cowrec.trainer.runs.checkpoint import Checkpoints, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
@@ -23,6 +24,9 @@ from cowrec.trainer.sharded_model.build import derived_hyperparameters, describe
 from .schedule import Schedule
 from .state import Step, TrainState
 
+MOST_SET_ASIDE = 10
+"""Batches in a row that may be set aside; more of them are no fault of the data."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,19 +39,30 @@ class Trainer:
         run_dir: folder of the run.
         process: this process.
         schedule: of the learning rates.
+        on_nonfinite: what is done about a batch that would make the state non-finite.
 
     Attributes:
         state: what training changes.
         checkpoints: of the run.
+        set_aside: batches that were not trained on, since the start of the run.
 
     Raises:
         ValueError: see :class:`TrainState`; or the package of a tracker is not installed.
     """
 
-    def __init__(self, config: RunConfig, schema: Schema, run_dir: Path, process: Process, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        schema: Schema,
+        run_dir: Path,
+        process: Process,
+        schedule: Schedule,
+        on_nonfinite: OnNonfinite,
+    ) -> None:
         self.config, self.schema, self.run_dir, self.process = config, schema, run_dir, process
         on_first(process, lambda: require_trackers(config.train.trackers))
-        self.state = TrainState(config, schema, process, schedule)
+        self.state = TrainState(config, schema, process, schedule, on_nonfinite)
+        self.set_aside = self._set_aside_in_a_row = 0
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.warn)
         self._heartbeat = Heartbeat(process)
         self._losses = LossWatch(process)
@@ -82,14 +97,34 @@ class Trainer:
         return MetricsLog(self.run_dir, self.steps, trackers)
 
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
-        """Trains on the next batch, or on several that are parts of one; does not wait for the device.
+        """Trains on the next batch, or on several that are parts of one; does not wait for the device unless
+        `on_nonfinite` is "skip".
 
         ``state.ids`` has translated them.
+
+        Raises:
+            NonFiniteLoss: `MOST_SET_ASIDE` batches in a row would have made the state non-finite.
         """
         step = self.state.step(batches, passes)
-        self._losses.add(step.loss, self.steps - 1)
+        if step.set_aside:
+            self._count_set_aside(step.set_aside)
+        else:
+            self._set_aside_in_a_row = 0
+            self._losses.add(step.loss, self.steps - 1)
         self._heartbeat.step = self.steps
         return step
+
+    def _count_set_aside(self, reason: str) -> None:
+        self.set_aside += 1
+        self._set_aside_in_a_row += 1
+        if self._set_aside_in_a_row == MOST_SET_ASIDE:
+            raise self.non_finite(f"in {MOST_SET_ASIDE} batches in a row after step {self.steps} ({reason})")
+
+    def require_finite(self) -> None:
+        """Raises NonFiniteLoss, on all ranks, if a loss since the last reading was not finite; keeps the mean."""
+        bad_step = self._losses.check()
+        if bad_step is not None:
+            raise self.non_finite(f"at step {bad_step + 1}")
 
     def checked_loss(self, within: str = "") -> float:
         """Mean loss over all ranks since the last check.
@@ -135,18 +170,34 @@ class Trainer:
 
     def resume(self) -> Progress | None:
         """Loads the newest checkpoint of the run; None if it has none."""
-        return self.state.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
+        progress = self.state.resume(self.run_dir / CHECKPOINTS, self.checkpoints)
+        self.set_aside = progress.set_aside if progress else 0
+        return progress
 
     def save(self, write_files: WriteFiles | None = None, /, **progress: Any) -> None:
-        """Saves a checkpoint with the given fields of :class:`Progress`."""
+        """Saves a checkpoint with the given fields of :class:`Progress`.
+
+        Raises:
+            NonFiniteLoss: a weight or moment is not finite; nothing is saved.
+        """
+        if name := self.state.not_finite():
+            self.checkpoints.finish()
+            last = self.checkpoints.latest
+            raise NonFiniteLoss(
+                f"after step {self.steps} {name} has numbers that are not finite, and no checkpoint is written;"
+                f" {f'the last one is {last}' if last else 'none was saved before'}. Look for very large values in the"
+                " data, or lower the learning rates"
+            )
         clip = self.state.clip_watch.counts() if self.state.clip_watch else {}
-        self.state.save(self.checkpoints, Progress(self.steps, clip=clip, **progress), write_files)
+        progress |= {"clip": clip, "set_aside": self.set_aside}
+        self.state.save(self.checkpoints, Progress(self.steps, **progress), write_files)
 
     def report(self) -> dict[str, Any]:
         """Entries that every report has."""
         statistics = self.state.clip_watch.total() if self.state.clip_watch else None
         return {
             "steps": self.steps,
+            "batches_set_aside": self.set_aside,
             "clip_statistics": statistics,
             "clip_remark": clip_remark(statistics),
             "clip_histogram": self.state.ratio_histogram.total() if self.state.ratio_histogram else None,

@@ -1,0 +1,116 @@
+"""Guard of a training step: the updates wait until the loss and the gradients of the step are known to be finite."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.lookup import TbeLookup
+from cowrec.trainer.runtime.processes import Process
+
+from .build import dense_parameters, dense_tensors
+from .dense_adam import DenseAdam
+
+LARGEST_GRADIENT = 1e10
+"""A larger element counts as not finite: its square, summed over the ids of a batch, does not fit float32."""
+
+
+class StepGuard:
+    """Takes the updates of a step, or none of them if the batch would make the model's state non-finite.
+
+    The backward pass of a step ends at the outputs of the tables' lookups. :meth:`admits`, which the dense optimizer
+    calls once the gradients of the step are complete, looks at the loss and all gradients, and then runs the rest of
+    the backward pass, in which tables are updated; or drops it and restores the buffers of the network, such as the
+    means of a BatchNorm. Steps that are taken are bit-identical to those without a guard. Each step waits for the
+    device, once.
+
+    Args:
+        model: a TrainTask, sharded, whose lookups have their optimizers.
+        optimizer: of the dense parameters, whose steps it guards.
+        process: this process; all of them drop a step together.
+
+    Attributes:
+        reason: why the latest step was dropped; "" if it was taken.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: DenseAdam, process: Process) -> None:
+        self.reason = ""
+        self._parameters, self._process = dense_parameters(model), process
+        self._buffers = {name: each for name, each in dense_tensors(model).items() if name not in self._parameters}
+        optimizer.admits = self.admits
+        self._passes: list[dict[str, tuple[Tensor, Tensor]]] = []
+        self._losses: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        model.register_forward_pre_hook(self._begin_pass)
+        model.register_forward_hook(self._end_pass)
+        for lookup in find_lookups(model)[0]:
+            self._cut(lookup)
+
+    def admits(self) -> bool:
+        """Takes the updates of the tables and returns True, or drops the step; then :attr:`reason` is set."""
+        found = list(self._measured())
+        names, values = [name for name, _ in found], torch.stack([value.float() for _, value in found])
+        finite = (values <= LARGEST_GRADIENT).all()  # NaN is not
+        if self._process.world_size > 1:
+            on_all = finite.int()
+            dist.all_reduce(on_all, dist.ReduceOp.MIN)
+            finite = on_all.bool()
+        admitted, passes = bool(finite), self._passes
+        self.reason = "" if admitted else _reason(names, values.tolist())
+        self._passes, self._losses = [], []
+        if admitted:
+            for each in passes:
+                held = [pair for pair in each.values() if pair[1].grad is not None]
+                torch.autograd.backward([output for output, _ in held], [leaf.grad for _, leaf in held])
+        else:
+            for buffer, kept in zip(self._buffers.values(), self._kept, strict=True):
+                buffer.copy_(kept)
+        return admitted
+
+    def _measured(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and largest magnitudes of the losses and gradients."""
+        yield from (("the loss", loss.abs()) for loss in self._losses)
+        grads = {f"the gradient of {name}": each.grad for name, each in self._parameters.items()}
+        named = [(name, grad) for name, grad in grads.items() if grad is not None]
+        for each in self._passes:
+            named += [(name, leaf.grad) for name, (_, leaf) in each.items() if leaf.grad is not None]
+        named = [(name, grad) for name, grad in named if grad.numel()]
+        largest = torch._foreach_norm([grad for _, grad in named], torch.inf)
+        yield from zip((name for name, _ in named), largest, strict=True)
+
+    def _begin_pass(self, model: nn.Module, _: Any) -> None:
+        if not model.training:
+            return
+        if not self._passes:
+            self._kept = [each.clone() for each in self._buffers.values()]
+        self._passes.append({})
+
+    def _end_pass(self, model: nn.Module, _: Any, output: tuple[Tensor, Any]) -> None:
+        if model.training:
+            self._losses.append(output[0].detach())
+
+    def _cut(self, lookup: TbeLookup) -> None:
+        """Makes the outputs of a lookup leaves of the graph that the backward pass of the loss walks."""
+        forward: Callable[..., Tensor] = lookup.module.forward
+        name = f"the gradient of the rows of {', '.join(shard.name for shard in lookup.shards)}"
+
+        def cut(**inputs: Any) -> Tensor:
+            output = forward(**inputs)
+            if not output.requires_grad:
+                return output
+            leaf = output.detach().requires_grad_()
+            held = self._passes[-1]
+            held[name if name not in held else f"{name} ({len(held)})"] = (output, leaf)
+            return leaf
+
+        lookup.module.forward = torch.compiler.disable(cut)
+
+
+def _reason(names: list[str], values: list[float]) -> str:
+    """Describes the first values that are not finite."""
+    wrong = [f"{name} is {value:g}" for name, value in zip(names, values, strict=True) if not value <= LARGEST_GRADIENT]
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return "; ".join(wrong[:3]) + more if wrong else "a loss or gradient on another process is not finite"
