@@ -123,16 +123,20 @@ class EvaluateConfig:
             the training split once more at the start, one field at a time.
         train_rows: training samples to measure as well: the same random sample each time, kept in memory; reads the
             training split once more at the start. 0: none.
+        logistic_regression_rows: where there are at most so many training samples, what one-hot logistic regression
+            reaches on the same samples stands beside the first report; fitted after the first epoch. 0: never.
         main_task: of several labels, the one whose quality is the run's: `auc` and `logloss` are its, and with them
             the best epoch and what groups of samples are measured by. By default the first label.
     """
 
     by_id_counts: bool = False
     train_rows: int = 0
+    logistic_regression_rows: int = 200_000
     main_task: str = ""
 
     def __post_init__(self) -> None:
-        require("evaluate.train_rows", self.train_rows, self.train_rows >= 0, "at least 0")
+        for key in ("train_rows", "logistic_regression_rows"):
+            require(f"evaluate.{key}", getattr(self, key), getattr(self, key) >= 0, "at least 0")
 
 
 @dataclass(frozen=True)

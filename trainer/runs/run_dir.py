@@ -35,7 +35,7 @@ _MAY_CHANGE = {
         "cuda_graph",
         "trackers",
     ),
-    "evaluate": ("by_id_counts", "train_rows"),
+    "evaluate": ("by_id_counts", "train_rows", "logistic_regression_rows"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "clip": ("histogram",),
     "sharding": ("plan", "tables"),

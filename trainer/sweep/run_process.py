@@ -1,5 +1,6 @@
 """Training of runs one after the other in a subprocess, so that the caller survives a run that fails."""
 
+import dataclasses
 import gc
 import shutil
 import signal
@@ -29,6 +30,8 @@ def train_in(
         ProcessFailed: the run failed; the message is its error.
         Interrupted: the subprocess or this process was asked to stop, which is no failure of the run.
     """
+    # The runs share their data, so that regression would reach the same beside each.
+    config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, logistic_regression_rows=0))
     if not (run_dir / CONFIG).exists():
         shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
     try:

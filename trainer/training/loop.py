@@ -201,10 +201,15 @@ class _EpochRun:
     def evaluate(self, log: MetricsLog) -> None:
         """Measures the model after an epoch."""
         values, text = self.quality.measure(self.state)
+        regression = self.quality.regression(self.state.tasks) if not self.epochs else ({}, "")
+        if regression[0]:
+            values["logistic_regression"] = regression[0]
         steps = self.trainer.steps
         log.write("eval", steps, epoch=self.epoch - 1, **values)
         self.epochs.append({"epoch": self.epoch, "step": steps, **values})
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
+        if regression[1]:
+            self.say(f"one-hot logistic regression  {regression[1]}")
 
     def _non_finite(self, where: str) -> Exception:
         return self.trainer.non_finite(f"on the {where} after step {self.trainer.steps} (epoch {self.epoch})")
@@ -262,6 +267,7 @@ class _EpochRun:
         schema = self.trainer.schema
         return {
             **quality,
+            "logistic_regression": self.epochs[0].get("logistic_regression"),
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
             "best_possible": dict(schema.best) if schema.best else None,
