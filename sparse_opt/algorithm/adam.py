@@ -104,6 +104,12 @@ def adam_scalars(config: AdamConfig, lr: float, step: int, betas: BetaHistory | 
     return AdamScalars(lr / first, 1 / sqrt(second), decay)
 
 
+# Without annotations, as adam_element.
+def table_scalars(scalars, lr_factor):  # type: ignore[no-untyped-def]
+    """Scalars of a table whose learning rate is ``lr_factor`` times that of the step; both in float32."""
+    return AdamScalars(scalars.step_size * lr_factor, scalars.denominator_scale, scalars.decay * lr_factor)
+
+
 class AdamConstants(NamedTuple):
     """Numbers that are the same in every step.
 

@@ -106,7 +106,7 @@ def _require_norms(model: nn.Module, rule: TableRules, unclipped: set[str]) -> N
             raise ValueError(
                 f"clip.rule = {rule.name!r} needs the norm over all tables before the first is updated, but rank {rank}"
                 f" looks up {lookups[0][0]!r} and {lookups[1][0]!r} separately; give all tables one collection,"
-                ' sharding, pooling and data type, or set clip.rule = "field"'
+                ' sharding, pooling, data type and learning rate, or set clip.rule = "field"'
             )
         if not lookups:
             raise ValueError(

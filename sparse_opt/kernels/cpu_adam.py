@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from cowrec.sparse_opt.algorithm.adam import adam_element
+from cowrec.sparse_opt.algorithm.adam import adam_element, table_scalars
 
 from .cpu_rows import clip_factor
 
@@ -29,6 +29,7 @@ def divide(numerator, denominator):
 
 
 step_of_element = njit(nogil=True, cache=True, inline="always")(adam_element)
+scalars_of_table = njit(nogil=True, cache=True, inline="always")(table_scalars)
 
 
 @intrinsic
@@ -82,7 +83,7 @@ def store_row(w, m, v, low, state, start, dim):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, progress):
+def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constants, scalars, lr_factors, progress):
     """Takes Adam step ``progress.step`` on the distinct rows of some tables, in place.
 
     Where rows are replayed, writes their last steps; a decayed row (see cpu_replay.py) first catches up the decay of
@@ -95,6 +96,7 @@ def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constan
     g = np.empty(elements, np.float32)
     for k, t in enumerate(tables):
         dim, first, start, first_row = layout.dim[t], tops[k], layout.start[t], layout.first_row[t]
+        own = scalars_of_table(scalars, lr_factors[t])
         for block in range(first, tops[k + 1], _ROWS):
             end = min(block + _ROWS, tops[k + 1])
             for u in range(block, end):
@@ -120,7 +122,7 @@ def adam_rows(tables, distinct_rows, layout, bags, clips, ratios, state, constan
                 for d in range(clips.columns[t]):
                     g[low + d] *= factor
             for i in range((end - block) * dim):
-                w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], g[i], constants, scalars, root, divide)
+                w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], g[i], constants, own, root, divide)
             for u in range(block, end):
                 store_row(w, m, v, (u - block) * dim, state, start + rows[u] * dim, dim)
         ratios.rows[t] = tops[k + 1] - first

@@ -17,7 +17,7 @@ from numba import njit
 
 from cowrec.sparse_opt.algorithm.adam import AdamScalars
 
-from .cpu_adam import divide, load_row, prefetch_row, root, step_of_element, store_row
+from .cpu_adam import divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row
 from .cpu_rows import clip_factor
 
 DECAY_INTERVAL = 32
@@ -77,20 +77,27 @@ def rows_of_keys(keys, layout):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _steps(w, m, v, count, first, end, schedule, constants):
+def _scalars(schedule, t, lr_factor):
+    """Scalars of step t + 1 for a table with this factor of the learning rate."""
+    scalars = AdamScalars(schedule.step_sizes[t], schedule.denominator_scales[t], schedule.decays[t])
+    return scalars_of_table(scalars, lr_factor)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _steps(w, m, v, count, first, end, lr_factor, schedule, constants):
     """Takes steps first + 1 .. end on the leading elements, a multiple of the vector's width, without a clip."""
     for t in range(first, end):
-        scalars = AdamScalars(schedule.step_sizes[t], schedule.denominator_scales[t], schedule.decays[t])
+        scalars = _scalars(schedule, t, lr_factor)
         for i in range(count):
             gradient = constants.twice_l2 * w[i]
             w[i], m[i], v[i] = step_of_element(w[i], m[i], v[i], gradient, constants, scalars, root, divide)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _steps_without_moments(w, v, count, first, end, schedule, constants):
+def _steps_without_moments(w, v, count, first, end, lr_factor, schedule, constants):
     """Does what :func:`_steps` does, where all first moments are zero and there is no L2."""
     for t in range(first, end):
-        decay = schedule.decays[t]
+        decay = _scalars(schedule, t, lr_factor).decay
         for i in range(count):
             w[i] = w[i] - decay * w[i]
             v[i] = constants.beta2 * v[i]
@@ -105,9 +112,9 @@ def _all_zero(m, count):
 
 
 @njit(nogil=True, cache=True)
-def _zero_decayed(w, m, count, twice_l2, step_size, thresholds):
+def _zero_decayed(w, m, count, twice_l2, step_size, lr_factor, thresholds):
     """Sets decayed ones of the leading elements to zero; without branches, so that it runs in vector registers."""
-    lr = max(thresholds.lr, step_size)
+    lr = max(thresholds.lr, step_size) * lr_factor
     for i in range(count):
         decayed = (abs(m[i]) * lr <= thresholds.motion) & ((twice_l2 == 0) | (abs(w[i]) <= thresholds.weight))
         m[i] = np.float32(0) if decayed else m[i]
@@ -124,7 +131,7 @@ def _has_decayed(w, m, low, high, constants):
 
 
 @njit(nogil=True, cache=True)
-def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, thresholds):
+def replay_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, constants, thresholds):
     """Takes the missed steps of rows of width ``dim``, where no absent row can exceed its clip limit.
 
     The rows are sorted by their last steps; this call takes every ``parts``-th row, so that all calls have about as
@@ -132,7 +139,7 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
     missed and leaves them when it has decayed.
 
     Args:
-        rows: :class:`StaleRows`.
+        rows: :class:`StaleRows`, of tables whose learning rate is ``lr_factor`` times the steps'.
         state: :class:`AdamState`, updated in place, as is ``progress.last_step``.
     """
     last_step, step = progress.last_step, progress.step
@@ -156,12 +163,12 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
                 until = min(until, rows.last[following])
             used = (active * dim + _VECTOR - 1) // _VECTOR * _VECTOR
             if constants.weight_decay > 0 and constants.twice_l2 == 0 and _all_zero(m, used):
-                _steps_without_moments(w, v, used, now, until, schedule, constants)
+                _steps_without_moments(w, v, used, now, until, lr_factor, schedule, constants)
             else:
-                _steps(w, m, v, used, now, until, schedule, constants)
+                _steps(w, m, v, used, now, until, lr_factor, schedule, constants)
             now = until
             if now % DECAY_INTERVAL == 0:
-                _zero_decayed(w, m, used, constants.twice_l2, schedule.step_sizes[now - 1], thresholds)
+                _zero_decayed(w, m, used, constants.twice_l2, schedule.step_sizes[now - 1], lr_factor, thresholds)
                 slot = 0
                 while slot < active:
                     low, high = slot * dim, slot * dim + dim
@@ -187,7 +194,7 @@ def replay_rows(part, parts, dim, rows, state, progress, schedule, constants, th
 
 
 @njit(nogil=True, cache=True)
-def replay_clipped_rows(part, parts, dim, rows, state, progress, schedule, constants, thresholds, clips):
+def replay_clipped_rows(part, parts, dim, lr_factor, rows, state, progress, schedule, constants, thresholds, clips):
     """Does the work of :func:`replay_rows` row by row, where L2's gradient of an absent row may exceed its limit."""
     last_step, step = progress.last_step, progress.step
     for i in range(part, len(rows.start), parts):
@@ -200,7 +207,7 @@ def replay_clipped_rows(part, parts, dim, rows, state, progress, schedule, const
         g = np.empty(dim, np.float32)
         last_step[rows.row[i]] = step
         for now in range(rows.last[i], step):
-            scalars = AdamScalars(schedule.step_sizes[now], schedule.denominator_scales[now], schedule.decays[now])
+            scalars = _scalars(schedule, now, lr_factor)
             for d in range(dim):
                 g[d] = constants.twice_l2 * w[d]
             factor, _ = clip_factor(w, g, 1, clips, t)
@@ -209,7 +216,7 @@ def replay_clipped_rows(part, parts, dim, rows, state, progress, schedule, const
             for d in range(dim):
                 w[d], m[d], v[d] = step_of_element(w[d], m[d], v[d], g[d], constants, scalars, root, divide)
             if (now + 1) % DECAY_INTERVAL == 0:
-                _zero_decayed(w, m, dim, constants.twice_l2, scalars.step_size, thresholds)
+                _zero_decayed(w, m, dim, constants.twice_l2, schedule.step_sizes[now], lr_factor, thresholds)
                 if _has_decayed(w, m, 0, dim, constants):
                     last_step[rows.row[i]] = ~(now + 1)
                     break

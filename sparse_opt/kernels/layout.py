@@ -122,6 +122,7 @@ class DeviceSteps(NamedTuple):
         taken: steps taken, including one that is being taken, int32 [1].
         last_step: as in :class:`LastSteps`.
         step_sizes, denominator_scales, decays: as in :class:`Schedule`.
+        lr_factors: factor of each table's learning rate, float32 [tables].
         log_beta2: as in :class:`LastSteps`, float64 [1].
     """
 
@@ -130,6 +131,7 @@ class DeviceSteps(NamedTuple):
     step_sizes: Tensor
     denominator_scales: Tensor
     decays: Tensor
+    lr_factors: Tensor
     log_beta2: Tensor
 
 
@@ -163,7 +165,8 @@ class DecayThresholds(NamedTuple):
     """Thresholds below which an element has decayed (see replay.py).
 
     Attributes:
-        lr: the configured learning rate; a first moment is judged by it or by the step's, if larger.
+        lr: the configured learning rate; a first moment is judged by it or by the step's, if larger, each times the
+            table's factor.
         weight: largest weight.
         motion: largest product of first moment and learning rate.
     """

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
+from cowrec.sparse_opt.algorithm.adam import AdamConstants
 
 from .cpu_replay import DECAY_INTERVAL
 from .layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, RowCache, TableClips
@@ -18,6 +18,7 @@ from .triton_shared import (
     halvings,
     programs,
     root,
+    scalars_of_rows,
     step_of_element,
     tables_of,
     warps,
@@ -42,6 +43,7 @@ def _replay_rows(
     table = tables_of(row, layout.first_row, layout.tables, HALVINGS)
     dim = tl.load(layout.dim + table, mask=behind, other=0)
     first_row = tl.load(layout.first_row + table, mask=behind, other=0)
+    lr_factor = tl.load(steps.lr_factors + table, mask=behind, other=0.0)
     start = tl.load(layout.start + table, mask=behind, other=0) + (row - first_row) * dim
     inside = behind[:, None] & (column[None, :] < dim[:, None])
     element = start[:, None] + column[None, :]
@@ -58,21 +60,20 @@ def _replay_rows(
     now = tl.min(last)
     while now < step:
         until = tl.minimum(step, (now // INTERVAL + 1) * INTERVAL)
-        step_size = tl.load(steps.step_sizes + now)
         while now < until:
-            step_size = tl.load(steps.step_sizes + now)
             g = constants.twice_l2 * w
             if CLIPPED:
                 factor, _ = clip_factors(w, g, measured, r, floor, 1.0)
                 g = tl.where(measured, g * factor[:, None], g)
-            scalars = AdamScalars(step_size, tl.load(steps.denominator_scales + now), tl.load(steps.decays + now))
+            scalars = scalars_of_rows(steps, now, lr_factor)
             new_w, new_m, new_v = step_of_element(w, m, v, g, constants, scalars, root, divide)
             takes = (moving & (last <= now))[:, None]
             w, m, v = tl.where(takes, new_w, w), tl.where(takes, new_m, m), tl.where(takes, new_v, v)
             now += 1
         if now % INTERVAL == 0:
             started = moving & (last < now)
-            decayed = tl.abs(m) * tl.maximum(step_size, thresholds.lr) <= thresholds.motion
+            lr = tl.maximum(tl.load(steps.step_sizes + now - 1), thresholds.lr) * lr_factor
+            decayed = tl.abs(m) * lr[:, None] <= thresholds.motion
             if HAS_L2:
                 decayed = decayed & (tl.abs(w) <= thresholds.weight)
                 w = tl.where(started[:, None] & decayed, 0.0, w)

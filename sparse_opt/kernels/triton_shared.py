@@ -10,13 +10,23 @@ from types import FunctionType
 import triton
 import triton.language as tl
 
-from cowrec.sparse_opt.algorithm.adam import adam_element
+from cowrec.sparse_opt.algorithm.adam import AdamScalars, adam_element, table_scalars
 
 MOST_PROGRAMS = 1 << 16
 """Largest grid; programs take several blocks of rows in turn. Starting more would cost more than they save."""
 
 # Triton looks its language up in a function's globals, and algorithm/adam.py must not import Triton.
 step_of_element = triton.jit(FunctionType(adam_element.__code__, globals()))
+scalars_of_table = triton.jit(FunctionType(table_scalars.__code__, globals()))
+
+
+@triton.jit
+def scalars_of_rows(steps, step, lr_factor):
+    """Returns the scalars of step ``step``, from 0, for rows whose tables have these factors of the rate, [R]."""
+    scalars = AdamScalars(
+        tl.load(steps.step_sizes + step), tl.load(steps.denominator_scales + step), tl.load(steps.decays + step)
+    )
+    return scalars_of_table(scalars, lr_factor[:, None])
 
 
 @triton.jit

@@ -5,11 +5,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
+from cowrec.sparse_opt.algorithm.adam import AdamConstants
 
 from .layout import AdamState, DeviceSteps, LookupLayout, RowCache, RowResults, TableClips
 from .torch_rows import LookupIds
-from .triton_shared import clip_factors, divide, halvings, programs, root, step_of_element, warps, weights_at
+from .triton_shared import (
+    clip_factors,
+    divide,
+    halvings,
+    programs,
+    root,
+    scalars_of_rows,
+    step_of_element,
+    warps,
+    weights_at,
+)
 from .triton_sums import OutputGrad, load_rows, row_sums, sum_blocks, sum_rows
 
 BLOCK = 64
@@ -40,11 +50,6 @@ def _update(
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     step = tl.load(steps.taken)
-    scalars = AdamScalars(
-        tl.load(steps.step_sizes + step - 1),
-        tl.load(steps.denominator_scales + step - 1),
-        tl.load(steps.decays + step - 1),
-    )
     block = tl.program_id(0)
     while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
         u, exists, begin, end, row, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
@@ -66,6 +71,7 @@ def _update(
         g = tl.where(measured, g * factor[:, None], g)
         tl.store(results.ratio + u, ratio, mask=exists)
         tl.store(results.table + u, table.to(tl.int32), mask=exists)
+        scalars = scalars_of_rows(steps, step - 1, tl.load(steps.lr_factors + table, mask=exists, other=0.0))
         w, m, v = step_of_element(w, m, v, g, constants, scalars, root, divide)
         tl.store(weights, w, mask=inside)
         tl.store(state.exp_avg + element, m, mask=inside)

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, table_scalars
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.dense_adam import dense_adam_, dense_gradient, row_squares
-from cowrec.sparse_opt.kernels.layout import AdamState
+from cowrec.sparse_opt.kernels.layout import AdamState, to_float32
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients
 from cowrec.sparse_opt.tbe.layout import LookupBackward
 
@@ -18,20 +19,29 @@ _ROWS_AT_ONCE = 1 << 20
 
 
 def update_all_rows(
-    clipped: ClippedLookup, state: AdamState, backward: LookupBackward, config: AdamConfig, scalars: AdamScalars
+    clipped: ClippedLookup,
+    state: AdamState,
+    backward: LookupBackward,
+    config: AdamConfig,
+    scalars: AdamScalars,
+    lr_factors: Tensor,
 ) -> None:
-    """Takes a step on every table of a lookup, in place, some of its rows at a time."""
+    """Takes a step on every table of a lookup, in place, some of its rows at a time.
+
+    The learning rate of a table is that of the scalars times its factor, float32 [tables].
+    """
     batch_rows = None
     if backward.bags.indices.numel() or clipped.gathers_rows:
         batch_rows = clipped.row_gradients(clipped.sum_rows(backward))
     norms = _norms_beyond_rows(clipped, state, batch_rows, config)
     if batch_rows:
         _record_clips(clipped, replace(batch_rows, grad=batch_rows.grad + 2 * config.l2 * batch_rows.weight), norms)
-    for table, shard in enumerate(clipped.lookup.shards):
+    for table, (shard, lr_factor) in enumerate(zip(clipped.lookup.shards, lr_factors.tolist(), strict=True)):
+        own = AdamScalars(*map(float, table_scalars(to_float32(scalars), np.float32(lr_factor))))
         limit, columns = clipped.limits.per_table[table], clipped.limits.columns[table]
         row_norms = norms[table].expand(2, shard.rows).split(_ROWS_AT_ONCE, dim=1) if norms else repeat(None)
         for part, part_norms in zip(_parts(clipped, state, table, batch_rows), row_norms, strict=False):
-            dense_adam_(*part, limit=limit, clip_columns=columns, config=config, scalars=scalars, norms=part_norms)
+            dense_adam_(*part, limit=limit, clip_columns=columns, config=config, scalars=own, norms=part_norms)
 
 
 def _norms_beyond_rows(

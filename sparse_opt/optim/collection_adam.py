@@ -19,6 +19,7 @@ from cowrec.sparse_opt.tbe.lookup import ShardedCollection
 from .lookup_adam import LookupAdam
 from .replay import Replay
 from .step_history import StepHistory
+from .table_rates import TableRates
 
 
 class CollectionAdam:
@@ -28,6 +29,7 @@ class CollectionAdam:
         collection: the collection.
         clipped: its lookups on this rank, under their clip rule.
         config: Adam's settings.
+        rates: factors of the tables' learning rates.
         column_ranks: ranks of the column shards of the collection's tables, for each part of their rows.
         device: of the model.
 
@@ -42,6 +44,7 @@ class CollectionAdam:
         collection: ShardedCollection,
         clipped: Sequence[ClippedLookup],
         config: AdamConfig,
+        rates: TableRates,
         column_ranks: Mapping[str, Sequence[Sequence[int]]],
         device: torch.device,
     ):
@@ -49,7 +52,7 @@ class CollectionAdam:
         self._step_hook: RemovableHandle | None = None
         self._state_hooks: list[RemovableHandle] = []
         self.history = StepHistory(config, device)
-        self.lookups = [LookupAdam(each, config, self.history) for each in clipped]
+        self.lookups = [LookupAdam(each, config, self.history, rates) for each in clipped]
 
     @property
     def step(self) -> int:

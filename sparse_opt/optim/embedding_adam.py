@@ -20,18 +20,14 @@ from cowrec.sparse_opt.clipping.loss_scale import GradScaler, LossScale
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
 from cowrec.sparse_opt.clipping.table_rules import table_rules
-from cowrec.sparse_opt.tbe.discovery import (
-    called_modules,
-    column_split_tables,
-    sharded_collections,
-    table_names,
-)
+from cowrec.sparse_opt.tbe.discovery import called_modules, column_split_tables, sharded_collections, table_names
 from cowrec.sparse_opt.tbe.errors_of_ranks import raised_on_all_ranks
 
 from .collection_adam import CollectionAdam
 from .collection_state import CollectionState
 from .lookup_adam import LookupAdam, require_replaceable
 from .replay import Replay, require_replayable
+from .table_rates import table_rates
 from .update_in_backward import look_up
 
 
@@ -65,6 +61,7 @@ class EmbeddingAdam(FusedOptimizer):
         rule: clip rule, or rules of tables, as in :func:`attach_cowclip`; none by default.
         exclude: tables left unclipped (they are trained).
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
+        lr_factors: by table, a factor of the learning rate in ``param_groups``, hence also of weight decay.
         grad_scaler: as in :func:`attach_cowclip`; a gradient of zeros takes a step too.
 
     Attributes:
@@ -85,12 +82,13 @@ class EmbeddingAdam(FusedOptimizer):
         *,
         exclude: Sequence[str] = (),
         clip_columns: int | Mapping[str, int] | None = None,
+        lr_factors: Mapping[str, float] | None = None,
         grad_scaler: GradScaler | None = None,
     ):
-        self.config = config
-        self.rule = NoClip() if rule is None else rule
+        self.config, self.rule = config, NoClip() if rule is None else rule
         self._rules_of = partial(table_rules, model, exclude=exclude)
-        self._rules = self._rules_of(self.rule)
+        self._rules, self._rates = self._rules_of(self.rule), table_rates(model, lr_factors)
+        self._rates.require_valid(config)
         self._column_ranks = column_ranks = column_split_tables(model)
         if config.absent_rows == "replay":
             require_replayable(self._rules, config, column_ranks)
@@ -105,6 +103,7 @@ class EmbeddingAdam(FusedOptimizer):
                     module,
                     [each for each in clipped if each.lookup.collection is module],
                     config,
+                    self._rates,
                     {name: column_ranks[name] for name in names[module].values() if name in column_ranks},
                     device,
                 )
@@ -203,6 +202,7 @@ class EmbeddingAdam(FusedOptimizer):
         ):
             if now != given:
                 raise ValueError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
+        self._rates.require_valid(config)
         if config.absent_rows == "replay":
             require_replayable(rules, config, self._column_ranks)
         if self.steps:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element, table_scalars
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.cpu_adam import adam_rows
 from cowrec.sparse_opt.kernels.dense_adam import exact_root
@@ -30,6 +30,7 @@ from cowrec.sparse_opt.tbe.lookup import TbeLookup
 from .all_rows import update_all_rows
 from .replay import Replay
 from .step_history import StepHistory
+from .table_rates import TableRates
 
 _NO_ROWS = torch.empty(0, dtype=torch.int32)
 
@@ -57,24 +58,26 @@ class LookupAdam:
         clipped: the lookup under its clip rule.
         config: Adam's settings.
         history: steps of the lookup's collection.
+        rates: factors of the tables' learning rates.
 
     Attributes:
         exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
         replay: last steps of the rows under "replay", else None.
     """
 
-    def __init__(self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory):
+    def __init__(self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory, rates: TableRates):
         self.clipped = clipped
         self._config, self._history = config, history
         self._constants = adam_constants(config)
         weights = self.lookup.flat_weights()
         self.exp_avg, self.exp_avg_sq = self.lookup.zeros_of_weights(), self.lookup.zeros_of_weights()
+        self._lr_factors = rates.of(self.lookup)
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
-        self.replay = (
-            Replay(clipped, config, history, self.state, self._taken) if config.absent_rows == "replay" else None
-        )
+        self.replay: Replay | None = None
+        if config.absent_rows == "replay":
+            self.replay = Replay(clipped, config, history, self.state, self._taken, self._lr_factors)
         no_number = torch.empty(0, dtype=torch.float64, device=weights.device)
-        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, no_number)
+        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, self._lr_factors, no_number)
         self._captured: RowResults | None = None
 
     @property
@@ -133,7 +136,7 @@ class LookupAdam:
             self._history.prepare(self.step, lr)
         scalars = self._history.scalars(self.step, lr)
         if self._config.absent_rows == "dense":
-            update_all_rows(self.clipped, self.state, backward, self._config, scalars)
+            update_all_rows(self.clipped, self.state, backward, self._config, scalars, self._lr_factors)
         elif self.clipped.runs_compiled(backward):
             self._update_compiled(backward, scalars)
         elif self.clipped.runs_on_device:
@@ -179,7 +182,7 @@ class LookupAdam:
 
     def _update_compiled(self, backward: LookupBackward, scalars: AdamScalars) -> None:
         progress = self.replay.progress(self.step) if self.replay else LastSteps(_NO_ROWS, self.step, 0.0)
-        numbers = (to_float32(self._constants), to_float32(scalars))
+        numbers = (to_float32(self._constants), to_float32(scalars), self._lr_factors.numpy())
         sums = self.clipped.compiled.sum_rows(backward)
         self.clipped.compiled.run(adam_rows, sums, to_numpy(self.state), *numbers, to_numpy(progress))
 
@@ -214,7 +217,8 @@ class LookupAdam:
         exp_avg, exp_avg_sq = state.exp_avg[rows.element], state.exp_avg_sq[rows.element]
         if decays is not None:
             exp_avg_sq *= decays[:, None]
-        stepped = adam_element(rows.weight, exp_avg, exp_avg_sq, grad, self._constants, scalars, exact_root, torch.div)
+        own = table_scalars(scalars, self._lr_factors[rows.table][:, None])
+        stepped = adam_element(rows.weight, exp_avg, exp_avg_sq, grad, self._constants, own, exact_root, torch.div)
         for flat, value in zip(state, stepped, strict=True):
             # Padding repeats a real row, whose elements are then written twice with the same values.
             flat[rows.element] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)

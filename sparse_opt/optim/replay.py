@@ -82,6 +82,7 @@ class Replay:
         history: the optimizer's steps.
         state: weights and moments, updated in place.
         taken: the lookup's number of steps, int32 [1]; the steps that rows are brought to are at most this one.
+        lr_factors: factors of the tables' learning rates, float32 [tables].
 
     Attributes:
         last_step: as in :class:`LastSteps`.
@@ -91,7 +92,13 @@ class Replay:
     """
 
     def __init__(
-        self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory, state: AdamState, taken: Tensor
+        self,
+        clipped: ClippedLookup,
+        config: AdamConfig,
+        history: StepHistory,
+        state: AdamState,
+        taken: Tensor,
+        lr_factors: Tensor,
     ):
         self._clipped, self._layout, self._history, self._state = clipped, clipped.layout, history, state
         weights, shards = state.weights, clipped.lookup.shards
@@ -100,9 +107,12 @@ class Replay:
                 f"replay computes missed steps in float32, but table {shards[0].name!r} is {weights.dtype}, which"
                 ' rounds in each step; make the table float32 or set absent_rows = "lazy"'
             )
-        self._dims = sorted({shard.embedding_dim for shard in shards})
+        # The rows that a CPU kernel takes together have one width and one rate.
+        kinds = list(zip((shard.embedding_dim for shard in shards), lr_factors.tolist(), strict=True))
+        self._kinds = sorted(set(kinds))
+        self._kind_of_table = np.array([self._kinds.index(kind) for kind in kinds])
         self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
-        self._taken = taken
+        self._taken, self._lr_factors = taken, lr_factors
         self._log_beta2_on_device = torch.empty(1, dtype=torch.float64, device=weights.device)
         self.reconfigure(config)
 
@@ -113,14 +123,16 @@ class Replay:
         limits = self._clipped.limits.per_table
         self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
         self._constants = adam_constants(config)
-        weight = _decayed_weight(config, [limit.floor for limit in limits])
+        largest_lr = config.lr * max(lr_factor for _, lr_factor in self._kinds)
+        weight = _decayed_weight(config, largest_lr, [limit.floor for limit in limits])
         motion = weight * self._constants.eps * self._constants.one_minus_beta1
         self._thresholds = DecayThresholds(config.lr, weight, motion)
 
     @property
     def device_steps(self) -> DeviceSteps:
         """Steps of the rows and of the optimizer, as the CUDA kernels take them."""
-        return DeviceSteps(self._taken, self.last_step, *self._history.schedule, self._log_beta2_on_device)
+        numbers = (*self._history.schedule, self._lr_factors, self._log_beta2_on_device)
+        return DeviceSteps(self._taken, self.last_step, *numbers)
 
     def progress(self, step: int) -> LastSteps:
         """Last steps of the rows, and ``step``, as the kernels take them."""
@@ -226,16 +238,15 @@ class Replay:
             keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
         """
         keys.sort()
-        layout = self._clipped.numpy_layout
-        rows = StaleRows(*rows_of_keys(keys, layout))
-        if len(self._dims) == 1:
-            self._replay_on_cpu(self._dims[0], rows, step)
+        rows = StaleRows(*rows_of_keys(keys, self._clipped.numpy_layout))
+        if len(self._kinds) == 1:
+            self._replay_on_cpu(*self._kinds[0], rows, step)
             return
-        dims = layout.dim[rows.table]
-        for dim in self._dims:
-            same = StaleRows(*(each[dims == dim] for each in rows))
+        kinds = self._kind_of_table[rows.table]
+        for number, kind in enumerate(self._kinds):
+            same = StaleRows(*(each[kinds == number] for each in rows))
             if len(same.row):
-                self._replay_on_cpu(dim, same, step)
+                self._replay_on_cpu(*kind, same, step)
 
     def _replay_on_device(self, row: Tensor, begin: Tensor) -> None:
         from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
@@ -252,9 +263,10 @@ class Replay:
             self._thresholds,
         )
 
-    def _replay_on_cpu(self, dim: int, rows: Any, step: int) -> None:
+    def _replay_on_cpu(self, dim: int, lr_factor: float, rows: Any, step: int) -> None:
         tuples = (to_numpy(each) for each in (self._state, self.progress(step), self._history.schedule))
-        common: tuple[Any, ...] = (dim, rows, *tuples, to_float32(self._constants), to_float32(self._thresholds))
+        numbers = (to_float32(self._constants), to_float32(self._thresholds))
+        common: tuple[Any, ...] = (dim, np.float32(lr_factor), rows, *tuples, *numbers)
         kernel: Callable[..., None] = replay_rows
         if self._absent_clip_binds:
             kernel, common = replay_clipped_rows, (*common, to_numpy(self._clipped.limits.clips))
@@ -267,7 +279,7 @@ def _absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:
     return 2 * config.l2 > 0.999 * limit.r and config.l2 > 0 and limit.floor < inf
 
 
-def _decayed_weight(config: AdamConfig, floors: Sequence[float]) -> float:
+def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:
     """Largest weight that has decayed; 0 if only zero itself has.
 
     Near zero, Adam under L2 is the heavy-ball method on ``l2 * w^2`` with step ``lr / (sqrt(v) + eps)``, at most
@@ -279,6 +291,6 @@ def _decayed_weight(config: AdamConfig, floors: Sequence[float]) -> float:
     if config.l2 == 0:
         return DECAYED_WITHOUT_L2
     beta1 = config.betas[0]
-    if 2 * config.l2 * config.lr / config.eps > 0.9 * (2 - config.lr * config.weight_decay) * (1 + beta1) / (1 - beta1):
+    if 2 * config.l2 * lr / config.eps > 0.9 * (2 - lr * config.weight_decay) * (1 + beta1) / (1 - beta1):
         return 0.0
     return min(DECAYED, *(DECAYED_SHARE_OF_FLOOR * floor for floor in floors))

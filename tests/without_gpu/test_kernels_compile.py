@@ -104,7 +104,7 @@ def launch(variant: Variant) -> None:
     state = AdamState(*(variant.tensor(size) for _ in range(3)))
     last_step = variant.tensor(tables * ROWS_OF_TABLE, dtype=torch.int32)
     taken, log_beta2 = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    steps = DeviceSteps(taken, last_step, *(variant.tensor(1024) for _ in range(3)), log_beta2)
+    steps = DeviceSteps(taken, last_step, *(variant.tensor(1024) for _ in range(3)), variant.tensor(tables), log_beta2)
     constants = adam_constants(AdamConfig(l2=variant.l2, weight_decay=variant.weight_decay))
 
     indices, offsets = (variant.tensor(n, dtype=variant.ids) for n in (count, count + 1))

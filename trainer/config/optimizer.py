@@ -1,7 +1,7 @@
 """`[optimizer]` and `[clip]`: how the weights are updated."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
@@ -34,6 +34,9 @@ class OptimizerConfig:
             keeps the quality of the base batch; "cowclip" is the published rule.
         embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
             kernel; by default 20 / (samples of the training split), between 1e-6 and 1e-3.
+        embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, by the name of
+            their field, or of the table that fields share, such as `{ city = 0.5 }`; 0 leaves a table as it is.
+            Scaling, warm-up and lr_decay apply to embedding_lr, of which each table keeps its share.
         weight_decay: decoupled weight decay of the tables (AdamW), embeddings and wide weights: each step multiplies
             all rows by ``1 - lr * weight_decay`` beside the clipped Adam step, with optimizer.absent_rows = "lazy"
             those of the batch alone. It is no part of the gradient, hence not clipped. Needs optimizer.embedding =
@@ -63,6 +66,7 @@ class OptimizerConfig:
     embedding_lr: float = 2e-3
     dense_lr: float = 1e-3
     l2: float | None = None
+    embedding_lr_factors: dict[str, float] = field(default_factory=dict)
     weight_decay: float = 0.0
     dense_weight_decay: float = 0.0
     cross_l2: float = 0.0
@@ -94,6 +98,9 @@ class OptimizerConfig:
         ):
             value = getattr(self, key)
             require(f"optimizer.{key}", value, value is None or 0 <= value < inf, "at least 0 and finite")
+        for table, factor in self.embedding_lr_factors.items():
+            key = f"optimizer.embedding_lr_factors.{table}"
+            require(key, factor, 0 <= factor < inf, "at least 0 and finite")
         require("optimizer.lr_decay_epochs", self.lr_decay_epochs, 0 < self.lr_decay_epochs < inf, "above 0 and finite")
         require("optimizer.lr_decay_factor", self.lr_decay_factor, 0 <= self.lr_decay_factor <= 1, "from 0 to 1")
         require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")

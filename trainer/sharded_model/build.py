@@ -30,6 +30,7 @@ from cowrec.sparse_opt import (
     scale_hyperparameters,
 )
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
+from cowrec.sparse_opt.tbe.fused_rates import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.config.nearest_name import require_known
 from cowrec.trainer.config.run import RunConfig
@@ -37,7 +38,7 @@ from cowrec.trainer.runtime.processes import Process
 
 from .mean_loss import MeanLoss
 from .sharding import sharding_plan
-from .tables import embedding_tables, fill_tables, table_specs
+from .tables import embedding_tables, fill_tables, require_tables, table_specs
 from .task import TrainTask
 
 FUSED_OPTIMIZERS = {
@@ -66,7 +67,8 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         The sharded :class:`TrainTask`.
 
     Raises:
-        ValueError: the device lacks the optimizer or precision, or the sharding does not suit the run.
+        ValueError: the device lacks the optimizer or precision, the sharding does not suit the run, or a table is
+            unknown.
     """
     set_product_precision(config.train.precision, process.device)
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
@@ -74,6 +76,7 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     torch.manual_seed(config.train.seed)
     specs = table_specs(schema, config.id_table)
     tables = embedding_tables(schema, specs, config.model.embedding_dim)
+    require_tables("optimizer.embedding_lr_factors", config.optimizer.embedding_lr_factors, tables)
     model = build_model(
         config.model,
         tables,
@@ -132,8 +135,10 @@ def sharded_task(
         ValueError: the sharding does not suit the run.
     """
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
-    l2 = derived_hyperparameters(config).l2
-    task = TrainTask(model, loss or MeanLoss(process.world_size), l2, config.optimizer.cross_l2, bfloat16_device)
+    values, factors = derived_hyperparameters(config), config.optimizer.embedding_lr_factors
+    task = TrainTask(model, loss or MeanLoss(process.world_size), values.l2, config.optimizer.cross_l2, bfloat16_device)
+    if config.optimizer.embedding != "adam":
+        set_initial_rates(task, {table: factor * values.embedding_lr for table, factor in factors.items()})
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,
@@ -199,7 +204,8 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
     hyperparameters = derived_hyperparameters(config)
     rule, columns = derived_clip(config), config.model.embedding_dim
     if config.optimizer.embedding == "adam":
-        return EmbeddingAdam(model, adam_config(config, hyperparameters), rule, clip_columns=columns)
+        adam, factors = adam_config(config, hyperparameters), config.optimizer.embedding_lr_factors
+        return EmbeddingAdam(model, adam, rule, clip_columns=columns, lr_factors=factors)
     if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None
     several = [field.name for field in schema.sparse if field.kind != "categorical"]

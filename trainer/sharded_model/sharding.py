@@ -25,9 +25,10 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from cowrec.trainer.config.nearest_name import hint
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
+
+from .tables import require_tables
 
 _BY_ROWS = ("row_wise", "table_row_wise")
 _FOUR_COLUMNS = 4
@@ -67,10 +68,7 @@ def sharding_plan(
 def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
     """Kind of each table; "auto" on several GPUs for tables that the planner decides on."""
     sharding, names = config.sharding, [table.name for table in tables]
-    for name in sharding.tables:
-        if name not in names:
-            meant = hint(name, names, "sparse fields")
-            raise ValueError(f"sharding.tables names {name!r}, which is not a sparse field; {meant}")
+    require_tables("sharding.tables", sharding.tables, tables)
     if sharding.plan != "auto":
         kinds = dict.fromkeys(names, str(sharding.plan))
     elif process.device.type == "cuda" and process.world_size > 1:

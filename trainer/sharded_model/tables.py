@@ -1,7 +1,7 @@
 """Embedding tables of a run: their fields, sizes, initial values, and their tensors in a sharded model."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
 from cowrec.models import physical_dim
 from cowrec.sparse_opt import rows_for
 from cowrec.trainer.config.id_table import IdConfig
+from cowrec.trainer.config.nearest_name import hint
 from cowrec.trainer.runtime.processes import Process
 
 
@@ -87,6 +88,14 @@ def embedding_tables(schema: Schema, specs: Sequence[TableSpec], embedding_dim: 
         )
         for spec in specs
     ]
+
+
+def require_tables(key: str, names: Iterable[str], tables: Sequence[EmbeddingBagConfig]) -> None:
+    """Raises ValueError, with the nearest name, for one of the names under a key that is not that of a table."""
+    known = [table.name for table in tables]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{key} names {name!r}, which is not a sparse field; {hint(name, known, 'sparse fields')}")
 
 
 def fill_tables(model: nn.Module, embedding_dim: int, std: float, seed: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.tbe.discovery import find_lookups
+from cowrec.sparse_opt.tbe.fused_rates import set_rates
 from cowrec.trainer.config.run import RunConfig, to_plain
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import ClipWatch
@@ -210,9 +211,7 @@ class TrainState:
         if self.adam:
             self.adam.lr = lr
         elif self._schedule.changes_embedding_lr:
-            for group in self.model.fused_optimizer.param_groups:
-                group["lr"] = lr
-            self.model.fused_optimizer.step()  # updates nothing: hands the rate to the tables
+            set_rates(self.model.fused_optimizer, lr, self._config.optimizer.embedding_lr_factors)
 
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:
         """Writes a checkpoint; see :meth:`Checkpoints.save`."""

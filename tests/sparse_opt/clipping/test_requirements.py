@@ -64,6 +64,20 @@ def test_a_cache_that_is_filled_meanwhile_is_refused_by_embedding_adam() -> None
         EmbeddingAdam(model_with(prefetch_pipeline=True), AdamConfig())
 
 
+@pytest.mark.parametrize(
+    ("lr_factors", "message"),
+    [
+        ({"t9": 2.0}, "lr_factors names table 't9', which the model does not have; did you mean 't0'"),
+        ({"t0": -1.0}, "lr_factors of table 't0' must be at least 0 and finite, got -1.0"),
+        ({"t0": 3.0}, "gives table 't0' the learning rate 0.3, whose product with weight_decay = 5 must be at most 1"),
+    ],
+)
+def test_rates_of_tables_that_make_no_sense_are_refused(lr_factors: dict[str, float], message: str) -> None:
+    config = AdamConfig(lr=0.1, weight_decay=5.0)
+    with pytest.raises(ValueError, match=message):
+        EmbeddingAdam(model_with(), config, lr_factors=lr_factors)
+
+
 @pytest.mark.parametrize("output", [SparseType.FP16, SparseType.BF16])
 def test_l2_in_output_gradients_of_half_precision_is_refused(output: SparseType) -> None:
     model = model_with(output_dtype=output)

@@ -37,6 +37,7 @@ CASES = {
     "decay": AdamConfig(lr=1e-2, weight_decay=1.0),
     "decay and L2": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6, weight_decay=0.5),
 }
+LR_FACTOR = 0.7
 STEPS, ROWS, DIM = 330, 45, 12
 
 
@@ -85,14 +86,14 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
     on_cpu, progress_on_cpu = copied(state, torch.device("cpu")), copied(progress, torch.device("cpu"))
     behind = StaleRows(*(each[rows.last < STEPS] for each in rows))
     tuples = map(to_numpy, (behind, on_cpu, progress_on_cpu, history.schedule))
-    arguments = (0, 1, DIM, *tuples, to_float32(constants), to_float32(thresholds))
+    arguments = (0, 1, DIM, np.float32(LR_FACTOR), *tuples, to_float32(constants), to_float32(thresholds))
     if clipped:
         replay_clipped_rows(*arguments, to_numpy(clips))
     else:
         replay_rows(*arguments)
 
     taken, log_beta2 = torch.tensor([STEPS], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    steps = DeviceSteps(taken, progress.last_step, *history.schedule, log_beta2)
+    steps = DeviceSteps(taken, progress.last_step, *history.schedule, torch.tensor([LR_FACTOR]), log_beta2)
     layout, clips, on_device, steps, row = (
         copied(each, device) if isinstance(each, tuple) else each.to(device)
         for each in (layout, clips, state, steps, row)
@@ -114,7 +115,7 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"])
         config = AdamConfig(lr=1e-3, l2=1e-2, weight_decay=0.1, absent_rows=absent_rows)
-        optimizer = EmbeddingAdam(model, config, clip_columns=6, **clip)
+        optimizer = EmbeddingAdam(model, config, clip_columns=6, lr_factors={"t0": 0.3, "t2": 3.0}, **clip)
         for adam in optimizer.lookups:
             adam.clipped.uses_triton = uses_triton
         for bags, targets in drawn["steps"]:

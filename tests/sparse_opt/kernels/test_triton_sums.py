@@ -166,7 +166,8 @@ def compare_cached(device: torch.device) -> None:
         state = AdamState(problem.weights.clone(), *(torch.full_like(problem.weights, 1e-3) for _ in range(2)))
         last = torch.arange(layout.num_rows, dtype=torch.int32, device=device) % 40
         taken = torch.tensor([39], dtype=torch.int32, device=device)
-        steps = DeviceSteps(taken, last, *history.schedule, torch.zeros(1, dtype=torch.float64, device=device))
+        lr_factors, log_beta2 = torch.ones(3, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+        steps = DeviceSteps(taken, last, *history.schedule, lr_factors, log_beta2)
         cache = None
         if is_cached:
             cache = RowCache(location[ids.row.long()], torch.zeros(len(cached), 16, device=device), 16)

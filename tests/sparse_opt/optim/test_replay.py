@@ -39,6 +39,7 @@ class Stream:
     adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-3, l2=1e-3, eps=1e-7, adam_epsilon="keras"))
     rule: ClipRule = field(default_factory=lambda: CowClip(r=1.0, zeta=1e-5))
     schedule: Callable[[int], float] | None = None
+    lr_factors: Mapping[str, float] = field(default_factory=dict)
     gradients: float = 1e-3
     clip_columns: int = 6
     sharding: str = "row_wise"
@@ -73,7 +74,8 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
     case = replace(stream.case, sharding=stream.sharding)
     model = sharded_model(case, case.draw()["tables"])
     config = replace(stream.adam, absent_rows=absent_rows)
-    optimizer = EmbeddingAdam(model, config, stream.rule, clip_columns=stream.clip_columns)
+    settings: dict[str, Any] = {"clip_columns": stream.clip_columns, "lr_factors": stream.lr_factors}
+    optimizer = EmbeddingAdam(model, config, stream.rule, **settings)
     world, rank = dist.get_world_size(), dist.get_rank()
     low, high = rank * case.batch // world, (rank + 1) * case.batch // world
     states: dict[int, Tensors] = {}
@@ -148,6 +150,11 @@ STREAMS = {
         rule=ReferenceCowClip(1.0, 1e-5),
         gradients=1e-4,
     ),
+    "a rate for each table": Stream(
+        adam=AdamConfig(lr=1e-3, l2=1e-4, weight_decay=0.1),
+        schedule=warm_up_then_cosine,
+        lr_factors={"t0": 0.25, "t2": 4.0},
+    ),
     "unusual betas": Stream(adam=AdamConfig(lr=1e-3, l2=1e-2, betas=(0.0, 0.0)), steps=300),
     "table-wise": Stream(sharding="table_wise", compared_at=(100, 401)),
 }
@@ -180,7 +187,7 @@ def test_rows_that_recur_after_thousands_of_steps(longest: int, rows: int) -> No
     in_one_process(both)
 
 
-@pytest.mark.parametrize("name", ["paper", "weight decay"])
+@pytest.mark.parametrize("name", ["paper", "weight decay", "a rate for each table"])
 def test_bit_identical_while_no_row_has_decayed(name: str) -> None:
     """Under weight decay without L2 for good, since rows then go on step by step once their first moments are zero."""
     stream = replace(STREAMS[name], compared_at=(1, 17, 301))
@@ -196,18 +203,23 @@ def test_bit_identical_while_no_row_has_decayed(name: str) -> None:
 
 
 @pytest.mark.parametrize("absent_rows", ["dense", "replay"])
-def test_weight_decay_is_that_of_torchs_adamw(absent_rows: str) -> None:
-    """torch.optim.AdamW on complete tables in float64, whose rows are absent for up to 300 steps."""
+def test_weight_decay_and_rates_of_tables_are_those_of_torchs_adamw(absent_rows: str) -> None:
+    """torch.optim.AdamW on complete tables in float64, a group each, whose rows are absent for up to 300 steps."""
     stream = Stream(
-        adam=AdamConfig(lr=1e-2, weight_decay=0.3, eps=1e-6), rule=NoClip(), gradients=0.1, schedule=warm_up_then_cosine
+        adam=AdamConfig(lr=1e-2, weight_decay=0.3, eps=1e-6),
+        rule=NoClip(),
+        gradients=0.1,
+        schedule=warm_up_then_cosine,
+        lr_factors={"t0": 0.3, "t2": 5.0},
     )
     case = stream.case
 
     def reference() -> Tensors:
         tables = [nn.Parameter(torch.from_numpy(each).double()) for each in case.draw()["tables"]]
-        adamw = torch.optim.AdamW(tables, lr=1e-2, weight_decay=0.3, eps=1e-6)
+        adamw = torch.optim.AdamW([{"params": table} for table in tables], lr=1e-2, weight_decay=0.3, eps=1e-6)
         for step in range(1, stream.steps + 1):
-            adamw.param_groups[0]["lr"] = warm_up_then_cosine(step)
+            for number, group in enumerate(adamw.param_groups):
+                group["lr"] = stream.lr_factors.get(f"t{number}", 1) * warm_up_then_cosine(step)
             for number, table in enumerate(tables):
                 table.grad = torch.from_numpy(row_gradients(case, *stream.batch(step), number)[0])
             adamw.step()

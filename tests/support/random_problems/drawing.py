@@ -80,6 +80,7 @@ class Problem:
     optimizer: str = "sgd"
     lr: float = 0.1
     rates: tuple[float, ...] = (1.0,)  # of Adam's steps, relative to lr; they repeat
+    lr_factors: tuple[tuple[int, int, float], ...] = ()  # (collection, table, factor) of Adam's rate
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     adam_epsilon: str = "torch"
@@ -119,6 +120,10 @@ class Problem:
         if isinstance(self.clip_columns, int):
             return self.clip_columns
         return {(c, t): columns for c, t, columns in self.clip_columns or ()}.get((c, t), dim)
+
+    def lr_factor(self, c: int, t: int) -> float:
+        """Factor of a table's learning rate."""
+        return {(c, t): factor for c, t, factor in self.lr_factors}.get((c, t), 1.0)
 
     def initial(self) -> list[list[np.ndarray]]:
         """Draws the tables, [collection][table]; some rows are zero."""
@@ -248,6 +253,9 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
         adam["eps"] = draw(st.sampled_from([1e-8, 1e-6, 1e-3]))
         adam["adam_epsilon"] = draw(st.sampled_from(["torch", "keras"]))
         adam["weight_decay"] = draw(st.sampled_from([0.0, 0.1, 10.0]))
+        of_tables = st.tuples(st.sampled_from(names), st.sampled_from([0.0, 0.3, 3.0]))
+        drawn = dict(draw(st.lists(of_tables, max_size=2))) if draw(st.booleans()) else {}
+        adam["lr_factors"] = tuple((c, t, factor) for (c, t), factor in drawn.items())
     return Problem(
         collections=tuple(collections),
         world=world,

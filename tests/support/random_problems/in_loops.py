@@ -184,6 +184,7 @@ class _Loops:
             weights -= problem.lr * grad
         elif problem.is_adam:
             (beta1, beta2), lr = problem.betas, problem.lr * problem.rates[(step - 1) % len(problem.rates)]
+            lr *= problem.lr_factor(*key)
             first[moved] = self._rounded(beta1 * first[moved] + (1 - beta1) * grad[moved])
             second[moved] = self._rounded(beta2 * second[moved] + (1 - beta2) * grad[moved] ** 2)
             if problem.adam_epsilon == "keras":

@@ -211,7 +211,8 @@ def attached(problem: Problem, model: nn.Module) -> Any:
         settings: dict[str, Any] = {"adam_epsilon": problem.adam_epsilon, "absent_rows": problem.optimizer}
         settings["weight_decay"] = problem.weight_decay
         config = AdamConfig(problem.lr, problem.betas, problem.eps, l2=problem.l2, **settings)
-        return EmbeddingAdam(model, config, rule, **common)
+        lr_factors = {problem.name(c, t): factor for c, t, factor in problem.lr_factors}
+        return EmbeddingAdam(model, config, rule, lr_factors=lr_factors, **common)
     return attach_cowclip(model, rule, single_id_bags=problem.single_id_bags, l2=problem.l2, **common)
 
 

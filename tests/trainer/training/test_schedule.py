@@ -14,6 +14,7 @@ from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.config.optimizer import LrDecay, OptimizerConfig
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
 from cowrec.trainer.training.batch_ramp import BatchRamp
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.schedule import Schedule
@@ -61,24 +62,36 @@ def test_a_fall_comes_at_the_step_that_is_meant() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("schedule")
-    make_data(folder, ("price", "city"))
+    make_data(folder, ("price", "city", "tags"))
     config_file(folder)
     return folder
 
 
-def test_a_fused_optimizer_follows_the_decay(folder: Path) -> None:
-    """FBGEMM's own learning rate in each step, which falls from 0.01 to 0 over ten steps."""
-    config = load_config(folder / "run.toml", FUSED)
-    with process_group("cpu") as process:
-        reader = Reader(folder / "data", "train", batch_size=51)
-        state = TrainState(config, reader.schema, process, Schedule(decay="linear", decay_steps=10))
-        batches = state.ids.training_batches(reader.epoch(0))
-        modules = [lookup.module for lookup in find_lookups(state.model)[0]]
-        assert modules
-        for step in range(4):
-            state.step(batches)
-            for module in modules:
-                assert module.get_learning_rate() == pytest.approx(0.01 * (1 - step / 10))
+def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Path) -> None:
+    """FBGEMM's own learning rates in each step, which fall over ten steps; SGD's first step shows their ratio."""
+    moved: list[dict[str, torch.Tensor]] = []
+    for factors, rates in (({}, {}), ({"city": 0.5}, {"city": 0.005})):
+        config = load_config(folder / "run.toml", FUSED)
+        optimizer = dataclasses.replace(config.optimizer, embedding_lr_factors=factors)
+        config = dataclasses.replace(config, optimizer=optimizer)
+        with process_group("cpu") as process:
+            reader = Reader(folder / "data", "train", batch_size=51)
+            state = TrainState(config, reader.schema, process, Schedule(decay="linear", decay_steps=10))
+            batches = state.ids.training_batches(reader.epoch(0))
+            lookups = find_lookups(state.model)[0]
+            assert sorted(shard.name for lookup in lookups for shard in lookup.shards) == ["city", "tags"]
+            start = {name: gathered_table(each, process).clone() for name, each in tables_of(state.model).items()}
+            for step in range(4):
+                state.step(batches)
+                if not step:
+                    now = tables_of(state.model).items()
+                    moved.append({name: gathered_table(each, process) - start[name] for name, each in now})
+                for lookup in lookups:
+                    rate = rates.get(lookup.shards[0].name, 0.01) * (1 - step / 10)
+                    assert lookup.module.get_learning_rate() == pytest.approx(rate)
+    for name, share in (("city", 0.5), ("tags", 1.0)):
+        assert moved[0][name].abs().max() > 1e-6
+        torch.testing.assert_close(moved[1][name], share * moved[0][name], rtol=1e-3, atol=1e-8)
 
 
 def test_a_resumed_run_keeps_the_epochs_over_which_its_rates_fall(folder: Path, tmp_path: Path) -> None:

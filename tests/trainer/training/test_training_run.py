@@ -243,6 +243,8 @@ def test_invalid_settings_leave_nothing_behind(retrain: Train, tmp_path: Path) -
         (["train.drop_last=true", "train.batch_size=1000"], "train.drop_last leaves nothing of 205 training samples"),
         (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
         (["train.precision=tf32"], 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'),
+        (["optimizer.embedding_lr_factors={citty = 2}"], "names 'citty', .* not a sparse field; did you mean 'city'?"),
+        (["optimizer.embedding_lr_factors.city=-1"], "embedding_lr_factors.city must be at least 0 and finite, got -1"),
         (["optimizer.embedding=sgd", "optimizer.l2=0"], "samples have several ids .field 'tags'"),
     ):
         with pytest.raises(ValueError, match=message):
