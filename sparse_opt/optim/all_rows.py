@@ -28,7 +28,7 @@ def update_all_rows(
 ) -> None:
     """Takes a step on every table of a lookup, in place, some of its rows at a time.
 
-    The learning rate of a table is that of the scalars times its factor, float32 [tables].
+    The learning rate of a table is that of the scalars times its factor, float32 [tables] on the CPU.
     """
     batch_rows = None
     if backward.bags.indices.numel() or clipped.gathers_rows:

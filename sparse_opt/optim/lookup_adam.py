@@ -72,12 +72,13 @@ class LookupAdam:
         weights = self.lookup.flat_weights()
         self.exp_avg, self.exp_avg_sq = self.lookup.zeros_of_weights(), self.lookup.zeros_of_weights()
         self._lr_factors = rates.of(self.lookup)
+        self._lr_factors_here = self._lr_factors.to(weights.device)
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
         self.replay: Replay | None = None
         if config.absent_rows == "replay":
             self.replay = Replay(clipped, config, history, self.state, self._taken, self._lr_factors)
         no_number = torch.empty(0, dtype=torch.float64, device=weights.device)
-        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, self._lr_factors, no_number)
+        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, self._lr_factors_here, no_number)
         self._captured: RowResults | None = None
 
     @property
@@ -217,7 +218,7 @@ class LookupAdam:
         exp_avg, exp_avg_sq = state.exp_avg[rows.element], state.exp_avg_sq[rows.element]
         if decays is not None:
             exp_avg_sq *= decays[:, None]
-        own = table_scalars(scalars, self._lr_factors[rows.table][:, None])
+        own = table_scalars(scalars, self._lr_factors_here[rows.table][:, None])
         stepped = adam_element(rows.weight, exp_avg, exp_avg_sq, grad, self._constants, own, exact_root, torch.div)
         for flat, value in zip(state, stepped, strict=True):
             # Padding repeats a real row, whose elements are then written twice with the same values.

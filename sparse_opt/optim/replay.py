@@ -82,7 +82,7 @@ class Replay:
         history: the optimizer's steps.
         state: weights and moments, updated in place.
         taken: the lookup's number of steps, int32 [1]; the steps that rows are brought to are at most this one.
-        lr_factors: factors of the tables' learning rates, float32 [tables].
+        lr_factors: factors of the tables' learning rates, float32 [tables], on the CPU.
 
     Attributes:
         last_step: as in :class:`LastSteps`.
@@ -112,7 +112,7 @@ class Replay:
         self._kinds = sorted(set(kinds))
         self._kind_of_table = np.array([self._kinds.index(kind) for kind in kinds])
         self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
-        self._taken, self._lr_factors = taken, lr_factors
+        self._taken, self._lr_factors = taken, lr_factors.to(weights.device)
         self._log_beta2_on_device = torch.empty(1, dtype=torch.float64, device=weights.device)
         self.reconfigure(config)
 

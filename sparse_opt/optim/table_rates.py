@@ -35,9 +35,8 @@ class TableRates:
                 )
 
     def of(self, lookup: TbeLookup) -> torch.Tensor:
-        """Factors of a lookup's tables, float32 [tables], on its device."""
-        factors = [self.factors.get(shard.name, 1.0) for shard in lookup.shards]
-        return torch.tensor(factors, dtype=torch.float32, device=lookup.flat_weights().device)
+        """Factors of a lookup's tables, float32 [tables], on the CPU."""
+        return torch.tensor([self.factors.get(shard.name, 1.0) for shard in lookup.shards], dtype=torch.float32)
 
 
 def table_rates(model: nn.Module, lr_factors: Mapping[str, float] | None) -> TableRates:
