@@ -62,7 +62,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "preparation": "hashing parallel remote dataset raw_files raw encoding",
         "schema_inference": "dataset raw_files raw",
         "codec": "hashing dataset raw encoding",
-        "streams": "files urls hashing dataset codec",
+        "streams": "files urls hashing dataset codec encoding",
         "synthetic": "hashing parallel dataset raw encoding",
     },
     "models": {

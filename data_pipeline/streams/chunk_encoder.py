@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.codec.codec import BadSample, Encoded, SampleCodec
+from cowrec.data_pipeline.codec.codec import TIME_COLUMN, BadSample, Encoded, SampleCodec
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.hashing import string_hashes
 
@@ -63,6 +63,11 @@ class ChunkEncoder:
 
     def _no_samples(self) -> Encoded:
         return self._codec.encode(self._codec.from_objects([]))
+
+
+def with_times(table: pa.Table, time: np.ndarray) -> pa.Table:
+    """Returns the columns of `Encoded.table` with other times, int64 [R]."""
+    return table.set_column(table.column_names.index(TIME_COLUMN), TIME_COLUMN, pa.array(time))
 
 
 def id_hashes(encoded: Encoded) -> np.ndarray:

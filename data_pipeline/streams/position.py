@@ -15,9 +15,10 @@ from cowrec.data_pipeline.files import durable_file, write_file
 from .reorder import ReorderBuffer
 
 POSITION_FILE, PENDING_FILE, RECENT_FILE = "position.json", "pending.arrow", "recent.arrow"
-FORMAT = 2
+FORMAT = 3
 
-COUNTERS = ("samples", "malformed", "duplicates", "late", "lost", "forced", "flushes", "handed_out", "batches")
+LEFT_OUT = ("malformed", "duplicates", "late", "lost")
+COUNTERS = ("samples", *LEFT_OUT, "early", "bounded", "forced", "flushes", "handed_out", "batches")
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,23 @@ class Position:
     Attributes:
         partitions: position in each partition of the source.
         entry: number of the next entry of the journal.
-        newest: newest sample time seen, Unix seconds; None before the first sample.
+        newest: the present, Unix seconds: the newest sample time that is no outlier; None before the first sample.
+        latest: times of the last samples; see `stream_time.follow`.
         due: number of waiting samples, oldest first, to return regardless of the watermark.
         ended: no more samples will come.
         waiting: samples not yet returned in a batch.
         recent: ids of the latest samples; see `RecentIds`.
         counters: totals since the start of the stream. samples: received; of these malformed, duplicates and late
             (dropped or trained on, by the stream's `late`); lost: deleted before they were read (1 if the source
-            cannot count them); forced: returned before the watermark because too many samples waited; flushes:
-            waits longer than `max_wait_seconds`; handed_out: returned in batches; batches.
+            cannot count them); early: with an outlier as their time, counted with the present; bounded: numbers beyond
+            their bound, see `encoding.dense.bound`; forced: returned before the watermark because too many samples
+            waited; flushes: waits longer than `max_wait_seconds`; handed_out: returned in batches; batches.
     """
 
     partitions: Mapping[str, Any] = field(default_factory=dict)
     entry: int = 0
     newest: int | None = None
+    latest: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     due: int = 0
     ended: bool = False
     waiting: ReorderBuffer = field(default_factory=ReorderBuffer)
@@ -55,6 +59,7 @@ class Position:
             "partitions": self.partitions,
             "entry": self.entry,
             "newest": self.newest,
+            "latest": self.latest.tolist(),
             "due": self.due,
             "ended": self.ended,
             "arrived": waiting.arrived,
@@ -83,6 +88,7 @@ class Position:
                 content["partitions"],
                 content["entry"],
                 content["newest"],
+                np.array(content["latest"], np.int64),
                 content["due"],
                 content["ended"],
                 waiting if len(waiting) else ReorderBuffer(arrived=content["arrived"]),

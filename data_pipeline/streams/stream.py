@@ -1,9 +1,11 @@
 """Stream of samples: batches in time order from a source, identical again after a crash.
 
-Order. The watermark is the newest sample time seen minus `lateness_seconds`. Samples up to the watermark are returned
-in order of time, then of arrival, so batches depend on the order of arrival alone, not on how polls divided it. There
-are two exceptions: if more than `most_waiting` samples wait, the oldest are returned early (counted as forced); if no
-sample arrives for `max_wait_seconds`, all waiting samples are returned (a flush), and the last batch is short.
+Order. The watermark is the newest sample time seen, outliers excepted, minus `lateness_seconds`. A sample whose time is
+an outlier ahead of the others is early: it counts with the newest time (see `stream_time.py`). Samples up to the
+watermark are returned in order of time, then of arrival, so batches depend on the order of arrival alone, not on how
+polls divided it. There are two exceptions: if more than `most_waiting` samples wait, the oldest are returned before the
+watermark (counted as forced); if no sample arrives for `max_wait_seconds`, all waiting samples are returned (a flush),
+and the last batch is short.
 
 Malformed samples (not JSON, a value of the wrong type, no label, no time, a time too far in the future) are dropped
 and counted, and the first ones are logged. A chunk in which no sample has some column is malformed as a whole.
@@ -35,18 +37,18 @@ from cowrec.data_pipeline.codec.codec import SampleCodec, sample_block
 from cowrec.data_pipeline.dataset.batch import Batch
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
+from cowrec.data_pipeline.encoding.dense import count_bounded
 
-from .chunk_encoder import ChunkEncoder, id_hashes
+from .chunk_encoder import ChunkEncoder, id_hashes, with_times
 from .journal import Entry, Journal
 from .position import COUNTERS, Position
 from .reorder import RecentIds
 from .source import Chunk, SampleSource
+from .stream_time import follow
 
 CHUNK_SAMPLES = 1 << 13
 """Maximum samples per poll."""
 POLL_SECONDS = 1.0
-
-_NO_TIME = -(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ class SampleStream:
     def next_batch(self, timeout: float) -> StreamBatch | None:
         """Returns the next batch; None if there is none within about `timeout` seconds, or once the stream `ended`.
 
+        With a timeout of 0 it takes all samples that have arrived, until they make a batch.
+
         Raises:
             ValueError: the source cannot be read, or cannot repeat what the journal records.
             OSError: the journal cannot be written.
@@ -161,7 +165,7 @@ class SampleStream:
             count = self._ready()
             if count:
                 return self._take_batch(count)
-            if self.position.ended or not self._advance(deadline):
+            if self.position.ended or not self._advance(deadline) or (timeout and time.monotonic() > deadline):
                 return None
 
     def trim(self, oldest: Position) -> None:
@@ -265,15 +269,17 @@ class SampleStream:
         repeated = self._recent.seen(id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
         if repeated.any():
             table, times = table.filter(pa.array(~repeated)), times[~repeated]
-        newest = np.maximum.accumulate(np.r_[_NO_TIME if state.newest is None else state.newest, times])
-        late = times < newest[:-1] - self._lateness
+        followed = follow(times, state.latest, state.newest, self._lateness)
+        table, times = with_times(table, followed.time) if followed.early.any() else table, followed.time
+        late = times < followed.newest - self._lateness
         if late.any() and self._late == "drop":
             table, times = table.filter(pa.array(~late)), times[~late]
         return dataclasses.replace(
             state,
             partitions={**state.partitions, chunk.partition: chunk.end},
             entry=state.entry + 1,
-            newest=None if newest[-1] == _NO_TIME else int(newest[-1]),
+            newest=int(followed.newest[-1]) if len(followed.newest) else state.newest,
+            latest=followed.latest,
             waiting=state.waiting.add(table.combine_chunks(), times),
             recent=self._recent.parts if self._recent else state.recent,
             counters=_added(
@@ -282,6 +288,8 @@ class SampleStream:
                 malformed=len(encoded.bad),
                 duplicates=int(repeated.sum()),
                 late=int(late.sum()),
+                early=int(followed.early.sum()),
+                bounded=count_bounded(encoded.schema.dense, encoded.table).total(),
                 lost=abs(chunk.lost),
             ),
         )

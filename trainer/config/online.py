@@ -28,6 +28,8 @@ class OnlineConfig:
         on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "skip"
             it, which saves its samples in the run's folder `quarantine`; or "stop". Ten such batches in a row end the
             run.
+        report_seconds: time between two reports of what arrived, also while nothing is trained on; samples that were
+            left out are warned of.
         publish_seconds: time between two publications of rows.
         dense_seconds: time between two publications of the dense weights.
     """
@@ -42,6 +44,7 @@ class OnlineConfig:
     window: str = "1h"
     snapshot_seconds: float = 60.0
     on_nonfinite: OnNonfinite = "skip"
+    report_seconds: float = 60.0
     publish_seconds: float = 5.0
     dense_seconds: float = 60.0
 
@@ -55,6 +58,6 @@ class OnlineConfig:
         for key in ("duplicates_window", "warmup_steps"):
             if getattr(self, key) < 0:
                 raise ValueError(f"online.{key} must be at least 0, got {getattr(self, key)}")
-        for key in ("max_wait_seconds", "snapshot_seconds", "publish_seconds", "dense_seconds"):
+        for key in ("max_wait_seconds", "snapshot_seconds", "report_seconds", "publish_seconds", "dense_seconds"):
             if not 0 <= getattr(self, key) < inf:
                 raise ValueError(f"online.{key} must be at least 0 and finite, got {getattr(self, key)}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Position, SampleCodec, SampleSource, SampleStream, Schema, StreamBatch, open_source
+from cowrec.data_pipeline.streams.position import LEFT_OUT
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_l2
@@ -99,6 +100,7 @@ class _OnlineRun:
         self.saved_step = self.samples = self.newest_time = 0
         self.trained_seconds = 0.0
         self.windows: list[WindowQuality] = []
+        self.reported: dict[str, int] = {}  # counters of the stream at the latest report
         self.journal_entries: dict[str, int] = {}  # first entry that each checkpoint needs, by its name
         self.journal_begin = 0
 
@@ -122,7 +124,8 @@ class _OnlineRun:
         self, stream: SampleStream, publication: OnlinePublication | None, log: MetricsLog, stop: StopRequest
     ) -> None:
         """Trains on every batch of the stream; publishes and saves when due, also while no batch comes."""
-        saved = time.monotonic()
+        saved = reported = time.monotonic()
+        self.reported = stream.counters
         while not (stream.ended or stop.wanted):
             arrived = stream.next_batch(_POLL_SECONDS)
             if arrived is not None:
@@ -133,6 +136,9 @@ class _OnlineRun:
                     self.write_metrics(log, stream)
             if publication and publication.is_due:
                 self.publish(publication)
+            if time.monotonic() - reported >= self.config.online.report_seconds:
+                self.report_stream(log, stream)
+                reported = time.monotonic()
             overdue = time.monotonic() - saved >= self.config.online.snapshot_seconds
             if overdue and self.trainer.steps > self.saved_step:
                 self.save(stream)
@@ -142,6 +148,7 @@ class _OnlineRun:
             raise self.trainer.interrupted()
         if not self.quality.is_empty:
             self.write_window(log, self.quality.close())
+        self.report_stream(log, stream)
         self.write_metrics(log, stream)
         if publication:
             self.publish(publication, with_dense=True)
@@ -251,6 +258,20 @@ class _OnlineRun:
         log.write("train", steps, loss=loss, samples_per_second=self.samples_per_second, samples=self.samples)
         log.write("stream", steps, **stream.counters, batches_set_aside=self.trainer.set_aside)
         self.trainer.write_statistics(log)
+
+    def report_stream(self, log: MetricsLog, stream: SampleStream) -> None:
+        """Logs what arrived since the last call, if anything did, and warns of samples that were left out."""
+        counters = stream.counters
+        new = {name: value - self.reported.get(name, 0) for name, value in counters.items()}
+        self.reported = counters
+        if not any(new.values()):
+            return
+        log.write("stream", self.trainer.steps, **counters, batches_set_aside=self.trainer.set_aside)
+        left_out = ", ".join(f"{new[name]:,} {name}" for name in (*LEFT_OUT, "early") if new[name])
+        if left_out:
+            self.trainer.warn(
+                f"warning: of the last {new['samples']:,} samples some were left out or corrected: {left_out}"
+            )
 
     @property
     def samples_per_second(self) -> float:

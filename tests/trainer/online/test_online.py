@@ -1,12 +1,14 @@
 """Online training: predictions before training, publications, resumed runs, a year of drifting ids."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -139,6 +141,20 @@ def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: 
     (tmp_path / "in" / "_END").unlink()
     write_stream(tmp_path / "in", tables[4:], first=4)
     assert run(case, tmp_path / "run", source=tmp_path / "in", resume=True)["samples"] == SAMPLES
+
+
+def test_what_is_left_out_is_reported_while_nothing_is_trained_on(
+    case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hundred samples that are a year late, after three batches."""
+    (table,) = drifting_tables(DRIFT, 0, 300, chunk_rows=300)
+    late = table.slice(200).set_column(1, "time", pc.subtract(table.slice(200)["time"], 365 * 86400))
+    write_stream(tmp_path / "in", [table.slice(0, 200), late.cast(table.schema)])
+    run(case, tmp_path / "run", "online.report_seconds=0", "train.log_every=1000", source=tmp_path / "in")
+    assert sum(int(found) for found in re.findall(r"some were left out.*: (\d+) late", caplog.text)) == 100
+    counts = [(line["step"], line["late"]) for line in metrics(tmp_path / "run", "stream")]
+    assert (counts[0][1], counts[-1][1]) == (0, 100)
+    assert any(step < counts[-1][0] and late for step, late in counts), "before the last batch"
 
 
 def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Path) -> None:
