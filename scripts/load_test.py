@@ -4,7 +4,8 @@
 
 Requests are sent at a constant rate regardless of earlier answers; their latency starts at the scheduled time. Client,
 server and publisher share the machine. The knee is the highest rate that the server sustains with at most one request
-in a hundred above KNEE_SECONDS.
+in a hundred above KNEE_SECONDS. A last step sends OVERLOAD times as many, from more connections, by clients that give a
+request up after PATIENCE seconds, while a probe asks for the server's health.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,11 @@ from cowrec.trainer.runs.provenance import environment
 from .load_case import MODEL, bodies, make_export, publishing
 from .open_loop import Outcome, open_loop, request_bytes
 
-PORT = 8123
+PORT, HEALTH_PORT = 8123, 8124
 KNEE_SECONDS = 0.05
 CONNECTIONS = 128
+OVERLOAD, OVERLOAD_CONNECTIONS, PATIENCE = 4.0, 250, 1.0
 CONFIG = DriftConfig(rows=4_000_000, days=60.0)
-"""Samples whose ids have a row in the model."""
 
 Line = dict[str, Any]
 
@@ -49,17 +51,18 @@ def main() -> None:
     parser.add_argument("--samples", default="1,32", help="samples per request")
     parser.add_argument("--rates", default="100,250,500,1000,2000,3000,4000,5000,6000", help="requests per second")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each rate")
+    parser.add_argument("--rows", type=int, default=CONFIG.rows, help="samples whose ids have a row in the model")
     parser.add_argument("--delta-rows", type=int, default=30_000, help="maximum rows per published delta")
     parser.add_argument("--delta-seconds", type=float, default=2.0, help="interval between deltas")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, arguments.output.open("w", encoding="utf-8", buffering=1) as file:
-        folder = Path(name)
-        ids = make_export(CONFIG, folder)
+        folder, config = Path(name), dataclasses.replace(CONFIG, rows=arguments.rows)
+        ids = make_export(config, folder)
         about = {
             "config": {
                 "model": dataclasses.asdict(MODEL),
                 "resident_ids": ids,
-                "fields": CONFIG.fields,
+                "fields": config.fields,
                 "delta_rows": arguments.delta_rows,
                 "delta_seconds": arguments.delta_seconds,
                 "connections": CONNECTIONS,
@@ -70,19 +73,20 @@ def main() -> None:
         lines = []
         rates = [float(rate) for rate in parse_list(arguments.rates)]
         for samples in map(int, parse_list(arguments.samples)):
-            with served(folder), publishing(CONFIG, folder, arguments.delta_rows, arguments.delta_seconds):
+            with served(folder), publishing(config, folder, arguments.delta_rows, arguments.delta_seconds):
                 wait_until(lambda health: health["status"] == "ok" and health["version"] > 1)
-                for line in steps(samples, rates, arguments.seconds):
+                for line in steps(config, samples, rates, arguments.seconds):
                     print(summary(line), flush=True)
                     lines.append(line)
                     file.write(json.dumps({**line, **about}) + "\n")
     print(f"{arguments.output}, plot: {plot(lines, arguments.output.with_suffix('.png'), about)}")
 
 
-def steps(samples: int, rates: list[float], seconds: float) -> Iterator[Line]:
-    """Yields a line per rate, up to the first that the server does not sustain."""
-    requests = [request_bytes("/predict", body) for body in bodies(CONFIG, 20_000 // samples, samples)]
+def steps(config: DriftConfig, samples: int, rates: list[float], seconds: float) -> Iterator[Line]:
+    """Yields a line per rate, up to the first that the server does not sustain, and one of overload."""
+    requests = [request_bytes("/predict", body) for body in bodies(config, 20_000 // samples, samples)]
     asyncio.run(open_loop("127.0.0.1", PORT, requests, rates[0], 3.0, CONNECTIONS))  # warms up both sides
+    knee = rates[0]
     for rate in rates:
         before = metrics()
         outcome = asyncio.run(open_loop("127.0.0.1", PORT, requests, rate, seconds, CONNECTIONS))
@@ -97,8 +101,46 @@ def steps(samples: int, rates: list[float], seconds: float) -> Iterator[Line]:
         }
         yield line
         if not line["kept_up"]:
-            return
+            break
+        knee = rate if line["within"] else knee
         time.sleep(1.0)
+    time.sleep(3.0)
+    rate = OVERLOAD * knee
+    with probe() as health:
+        load = open_loop("127.0.0.1", PORT, requests, rate, seconds, OVERLOAD_CONNECTIONS, PATIENCE)
+        outcome = asyncio.run(load)
+    refused, lost = outcome.statuses.get(503, 0), outcome.scheduled - len(outcome.latencies)
+    yield measured(outcome, samples, rate) | {
+        "overload": OVERLOAD,
+        "shed": refused / outcome.scheduled,
+        "given_up": (lost - refused) / outcome.scheduled,
+        "health_max_ms": 1000 * max(health),
+    }
+
+
+@contextmanager
+def probe() -> Iterator[list[float]]:
+    """Asks for the server's health again and again in a thread; collects the seconds that it took."""
+    seconds: list[float] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.1):
+            start = time.perf_counter()
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{HEALTH_PORT}/health", timeout=30) as answer,
+            ):
+                answer.read()
+            seconds.append(time.perf_counter() - start)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        stop.set()
+        thread.join()
 
 
 def measured(outcome: Outcome, samples: int, rate: float) -> Line:
@@ -126,7 +168,8 @@ def measured(outcome: Outcome, samples: int, rate: float) -> Line:
 def served(folder: Path) -> Iterator[None]:
     """Runs `cowrec serve` on the export, following publications."""
     command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
-    process = subprocess.Popen([*command, "--follow", f"{folder}/published"])
+    command += ["--follow", f"{folder}/published", "--health-port", str(HEALTH_PORT)]
+    process = subprocess.Popen(command)
     try:
         wait_until(lambda health: health["status"] != "loading")
         yield
@@ -158,17 +201,23 @@ def metrics() -> dict[str, float]:
 
 
 def summary(line: Line) -> str:
+    about = f"{line['samples']} samples per request, {line['rate']:,.0f} requests/s"
+    found = f"{line['predictions_per_second']:,.0f} predictions/s, p50 {line['p50_ms']:.1f}, p99 {line['p99_ms']:.1f}"
+    if "overload" in line:
+        return (
+            f"{about}, {line['overload']:g} times the knee: {found} ms, {line['shed']:.0%} refused,"
+            f" {line['given_up']:.0%} given up, health within {line['health_max_ms']:.0f} ms"
+        )
     return (
-        f"{line['samples']} samples per request, {line['rate']:,.0f} requests/s: {line['predictions_per_second']:,.0f} "
-        f"predictions/s, p50 {line['p50_ms']:.1f}, p99 {line['p99_ms']:.1f}, max {line['max_ms']:.0f} ms, "
-        f"{line['not_answered']} not answered, {line['deltas']:.0f} deltas applied"
+        f"{about}: {found}, max {line['max_ms']:.0f} ms, {line['not_answered']} not answered,"
+        f" {line['deltas']:.0f} deltas applied"
     )
 
 
 def plot(lines: list[Line], path: Path, about: Line) -> Path:
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     for number, samples in enumerate(dict.fromkeys(line["samples"] for line in lines)):
-        chosen = [line for line in lines if line["samples"] == samples]
+        chosen = [line for line in lines if line["samples"] == samples and "overload" not in line]
         speed = [line["samples"] * line["rate"] for line in chosen]
         name = "1 sample per request" if samples == 1 else f"{samples} samples per request"
         axes.plot(speed, [line["p99_ms"] for line in chosen], "o-", color=f"C{number}", label=f"{name}, p99")

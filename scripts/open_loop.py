@@ -5,6 +5,7 @@ Latency starts at the scheduled time of a request, so a stalled server cannot hi
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ class Outcome:
 
     Attributes:
         latencies: seconds of requests answered with status 200, in order of the answers.
-        statuses: counts of other statuses; -1 for a lost connection.
+        statuses: counts of other statuses; -1 for a lost connection, -2 for a request that waited too long for one.
         scheduled: scheduled requests.
         seconds: time from the first request to the last answer.
     """
@@ -38,7 +39,13 @@ def request_bytes(path: str, body: bytes) -> bytes:
 
 
 async def open_loop(
-    host: str, port: int, requests: Sequence[bytes], rate: float, seconds: float, connections: int
+    host: str,
+    port: int,
+    requests: Sequence[bytes],
+    rate: float,
+    seconds: float,
+    connections: int,
+    patience: float = math.inf,
 ) -> Outcome:
     """Sends requests round-robin at a constant rate.
 
@@ -48,8 +55,9 @@ async def open_loop(
         rate: requests per second.
         seconds: duration.
         connections: maximum open connections; a request waits for a free one, which counts as latency.
+        patience: seconds that it waits before it is given up.
     """
-    pool = _Pool(connections)
+    pool = _Pool(patience)
     loop = asyncio.get_running_loop()
     for _ in range(connections):
         await loop.create_connection(lambda: _Connection(pool), host, port)
@@ -74,8 +82,8 @@ async def open_loop(
 class _Pool:
     """Pool of connections and queue of requests that wait for one."""
 
-    def __init__(self, connections: int) -> None:
-        self.outcome = Outcome()
+    def __init__(self, patience: float) -> None:
+        self.outcome, self._patience = Outcome(), patience
         self.last_answer = time.perf_counter()
         self.unanswered = 0
         self._free: list[_Connection] = []
@@ -107,6 +115,10 @@ class _Pool:
             self.outcome.statuses[status] = self.outcome.statuses.get(status, 0) + 1
         if status < 0:
             return
+        while self._waiting and self.last_answer - self._waiting[0][0] > self._patience:
+            self._waiting.popleft()
+            self.unanswered -= 1
+            self.outcome.statuses[-2] = self.outcome.statuses.get(-2, 0) + 1
         if self._waiting:
             connection.send(*self._waiting.popleft())
         else:

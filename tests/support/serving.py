@@ -56,9 +56,9 @@ class Serving:
         command = [sys.executable, "-m", "cowrec.trainer", "serve", str(export_dir), "--port", str(self.port), *options]
         self.process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
-    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    def ask(self, method: str, path: str, body: Any = None, port: int | None = None) -> tuple[int, Any]:
         """Status and content of a response; bytes are sent unchanged, other bodies as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=DEADLINE)
         try:
             sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, sent)

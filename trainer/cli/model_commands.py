@@ -104,6 +104,22 @@ def export(
     print(f"{output}: step {manifest.step}, {size:,} bytes, logits within {manifest.logits_error:.2g}")
 
 
+MaxAge = Annotated[
+    float | None,
+    typer.Option(help="Seconds since a version was published, after which /readyz is 503. [any]"),
+]
+HealthPort = Annotated[
+    int | None,
+    typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /health, /metrics. [none]"),
+]
+ClientConnections = Annotated[
+    int, typer.Option(help="Most open connections from one address; a proxy in front is one address.")
+]
+TimeoutMs = Annotated[
+    float, typer.Option(help="Time from a request's arrival to its prediction; a request may ask for less.")
+]
+
+
 @app.command()
 def serve(
     export_dir: Annotated[str, typer.Argument(help="Folder of an exported model: a path or s3://BUCKET/EXPORT.")],
@@ -111,22 +127,19 @@ def serve(
         str | None,
         typer.Option(help="Publication whose new versions to apply: folder, or redis://HOST:PORT."),
     ] = None,
-    max_age: Annotated[
-        float | None,
-        typer.Option(help="Seconds since a version was published, after which /readyz is 503. [any]"),
-    ] = None,
+    max_age: MaxAge = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is reachable from other machines.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    health_port: HealthPort = None,
     max_request_bytes: Annotated[int, typer.Option(help="Largest body of a request.")] = 1 << 20,
     max_samples: Annotated[int, typer.Option(help="Most samples in a request.")] = 1000,
     max_concurrent: Annotated[int, typer.Option(help="Most concurrent requests; further ones are refused.")] = 256,
     max_connections: Annotated[int, typer.Option(help="Most open connections.")] = 512,
-    max_client_connections: Annotated[
-        int, typer.Option(help="Most open connections from one address; a proxy in front is one address.")
-    ] = 256,
+    max_client_connections: ClientConnections = 256,
     request_seconds: Annotated[float, typer.Option(help="Time for a request to arrive.")] = 10.0,
+    timeout_ms: TimeoutMs = 1000.0,
 ) -> None:
     """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).
 
@@ -147,6 +160,20 @@ def serve(
 
     show_log("%(asctime)s cowrec: %(message)s")
     limits = Limits(
-        max_request_bytes, max_samples, max_concurrent, max_connections, max_client_connections, request_seconds
+        max_request_bytes,
+        max_samples,
+        max_concurrent,
+        max_connections,
+        max_client_connections,
+        request_seconds,
+        timeout_ms,
     )
-    run(local_copy(export_dir, "export"), follow, host=host, port=port, limits=limits, max_age=max_age)
+    run(
+        local_copy(export_dir, "export"),
+        follow,
+        host=host,
+        port=port,
+        health_port=health_port,
+        limits=limits,
+        max_age=max_age,
+    )

@@ -15,6 +15,8 @@ class Limits:
         connections: open connections.
         client_connections: of them, those from one address; a proxy in front is one address.
         request_seconds: time for a request to arrive, from a connection's start or the request's first byte on.
+        timeout_ms: milliseconds from the arrival of a request to its prediction; a request that would wait longer is
+            refused at once, and not computed if it did.
     """
 
     request_bytes: int = 1 << 20
@@ -23,6 +25,7 @@ class Limits:
     connections: int = 512
     client_connections: int = 256
     request_seconds: float = 10.0
+    timeout_ms: float = 1000.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -1,12 +1,22 @@
 """Micro-batching: requests that arrive while a batch is computed are computed together next, without a fixed wait."""
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+_SMOOTHING = 0.2
+"""Weight of the last batch in the mean time for an item."""
+
+
+class Late(Exception):
+    """Raised for a call that was due before its batch began."""
 
 
 class MicroBatcher(Generic[Item, Result]):
@@ -23,29 +33,54 @@ class MicroBatcher(Generic[Item, Result]):
 
     def __init__(self, compute: Callable[[Sequence[Item]], Sequence[Result]], max_items: int) -> None:
         self._compute, self._max_items = compute, max_items
-        self._queue: deque[tuple[Sequence[Item], asyncio.Future[Sequence[Result]]]] = deque()
+        self._queue: deque[tuple[Sequence[Item], float, asyncio.Future[Sequence[Result]]]] = deque()
+        self._waiting = 0  # items in the queue
+        self._item_seconds = self._busy_since = 0.0
 
-    async def results(self, items: Sequence[Item]) -> Sequence[Result]:
+    @property
+    def expected_wait(self) -> float:
+        """Seconds until the items that wait now are computed, by the time that the last batches took for an item."""
+        return self._waiting * self._item_seconds
+
+    async def results(self, items: Sequence[Item], due: float = math.inf) -> Sequence[Result]:
         """Results of up to ``max_items`` items, which are computed in one batch.
 
+        Args:
+            items: as above.
+            due: time, of `time.monotonic`, at which the batch must have begun.
+
         Raises:
+            Late: it had not.
             Exception: whatever ``compute`` raised for the batch.
         """
         assert len(items) <= self._max_items
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence[Result]] = loop.create_future()
-        self._queue.append((items, future))
-        if len(self._queue) == 1:
+        if not self._queue:
+            self._busy_since = time.monotonic()
             loop.call_soon(self._run_batch, loop)
+        self._queue.append((items, due, future))
+        self._waiting += len(items)
         return await future
 
     def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
-        calls, total = [], 0
+        calls, total, now = [], 0, time.monotonic()
         while self._queue and total + len(self._queue[0][0]) <= self._max_items:
-            calls.append(self._queue.popleft())
-            total += len(calls[-1][0])
+            items, due, future = self._queue.popleft()
+            self._waiting -= len(items)
+            if due >= now:
+                calls.append((items, future))
+                total += len(items)
+            elif not future.done():
+                future.set_exception(Late())
         if self._queue:  # the next batch, after the loop has handled other events
             loop.call_soon(self._run_batch, loop)
+        if calls:
+            self._answer(calls)
+            since, self._busy_since = self._busy_since, time.monotonic()
+            self._item_seconds += _SMOOTHING * ((self._busy_since - since) / max(total, 1) - self._item_seconds)
+
+    def _answer(self, calls: Sequence[tuple[Sequence[Item], asyncio.Future[Sequence[Result]]]]) -> None:
         items = [item for each, _ in calls for item in each]
         results: Sequence[Result] = ()
         failure: Exception | None = None

@@ -13,7 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Lifespan
 
+from .micro_batcher import Late
 from .service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -33,8 +35,13 @@ class Rejected(Exception):
         self.status, self.reason, self.headers = status, reason, headers
 
 
+def health_app(service: Service) -> Starlette:
+    """Creates the application of GET /livez, /readyz, /health and /metrics."""
+    return _app(_routes(service))
+
+
 def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
-    """Creates the application: POST /predict, GET /livez, /readyz, /health and /metrics.
+    """Creates the application: that of `health_app`, and POST /predict.
 
     The service loads while the first requests arrive; ``stop`` is called if loading fails.
     """
@@ -48,16 +55,23 @@ def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
             await loading
             await asyncio.to_thread(service.close)
 
-    routes = [
-        Route(path, _timed(service, path, handler), methods=[method])
-        for path, method, handler in (
-            ("/predict", "POST", _Predict(service)),
-            ("/livez", "GET", _livez),
-            ("/readyz", "GET", lambda request: _readyz(service)),
-            ("/health", "GET", lambda request: _health(service)),
-            ("/metrics", "GET", lambda request: _metrics(service)),
+    predict = Route("/predict", _timed(service, "/predict", _Predict(service)), methods=["POST"])
+    return _app([predict, *_routes(service)], lifespan)
+
+
+def _routes(service: Service) -> list[Route]:
+    return [
+        Route(path, _timed(service, path, handler), methods=["GET"])
+        for path, handler in (
+            ("/livez", _livez),
+            ("/readyz", lambda request: _readyz(service)),
+            ("/health", lambda request: _health(service)),
+            ("/metrics", lambda request: _metrics(service)),
         )
     ]
+
+
+def _app(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> Starlette:
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False  # the redirection would go to the host that the client names
     return app
@@ -80,18 +94,18 @@ class _Predict:
         unable = self._service.cannot_predict()
         if unable:
             raise Rejected(503, "loading", f"{unable}; retry later", {"Retry-After": "1"})
+        seconds = _timeout_ms(request.query_params.get("timeout_ms"), limits.timeout_ms) / 1000
         body = await _body(request, limits.request_bytes)
-        if self._active >= limits.concurrent_requests:  # a request takes a slot once it has arrived completely
-            raise Rejected(
-                503, "busy", f"{self._active} requests are in progress, which is the limit; retry later",
-                {"Retry-After": "1"},
-            )  # fmt: skip
+        due = time.monotonic() + seconds
+        self._check_queue(seconds)  # a request takes a slot once it has arrived completely
         self._active += 1
         try:
             parsed = _parse(body)
             samples = parsed if isinstance(parsed, list) else [parsed]
             _check(samples, limits.samples)
-            results = await self._service.predict(samples) if samples else []
+            results = await self._service.predict(samples, due) if samples else []
+        except Late:
+            raise _busy("late", f"no prediction could be made within {1000 * seconds:g} ms", 0) from None
         finally:
             self._active -= 1
         for index, result in enumerate(results):
@@ -103,6 +117,29 @@ class _Predict:
         else:
             response["probability"] = results[0]
         return _json(200, response)
+
+    def _check_queue(self, seconds: float) -> None:
+        """Raises Rejected for a request that would have to wait longer than ``seconds``, or for a slot."""
+        wait = self._service.expected_wait
+        if self._active >= self._service.limits.concurrent_requests:
+            raise _busy("busy", f"{self._active} requests are in progress, which is the limit", wait)
+        if wait > seconds:
+            raise _busy("queue", f"the requests before it take {1000 * wait:.0f} ms", wait)
+
+
+def _busy(reason: str, message: str, wait: float) -> Rejected:
+    return Rejected(503, reason, f"{message}; retry later", {"Retry-After": str(max(1, math.ceil(wait)))})
+
+
+def _timeout_ms(given: str | None, limit: float) -> float:
+    """Milliseconds that a request may take: what the client gives, but at most the limit."""
+    try:
+        timeout = limit if given is None else float(given)
+    except ValueError:
+        timeout = math.nan
+    if not timeout > 0:
+        raise Rejected(400, "bad_timeout", f"timeout_ms must be a number above 0, got {given!r}")
+    return min(timeout, limit)
 
 
 def _parse(body: bytes) -> Any:

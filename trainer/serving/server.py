@@ -6,14 +6,18 @@ import os
 import resource
 import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 import uvicorn
+from starlette.applications import Starlette
 
 from .limited_protocol import limited_protocol
 from .limits import Limits
-from .routes import service_app
+from .routes import health_app, service_app
 from .service import Service
 
 logger = logging.getLogger(__name__)
@@ -25,6 +29,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    health_port: int | None = None,
     limits: Limits | None = None,
     max_age: float | None = None,
 ) -> None:
@@ -35,6 +40,7 @@ def serve(
         limits: see :class:`Limits`.
         host: address to listen on; by default the loopback address, which other machines cannot reach.
         port: to listen on; 0 chooses a free one.
+        health_port: another port, on which a thread of its own answers everything except predictions; None for none.
 
     Raises:
         ValueError: ``export_dir`` has no exported model or a damaged one, or ``follow`` is not a publication target.
@@ -45,8 +51,23 @@ def serve(
     _allow_open_files(service.limits.connections + 512)
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
+    server = _server(service, service_app(service, lambda: setattr(server, "should_exit", True)))
+    # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    logger.info("listening on http://%s:%d: POST /predict, GET /health, /livez, /readyz, /metrics", shown, port)
+    with ExitStack() as running:
+        if health_port is not None:
+            running.enter_context(_health_server(service, _listen(host, health_port, "--health-port")))
+        server.run([listener])
+    if service.failure:
+        raise service.failure
+
+
+def _server(service: Service, app: Starlette) -> uvicorn.Server:
     config = uvicorn.Config(
-        service_app(service, lambda: setattr(server, "should_exit", True)),
+        app,
         http=limited_protocol(service.limits, service.metrics),
         ws="none",
         log_level="error",  # a warning for each bad request would let clients fill the log
@@ -56,15 +77,18 @@ def serve(
         server_header=False,
         proxy_headers=False,
     )
-    server = uvicorn.Server(config)
-    # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    address, port = listener.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
-    logger.info("listening on http://%s:%d: POST /predict, GET /health, /livez, /readyz, /metrics", shown, port)
-    server.run([listener])
-    if service.failure:
-        raise service.failure
+    return uvicorn.Server(config)
+
+
+@contextmanager
+def _health_server(service: Service, listener: socket.socket) -> Iterator[None]:
+    """Answers all requests but predictions in a thread, however busy the thread of predictions is."""
+    server = _server(service, health_app(service))
+    thread = threading.Thread(target=server.run, args=([listener],), name="cowrec-health", daemon=True)
+    thread.start()
+    yield
+    server.should_exit = True
+    thread.join()
 
 
 def _allow_open_files(count: int) -> None:
@@ -73,17 +97,17 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     if not 0 <= port < 1 << 16:
-        raise ValueError(f"--port must be between 0 and 65535, got {port}")
+        raise ValueError(f"{flag} must be between 0 and 65535, got {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         remedy = (
-            "another program listens there; stop it or choose another --port"
+            f"another program listens there; stop it or choose another {flag}"
             if error.errno == errno.EADDRINUSE
-            else "choose another --host or --port"
+            else f"choose another --host or {flag}"
         )
         raise OSError(f"cannot listen on {host}:{port}: {_reason(error)}; {remedy}") from error
 

@@ -86,9 +86,14 @@ class Service:
         if self._follower:
             self._follower.close()
 
-    async def predict(self, samples: Sequence[Mapping[str, Any]]) -> Sequence[Result]:
-        """The click probability or an error message for each sample."""
-        return await self._batcher.results(samples)
+    async def predict(self, samples: Sequence[Mapping[str, Any]], due: float = math.inf) -> Sequence[Result]:
+        """The click probability or an error message for each sample. Raises Late, see `MicroBatcher.results`."""
+        return await self._batcher.results(samples, due)
+
+    @property
+    def expected_wait(self) -> float:
+        """Seconds that the samples which wait now will take."""
+        return self._batcher.expected_wait
 
     @property
     def version(self) -> int:

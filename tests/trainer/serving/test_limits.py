@@ -1,6 +1,7 @@
 """`cowrec serve` refuses what exceeds its limits, and no client keeps it from answering others."""
 
 import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -10,9 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from serving import GOOD, Serving, serving, trained_and_exported, unfinished
+from trainer_cases import free_port
 
 CONNECTIONS, CLIENT_CONNECTIONS = 20, 16
 LIMITS = ("--max-concurrent", "4", "--max-connections", str(CONNECTIONS), "--request-seconds", "10")
+HEALTH_PORT = free_port()
 HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -20,7 +23,8 @@ HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\n"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("limits")
     trained_and_exported(folder)
-    with serving(folder / "export", *LIMITS, "--max-client-connections", str(CLIENT_CONNECTIONS)) as server:
+    client = ("--max-client-connections", str(CLIENT_CONNECTIONS))
+    with serving(folder / "export", *LIMITS, *client, "--health-port", str(HEALTH_PORT)) as server:
         yield server
 
 
@@ -31,11 +35,18 @@ def stalled(server: Serving) -> Iterator[list[socket.socket]]:
     begun[1].sendall(b"POST /pre")
     begun[2].sendall(HEAD + b"Content-Length: 10\r\n\r\n[")
     begun[3].sendall(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert begun[3].recv(1000).startswith(b"HTTP/1.1 404")
+    assert answer_of(begun[3])[0] == 404
     begun[3].sendall(b"\r\n")
     yield begun
     for each in begun:
         each.close()
+
+
+def answer_of(connection: socket.socket) -> tuple[int, bool, str]:
+    """Status of an answer, whether it says when to try again, and its error."""
+    with http.client.HTTPResponse(connection) as answer:
+        answer.begin()
+        return answer.status, "Retry-After" in answer.headers, json.loads(answer.read()).get("error", "")
 
 
 def test_clients_that_send_slowly_keep_no_slot(server: Serving, stalled: list[socket.socket]) -> None:
@@ -45,7 +56,7 @@ def test_clients_that_send_slowly_keep_no_slot(server: Serving, stalled: list[so
         assert server.predict(GOOD)[0] == 200
     for connection, remainder in held:
         connection.sendall(remainder)
-        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        assert answer_of(connection)[0] == 200
         connection.close()
 
 
@@ -57,14 +68,36 @@ def test_requests_beyond_the_concurrency_limit_are_rejected(server: Serving, sta
     for connection, remainder in held:
         connection.sendall(remainder)
     server.process.send_signal(signal.SIGCONT)
-    answers = [connection.recv(1000) for connection, _ in held]
-    assert Counter(answer[9:12] for answer in answers) == {b"200": 4, b"503": 2}
-    refused = next(answer for answer in answers if answer[9:12] == b"503").lower()
-    assert b"retry-after: 1" in refused
-    assert b"4 requests are in progress" in refused
+    answers = Counter(answer_of(connection) for connection, _ in held)
+    busy = "4 requests are in progress, which is the limit; retry later"
+    assert answers == {(200, False, ""): 4, (503, True, busy): 2}
     for connection, _ in held:
         connection.close()
     assert server.predict(GOOD)[0] == 200
+
+
+def test_requests_that_would_be_late_are_rejected(server: Serving, stalled: list[socket.socket]) -> None:
+    """Four of a thousand samples arrive at once, due in a microsecond: the first is late, the others wait for it."""
+    assert server.predict([GOOD] * 1000)[0] == 200  # measures the time for a sample
+    body = json.dumps([GOOD] * 1000).encode()
+    request = b"POST /predict?timeout_ms=0.001 HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    held = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(4)]
+    for connection in held:
+        connection.sendall(request[:-1])
+    assert server.predict(GOOD)[0] == 200
+    server.process.send_signal(signal.SIGSTOP)
+    for connection in held:
+        connection.sendall(request[-1:])
+    server.process.send_signal(signal.SIGCONT)
+    assert {answer_of(connection)[:2] for connection in held} == {(503, True)}
+    metrics = server.metrics()
+    assert metrics["cowrec_rejected_requests_total{reason=late}"] >= 1
+    assert metrics["cowrec_rejected_requests_total{reason=queue}"] >= 1
+    for connection in held:
+        connection.close()
+    status, answer = server.ask("POST", "/predict?timeout_ms=soon", GOOD)
+    assert (status, "timeout_ms must be a number above 0, got 'soon'" in answer["error"]) == (400, True)
+    assert server.ask("POST", "/predict?timeout_ms=1e9", GOOD)[0] == 200
 
 
 def endless(server: Serving, start: bytes, part: bytes) -> bytes:
@@ -121,6 +154,9 @@ def test_further_connections_of_a_client_are_rejected(server: Serving, stalled: 
         others = answers("127.0.0.2", 8)
         assert others[b"200"] >= CONNECTIONS - CLIENT_CONNECTIONS
         assert first[b"200"] + others[b"200"] <= CONNECTIONS
+        for path in ("/livez", "/readyz", "/health", "/metrics"):  # a port and a thread of their own
+            assert server.ask("GET", path, port=HEALTH_PORT)[0] == 200
+        assert server.ask("POST", "/predict", GOOD, HEALTH_PORT)[0] == 404
     finally:
         for each, _ in opened:
             each.close()

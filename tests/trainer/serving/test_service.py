@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from command_line import exit_code
 from cowrec.trainer.serving.limits import Limits
-from cowrec.trainer.serving.micro_batcher import MicroBatcher
+from cowrec.trainer.serving.micro_batcher import Late, MicroBatcher
 from cowrec.trainer.serving.service import Service
 from serving import GOOD, Serving, predictions, raw_samples, serving, trained_and_exported, unfinished
 from trainer_cases import ENVIRONMENT, free_port
@@ -253,6 +254,26 @@ def test_a_failing_batch_fails_only_its_own_calls() -> None:
         assert await batcher.results([1]) == [1]
 
     asyncio.run(calls())
+
+
+def test_a_call_that_is_due_before_its_batch_is_not_computed() -> None:
+    computed: list[int] = []
+
+    def compute(items: Any) -> list[int]:
+        computed.extend(items)
+        return list(items)
+
+    async def calls() -> list[Any]:
+        batcher = MicroBatcher(compute, 4)
+        assert await batcher.results([0]) == [0]
+        assert batcher.expected_wait == 0
+        waiting = [asyncio.create_task(batcher.results([item], due)) for item, due in ((1, math.inf), (2, 0.0))]
+        await asyncio.sleep(0)
+        assert batcher.expected_wait > 0
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    one, other = asyncio.run(calls())
+    assert (one, type(other), computed) == ([1], Late, [0, 1])
 
 
 def test_a_cancelled_call_does_not_affect_others() -> None:
