@@ -21,7 +21,7 @@ from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.own_code import find_code, load_record, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
-from cowrec.trainer.runtime.environment import launched_world_size
+from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.processes import Process, process_group
 
 from .batch_ramp import BatchRamp
@@ -66,8 +66,10 @@ def evaluate_run(
         segments = {column: Segments.of(data_dir, split, column) for column in by}
         samples = predicted_samples(state, reader)
         by_column = {column: groups.measure(state.tasks.main_of(samples), top) for column, groups in segments.items()}
-        quality = state.tasks.measure(samples).values()
-        return quality | {"step": progress.step} | ({"by": by_column} if by else {})
+        quality = state.tasks.measure(samples)
+        if launched_rank() == 0:
+            logger.info("%s samples of %s: %s", f"{quality.rows:,}", split, quality)
+        return quality.values() | {"step": progress.step} | ({"by": by_column} if by else {})
 
 
 def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "test", *, checkpoint: str = "") -> int:
