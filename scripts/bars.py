@@ -69,7 +69,7 @@ def prepared_data(dataset: str, folder: Path, output: Path, config: RunConfig) -
             )
     train, validation, test = files
     schema = CONFIGS / f"{dataset}_schema.toml"
-    return prepare("csv", [train], output, config.prepare, csv_schema=schema, validation=[validation], test=[test])
+    return prepare("tabular", [train], output, config.prepare, schema_file=schema, validation=[validation], test=[test])
 
 
 def table(published: Mapping[str, Sequence[float]], output: Path) -> str:

@@ -25,7 +25,7 @@ This page is made from the docstrings of the code.
 
 * [Run files](#run-files), for `cowrec train` and most other commands: `cowrec config init` writes one with all keys.
   `--set section.key=value` overrides a key. [training.md](training.md) explains how the keys work together.
-* [Schema files](#schema-files), for `cowrec prepare csv`: [preparing.md](preparing.md) explains them.
+* [Schema files](#schema-files), for `cowrec prepare tabular`: [preparing.md](preparing.md) explains them.
 
 A key without a default has no effect unless it is set.
 
@@ -52,7 +52,7 @@ def sections() -> dict[str, type]:
 
 def of_schema_files() -> Iterator[str]:
     """The annotated example in the docstring of the loader, and the keys of fields and labels."""
-    doc = inspect.getdoc(schema_file.load_csv_schema) or ""
+    doc = inspect.getdoc(schema_file.load_schema_file) or ""
     lines = doc.splitlines()
     yield "## Schema files\n\nAll keys, with examples of values:\n"
     yield "```toml\n" + "\n".join(line[4:] for line in lines[2 : lines.index("", 3)]) + "\n```\n"
@@ -132,7 +132,7 @@ def test_ranges_come_from_the_checks() -> None:
 
 
 def test_the_example_of_schema_files_has_every_key() -> None:
-    text = inspect.getdoc(schema_file.load_csv_schema) or ""
+    text = inspect.getdoc(schema_file.load_schema_file) or ""
     for name in {*schema_file._TYPES, *schema_file._FIELD_TYPES, *schema_file._LABEL_TYPES}:
         assert re.search(rf"\b{name}\b", text), name
 

@@ -140,7 +140,7 @@ class Schema:
     """Description of a prepared data set for readers and trainers; the content of `schema.json`.
 
     Attributes:
-        name: layout or generator of the data ("criteo", "avazu", "csv", "synthetic").
+        name: layout or generator of the data ("criteo", "avazu", "tabular", "synthetic").
         dense, sparse: fields, in the order of `Batch.dense`'s columns and of the `KeyedJaggedTensor`'s keys.
         splits: "train", "test" and possibly "validation".
         timed: True if every sample has a time, in the Parquet column `time`: int64, Unix seconds.

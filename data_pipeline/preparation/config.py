@@ -9,7 +9,7 @@ from cowrec.data_pipeline.raw.layouts import DenseTransform
 
 from .splitting import SplitKind, seconds_of
 
-DEFAULT_TEST_FRACTION = {"criteo": 0.1, "avazu": 0.2, "csv": 0.1}
+DEFAULT_TEST_FRACTION = {"criteo": 0.1, "avazu": 0.2, "tabular": 0.1}
 MOST_BUCKETS = 2**31 - 3
 
 

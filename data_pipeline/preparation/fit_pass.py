@@ -176,7 +176,7 @@ def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatis
 def _report_heavy_tails(fields: Sequence[DenseField], layout: Layout) -> None:
     if fields:
         names, transforms = ", ".join(each.name for each in fields), " and ".join({each.transform for each in fields})
-        remedy = 'transform = "quantile"' if layout.name == "csv" else 'prepare.dense = "quantile"'
+        remedy = 'transform = "quantile"' if layout.name == "tabular" else 'prepare.dense = "quantile"'
         logger.warning(
             'heavy tails: %d numeric fields (%s) have most of their numbers in a small part of their range, so that'
             ' "%s" leaves them nearly equal; %s, "log" or "buckets" keep them apart',
@@ -187,7 +187,7 @@ def _report_heavy_tails(fields: Sequence[DenseField], layout: Layout) -> None:
 def _report_markers(vocabularies: dict[str, Vocabulary], layout: Layout) -> None:
     """Warns of ids that programs write for a missing value."""
     texts = sorted({form(text) for text in LOOKS_MISSING for form in (str.lower, str.upper, str.title)})
-    for name, vocabulary in vocabularies.items() if layout.name == "csv" else ():
+    for name, vocabulary in vocabularies.items() if layout.name == "tabular" else ():
         rows = vocabulary.rows(pa.array(texts))
         found = [text for text, row in zip(texts, rows, strict=True) if row != OUT_OF_VOCABULARY]
         if found:

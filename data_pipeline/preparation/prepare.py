@@ -17,7 +17,7 @@ from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.bad_rows import BadRowLedger
 from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName
 from cowrec.data_pipeline.raw.parsing import check_same_types, check_types
-from cowrec.data_pipeline.raw.schema_file import load_csv_schema
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from cowrec.data_pipeline.raw_files.inputs import find_inputs
 from cowrec.data_pipeline.raw_files.reading import look, survey
 from cowrec.data_pipeline.raw_files.segments import Partition, RawFile, Source, partitions
@@ -44,7 +44,7 @@ def prepare(
     output: PathLike,
     config: PrepareConfig | None = None,
     *,
-    csv_schema: PathLike | None = None,
+    schema_file: PathLike | None = None,
     like: PathLike | None = None,
     validation: Sequence[PathLike] = (),
     test: Sequence[PathLike] = (),
@@ -56,12 +56,12 @@ def prepare(
     """Converts raw files to a data set and returns its schema. Memory grows with the vocabulary, not with the samples.
 
     Args:
-        layout: "criteo", "avazu" or "csv".
+        layout: "criteo", "avazu" or "tabular".
         inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet; Arrow IPC.
             Any of them may be a URI.
         output: a new or empty folder, or its URI in an object store, created when everything is done.
         config: settings; with `like`, only on_bad_row, max_bad_rows and shard_rows have an effect.
-        csv_schema: TOML file that describes the columns; for "csv", and not with `like`.
+        schema_file: TOML file that describes the columns; for "tabular", and not with `like`.
         like: a folder with schema.json and vocabulary/ of an earlier data set, whose vocabularies and dense transforms
             are applied. All samples go to the split "test", and the label may be absent: then `Split.labelled` is False
             and labels are NaN.
@@ -79,7 +79,7 @@ def prepare(
     config, report = config or PrepareConfig(), progress or (lambda _: None)
     groups = _paths((inputs, validation, test), scheduler, new=like is None)
     earlier = Schema.load(like) if like is not None else None
-    described, sources = _look(_layout(layout, csv_schema, earlier), groups, keep, need_label=earlier is None)
+    described, sources = _look(_layout(layout, schema_file, earlier), groups, keep, need_label=earlier is None)
     written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)
     with written as folder, _engine(scheduler, folder) as engine:
         files = _surveyed(engine, sources, described, config, report)
@@ -134,20 +134,23 @@ def _engine(scheduler: str | None, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def _layout(name: LayoutName, csv_schema: PathLike | None, earlier: Schema | None) -> Layout:
-    if (csv_schema is not None) != (name == "csv" and earlier is None):
-        raise ValueError("a schema file is for the layout csv only, and not with an earlier data set (like)")
+def _layout(name: LayoutName, schema_file: PathLike | None, earlier: Schema | None) -> Layout:
+    if (schema_file is not None) != (name == "tabular" and earlier is None):
+        raise ValueError(
+            "the layout tabular needs a schema file (--schema) or an earlier data set (--like), not both; the layouts"
+            f" criteo and avazu take no schema file; got the layout {name}"
+        )
     if earlier is not None:
         if earlier.name != name:
             raise ValueError(
                 f"the earlier data set has the layout {earlier.name!r}; {name!r} cannot be prepared like it"
             )
         return Layout.from_json(earlier.settings["layout"])
-    if csv_schema is not None:
-        return load_csv_schema(csv_schema)
+    if schema_file is not None:
+        return load_schema_file(schema_file)
     layouts = {"criteo": CRITEO, "avazu": AVAZU}
     if name not in layouts:
-        raise ValueError(f"layout must be criteo, avazu or csv, got {name!r}")
+        raise ValueError(f"layout must be criteo, avazu or tabular, got {name!r}")
     return layouts[name]
 
 

@@ -12,7 +12,7 @@ from cowrec.data_pipeline.raw_files.segments import Source
 from .labels import RawLabel
 
 RawKind = Literal["numeric", "categorical", "multi", "weighted"]
-LayoutName = Literal["criteo", "avazu", "csv"]
+LayoutName = Literal["criteo", "avazu", "tabular"]
 TimeFormat = Literal["timestamp", "hour"]
 DenseTransform = Literal["quantile", "minmax", "log", "buckets", "none"]
 
@@ -87,7 +87,7 @@ class Layout:
     """A raw text format.
 
     Attributes:
-        name: "criteo", "avazu" or "csv".
+        name: "criteo", "avazu" or "tabular".
         delimiter: one ASCII character; or several, or any other, where quotes have no meaning.
         quote: one character, or empty if quotes have no meaning.
         header: True if the first line names the columns.

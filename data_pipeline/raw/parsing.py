@@ -107,7 +107,7 @@ def _advice(column: str, problem: str, layout: Layout) -> str:
     # Skipping labels of another notation, such as -1, would drop a class.
     if column not in {label.column for label in layout.labels} or problem.startswith(MISSING_LABEL):
         return SKIP_ADVICE
-    return LABEL_ADVICE if layout.name == "csv" else ""
+    return LABEL_ADVICE if layout.name == "tabular" else ""
 
 
 def check_types(source: Source, schema: pa.Schema | None, layout: Layout) -> None:

@@ -23,7 +23,7 @@ _TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "labe
           "null": tuple}  # fmt: skip
 
 
-def load_csv_schema(path: str | os.PathLike[str]) -> Layout:
+def load_schema_file(path: str | os.PathLike[str]) -> Layout:
     """Reads a schema file: TOML that describes the columns of text, Parquet or Arrow files.
 
         delimiter = ","                  # default; of several characters where quote = ""
@@ -82,8 +82,9 @@ def _layout_of(content: dict[str, Any]) -> Layout:
         _check_types(f"fields entry {number}: ", field, _FIELD_TYPES)
         fields.append(RawField(**_with_texts({"null": content.get("null", ()), **field})))
     layout = Layout(
-        "csv", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns), _labels_of(content),
-        tuple(fields), content.get("time", ""), weight=content.get("weight", ""), keep=tuple(content.get("keep", ())),
+        "tabular", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns),
+        _labels_of(content), tuple(fields), content.get("time", ""), weight=content.get("weight", ""),
+        keep=tuple(content.get("keep", ())),
     )  # fmt: skip
     for column in [label.column for label in layout.labels if label.column in [field.column for field in fields]]:
         raise ValueError(f"column {column!r} is the label, so it cannot be a field as well")

@@ -70,9 +70,9 @@ def main(folder: Path) -> None:
     write_log(folder / "tuesday.parquet", 1000, seed=2)
 
     # %% Prepare once: ids get rows, numbers get scales, a tenth of the samples becomes the test split. The same as
-    # cowrec prepare csv --schema columns.toml --input monday.parquet --output monday
+    # cowrec prepare tabular --schema columns.toml --input monday.parquet --output monday
     schema = prepare(
-        "csv", [folder / "monday.parquet"], folder / "monday", PrepareConfig(), csv_schema=folder / "columns.toml"
+        "tabular", [folder / "monday.parquet"], folder / "monday", PrepareConfig(), schema_file=folder / "columns.toml"
     )
     print(f"{schema.split('train').rows:,} training samples, fields {[field.name for field in schema.sparse]}")
 
@@ -87,9 +87,9 @@ def main(folder: Path) -> None:
         print(f"  {segment['id']}: {segment['rows']} samples, click rate {segment['ctr']:.2f}")
 
     # %% Predict the next day, prepared with the ids and scales of the run:
-    # cowrec prepare csv --like run --input tuesday.parquet --output tuesday
+    # cowrec prepare tabular --like run --input tuesday.parquet --output tuesday
     # cowrec predict run --data tuesday --output predictions.parquet
-    prepare("csv", [folder / "tuesday.parquet"], folder / "tuesday", like=folder / "run")
+    prepare("tabular", [folder / "tuesday.parquet"], folder / "tuesday", like=folder / "run")
     predict(folder / "run", folder / "tuesday", folder / "predictions.parquet")
     predictions = pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy()
     clicked = pq.read_table(folder / "tuesday.parquet")["clicked"].to_numpy()

@@ -27,7 +27,7 @@ def make_codec(folder):
     (folder / "schema.toml").write_text(SCHEMA)
     (folder / "raw.csv").write_text("1,1,a,b,1\n0,2,b,c,2\n")
     config = PrepareConfig(raw_ids=True, dense="none", test_fraction=0.0)
-    prepare("csv", [folder / "raw.csv"], folder / "data", config, csv_schema=folder / "schema.toml")
+    prepare("tabular", [folder / "raw.csv"], folder / "data", config, schema_file=folder / "schema.toml")
     return SampleCodec.load(folder / "data")
 
 

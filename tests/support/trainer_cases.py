@@ -91,7 +91,7 @@ def make_data(folder: Path, columns: Sequence[str] = tuple(COLUMNS), *, test_row
     fields = "".join(f'[[fields]]\nname = "{name}"\n{COLUMNS[name]}\n' for name in columns)
     (folder / "columns.toml").write_text(f'delimiter = ","\nlabel = "click"\n{fields}')
     settings = PrepareConfig(split="order", test_rows=test_rows)
-    prepare("csv", [folder / "raw.csv"], folder / "data", settings, csv_schema=folder / "columns.toml")
+    prepare("tabular", [folder / "raw.csv"], folder / "data", settings, schema_file=folder / "columns.toml")
     return folder / "data"
 
 

@@ -20,7 +20,7 @@ app = typer.Typer()
 class LayoutName(StrEnum):
     criteo = "criteo"
     avazu = "avazu"
-    csv = "csv"
+    tabular = "tabular"
 
 
 Inputs = Annotated[
@@ -33,7 +33,7 @@ SplitInputs = Annotated[
     list[str] | None, typer.Option(help="Files of this split, as --input, which then gives the training samples.")
 ]
 SchemaFile = Annotated[
-    Path | None, typer.Option("--schema", help="For csv: TOML file that describes the columns; not with --like.")
+    Path | None, typer.Option("--schema", help="For tabular: TOML file that describes the columns; not with --like.")
 ]
 Like = Annotated[
     Path | None, typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split.")
@@ -79,7 +79,7 @@ def prepare(
     layout: Annotated[LayoutName, typer.Argument(help="Layout of the raw files.")],
     inputs: Inputs,
     output: DataOutput,
-    csv_schema: SchemaFile = None,
+    schema_file: SchemaFile = None,
     like: Like = None,
     validation: SplitInputs = None,
     test: SplitInputs = None,
@@ -100,8 +100,8 @@ def prepare(
     """Turns raw click logs into a data set: Parquet shards of ids, and a schema.json.
 
     The layouts criteo (label, I1..I13, C1..C26, tabs, no header) and avazu (a header, then id, click, hour, C1,
-    banner_pos ... C21) are Kaggle's; csv is any delimited file, with numeric, categorical, multi-valued and weighted
-    fields.
+    banner_pos ... C21) are Kaggle's; tabular is any delimited text, Parquet or Arrow file, with numeric, categorical,
+    multi-valued and weighted fields.
 
     Keys of --set, which docs/preparing.md explains: min_count, max_ids, hash_buckets, raw_ids, dense, fit_on, split,
     test_fraction, validation_fraction, test_rows, validation_rows, test_from, validation_from, negative_fraction, seed,
@@ -109,7 +109,7 @@ def prepare(
 
     Example: `cowrec prepare criteo --input train.txt.gz --output data/criteo --set prepare.min_count=4`
 
-    Example: `cowrec prepare csv --schema columns.toml --input ratings.csv --output data/ratings`
+    Example: `cowrec prepare tabular --schema columns.toml --input ratings.csv --output data/ratings`
     """
     from cowrec.data_pipeline import prepare as run
     from cowrec.data_pipeline import work_bytes
@@ -122,7 +122,7 @@ def prepare(
             inputs,
             output,
             settings,
-            csv_schema=csv_schema,
+            schema_file=schema_file,
             like=like,
             validation=validation or (),
             test=test or (),

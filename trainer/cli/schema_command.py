@@ -12,7 +12,7 @@ app.add_typer(schema, name="schema", help="Describes the columns of raw files.")
 
 @schema.callback()
 def _schema() -> None:
-    """Describes the columns of raw files, for `cowrec prepare csv --schema`."""
+    """Describes the columns of raw files, for `cowrec prepare tabular --schema`."""
 
 
 @schema.command()

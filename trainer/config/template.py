@@ -18,7 +18,7 @@ A run file of cowrec. Keys that are commented out have their default; remove the
 A key without a value has no effect unless it is set.
 """
 _OWN_DATA = """\
-  cowrec prepare csv --schema columns.toml --config run.toml --input clicks.parquet --output data/clicks
+  cowrec prepare tabular --schema columns.toml --config run.toml --input clicks.parquet --output data/clicks
   cowrec train run.toml --data data/clicks --run-dir runs/clicks
 """
 

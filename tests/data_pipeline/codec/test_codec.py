@@ -76,7 +76,7 @@ def prepared(folder, texts, config):
         writer.writeheader()
         writer.writerows(texts)
     (folder / "schema.toml").write_text(TIMED)
-    return prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "schema.toml")
+    return prepare("tabular", [folder / "raw.csv"], folder / "out", config, schema_file=folder / "schema.toml")
 
 
 def check_equal(one, other, *, labelled=True):

@@ -104,7 +104,9 @@ def test_heavy_tails_are_reported_where_they_do_harm(tmp_path, caplog):
     for dense in ("quantile", "minmax", "log"):
         caplog.clear()
         config = PrepareConfig(dense=dense, test_fraction=0)
-        schema = prepare("csv", [tmp_path / "raw.csv"], tmp_path / dense, config, csv_schema=tmp_path / "schema.toml")
+        schema = prepare(
+            "tabular", [tmp_path / "raw.csv"], tmp_path / dense, config, schema_file=tmp_path / "schema.toml"
+        )
         messages[dense] = caplog.messages
         assert [each.transform for each in schema.dense] == [dense, dense, "minmax"], "each field has its own"
         assert [each.name for each in schema.sparse] == ["views_bucket", "shop"]
@@ -124,7 +126,7 @@ def test_numbers_far_outside_of_the_training_range_are_bounded_and_reported(tmp_
     (tmp_path / "raw.csv").write_text("\n".join(["label,price", "0,0", "1,1", *(f"0,{each}" for each in far)]))
     (tmp_path / "schema.toml").write_text('fields = [{name = "price", kind = "numeric"}]')
     config = PrepareConfig(dense=dense, split="order", test_rows=len(far))
-    prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, csv_schema=tmp_path / "schema.toml")
+    prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
     stored = np.array(read_split(tmp_path / "out", "test")["price"])
     largest = {"quantile": 1.0, "minmax": 100.0, "log": 100.0, "none": 1e6}[dense]
     numbers = np.array(far, float)
@@ -155,8 +157,8 @@ def test_ids_that_look_missing_are_reported(tmp_path, caplog):
     for number, null in enumerate(["", "null = ['\\N', 'NULL']\n"]):
         caplog.clear()
         (tmp_path / "schema.toml").write_text(schema.format(null))
-        arguments = {"csv_schema": tmp_path / "schema.toml"}
-        prepare("csv", [tmp_path / "raw.csv"], tmp_path / f"{number}", PrepareConfig(test_fraction=0), **arguments)
+        arguments = {"schema_file": tmp_path / "schema.toml"}
+        prepare("tabular", [tmp_path / "raw.csv"], tmp_path / f"{number}", PrepareConfig(test_fraction=0), **arguments)
         assert len(caplog.messages) == 1 - number
         expected = r"""field 'shop' has the ids NULL, \N; if they mean a missing value, set null = ["NULL", "\\N"]"""
         assert number or expected in caplog.messages[0]

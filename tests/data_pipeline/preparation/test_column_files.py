@@ -120,7 +120,7 @@ def as_csv(values):
 
 def prepared(folder, inputs, name, config):
     (folder / "schema.toml").write_text(TIMED_SCHEMA)
-    prepare("csv", inputs, folder / name, config, csv_schema=folder / "schema.toml")
+    prepare("tabular", inputs, folder / name, config, schema_file=folder / "schema.toml")
     return {path: checksum for path, checksum in content(folder / name).items() if path != "schema.json"}
 
 
@@ -182,7 +182,11 @@ def changed(table, name, row, value, kind=None):
 def run(folder, *inputs, **options):
     inputs = [folder / each for each in inputs]
     return prepare(
-        "csv", inputs, folder / "out", PrepareConfig(test_fraction=0.0, **options), csv_schema=folder / "schema.toml"
+        "tabular",
+        inputs,
+        folder / "out",
+        PrepareConfig(test_fraction=0.0, **options),
+        schema_file=folder / "schema.toml",
     )
 
 
@@ -195,12 +199,12 @@ def test_new_samples_in_parquet_have_the_ids_of_a_vocabulary_from_text(tmp_path,
     run(tmp_path, "raw.csv")
     for name, table in (("a", samples), ("b", samples.drop_columns(["click"]))):
         pq.write_table(table, tmp_path / f"{name}.parquet")
-        schema = prepare("csv", [tmp_path / f"{name}.parquet"], tmp_path / name, like=tmp_path / "out")
+        schema = prepare("tabular", [tmp_path / f"{name}.parquet"], tmp_path / name, like=tmp_path / "out")
         assert schema.splits["test"].labelled == (name == "a")
         found, expected = read_split(tmp_path / name, "test"), read_split(tmp_path / "out", "train")
         assert all(found[each] == expected[each] for each in expected if each != "label")
     with pytest.raises(ValueError, match=r"b\.parquet has no label 'click', but other files have"):
-        prepare("csv", [f"{tmp_path}/?.parquet"], tmp_path / "c", like=tmp_path / "out")
+        prepare("tabular", [f"{tmp_path}/?.parquet"], tmp_path / "c", like=tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
@@ -254,7 +258,7 @@ def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samp
         pq.write_table(samples.set_column(3, "city", values), tmp_path / f"{name}.parquet")
     run(tmp_path, "text.parquet")
     assert not caplog.records
-    prepare("csv", [tmp_path / "whole.parquet"], tmp_path / "new", like=tmp_path / "out")
+    prepare("tabular", [tmp_path / "whole.parquet"], tmp_path / "new", like=tmp_path / "out")
     assert caplog.records[0].getMessage().startswith("field 'city': 100 values are the id of a whole number")
 
 

@@ -69,15 +69,17 @@ def test_lists_weights_and_bad_rows_on_a_cluster(cluster, tmp_path):
     lines[321] = "a:1,x,7,1,t,city"
     (tmp_path / "raw.csv").write_text("\n".join(["past views,unused,click,price,tags,city", *lines]))
     config = PrepareConfig(shard_rows=37, on_bad_row="skip")
-    here, there = both(cluster, tmp_path, "csv", [tmp_path / "raw.csv"], config, csv_schema=tmp_path / "schema.toml")
+    here, there = both(
+        cluster, tmp_path, "tabular", [tmp_path / "raw.csv"], config, schema_file=tmp_path / "schema.toml"
+    )
     assert here == there
 
 
 def test_raw_ids_and_times_on_a_cluster(cluster, tmp_path):
     write_timed(tmp_path)
     config = PrepareConfig(shard_rows=37, raw_ids=True)
-    options = {"csv_schema": tmp_path / "schema.toml"}
-    here, there = both(cluster, tmp_path, "csv", [tmp_path / "raw.csv"], config, **options)
+    options = {"schema_file": tmp_path / "schema.toml"}
+    here, there = both(cluster, tmp_path, "tabular", [tmp_path / "raw.csv"], config, **options)
     assert here == there
 
 

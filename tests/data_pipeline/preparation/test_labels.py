@@ -64,9 +64,9 @@ def prepared(tmp_path):
     def run(toml, header, rows, output="out", config=None, **arguments):
         (tmp_path / "raw.csv").write_text("\n".join([header, *rows]))
         (tmp_path / "schema.toml").write_text(toml + '\n[[fields]]\nname = "shop"\nkind = "categorical"')
-        described = {} if "like" in arguments else {"csv_schema": tmp_path / "schema.toml"}
+        described = {} if "like" in arguments else {"schema_file": tmp_path / "schema.toml"}
         schema = prepare(
-            "csv",
+            "tabular",
             [tmp_path / "raw.csv"],
             tmp_path / output,
             config or PrepareConfig(test_fraction=0),

@@ -39,7 +39,7 @@ def logs(tmp_path):
 
 def run(folder, inputs, output, **options):
     config = PrepareConfig(split="order", test_rows=2, shard_rows=3)
-    return prepare("csv", inputs, output, config, csv_schema=folder / "schema.toml", **options)
+    return prepare("tabular", inputs, output, config, schema_file=folder / "schema.toml", **options)
 
 
 def test_a_data_set_from_and_to_an_object_store(logs, tmp_path):

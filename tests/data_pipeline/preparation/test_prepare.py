@@ -109,11 +109,11 @@ def test_any_table_is_encoded_like_the_oracle(tmp_path_factory, rows, data):
     paths = [write_mixed(folder, rows[:first], "a.csv")]
     if first < len(rows):
         paths.append(write_mixed(folder, rows[first:], "b.csv"))
-    prepare("csv", paths, folder / "out", config, csv_schema=folder / "schema.toml")
+    prepare("tabular", paths, folder / "out", config, schema_file=folder / "schema.toml")
     train, test = rows[: len(rows) - test_rows], rows[len(rows) - test_rows :]
     check_mixed(folder / "out", "train", train, train, config)
     check_mixed(folder / "out", "test", test, train, config)
-    prepare("csv", paths, folder / "again", like=folder / "out")
+    prepare("tabular", paths, folder / "again", like=folder / "out")
     check_mixed(folder / "again", "test", rows, train, config)
 
 

@@ -29,7 +29,7 @@ def signed(text):
 def prepared(folder, **settings):
     rows = write_timed(folder)
     config = PrepareConfig(raw_ids=True, split="order", test_rows=50, **settings)
-    return rows, prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "schema.toml")
+    return rows, prepare("tabular", [folder / "raw.csv"], folder / "out", config, schema_file=folder / "schema.toml")
 
 
 def test_ids_are_hashes_and_times_are_seconds(tmp_path):
@@ -45,7 +45,7 @@ def test_ids_are_hashes_and_times_are_seconds(tmp_path):
         assert columns["city"] == [signed(row["city"]) for row in part]
         assert columns["tags"] == [[signed(tag) for tag in row["tags"]] for row in part]
         assert columns["history"] == [[signed(key) for key, _ in row["history"]] or [MISSING] for row in part]
-    prepare("csv", [tmp_path / "raw.csv"], tmp_path / "again", like=tmp_path / "out")
+    prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "again", like=tmp_path / "out")
     again = read_split(tmp_path / "again", "test")
     assert again["city"] == [signed(row["city"]) for row in rows]
     assert again["time"] == [row["time"] for row in rows]
@@ -143,11 +143,11 @@ def test_a_bad_time_is_a_bad_row(tmp_path, bad):
     write_timed(tmp_path)
     with (tmp_path / "raw.csv").open("a", encoding="utf-8") as file:
         file.write(f"\n{bad},,1,1,t,c\n")
-    options = {"csv_schema": tmp_path / "schema.toml"}
+    options = {"schema_file": tmp_path / "schema.toml"}
     with pytest.raises(ValueError, match=r"line 202, column seen at: a time must be Unix seconds"):
-        prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(raw_ids=True), **options)
+        prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(raw_ids=True), **options)
     config = PrepareConfig(raw_ids=True, on_bad_row="skip", test_fraction=0.0)
-    schema = prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, **options)
+    schema = prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, **options)
     assert (schema.splits["train"].rows, schema.sources[0].bad_rows) == (200, 1)
 
 
@@ -181,7 +181,7 @@ def test_a_layout_that_gives_time_two_meanings_is_refused(tmp_path, change, mess
     write_timed(tmp_path)
     (tmp_path / "schema.toml").write_text(TIMED_SCHEMA.replace(*change))
     with pytest.raises(ValueError, match=message):
-        prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
+        prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml")
 
 
 def test_only_raw_fields_may_be_unsized():

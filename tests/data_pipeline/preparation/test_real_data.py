@@ -85,7 +85,7 @@ def test_movielens_with_genres(tmp_path):
         text = "".join(itertools.islice(file, 100_001))
     (tmp_path / "raw.csv").write_text(text)
     config = PrepareConfig(split="order", test_rows=20_000)
-    schema = prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, csv_schema=tmp_path / "schema.toml")
+    schema = prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
     header, *rows = list(csv.reader(io.StringIO(text)))
     genres = [row[header.index("genres")].split("|") for row in rows]
     table = vocabulary(genre for each in genres[:-20_000] for genre in each)

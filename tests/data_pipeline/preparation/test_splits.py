@@ -21,8 +21,8 @@ def prepared(folder, times, output="out", schema=SCHEMA, **config):
     (folder / "schema.toml").write_text(schema)
     lines = [f"{n % 2},s{n % 3},{time}" for n, time in enumerate(times)]
     (folder / "raw.csv").write_text("\n".join(["label,shop,at", *lines]))
-    arguments = {"csv_schema": folder / "schema.toml", "overwrite": True}
-    made = prepare("csv", [folder / "raw.csv"], folder / output, PrepareConfig(shard_rows=7, **config), **arguments)
+    arguments = {"schema_file": folder / "schema.toml", "overwrite": True}
+    made = prepare("tabular", [folder / "raw.csv"], folder / output, PrepareConfig(shard_rows=7, **config), **arguments)
     return made, {name: read_split(folder / output, name)["sample_number"] for name in made.splits}
 
 
@@ -135,10 +135,10 @@ def test_files_of_splits(tmp_path):
     for number, (name, rows) in enumerate(zip(day, (5, 4, 3, 2), strict=True)):
         lines = [f"{row % 2},s{name},{number * DAY}" for row in range(rows)]
         day[name].write_text("\n".join(["label,shop,at", *lines]))
-    arguments = {"csv_schema": tmp_path / "schema.toml", "overwrite": True}
+    arguments = {"schema_file": tmp_path / "schema.toml", "overwrite": True}
 
     def split(inputs, **files):
-        prepare("csv", inputs, tmp_path / "out", PrepareConfig(shard_rows=2), **arguments, **files)
+        prepare("tabular", inputs, tmp_path / "out", PrepareConfig(shard_rows=2), **arguments, **files)
         made = {name: tmp_path / "out" / name for name in SPLITS if (tmp_path / "out" / name).exists()}
         return {name: read_split(tmp_path / "out", name)["sample_number"] for name in made}
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
-from cowrec.data_pipeline.raw.schema_file import load_csv_schema
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 
 GOOD = "1,2.5,x,a|b,k:1 l:2\n"
 NEGATIVE = b"0" + GOOD.encode()[1:]
@@ -52,7 +52,7 @@ def prepared(tmp_path):
     def run(content, name="raw.csv", **config):
         (tmp_path / name).write_bytes(content)
         settings = PrepareConfig(test_fraction=0.0, **config)
-        return prepare("csv", [tmp_path / name], tmp_path / "out", settings, csv_schema=tmp_path / "schema.toml")
+        return prepare("tabular", [tmp_path / name], tmp_path / "out", settings, schema_file=tmp_path / "schema.toml")
 
     return run
 
@@ -68,8 +68,8 @@ def test_a_delimiter_of_several_characters(tmp_path, delimiter):
     )
     rows = [["id", "click", "city"], ["1", "0", '"b'], ["2", "1", ""], ["3", "1", ":c"]]
     (tmp_path / "raw.csv").write_text("\n".join(delimiter.join(row) for row in rows))
-    options = {"csv_schema": tmp_path / "schema.toml"}
-    prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(test_fraction=0.0), **options)
+    options = {"schema_file": tmp_path / "schema.toml"}
+    prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(test_fraction=0.0), **options)
     columns = pq.read_table(tmp_path / "out" / "train" / "00000.parquet").to_pydict()
     assert (columns["label"], columns["city"]) == ([0, 1, 1], [2, 1, 3])
     for bad, message in (
@@ -78,7 +78,7 @@ def test_a_delimiter_of_several_characters(tmp_path, delimiter):
     ):
         (tmp_path / "raw.csv").write_text("\n".join([*(delimiter.join(row) for row in rows), bad]))
         with pytest.raises(ValueError, match=message):
-            prepare("csv", [tmp_path / "raw.csv"], tmp_path / "new", **options)
+            prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "new", **options)
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
@@ -165,24 +165,28 @@ def test_headers_are_checked(tmp_path):
     (tmp_path / "a.csv").write_text("label,x\n1,2\n")
     (tmp_path / "b.csv").write_text("y,label\n1,0\n")
     with pytest.raises(ValueError, match=r"b\.csv, line 1: no column 'x' among y, label"):
-        prepare("csv", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
+        prepare(
+            "tabular", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml"
+        )
     (tmp_path / "b.csv").write_text("label,x\n")
     with pytest.raises(ValueError, match=r"b\.csv has no samples"):
-        prepare("csv", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
+        prepare(
+            "tabular", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml"
+        )
     (tmp_path / "b.csv").write_text("label,x,x\n1,2,2\n")
     with pytest.raises(ValueError, match="column 'x' occurs more than once"):
-        prepare("csv", [tmp_path / "b.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml")
+        prepare("tabular", [tmp_path / "b.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml")
 
 
 def test_a_byte_order_mark_is_not_part_of_the_header(tmp_path):
     (tmp_path / "schema.toml").write_text('[[fields]]\nname = "x"\nkind = "categorical"')
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbflabel,x\n1,2\n0,2\n")
     schema = prepare(
-        "csv",
+        "tabular",
         [tmp_path / "a.csv"],
         tmp_path / "out",
         PrepareConfig(test_fraction=0.0),
-        csv_schema=tmp_path / "schema.toml",
+        schema_file=tmp_path / "schema.toml",
     )
     assert schema.splits["train"].rows == 2
 
@@ -193,7 +197,7 @@ def test_a_data_set_without_training_samples_is_refused(prepared, tmp_path):
     with pytest.raises(
         ValueError, match="test_rows and validation_rows must be less than the 3 samples in the files, got 3"
     ):
-        prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", config, csv_schema=tmp_path / "schema.toml")
+        prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
     with pytest.raises(ValueError, match="no training sample"):
         prepared(b"2,2,x,a,k:1\n", on_bad_row="skip")
 
@@ -273,7 +277,7 @@ FIELD = '[[fields]]\nname = "x"\nkind = "categorical"\n'
 def test_schema_files_are_checked(tmp_path, text, message):
     (tmp_path / "schema.toml").write_text(text)
     with pytest.raises(ValueError, match=r"schema\.toml.*" + message):
-        load_csv_schema(tmp_path / "schema.toml")
+        load_schema_file(tmp_path / "schema.toml")
 
 
 def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
@@ -283,6 +287,8 @@ def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
         prepared(GOOD.encode())
     (tmp_path / "raw.csv").write_bytes(GOOD.encode() + b"bad\n")
     with pytest.raises(ValueError, match="line 2"):
-        prepare("csv", [tmp_path / "raw.csv"], tmp_path / "out", csv_schema=tmp_path / "schema.toml", overwrite=True)
+        prepare(
+            "tabular", [tmp_path / "raw.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml", overwrite=True
+        )
     assert Schema.load(tmp_path / "out").splits["train"].rows == 2
     assert leftovers(tmp_path) == ["out"]

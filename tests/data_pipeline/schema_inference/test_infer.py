@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
-from cowrec.data_pipeline.raw.schema_file import load_csv_schema
+from cowrec.data_pipeline.raw.schema_file import load_schema_file
 from raw_cases import read_split
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -70,10 +70,10 @@ def test_the_schema_of_any_table_prepares_it(tmp_path_factory, data):
         writer.writerow(columns)
         writer.writerows(zip(*columns.values(), strict=True))
     (folder / "columns.toml").write_text(infer_schema(folder / "raw.csv", label="click"), encoding="utf-8")
-    layout = load_csv_schema(folder / "columns.toml")
+    layout = load_schema_file(folder / "columns.toml")
     assert (layout.delimiter, layout.header, layout.labels[0].column) == (delimiter, True, "click")
     config = PrepareConfig(test_fraction=0)
-    schema = prepare("csv", [folder / "raw.csv"], folder / "out", config, csv_schema=folder / "columns.toml")
+    schema = prepare("tabular", [folder / "raw.csv"], folder / "out", config, schema_file=folder / "columns.toml")
     assert schema.splits["train"].rows == rows
     first = read_split(folder / "out", "train")["label"][:2]
     assert sorted(first) == [0, 1]
@@ -82,7 +82,7 @@ def test_the_schema_of_any_table_prepares_it(tmp_path_factory, data):
 
 def kinds(text, folder):
     (folder / "columns.toml").write_text(text)
-    layout = load_csv_schema(folder / "columns.toml")
+    layout = load_schema_file(folder / "columns.toml")
     return layout, {field.name: field.kind for field in layout.fields}
 
 
@@ -149,7 +149,9 @@ def test_parquet_columns_are_recognised(tmp_path):
     assert layout.labels[0].column == "click"
     assert found == {"price": "numeric", "tags": "multi", "shop": "categorical"}
     config = PrepareConfig(test_fraction=0)
-    schema = prepare("csv", [tmp_path / "raw.parquet"], tmp_path / "out", config, csv_schema=tmp_path / "columns.toml")
+    schema = prepare(
+        "tabular", [tmp_path / "raw.parquet"], tmp_path / "out", config, schema_file=tmp_path / "columns.toml"
+    )
     assert schema.splits["train"].positives == (20,)
 
 

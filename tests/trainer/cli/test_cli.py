@@ -67,7 +67,7 @@ def test_sigterm_saves_and_a_pipe_sees_no_bar(folder: Path) -> None:
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 130
     check_stopped(folder / "term", "".join(seen))
-    kinds = ("deepfm on csv: 205 training samples", "batch 1 (205 steps an epoch)", "epoch ", "cowrec: stopped")
+    kinds = ("deepfm on tabular: 205 training samples", "batch 1 (205 steps an epoch)", "epoch ", "cowrec: stopped")
     assert all(line.startswith(kinds) for line in seen), "a library printed something"
     progress = r"epoch 1/100000  48.8%  step 100  loss 0\.\d{4}  [\d,]+ samples/s  \d+:\d\d:\d\d left\n"
     assert any(re.fullmatch(progress, line) for line in seen), seen
@@ -125,7 +125,7 @@ def test_prepare_train_evaluate_predict(
         (tmp_path / f"{name}.csv").write_text(header + "".join(part))
     split = ["--set", "prepare.test_fraction=0.3"]
     inputs = ["-i", "a.csv", "b.csv", "--input", "[c].csv"]
-    assert exit_code(monkeypatch, "prepare", "csv", *inputs, "--schema", columns, "-o", data, *split) == 0
+    assert exit_code(monkeypatch, "prepare", "tabular", *inputs, "--schema", columns, "-o", data, *split) == 0
     assert "1 dense and 3 sparse fields" in capsys.readouterr().out
     assert exit_code(monkeypatch, "train", folder / "run.toml", "--set", f"data.dir={data}") == 0
     captured = capsys.readouterr()
@@ -147,7 +147,7 @@ def test_an_inferred_schema_prepares_its_file(
     raw, columns = folder / "raw.csv", tmp_path / "inferred.toml"
     assert exit_code(monkeypatch, "schema", "infer", raw, "-o", columns) == 0
     assert re.match(rf"{columns}: 4 fields, \d+ remarks to check\n", capsys.readouterr().out)
-    assert exit_code(monkeypatch, "prepare", "csv", "-i", raw, "--schema", columns, "-o", tmp_path / "data") == 0
+    assert exit_code(monkeypatch, "prepare", "tabular", "-i", raw, "--schema", columns, "-o", tmp_path / "data") == 0
     assert "1 dense and 3 sparse fields" in capsys.readouterr().out
     assert exit_code(monkeypatch, "schema", "infer", raw, "-o", columns) == 2
     assert "inferred.toml exists; choose another file or remove it" in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_set_overrides_the_prepare_section_of_the_file(
     config = tmp_path / "run.toml"
     config.write_text('[prepare]\nsplit = "order"\ntest_rows = 10\nmin_count = 2')
     where = ["--schema", folder / "columns.toml", "--config", config, "--output"]
-    command = ["prepare", "csv", "--input", folder / "raw.csv", *where]
+    command = ["prepare", "tabular", "--input", folder / "raw.csv", *where]
     assert exit_code(monkeypatch, *command, tmp_path / "file") == 0
     assert "10 test samples" in capsys.readouterr().out
     assert exit_code(monkeypatch, *command, tmp_path / "flag", "--set", "prepare.test_rows=20") == 0

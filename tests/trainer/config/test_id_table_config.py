@@ -22,7 +22,7 @@ def test_invalid_times(text: str) -> None:
 
 
 def schema(**fields: dict) -> Schema:
-    return Schema("csv", (), tuple(SparseField(name, 10, **given) for name, given in fields.items()), {})
+    return Schema("tabular", (), tuple(SparseField(name, 10, **given) for name, given in fields.items()), {})
 
 
 def test_a_table_is_a_field_unless_fields_share_it() -> None:
@@ -82,7 +82,7 @@ def test_sections_that_do_not_fit_the_data_are_refused(section: dict, message: s
 
 
 def test_raw_ids_need_an_id_table() -> None:
-    raw = Schema("csv", (), (SparseField("user", 0, encoding="raw"),), {})
+    raw = Schema("tabular", (), (SparseField("user", 0, encoding="raw"),), {})
     with pytest.raises(ValueError, match="field 'user' has raw ids"):
         table_specs(raw, config_from({}).id_table)
 

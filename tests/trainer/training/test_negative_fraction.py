@@ -30,7 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_data(folder, ("price", "city"))
     (folder / "raw.csv").write_text(raw_rows(600, ("price", "city")))
     settings = PrepareConfig(split="order", test_rows=100, negative_fraction=KEPT)
-    prepare("csv", [folder / "raw.csv"], folder / "data", settings, csv_schema=folder / "columns.toml", overwrite=True)
+    prepare(
+        "tabular", [folder / "raw.csv"], folder / "data", settings, schema_file=folder / "columns.toml", overwrite=True
+    )
     config_file(folder)
     train(load_config(folder / "run.toml"), folder / "data", folder / "run")
     shutil.copytree(folder / "run", folder / "uncorrected")

@@ -39,7 +39,7 @@ def make_both(folder: Path) -> None:
     fields = (folder / "columns.toml").read_text().replace('label = "click"', LABELS_OF_COLUMNS)
     (folder / "both.toml").write_text(fields)
     settings = PrepareConfig(split="order", test_rows=TEST_ROWS)
-    prepare("csv", [folder / "both.csv"], folder / "both", settings, csv_schema=folder / "both.toml")
+    prepare("tabular", [folder / "both.csv"], folder / "both", settings, schema_file=folder / "both.toml")
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Pa
         raw = tmp_path / "new.csv"
         raw.write_text(raw_rows(33, seed=5, labelled=labelled))
         data = tmp_path / f"new{labelled}"
-        prepare("csv", [raw], data, like=moved)
+        prepare("tabular", [raw], data, like=moved)
         assert predict_run(moved, data, tmp_path / f"{labelled}.parquet") == 33
         if labelled:
             assert evaluate_run(moved, data)["rows"] == 33
@@ -135,7 +135,7 @@ def test_predictions_join_their_source_whatever_was_skipped(folder: Path, tmp_pa
     for output, files in (("skipped", ["a", "b"]), ("all", ["good"])):
         settings = PrepareConfig(on_bad_row="skip", shard_rows=9)
         raw = [tmp_path / f"{name}.csv" for name in files]
-        prepare("csv", raw, tmp_path / output, settings, like=folder / "run", keep=["user id", "prediction"])
+        prepare("tabular", raw, tmp_path / output, settings, like=folder / "run", keep=["user id", "prediction"])
         predict_run(folder / "run", tmp_path / output, tmp_path / f"{output}.parquet")
     found, without_bad = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("skipped", "all"))
     assert found.column_names == ["sample_number", "label", "user id", "kept_prediction", "prediction"]

@@ -26,7 +26,7 @@ def data(folder: Path, name: str, cities: list[str], columns: str = COLUMNS) -> 
     (folder / "columns.toml").write_text(f'delimiter = ","\nlabel = "click"\n{columns}')
     (folder / "run.toml").write_text(CONFIG)
     settings = PrepareConfig(split="order", test_rows=20)
-    prepare("csv", [folder / f"{name}.csv"], folder / name, settings, csv_schema=folder / "columns.toml")
+    prepare("tabular", [folder / f"{name}.csv"], folder / name, settings, schema_file=folder / "columns.toml")
     return folder / name
 
 
