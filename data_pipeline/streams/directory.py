@@ -8,6 +8,7 @@ journal still refers to them.
 """
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,12 @@ from .source import Chunk, SourcePosition
 END = "_END"
 SUFFIXES = (".parquet", ".arrow")
 SCAN_SECONDS = 0.05
-"""Seconds between two scans of a folder without new files."""
+"""Seconds between two looks at a folder without new files."""
+LARGE, REST = 1000, 10
+"""A folder of more files is listed at most one `REST`th of the time."""
+SETTLED_SECONDS, RELIST_SECONDS = 2.0, 10.0
+"""A folder is listed if its time of modification has changed, until that is `SETTLED_SECONDS` old, since a clock of the
+file system may tick as rarely; and every `RELIST_SECONDS` in case that the time is not kept."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +49,24 @@ class DirectorySource:
         self._folder, self._damaged = folder, damaged
         self.counters = {"late_files": 0, "damaged_files": 0}
         self._open: _GroupedFile | None = None
+        self._skipped: set[str] = set()
         self.seek({})
 
     def seek(self, positions: Mapping[str, SourcePosition]) -> None:
         position = positions.get("", {"file": "", "row": 0})
         self._file, self._row = position["file"], position["row"]
         self.ended = False
-        self._passed = {name for name in self._names() if name < self._file}
+        self._names, self._ahead = set[str](), list[str]()
+        self._changed, self._listed_until, self._rests_until = 0.0, 0.0, 0.0
+        self._list(as_read=True)
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
         deadline = time.monotonic() + timeout
         while not self.ended:
             # Checked before the folder is scanned, so that no file written before the end is missed.
             is_last = (self._folder / END).exists()
+            if is_last or self._may_have_changed():
+                self._list()
             chunk = self._next(max_samples)
             if chunk is not None:
                 return chunk
@@ -80,41 +91,52 @@ class DirectorySource:
         self._open = None
 
     def _next(self, max_samples: int) -> Chunk | None:
-        names = self._names()
-        self._report_late(names)
-        for name in sorted(name for name in names if name >= self._file):
+        for index, name in enumerate(self._ahead):
             row = self._row if name == self._file else 0
             try:
                 rows = self._opened(name).rows(row, max_samples)
+            except FileNotFoundError:  # removed since the folder was listed
+                continue
             except (OSError, pa.ArrowException) as error:
                 self._skip(name, error)
                 continue
             if rows.num_rows:
                 start = {"file": name, "row": row}
-                self._passed |= {each for each in names if each < name}
                 self._file, self._row = name, row + rows.num_rows
+                del self._ahead[:index]
                 return Chunk("", start, {"file": name, "row": self._row}, rows)
         return None
 
-    def _names(self) -> set[str]:
-        names = (path.name for path in self._folder.iterdir())
-        return {name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")}
+    def _may_have_changed(self) -> bool:
+        now = time.monotonic()
+        if now < self._rests_until:
+            return False
+        return now >= self._listed_until or self._folder.stat().st_mtime != self._changed
 
-    def _report_late(self, names: set[str]) -> None:
-        for name in sorted(name for name in names if name < self._file and name not in self._passed):
+    def _list(self, *, as_read: bool = False) -> None:
+        """Lists the folder; reports new files that sort before the one being read, unless they count as read."""
+        began, self._changed = time.monotonic(), self._folder.stat().st_mtime
+        names = {name for name in os.listdir(self._folder) if name.endswith(SUFFIXES) and not name.startswith(".")}
+        for name in () if as_read else sorted(name for name in names - self._names if name < self._file):
             logger.warning("%s is late: %s was already read; it is skipped", self._folder / name, self._file)
             self.counters["late_files"] += 1
-            self._passed.add(name)
+        if names != self._names:
+            self._names, self._ahead = names, sorted(name for name in names if name >= self._file)
+        settled = time.time() - self._changed >= SETTLED_SECONDS
+        now = time.monotonic()
+        self._listed_until = now + RELIST_SECONDS if settled else now
+        self._rests_until = now + REST * (now - began) if len(names) > LARGE else now
 
     def _skip(self, name: str, error: Exception) -> None:
         if self._damaged == "stop":
             raise ValueError(
-                f'{self._folder / name} cannot be read: {error}. Remove it, or set damaged = "skip" to skip it'
+                f"{self._folder / name} cannot be read: {error}. Remove it, or skip such files: online.damaged_files ="
+                ' "skip", in Python open_source(damaged="skip")'
             ) from error
-        if name not in self._passed:
+        if name not in self._skipped:
             logger.warning("%s cannot be read and is skipped: %s", self._folder / name, error)
             self.counters["damaged_files"] += 1
-            self._passed.add(name)
+            self._skipped.add(name)
 
     def _opened(self, name: str) -> "_GroupedFile":
         if self._open is None or self._open.name != name:

@@ -65,8 +65,9 @@ class Journal:
         sync_folder(path.parent)
 
     def recorded(self, number: int) -> Entry | None:
-        """Returns an entry read at opening, once and in order; None after the last one."""
-        return self._entries.pop(number, None)
+        """Returns an entry read at opening, in order; None after the last one."""
+        self._entries.pop(number - 1, None)
+        return self._entries.get(number)
 
     def append(self, entry: Entry) -> None:
         """Writes an entry to disk; it is durable when this returns.

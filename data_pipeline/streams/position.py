@@ -51,6 +51,10 @@ class Position:
     recent: tuple[np.ndarray, ...] = (np.zeros(0, np.uint64),)
     counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
+    def counted(self, **counts: int) -> dict[str, int]:
+        """Returns the counters after these additions."""
+        return {name: self.counters.get(name, 0) + counts.get(name, 0) for name in COUNTERS}
+
     def save(self, folder: Path) -> None:
         """Writes the position into an existing folder; durable when this returns."""
         waiting = self.waiting.compact()

@@ -41,7 +41,8 @@ from cowrec.data_pipeline.encoding.dense import count_bounded
 
 from .chunk_encoder import ChunkEncoder, id_hashes, with_times
 from .journal import Entry, Journal
-from .position import COUNTERS, Position
+from .patient_source import PatientSource, StillBlocked
+from .position import Position
 from .reorder import RecentIds
 from .source import Chunk, SampleSource
 from .stream_time import follow
@@ -123,7 +124,7 @@ class SampleStream:
             raise ValueError("lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds must be at least 0")
         if late not in ("drop", "train"):
             raise ValueError(f"late must be drop or train, got {late!r}")
-        self._source, self._encoder = source, ChunkEncoder(codec, ahead_seconds)
+        self._source, self._encoder = PatientSource(source), ChunkEncoder(codec, ahead_seconds)
         self._batch_size, self._lateness, self._late = batch_size, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
         self.position = position or Position()
@@ -154,7 +155,8 @@ class SampleStream:
     def next_batch(self, timeout: float) -> StreamBatch | None:
         """Returns the next batch; None if there is none within about `timeout` seconds, or once the stream `ended`.
 
-        With a timeout of 0 it takes all samples that have arrived, until they make a batch.
+        With a timeout of 0 it takes all samples that have arrived, until they make a batch; otherwise it returns in
+        time also where the source blocks.
 
         Raises:
             ValueError: the source cannot be read, or cannot repeat what the journal records.
@@ -203,7 +205,7 @@ class SampleStream:
             state,
             waiting=state.waiting.without_first(count),
             due=max(0, state.due - count),
-            counters=_added(state, handed_out=count, batches=1, forced=forced),
+            counters=state.counted(handed_out=count, batches=1, forced=forced),
         )
         return StreamBatch(table, self._encoder.schema, self.position)
 
@@ -211,7 +213,10 @@ class SampleStream:
         """Applies the next entry of the journal or, after its end, the next event; False if none comes in time."""
         entry = self._journal.recorded(self.position.entry) if self._journal is not None else None
         if entry is not None:
-            chunk = self._read_again(entry) if entry.kind == "chunk" else None
+            try:
+                chunk = self._read_again(entry) if entry.kind == "chunk" else None
+            except StillBlocked:
+                return False
             ended = False  # the source may have new samples since
         else:
             entry, chunk = self._next_event(deadline)
@@ -232,8 +237,7 @@ class SampleStream:
         if len(chunk) != entry.samples:
             raise ValueError(
                 f"the journal has {entry.samples} samples from {entry.start} to {entry.end}, the source only "
-                f"{len(chunk)}: the batches since the last snapshot cannot be repeated. Remove the journal to continue "
-                "with the samples that remain"
+                f"{len(chunk)}: the batches since the last snapshot cannot be repeated. Remove the journal to continue"
             )
         return dataclasses.replace(chunk, lost=entry.lost)
 
@@ -262,7 +266,7 @@ class SampleStream:
         """Returns the position after an entry, a function of the entry, its chunk and the position before."""
         state = self.position
         if chunk is None:
-            counters = _added(state, flushes=int(entry.kind == "flush"))
+            counters = state.counted(flushes=int(entry.kind == "flush"))
             return dataclasses.replace(state, entry=state.entry + 1, due=len(state.waiting), counters=counters)
         encoded = self._encoder.encode(chunk, entry.now)
         table, times = encoded.table, encoded.time
@@ -282,8 +286,7 @@ class SampleStream:
             latest=followed.latest,
             waiting=state.waiting.add(table.combine_chunks(), times),
             recent=self._recent.parts if self._recent else state.recent,
-            counters=_added(
-                state,
+            counters=state.counted(
                 samples=len(chunk),
                 malformed=len(encoded.bad),
                 duplicates=int(repeated.sum()),
@@ -293,7 +296,3 @@ class SampleStream:
                 lost=abs(chunk.lost),
             ),
         )
-
-
-def _added(state: Position, **counts: int) -> dict[str, int]:
-    return {name: state.counters.get(name, 0) + counts.get(name, 0) for name in COUNTERS}

@@ -30,6 +30,7 @@ class OnlineConfig:
             run.
         report_seconds: time between two reports of what arrived, also while nothing is trained on; samples that were
             left out are warned of.
+        damaged_files: at a file of the source that cannot be read, "stop", or "skip" it with a warning.
         publish_seconds: time between two publications of rows.
         dense_seconds: time between two publications of the dense weights.
     """
@@ -45,6 +46,7 @@ class OnlineConfig:
     snapshot_seconds: float = 60.0
     on_nonfinite: OnNonfinite = "skip"
     report_seconds: float = 60.0
+    damaged_files: Literal["stop", "skip"] = "stop"
     publish_seconds: float = 5.0
     dense_seconds: float = 60.0
 

@@ -78,7 +78,7 @@ def online(
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
         run = _OnlineRun(config, run_dir, process)
-        samples = open_source(source)  # the stream closes it
+        samples = open_source(source, damaged=config.online.damaged_files)  # the stream closes it
         with run.trainer.running(resume):
             run.say(run.summary(source))
             report = run.follow(samples, publish, resume)

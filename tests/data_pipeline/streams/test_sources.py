@@ -123,6 +123,40 @@ def test_a_damaged_file_stops_the_source_or_is_skipped(tmp_path, caplog):
     assert "b.parquet cannot be read and is skipped" in caplog.text
 
 
+def test_a_file_that_blocks_keeps_nobody_waiting(tmp_path, codec):
+    """A FIFO without a writer, as a file of a network that does not answer; once it can be read, the stream goes on."""
+    write_file(tmp_path, "a.parquet", [sample(n, n) for n in range(6)])
+    os.mkfifo(tmp_path / "b.arrow")
+    stream = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, max_wait_seconds=0.1)
+    assert [number for batch in batches_of(stream, 6) for number in numbers(batch)] == list(range(6))
+    assert stream.next_batch(0.05) is None
+    assert not stream.ended
+    stream.close()
+    os.replace(tmp_path / "b.arrow", tmp_path / ".fifo")
+    write_file(tmp_path, "b.arrow", [sample(6, 6)])
+    (tmp_path / END).touch()
+    again = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, position=stream.position)
+    assert [number for batch in again for number in numbers(batch)] == [6]
+
+
+def test_a_large_folder_is_not_listed_for_each_chunk(tmp_path, monkeypatch):
+    """Two thousand files that were read; a file that comes later is noticed all the same."""
+    for name in range(2000):
+        (tmp_path / f"{name:06d}.parquet").touch()
+    position = {"": {"file": "001999.parquet", "row": 0}}
+    for name in ("100000.arrow", "100001.arrow"):
+        write_file(tmp_path, name, [sample(n, n) for n in range(60)])
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
+    source = open_source(str(tmp_path), damaged="skip")
+    source.seek(position)
+    before = len(listed)
+    assert len(polled(source, 120)) == 40, "record batches of three samples"
+    assert len(listed) - before < 40
+    write_file(tmp_path, "100002.arrow", [sample(7, 7)])
+    assert contents(polled(source, 1)) == [7]
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [

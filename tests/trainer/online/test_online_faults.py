@@ -1,8 +1,10 @@
 """Faults of an online run, caused for real: kills, a full disk, a wrong clock, a target that hangs."""
 
 import json
+import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,17 +114,26 @@ def predicted(case: Path, model: ServedModel) -> np.ndarray:
     return model.predict(codec.encode(codec.from_table(table)).block)
 
 
-def test_ctrl_c_saves_and_the_run_can_be_resumed(
+def test_sigterm_saves_while_the_source_blocks_and_the_run_can_be_resumed(
     case: Path, undisturbed: Path, tmp_path: Path, start: Callable
 ) -> None:
-    parts = command(case, tmp_path / "run", *OFTEN, *EXACT, "online.snapshot_seconds=1000")
+    """The last file is a FIFO without a writer, which blocks who opens it as a network that does not answer."""
+    shutil.copytree(case / "incoming", tmp_path / "in")
+    last = max((tmp_path / "in").glob("*.parquet"))
+    content = last.read_bytes()
+    last.unlink()
+    os.mkfifo(last)
+    given = ["online.snapshot_seconds=1000", "online.max_wait_seconds=0"]
+    parts = command(case, tmp_path / "run", *OFTEN, *EXACT, *given, source=tmp_path / "in")
     process = start(parts)
-    wait_for(lambda: lines(tmp_path / "run") > 100)
+    wait_for(lambda: trained(tmp_path / "run") > SAMPLES - 600)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped at step" in said
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    last.unlink()
+    last.write_bytes(content)
     finish(parts)
     assert_same(tmp_path / "run", undisturbed)
 
@@ -220,9 +231,7 @@ def send(server: RedisServer, tables: list[pa.Table]) -> None:
 
 
 def trained(run_dir: Path) -> int:
-    found = [
-        json.loads(line)
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-        if line[-1] == "\n"
-    ]
+    file = run_dir / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
     return max((line["samples"] for line in found if line["kind"] == "train"), default=0)
