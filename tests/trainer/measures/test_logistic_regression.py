@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, history in (("vocabulary", HISTORY), ("raw", "")):
         (folder / "schema.toml").write_text(SCHEMA.replace("HISTORY", history))
         settings = PrepareConfig(split="order", test_rows=TEST, raw_ids=name == "raw", dense="none")
-        prepare("csv", [folder / "log.csv"], folder / name, settings, csv_schema=folder / "schema.toml")
+        prepare("tabular", [folder / "log.csv"], folder / name, settings, schema_file=folder / "schema.toml")
         run(folder, name, f"run_{name}")
     return folder
 

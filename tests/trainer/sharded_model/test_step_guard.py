@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[70] = f"{label},1e39,{rest}"
     (folder / "poisoned.csv").write_text("\n".join(rows))
     settings = PrepareConfig(split="order", test_rows=41, dense="none")
-    prepare("csv", [folder / "poisoned.csv"], folder / "poisoned", settings, csv_schema=folder / "columns.toml")
+    prepare("tabular", [folder / "poisoned.csv"], folder / "poisoned", settings, schema_file=folder / "columns.toml")
     (folder / "my_overflowing.py").write_text(NETWORK)
     return folder
 
