@@ -1,6 +1,8 @@
 """The ``[model]`` section: name and sizes of the network."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -15,6 +17,9 @@ class ModelConfig:
         dropout: share of activations dropped after each of them while training, in [0, 1).
         options: further sizes, which each network has its own of, as a table `[model.options]`; docs/models.md lists
             them.
+        embedding_dims: other widths of single fields, such as `{ city = 3, user = 31 }`, which the network takes
+            projected to embedding_dim; fields that share a table have one width. A stored row is padded to a multiple
+            of 4: widths of 3, 7, 11 and so on, plus the wide weight, need no padding.
     """
 
     name: str = "deepfm"
@@ -22,10 +27,14 @@ class ModelConfig:
     hidden: tuple[int, ...] = (400, 400, 400)
     dropout: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    embedding_dims: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.embedding_dim < 1:
             raise ValueError(f"model.embedding_dim must be at least 1, got {self.embedding_dim}")
+        for name, width in self.embedding_dims.items():
+            if width < 1:
+                raise ValueError(f"model.embedding_dims.{name} must be at least 1, got {width}")
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(
                 f"model.hidden must list at least one layer width, each at least 1, got {list(self.hidden)}; "
@@ -33,3 +42,12 @@ class ModelConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}; 0 turns it off")
+
+    def widths(self, fields: Sequence[str]) -> list[int]:
+        """Widths of the embeddings of all fields. Raises ValueError if :attr:`embedding_dims` names another one."""
+        for name in self.embedding_dims:
+            if name not in fields:
+                nearest = get_close_matches(name, fields, n=1, cutoff=0.5)
+                meant = f"did you mean {nearest[0]!r}?" if nearest else f"sparse fields: {', '.join(fields)}"
+                raise ValueError(f"model.embedding_dims names {name!r}, which is not a sparse field; {meant}")
+        return [self.embedding_dims.get(name, self.embedding_dim) for name in fields]

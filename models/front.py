@@ -1,9 +1,9 @@
 """Embedding front: looks up all fields at once and passes their embeddings and wide weights to a network.
 
-Sizes: B samples, F fields, D embedding width, P stored width of a table, N dense features.
+Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from .projection import Projections
 
 
 def physical_dim(embedding_dim: int) -> int:
@@ -26,7 +28,8 @@ class Features(NamedTuple):
     """Inputs of a network."""
 
     rows: Tensor
-    """Looked-up rows, float [B, F, P], fields in the order of the tables; the D columns of embeddings come first."""
+    """Looked-up rows, float [B, F, P], fields in the order of the tables; the D columns of embeddings come first, of
+    fields with a width of their own projected to D."""
     wide: Tensor
     """Sum of the samples' wide weights, float [B]."""
     flat: Tensor
@@ -37,9 +40,10 @@ class EmbeddingFront(nn.Module):
     """Embedding tables, one per field or group of fields, and the dense features beside them.
 
     Args:
-        tables: each of width ``physical_dim(embedding_dim)``; their feature names are the fields.
-        embedding_dim: D.
+        tables: each of width ``physical_dim(d)``, d being that of its fields; their feature names are the fields.
+        embedding_dim: D, to which the embeddings of other widths are projected.
         num_dense: N, may be 0.
+        embedding_dims: d of fields where it is not D.
         is_weighted: the ids carry weights.
         fields: order of the fields; by default that of the tables.
         device: device of the tables; with the meta device the sharding allocates them.
@@ -54,6 +58,7 @@ class EmbeddingFront(nn.Module):
         embedding_dim: int,
         num_dense: int,
         *,
+        embedding_dims: Mapping[str, int] | None = None,
         is_weighted: bool = False,
         fields: Sequence[str] | None = None,
         device: torch.device | None = None,
@@ -61,13 +66,15 @@ class EmbeddingFront(nn.Module):
         super().__init__()
         if not tables:
             raise ValueError("a model needs at least one sparse field, got none")
-        stored = physical_dim(embedding_dim)
+        dims = dict(embedding_dims or {})
         for table in tables:
-            if table.embedding_dim != stored:
-                raise ValueError(
-                    f"table {table.name} is {table.embedding_dim} wide, but embedding_dim = {embedding_dim} needs "
-                    f"physical_dim({embedding_dim}) = {stored}"
-                )
+            for field in table.feature_names:
+                width, key = dims.get(field, embedding_dim), f"embedding_dim{f's.{field}' if field in dims else ''}"
+                if table.embedding_dim != physical_dim(width):
+                    raise ValueError(
+                        f"table {table.name} is {table.embedding_dim} wide, but {key} = {width} needs "
+                        f"physical_dim({width}) = {physical_dim(width)}"
+                    )
             if is_weighted and table.pooling is not PoolingType.SUM:
                 raise ValueError(
                     f"table {table.name} has pooling {table.pooling.value}, which TorchRec does not support with "
@@ -79,7 +86,7 @@ class EmbeddingFront(nn.Module):
         self.num_dense = num_dense
         self.width = len(self.fields) * embedding_dim + num_dense
         self.embeddings = EmbeddingBagCollection(tables=list(tables), is_weighted=is_weighted, device=device)
-        self.layout = _Layout(self.fields, embedding_dim)
+        self.layout = _Layout(self.fields, [dims.get(field, embedding_dim) for field in self.fields], embedding_dim)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Features:
         """Looks up ``sparse``; ``dense`` is float [B, N]."""
@@ -90,20 +97,28 @@ class LookedUpFront(nn.Module):
     """Replacement of an :class:`EmbeddingFront` without tables, for rows that are looked up elsewhere, as in serving.
 
     Args:
-        num_fields: F.
+        widths: d of each field.
         embedding_dim: D.
         num_dense: N, may be 0.
+
+    Attributes:
+        row_width: P, stored width of the widest rows.
     """
 
-    def __init__(self, num_fields: int, embedding_dim: int, num_dense: int) -> None:
+    def __init__(self, widths: Sequence[int], embedding_dim: int, num_dense: int) -> None:
         super().__init__()
         self.embedding_dim = embedding_dim
         self.num_dense = num_dense
-        self.width = num_fields * embedding_dim + num_dense
+        self.width = len(widths) * embedding_dim + num_dense
+        self.row_width = physical_dim(max(widths))
+        self.layout = _Layout((), widths, embedding_dim)
 
     def forward(self, dense: Tensor, rows: Tensor) -> Features:
-        """Features from dense features [B, N] and pooled rows [B, F, P], fields in the order of the tables."""
-        return _features(rows, dense, self.embedding_dim)
+        """Features from dense features [B, N] and pooled rows [B, F, P], fields in the order of the tables.
+
+        What follows the columns of a narrower row does not matter.
+        """
+        return self.layout(rows, dense)
 
 
 Front = EmbeddingFront | LookedUpFront
@@ -115,17 +130,23 @@ class _Layout(nn.Module):
     A module is one operation for TorchRec's pipeline, which traces the code that calls the tables.
     """
 
-    def __init__(self, fields: Sequence[str], embedding_dim: int) -> None:
+    def __init__(self, fields: Sequence[str], widths: Sequence[int], embedding_dim: int) -> None:
         super().__init__()
         self._fields, self._embedding_dim = list(fields), embedding_dim
+        is_mixed = any(width != embedding_dim for width in widths)
+        self.projections = Projections(widths, embedding_dim) if is_mixed else None
 
-    def forward(self, looked_up: KeyedTensor, dense: Tensor) -> Features:
-        if looked_up.keys() == self._fields:
-            rows = looked_up.values().unflatten(1, (len(self._fields), -1))
-        else:  # another order, by the sharding plan
-            by_field = looked_up.to_dict()
-            rows = torch.stack([by_field[field] for field in self._fields], dim=1)
-        return _features(rows, dense, self._embedding_dim)
+    def forward(self, looked_up: KeyedTensor | Tensor, dense: Tensor) -> Features:
+        return _features(self._rows(looked_up), dense, self._embedding_dim)
+
+    def _rows(self, looked_up: KeyedTensor | Tensor) -> Tensor:
+        if isinstance(looked_up, Tensor):
+            return looked_up if self.projections is None else self.projections(looked_up.unbind(1))
+        if self.projections is None and looked_up.keys() == self._fields:
+            return looked_up.values().unflatten(1, (len(self._fields), -1))
+        by_field = looked_up.to_dict()  # in another order, by the sharding plan
+        rows = [by_field[field] for field in self._fields]
+        return torch.stack(rows, dim=1) if self.projections is None else self.projections(rows)
 
 
 def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .front import LookedUpFront, physical_dim
+from .front import LookedUpFront
 
 
 def check_class(name: str, found: Any) -> type[nn.Module]:
@@ -55,7 +55,7 @@ def check_network(
         raise ValueError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
-    rows = torch.rand(3, num_fields, physical_dim(front.embedding_dim), requires_grad=True)
+    rows = torch.rand(3, num_fields, front.row_width, requires_grad=True)
     logits = _logits(given, network.train(), front, rows, num_tasks)
     if not logits.requires_grad or torch.autograd.grad(logits.sum(), rows, allow_unused=True)[0] is None:
         raise ValueError(

@@ -71,7 +71,8 @@ def build_model(
 
     Args:
         config: architecture; ``config.embedding_dim`` is D.
-        tables: of width ``physical_dim(D)``; their feature names are the fields.
+        tables: of width ``physical_dim(D)``, or of a field's own width in ``config.embedding_dims``; their feature
+            names are the fields.
         num_dense: number of dense features N; 0 is fine.
         is_weighted: the ids carry weights, and all tables are pooled by sum.
         fields: the order in which the network sees them; by default that of the tables.
@@ -84,30 +85,37 @@ def build_model(
         tasks. Sharding replaces its one EmbeddingBagCollection, ``front.embeddings``.
 
     Raises:
-        ValueError: an unknown name or option, a network of one task for several, tables that do not fit the
+        ValueError: an unknown name, field or option, a network of one task for several, tables that do not fit the
             configuration, or a network of your own that is not as docs/models.md describes.
     """
     require_model(config)
     front = EmbeddingFront(
-        tables, config.embedding_dim, num_dense, is_weighted=is_weighted, fields=fields, device=device
+        tables,
+        config.embedding_dim,
+        num_dense,
+        embedding_dims=config.embedding_dims,
+        is_weighted=is_weighted,
+        fields=fields,
+        device=device,
     )
+    widths = config.widths(front.fields)
     if is_import_path(config.name):
-        _check_own(config, len(front.fields), num_dense, num_tasks)
+        _check_own(config, widths, num_dense, num_tasks)
     model = _network(config, front, num_tasks)
     if device is not None and device.type != "meta":
         model.to(device)
     return model
 
 
-def build_network(config: ModelConfig, num_fields: int, num_dense: int, num_tasks: int = 1) -> nn.Module:
+def build_network(config: ModelConfig, fields: Sequence[str], num_dense: int, num_tasks: int = 1) -> nn.Module:
     """Builds the network ``config.name`` without its tables, for rows that are looked up and pooled elsewhere.
 
     Returns:
         A module on the CPU, ``forward(dense float [B, N], rows float [B, F, P]) -> logits float [B]``, or [B, T] of
-        T > 1 tasks, with F = ``num_fields`` and P = ``physical_dim(D)``. Its parameters have the names they have in
-        :func:`build_model`'s.
+        T > 1 tasks, for the F ``fields``, with P = ``physical_dim(D)``, or that of the largest width where fields have
+        their own. Its parameters have the names they have in :func:`build_model`'s.
     """
-    return _network(config, LookedUpFront(num_fields, config.embedding_dim, num_dense), num_tasks)
+    return _network(config, LookedUpFront(config.widths(fields), config.embedding_dim, num_dense), num_tasks)
 
 
 def _network(config: ModelConfig, front: Front, num_tasks: int) -> nn.Module:
@@ -143,11 +151,11 @@ def _class_and_options(config: ModelConfig) -> tuple[type[nn.Module], dict[str, 
     return network, checked_options(network, config.options, "model.options", owner, first=2, reserved=_TASKS)
 
 
-def _check_own(config: ModelConfig, num_fields: int, num_dense: int, num_tasks: int) -> None:
+def _check_own(config: ModelConfig, widths: Sequence[int], num_dense: int, num_tasks: int) -> None:
     """Tries a network of the user's own on a few samples, without changing the random numbers of the run."""
-    front = LookedUpFront(num_fields, config.embedding_dim, num_dense)
+    front = LookedUpFront(widths, config.embedding_dim, num_dense)
     with torch.random.fork_rng(devices=[]):
-        check_network(config.name, lambda: _network(config, front, num_tasks), front, num_fields, num_tasks)
+        check_network(config.name, lambda: _network(config, front, num_tasks), front, len(widths), num_tasks)
 
 
 _TASKS = "num_tasks"

@@ -67,7 +67,7 @@ def measure(name: str, data: Path, config_file: Path, overrides: list[str]) -> d
         "tables": name,
         "seed": config.train.seed,
         **{key: report[key] for key in (*quality, *setting)},
-        "rows": sum(spec.num_embeddings for spec in table_specs(schema, config.id_table)),
+        "rows": sum(spec.num_embeddings for spec in table_specs(schema, config)),
         "data": dict(schema.settings),
         "config": settings(config),
     }

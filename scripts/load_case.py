@@ -35,7 +35,7 @@ def make_export(config: DriftConfig, folder: Path) -> int:
     schema = Schema.load(folder / "data")
     draw = DriftingModel.of(config).draw(0, config.rows)
     tables = [_table(field.name, ids) for field, ids in zip(schema.sparse, draw.ids, strict=True)]
-    network = build_network(MODEL, len(schema.sparse), len(schema.dense))
+    network = build_network(MODEL, [field.name for field in schema.sparse], len(schema.dense))
     dense = {name: each.detach() for name, each in network.state_dict().items()}
     write_export(
         folder / "export", MODEL, schema, folder / "data" / "vocabulary", dense, tables, step=0, sample_time=_now()

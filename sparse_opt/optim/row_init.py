@@ -40,7 +40,7 @@ class RowInitializer:
         optimizer: :class:`EmbeddingAdam` if it trains the tables, else None; states of FBGEMM's fused optimizers are
             found in the model.
         tables: names, in the order of :attr:`NewRows.table`.
-        columns: D, leading columns that get random values.
+        columns: D, leading columns that get random values, of all tables or of each.
         std: standard deviation.
         seed: at least 0.
     """
@@ -51,11 +51,12 @@ class RowInitializer:
         optimizer: EmbeddingAdam | None,
         tables: Sequence[str],
         *,
-        columns: int,
+        columns: int | Sequence[int],
         std: float,
         seed: int,
     ):
-        self._columns, self._std = columns, std
+        self._columns = np.array([columns] * len(tables) if isinstance(columns, int) else columns)
+        self._std = std
         self._keys = np.array([_table_key(seed, table) for table in tables], np.uint64)
         if optimizer:
             pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.lookup, each) for each in optimizer.lookups]
@@ -89,9 +90,11 @@ class RowInitializer:
             table, row, ids, feature = (
                 each[first : first + _CHUNK] for each in (new_rows.table, new_rows.row, new_rows.id, new_rows.feature)
             )
-            values = torch.from_numpy(initial_rows(self._keys[table], feature, ids, self._columns, self._std))
+            widest = int(self._columns.max())
+            values = initial_rows(self._keys[table], feature, ids, widest, self._std)
+            values[np.arange(widest) >= self._columns[table][:, None]] = 0
             for group in self._groups:
-                group.reset(torch.from_numpy(table), torch.from_numpy(row), values)
+                group.reset(torch.from_numpy(table), torch.from_numpy(row), torch.from_numpy(values))
 
     def _begin_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():

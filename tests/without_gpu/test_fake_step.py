@@ -18,6 +18,7 @@ from fake_training import Case, Report, reports
 MOST_LAUNCHES = {
     "replay": (12, 80),
     "lazy": (12, 79),
+    "three widths and two rates": (12, 101),
     "replay without a graph": (86, 0),
     "row-wise Adagrad": (90, 0),
     "id tables": (99, 0),
@@ -53,6 +54,10 @@ def case(**sections: dict[str, Any]) -> Case:
 CASES = {
     "replay": case(),
     "lazy": case(optimizer={"absent_rows": "lazy"}),
+    "three widths and two rates": case(
+        model={"embedding_dims": {"C1": 3, "C4": 3, "C7": 31}},
+        optimizer={"embedding_lr_factors": {"C1": 0.5}},
+    ),
     "replay without a graph": case(train={"cuda_graph": False}),
     "row-wise Adagrad": case(optimizer={"embedding": "rowwise_adagrad"}),
     "id tables": case(id_table={"kind": "collisionless", "capacity": 10_000}),

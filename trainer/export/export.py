@@ -85,10 +85,7 @@ def export_run(run_dir: Place, output: Place, precision: Precision = "float32", 
         def rows_of(spec: TableSpec, rows: Tensor) -> Tensor:
             return gathered_table(weights[spec.name], process).cpu()[rows]
 
-        tables = (
-            trained_table(spec, state.id_tables, partial(rows_of, spec))
-            for spec in table_specs(schema, config.id_table)
-        )
+        tables = (trained_table(spec, state.id_tables, partial(rows_of, spec)) for spec in table_specs(schema, config))
         dense, vocabulary = dense_weights(state.model), run_dir / VOCABULARY
         with written_folder(output, last=MANIFEST) as folder:
             return write_export(folder, config.model, schema, vocabulary, dense, tables, precision, step=progress.step)
@@ -189,7 +186,7 @@ def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) ->
     samples = torch.export.Dim("samples")
     example = (
         torch.zeros(3, len(schema.dense)),
-        torch.zeros(3, len(schema.sparse), physical_dim(config.embedding_dim)),
+        torch.zeros(3, len(schema.sparse), _row_width(config, schema)),
     )
     try:
         with torch.no_grad():
@@ -208,11 +205,20 @@ def exported_network(network: nn.Module, config: ModelConfig, schema: Schema) ->
 def _trained_network(config: ModelConfig, schema: Schema, dense: Mapping[str, Tensor]) -> nn.Module:
     # Building draws initial values, which must not change the random numbers of a run.
     with torch.random.fork_rng(devices=[]):
-        network = build_network(config, len(schema.sparse), len(schema.dense), len(schema.labels)).eval()
+        network = build_network(config, _fields(schema), len(schema.dense), len(schema.labels)).eval()
     network.load_state_dict(dict(dense))
     if schema.logit_shift:
         network.register_forward_hook(lambda module, inputs, logits: logits + schema.logit_shift)
     return network
+
+
+def _fields(schema: Schema) -> list[str]:
+    return [field.name for field in schema.sparse]
+
+
+def _row_width(config: ModelConfig, schema: Schema) -> int:
+    """P of the network's input: stored width of the widest rows."""
+    return physical_dim(max(config.widths(_fields(schema))))
 
 
 def _write_table(folder: Path, table: TrainedTable, precision: Precision, probe: "_Probe") -> TableManifest:
@@ -232,15 +238,16 @@ class _Probe:
     def __init__(self, schema: Schema, config: ModelConfig) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._dense = torch.rand(_PROBE_SAMPLES, len(schema.dense), generator=self._generator)
-        self._index = {field.name: index for index, field in enumerate(schema.sparse)}
-        shape = (_PROBE_SAMPLES, len(schema.sparse), physical_dim(config.embedding_dim))
+        self._index = {name: index for index, name in enumerate(_fields(schema))}
+        shape = (_PROBE_SAMPLES, len(schema.sparse), _row_width(config, schema))
         self._trained, self._stored = torch.zeros(shape), torch.zeros(shape)
 
     def add(self, table: TrainedTable, restored: Tensor) -> None:
         for feature in table.features:
             rows = torch.randint(len(table.rows), (_PROBE_SAMPLES,), generator=self._generator)
-            self._trained[:, self._index[feature]] = table.rows[rows]
-            self._stored[:, self._index[feature]] = restored[rows]
+            columns = slice(table.rows.shape[1])
+            self._trained[:, self._index[feature], columns] = table.rows[rows]
+            self._stored[:, self._index[feature], columns] = restored[rows]
 
     def logits_error(self, network: nn.Module, program: nn.Module) -> float:
         with torch.no_grad():

@@ -55,7 +55,7 @@ class OnlinePublication:
         say: Callable[[str], None],
     ):
         self._config, self._state, self._say = config.online, state, say
-        self._specs = table_specs(schema, config.id_table)
+        self._specs = table_specs(schema, config)
         self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
         self._rows_due = self._dense_due = 0.0

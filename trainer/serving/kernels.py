@@ -21,7 +21,7 @@ HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 class Store(NamedTuple):
-    """All tables, one after the other in one array of rows.
+    """All tables of one stored width, one after the other in one array of rows.
 
     Attributes:
         bases: first row of each field's table, int64 [F].
@@ -104,8 +104,8 @@ def _row(slots, identifier, field, base, size):
 def gather(start, stop, ids, fields, store, out):
     """Gathers the rows of single-valued fields for the samples from ``start`` to ``stop``.
 
-    Reads ids [B, S] of the fields with the numbers ``fields`` [S], and writes float32 out [B, F, P]. Returns how many
-    ids had no row of their own.
+    Reads ids [B, S] of the fields with the numbers ``fields`` [S], and writes the leading P columns of float32 out
+    [B, F, P or more]. Returns how many ids had no row of their own.
     """
     bases, sizes, slots = store.bases, store.sizes, store.slots
     rows, scales, halves = store.rows, store.scales, store.halves
@@ -115,14 +115,14 @@ def gather(start, stop, ids, fields, store, out):
             field = fields[s]
             row = _row(slots, np.int64(ids[sample, s]), field, bases[field], sizes[field])
             unknown += row == bases[field]
-            for column in range(out.shape[2]):
+            for column in range(rows.shape[1]):
                 out[sample, field, column] = _weight(rows, scales, halves, row, column)
     return unknown
 
 
 @njit(nogil=True, cache=True)
 def gather_bag(start, stop, bag, store, out):
-    """Pools the rows of a list field for the samples from ``start`` to ``stop``, into float32 out [B, F, P].
+    """Pools the rows of a list field for the samples from ``start`` to ``stop``, into float32 out [B, F, P or more].
 
     Returns how many ids had no row of their own.
     """
@@ -131,7 +131,7 @@ def gather_bag(start, stop, bag, store, out):
     rows, scales, halves = store.rows, store.scales, store.halves
     unknown = 0
     for sample in range(start, stop):
-        total = out[sample, field]
+        total = out[sample, field, : rows.shape[1]]
         total[:] = 0
         length = offsets[sample + 1] - offsets[sample]
         for k in range(offsets[sample], offsets[sample + 1]):

@@ -60,8 +60,9 @@ class ServedModel:
             for index, feature in enumerate(table.features)
             if table.hash_buckets
         }
-        width = physical_dim(manifest.model.embedding_dim)
-        self._rows = ServedRows(schema, sizes, table_of, width, manifest.precision)
+        self._fields_served = [field.name for field in schema.sparse]
+        self._widths = [physical_dim(width) for width in manifest.model.widths(self._fields_served)]
+        self._rows = ServedRows(schema, sizes, table_of, np.array(self._widths), manifest.precision)
         self._state = _State(self._network(dense), 0, "", manifest.step, manifest.sample_time)
         self._applying, self._counting = threading.Lock(), threading.Lock()
         self._unknown_ids = self._applied_rows = self._removed_rows = 0
@@ -173,7 +174,7 @@ class ServedModel:
 
     def _network(self, dense: Mapping[str, Tensor]) -> nn.Module:
         network = build_network(
-            self.manifest.model, len(self.schema.sparse), len(self.schema.dense), len(self.schema.labels)
+            self.manifest.model, self._fields_served, len(self.schema.dense), len(self.schema.labels)
         ).eval()
         try:
             network.load_state_dict(dict(dense))
@@ -198,11 +199,10 @@ class ServedModel:
     def _check(self, name: str, change: TableChange) -> None:
         """Raises ValueError if a change does not fit this model's table."""
         table = self.manifest.tables.get(name)
-        width = physical_dim(self.manifest.model.embedding_dim)
+        width = self._widths[self._number[table.features[0]]] if table else None
         if table is None or change.rows.shape[1] != width:
-            raise ValueError(
-                f"the model has no table {name!r} with rows of width {change.rows.shape[1]}; its width is {width}"
-            )
+            known = "it has no such table" if table is None else f"its width is {width}"
+            raise ValueError(f"the model has no table {name!r} with rows of width {change.rows.shape[1]}; {known}")
         if table.collisionless:
             served = len(table.features)
             given = [each for each in (change.feature, change.deleted_feature) if each is not None]

@@ -57,43 +57,98 @@ class ServedRows:
         schema: of the data.
         sizes: rows of each field's table, which fields may share by ``table_of``; -1 if it is collisionless.
         table_of: number of each field's table.
-        width: P.
+        widths: stored width of each field's rows, int64 [F].
         precision: of the stored rows.
     """
 
-    def __init__(self, schema: Schema, sizes: Ids, table_of: Ids, width: int, precision: Precision) -> None:
+    def __init__(self, schema: Schema, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision) -> None:
+        self._widths = widths
+        self._of_width = {
+            width: _RowsOfWidth(schema, sizes, table_of, widths == width, width, precision)
+            for width in np.unique(widths).tolist()
+        }
+
+    @property
+    def resident(self) -> int:
+        """Ids of collisionless tables that have a row."""
+        return sum(each.resident for each in self._of_width.values())
+
+    def gather(self, samples: SampleBlock) -> tuple[Tensor, int]:
+        """Pooled rows, float32 [B, F, largest P], and how many ids had no row of their own.
+
+        Any numbers follow the columns of narrower rows.
+        """
+        out = np.empty((len(samples), len(self._widths), max(self._of_width)), np.float32)
+        unknown = sum(each.gather(samples, out) for each in self._of_width.values())
+        return torch.from_numpy(out), unknown
+
+    def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
+        """Sets rows as :meth:`write` does, from their stored form: [n, P], for int8 with scales [n]."""
+        self._of_width[rows.shape[1]].load(ids, fields, rows, scale)
+
+    def write(self, ids: Ids, fields: Ids, rows: NDArray[np.float32]) -> None:
+        """Sets the rows [n, P] of distinct ids [n] of one table; new ids are inserted.
+
+        ``fields`` [n] are the numbers of the ids' fields. For a table of numbered rows any field that it serves will
+        do.
+        """
+        self._of_width[rows.shape[1]].write(ids, fields, rows)
+
+    def remove(self, ids: Ids, fields: Ids) -> int:
+        """Removes ids [n] of the fields with the numbers ``fields`` [n]; returns how many were present."""
+        return sum(part.remove(*own) for part, own in self._parts(ids, fields))
+
+    def remove_others(self, ids: Ids, fields: Ids) -> int:
+        """Removes all ids of collisionless tables except these; returns how many."""
+        return sum(part.remove_others(*own) for part, own in self._parts(ids, fields))
+
+    def _parts(self, ids: Ids, fields: Ids) -> Iterator[tuple["_RowsOfWidth", tuple[Ids, Ids]]]:
+        for width, part in self._of_width.items():
+            own = self._widths[fields] == width
+            yield part, (ids[own], fields[own])
+
+
+class _RowsOfWidth:
+    """Rows of the fields whose rows have one width, P; the methods are those of :class:`ServedRows`."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        sizes: Ids,
+        table_of: Ids,
+        served: NDArray[np.bool_],
+        width: int,
+        precision: Precision,
+    ) -> None:
         self._precision = precision
         lengths: dict[int, int] = {}
-        for table, size in zip(table_of.tolist(), sizes.tolist(), strict=True):
+        for table, size in zip(table_of[served].tolist(), sizes[served].tolist(), strict=True):
             lengths[table] = size if size >= 0 else RESERVED_ROWS
         starts = dict(zip(lengths, np.cumsum([0, *lengths.values()]).tolist(), strict=False))
         self._used = sum(lengths.values())  # rows from here on are free
         self._store = Store(
-            np.array([starts[table] for table in table_of.tolist()], np.int64),
+            np.array([starts.get(table, 0) for table in table_of.tolist()], np.int64),
             sizes,
             np.full((64, 2), EMPTY, np.int64),
             np.zeros((self._used, width), _STORED[precision]),
             np.zeros(self._used if precision == "int8" else 0, np.float32),
             HALVES,
         )
-        self._resident = 0
+        self.resident = 0
         self._free = np.empty(0, np.int64)
         self._lock = threading.Lock()
         numbers = {field.name: number for number, field in enumerate(schema.sparse)}
-        singles = [numbers[field.name] for field in schema.sparse if field.kind == "categorical"]
-        self._singles = np.array(singles, np.int64)
-        self._bags = [(numbers[field.name], field) for field in schema.sparse if field.kind != "categorical"]
+        singles = np.array([numbers[field.name] for field in schema.sparse if field.kind == "categorical"], np.int64)
+        self._columns = np.flatnonzero(served[singles])  # of the samples' ids
+        self._singles = singles[self._columns]
+        bags = [(numbers[field.name], field) for field in schema.sparse if field.kind != "categorical"]
+        self._bags = [(number, field) for number, field in bags if served[number]]
         self._compile()
 
-    @property
-    def resident(self) -> int:
-        """Ids of collisionless tables that have a row."""
-        return self._resident
-
-    def gather(self, samples: SampleBlock) -> tuple[Tensor, int]:
-        """Pooled rows, float32 [B, F, P], and how many ids had no row of their own."""
-        out = np.empty((len(samples), len(self._store.bases), self._store.rows.shape[1]), np.float32)
-        ids = np.ascontiguousarray(samples.ids.numpy())
+    def gather(self, samples: SampleBlock, out: NDArray[np.float32]) -> int:
+        """Writes pooled rows into the leading columns of float32 [B, F, P or more]; returns how many were unknown."""
+        ids = samples.ids.numpy()
+        ids = np.ascontiguousarray(ids if len(self._columns) == ids.shape[1] else ids[:, self._columns])
         bags = []
         for number, field in self._bags:
             bag = samples.bags[field.name]
@@ -106,22 +161,15 @@ class ServedRows:
                 unknown += gather(start, stop, ids, self._singles, self._store, out)
                 for each in bags:
                     unknown += gather_bag(start, stop, each, self._store, out)
-        return torch.from_numpy(out), unknown
+        return unknown
 
     def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
-        """Sets rows as :meth:`write` does, from their stored form: [n, P], for int8 with scales [n]."""
-
         def stored(part: slice) -> dict[str, Tensor]:
             return {"rows": rows[part]} | ({} if scale is None else {"scale": scale[part]})
 
         self._write(ids, fields, stored)
 
     def write(self, ids: Ids, fields: Ids, rows: NDArray[np.float32]) -> None:
-        """Sets the rows [n, P] of distinct ids [n]; new ids are inserted.
-
-        ``fields`` [n] are the numbers of the ids' fields. For a table of numbered rows any field that it serves will
-        do.
-        """
         self._write(ids, fields, lambda part: quantise(torch.tensor(rows[part]), self._precision))
 
     def _write(self, ids: Ids, fields: Ids, stored: Callable[[slice], dict[str, Tensor]]) -> None:
@@ -139,26 +187,24 @@ class ServedRows:
             entered = new[part]
             with self._lock:
                 insert(ids[entered], fields[entered], found[entered], self._store.slots)
-        self._resident += missing
+        self.resident += missing
 
     def remove(self, ids: Ids, fields: Ids) -> int:
-        """Removes ids [n] of the fields with the numbers ``fields`` [n]; returns how many were present."""
         ids, freed = np.array(ids), np.empty(len(ids), np.int64)
         total = 0
         for part in _chunks(len(ids)):
             with self._lock:
                 total += remove(ids[part], fields[part], self._store.slots, freed[total:])
         self._free = np.concatenate([self._free, freed[:total]])
-        self._resident -= total
+        self.resident -= total
         return total
 
     def remove_others(self, ids: Ids, fields: Ids) -> int:
-        """Removes all ids of collisionless tables except these; returns how many."""
         ids, found = np.array(ids), np.empty(len(ids), np.int64)
         find(ids, fields, self._store, found)
         kept = np.zeros(len(self._store.rows), np.bool_)
         kept[found[found >= 0]] = True
-        other_ids, other_fields = np.empty(self._resident, np.int64), np.empty(self._resident, np.int64)
+        other_ids, other_fields = np.empty(self.resident, np.int64), np.empty(self.resident, np.int64)
         count = entries_except(kept, self._store.slots, other_ids, other_fields)
         return self.remove(other_ids[:count], other_fields[:count])
 
@@ -178,7 +224,7 @@ class ServedRows:
 
     def _take_rows(self, count: int) -> Ids:
         """Rows for new ids, and slots for them; predictions continue while existing ones are copied."""
-        needed = int((self._resident + count) / _MAX_LOAD)
+        needed = int((self.resident + count) / _MAX_LOAD)
         if needed > len(self._store.slots):
             slots = np.empty((1 << needed.bit_length(), 2), np.int64)
             rehash(self._store.slots, slots)

@@ -74,8 +74,8 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
     torch.manual_seed(config.train.seed)
-    specs = table_specs(schema, config.id_table)
-    tables = embedding_tables(schema, specs, config.model.embedding_dim)
+    specs = table_specs(schema, config)
+    tables = embedding_tables(schema, specs)
     require_tables("optimizer.embedding_lr_factors", config.optimizer.embedding_lr_factors, tables)
     model = build_model(
         config.model,
@@ -91,7 +91,7 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
     loss_of_sample = loss_of(config.train.loss, config.train.loss_options, len(schema.labels))
     loss = MeanLoss(process.world_size, loss_of_sample, mean_weight(schema), task_weights(config, schema))
     sharded = sharded_task(model, config, process, loss)
-    fill_tables(sharded, config.model.embedding_dim, config.optimizer.embedding_init_std, config.train.seed)
+    fill_tables(sharded, specs, config.optimizer.embedding_init_std, config.train.seed)
     return sharded
 
 
@@ -202,7 +202,7 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
         ValueError: the fused optimizer cannot apply the clip rule or L2 to this data.
     """
     hyperparameters = derived_hyperparameters(config)
-    rule, columns = derived_clip(config), config.model.embedding_dim
+    rule, columns = derived_clip(config), {spec.name: spec.embedding_dim for spec in table_specs(schema, config)}
     if config.optimizer.embedding == "adam":
         adam, factors = adam_config(config, hyperparameters), config.optimizer.embedding_lr_factors
         return EmbeddingAdam(model, adam, rule, clip_columns=columns, lr_factors=factors)

@@ -78,7 +78,7 @@ class IdTranslation:
     def __init__(
         self, config: RunConfig, schema: Schema, process: Process, model: nn.Module, adam: EmbeddingAdam | None
     ) -> None:
-        specs = table_specs(schema, config.id_table)
+        specs = table_specs(schema, config)
         self._fields = [field.name for field in schema.sparse]
         self._buckets = {
             field.name: (spec.ids.capacity, index)
@@ -97,7 +97,7 @@ class IdTranslation:
                 model,
                 adam,
                 list(configs),
-                columns=config.model.embedding_dim,
+                columns=[spec.embedding_dim for spec in specs if spec.name in configs],
                 std=config.optimizer.embedding_init_std,
                 seed=config.train.seed,
             )

@@ -120,7 +120,8 @@ def _refuse(
         if kind == "column_wise" and process.world_size > 1 and columns < 2 * _FOUR_COLUMNS:
             raise ValueError(
                 f"table {name!r} is to be column-wise, but its {columns} columns cannot be split into shards of"
-                f" {_FOUR_COLUMNS} or more; raise model.embedding_dim or choose another kind in [sharding]"
+                f" {_FOUR_COLUMNS} or more; raise model.embedding_dim, or the field's width in model.embedding_dims, or"
+                " choose another kind in [sharding]"
             )
     _refuse_mixed_means(tables, kinds)
     _refuse_ranks_without_rows(tables, kinds, process)

@@ -15,36 +15,39 @@ from cowrec.models import physical_dim
 from cowrec.sparse_opt import rows_for
 from cowrec.trainer.config.id_table import IdConfig
 from cowrec.trainer.config.nearest_name import hint
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Specification of one embedding table, from the data and `[id_table]`.
+    """Specification of one embedding table, from the data, `[id_table]` and `[model]`.
 
     Attributes:
         name: of the table; the field's name unless several fields share the table.
         fields: fields whose ids the table holds.
         ids: its `[id_table]` settings.
         num_embeddings: its rows, including the reserved rows.
+        embedding_dim: width of its embeddings, without the wide weight.
     """
 
     name: str
     fields: tuple[SparseField, ...]
     ids: IdConfig
     num_embeddings: int
+    embedding_dim: int
 
 
-def table_specs(schema: Schema, config: IdConfig) -> list[TableSpec]:
+def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
     """Lists the tables of a run, in the order of their first fields.
 
     Raises:
-        ValueError: raw ids without an id table, fields that cannot share a table, or an unknown table.
+        ValueError: raw ids without an id table, fields that cannot share a table, or an unknown table or field.
     """
     by_name = {field.name: field for field in schema.sparse}
-    specs = []
-    for name, names in config.table_fields(list(by_name)).items():
-        fields, ids = tuple(by_name[each] for each in names), config.of_table(name)
+    widths, specs = dict(zip(by_name, config.model.widths(list(by_name)), strict=True)), []
+    for name, names in config.id_table.table_fields(list(by_name)).items():
+        fields, ids = tuple(by_name[each] for each in names), config.id_table.of_table(name)
         for field in fields:
             if ids.kind == "rows" and field.encoding == "raw":
                 raise ValueError(
@@ -56,12 +59,17 @@ def table_specs(schema: Schema, config: IdConfig) -> list[TableSpec]:
                     f"fields {fields[0].name!r} and {field.name!r} share table {name!r}, but one is pooled by"
                     f" {fields[0].pooling}, the other by {field.pooling}; give each its own table"
                 )
+            if widths[field.name] != widths[names[0]]:
+                raise ValueError(
+                    f"fields {names[0]!r} and {field.name!r} share table {name!r}, but their embeddings are"
+                    f" {widths[names[0]]} and {widths[field.name]} wide; give both one width in model.embedding_dims"
+                )
         if ids.kind == "rows" and len(fields) > 1:
             raise ValueError(
                 f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
                 ' "collisionless" or "hash", or give each field its own table'
             )
-        specs.append(TableSpec(name, fields, ids, _rows(fields, ids)))
+        specs.append(TableSpec(name, fields, ids, _rows(fields, ids), widths[names[0]]))
     return specs
 
 
@@ -73,13 +81,13 @@ def _rows(fields: Sequence[SparseField], ids: IdConfig) -> int:
     return rows_for(ids.capacity)
 
 
-def embedding_tables(schema: Schema, specs: Sequence[TableSpec], embedding_dim: int) -> list[EmbeddingBagConfig]:
+def embedding_tables(schema: Schema, specs: Sequence[TableSpec]) -> list[EmbeddingBagConfig]:
     """Makes a TorchRec table for each spec, wide enough for the embedding and the wide weight."""
     return [
         EmbeddingBagConfig(
             name=spec.name,
             num_embeddings=spec.num_embeddings,
-            embedding_dim=physical_dim(embedding_dim),
+            embedding_dim=physical_dim(spec.embedding_dim),
             feature_names=[field.name for field in spec.fields],
             # A weighted collection only sums; the reader then gives a mean-pooled field's ids the weight 1/length.
             pooling=(
@@ -98,16 +106,15 @@ def require_tables(key: str, names: Iterable[str], tables: Sequence[EmbeddingBag
             raise ValueError(f"{key} names {name!r}, which is not a sparse field; {hint(name, known, 'sparse fields')}")
 
 
-def fill_tables(model: nn.Module, embedding_dim: int, std: float, seed: int) -> None:
+def fill_tables(model: nn.Module, specs: Sequence[TableSpec], std: float, seed: int) -> None:
     """Initializes the embedding columns with N(0, std) and the others with 0.
 
     Each block of rows is drawn from (seed, table, block), so that a row's values do not depend on the sharding.
     """
-    for key, value in model.state_dict().items():
-        if ".embedding_bags." not in key:
-            continue
-        for shard, offsets in local_shards(value):
-            _fill_shard(shard, offsets, key.split(".")[-2], embedding_dim, std, seed)
+    widths = {spec.name: spec.embedding_dim for spec in specs}
+    for name, table in tables_of(model).items():
+        for shard, offsets in local_shards(table):
+            _fill_shard(shard, offsets, name, widths[name], std, seed)
 
 
 def tables_of(model: nn.Module) -> dict[str, ShardedTensor | Tensor]:

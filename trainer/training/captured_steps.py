@@ -161,7 +161,7 @@ def why_not_captured(
         return "the sizes of the exchange between processes vary"
     if several:
         return f"the number of ids of field {several[0]!r} varies"
-    if any(spec.ids.kind == "collisionless" for spec in table_specs(schema, config.id_table)):
+    if any(spec.ids.kind == "collisionless" for spec in table_specs(schema, config)):
         return "id tables give ids their rows between steps"
     if config.sharding.memory == "uvm_caching":
         return 'sharding.memory = "uvm_caching" counts its steps on the host'

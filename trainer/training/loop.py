@@ -280,7 +280,7 @@ class _EpochRun:
     def summary(self) -> str:
         """Describes data, settings and sharding, for the terminal."""
         schema = self.trainer.schema
-        table_rows = sum(spec.num_embeddings for spec in table_specs(schema, self.config.id_table))
+        table_rows = sum(spec.num_embeddings for spec in table_specs(schema, self.config))
         return (
             f"{self.config.model.name} on {schema.name}: {self.train_reader.num_rows:,} training samples, "
             f"{f'{self.validation_reader.num_rows:,} validation samples, ' if self.validation_reader else ''}"

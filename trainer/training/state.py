@@ -110,7 +110,7 @@ class TrainState:
         self.clip_watch: ClipWatch | None = None
         self.ratio_histogram: RatioHistogram | None = None
         if self.embedding_optimizer is not None and config.clip.rule != "none":
-            tables = [spec.name for spec in table_specs(schema, config.id_table)]
+            tables = [spec.name for spec in table_specs(schema, config)]
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
             if config.clip.histogram:
                 self.ratio_histogram = RatioHistogram(self.embedding_optimizer.latest_ratios, tables, process)

@@ -44,7 +44,7 @@ def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainSta
     source = Path(config.train.warm_start)
     earlier_config, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
-    specs, earlier_specs = table_specs(schema, config.id_table), table_specs(earlier, earlier_config.id_table)
+    specs, earlier_specs = table_specs(schema, config), table_specs(earlier, earlier_config)
     _require_same_tables(source, earlier_specs, specs)
     old, _ = trained_state(source, process)
     with torch.no_grad():
@@ -69,8 +69,13 @@ def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainSta
 
 
 def _require_same_tables(source: Path, earlier: Sequence[TableSpec], now: Sequence[TableSpec]) -> None:
-    """Raises ValueError if ids get their rows in another way."""
+    """Raises ValueError if ids get their rows in another way, or rows have another width."""
     for old, new in zip(earlier, now, strict=False):
+        if old.name == new.name and old.embedding_dim != new.embedding_dim:
+            raise ValueError(
+                f"train.warm_start = {str(source)!r} has embeddings of width {old.embedding_dim} in table {old.name!r},"
+                f" not {new.embedding_dim}; use the widths of {source / CONFIG}"
+            )
         by_rows = old.ids.kind == new.ids.kind == "rows"
         names = [[field.name for field in each.fields] for each in (old, new)]
         if (old.name, *names[:1]) != (new.name, *names[1:]) or not (by_rows or old.ids == new.ids):

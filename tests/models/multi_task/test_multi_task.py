@@ -62,9 +62,9 @@ def test_a_network_of_one_task_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r'"deepfm" computes one logit, but the data have 2 labels; .*shared_bottom, mm'
     ):
-        build_network(ModelConfig(name="deepfm"), 2, 2, num_tasks=2)
+        build_network(ModelConfig(name="deepfm"), ["a", "b"], 2, num_tasks=2)
     with pytest.raises(ValueError, match="has no option num_tasks"):
-        build_network(ModelConfig(name="mmoe", options={"num_tasks": 3}), 2, 2)
+        build_network(ModelConfig(name="mmoe", options={"num_tasks": 3}), ["a", "b"], 2)
 
 
 OWN = """

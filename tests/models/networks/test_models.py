@@ -20,6 +20,7 @@ from cowrec.models.layers import glorot_normal
 DIM = 3
 ROWS = (11, 5, 7)
 SMALL = {"embedding_dim": DIM, "hidden": (6, 5)}
+MIXED = {"C0": 5, "C2": 5}
 OPTIONS: dict[str, dict[str, object]] = {
     "dcn": {"layers": 2},
     "dcnmix": {"layers": 2, "experts": 3, "rank": 2},
@@ -36,32 +37,34 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def small(name: str) -> ModelConfig:
-    return ModelConfig(name=name, **SMALL, options=OPTIONS.get(name, {}))
+def small(name: str, dims: dict[str, int] | None = None) -> ModelConfig:
+    return ModelConfig(name=name, **SMALL, embedding_dims=dims or {}, options=OPTIONS.get(name, {}))
 
 
-def tables(dim: int = DIM, rows: tuple[int, ...] = ROWS, pooling: str = "SUM") -> list[EmbeddingBagConfig]:
+def tables(
+    dim: int = DIM, rows: tuple[int, ...] = ROWS, pooling: str = "SUM", dims: dict[str, int] | None = None
+) -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(
             name=f"table_{i}",
             feature_names=[f"C{i}"],
             num_embeddings=count,
-            embedding_dim=physical_dim(dim),
+            embedding_dim=physical_dim((dims or {}).get(f"C{i}", dim)),
             pooling=PoolingType(pooling),
         )
         for i, count in enumerate(rows)
     ]
 
 
-def small_model(name: str, num_dense: int = 2, **options: object) -> nn.Module:
+def small_model(name: str, num_dense: int = 2, dims: dict[str, int] | None = None, pooling: str = "SUM") -> nn.Module:
     """A network with random parameters, biases included, and zeros in the spare columns of the tables."""
     torch.manual_seed(3)
-    model = build_model(small(name), tables(**options), num_dense)
+    model = build_model(small(name, dims), tables(pooling=pooling, dims=dims), num_dense)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
-        for bag in model.front.embeddings.embedding_bags.values():
-            bag.weight[:, DIM + 1 :] = 0
+        for i, bag in enumerate(model.front.embeddings.embedding_bags.values()):
+            bag.weight[:, (dims or {}).get(f"C{i}", DIM) + 1 :] = 0
     return model
 
 
@@ -88,10 +91,15 @@ def logits_by_formula(name: str, model: nn.Module, dense: Tensor, sparse: KeyedJ
             row = weight[ids].sum(dim=0)
             pooled.append(row / max(len(ids), 1) if pooling == "MEAN" else row)
         rows.append(pooled)
-    samples = [torch.stack(sample) for sample in zip(*rows, strict=True)]
-    return torch.stack(
-        [FORMULAS[name](model, e[:, :DIM], d, e[:, DIM].sum()) for e, d in zip(samples, dense, strict=True)]
-    )
+    kernels = dict(model.named_parameters()).get("front.layout.projections.kernels.5")  # C0's and C2's
+    logits = []
+    for sample, d in zip(zip(*rows, strict=True), dense, strict=True):
+        embeddings, wide = [row[:DIM] for row in sample], [row[DIM] for row in sample]
+        for kernel, i in enumerate((0, 2)) if kernels is not None else ():
+            embeddings[i] = sum(sample[i][k] * kernels[kernel, k] for k in range(5))
+            wide[i] = sample[i][5]
+        logits.append(FORMULAS[name](model, torch.stack(embeddings), d, sum(wide)))
+    return torch.stack(logits)
 
 
 def mlp_size(*widths: int) -> int:
@@ -148,13 +156,15 @@ def test_physical_dim(dim: int, stored: int) -> None:
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
-@pytest.mark.parametrize(("pooling", "ids_per_bag"), [("SUM", 1), ("SUM", None), ("MEAN", None)])
+@pytest.mark.parametrize(
+    ("pooling", "ids_per_bag", "dims"), [("SUM", 1, {}), ("SUM", None, {}), ("MEAN", None, {}), ("SUM", None, MIXED)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_match_the_formula(
-    name: str, pooling: str, ids_per_bag: int | None, num_dense: int
+    name: str, pooling: str, ids_per_bag: int | None, dims: dict[str, int], num_dense: int
 ) -> None:
     """Both sides are float32 sums of about ten terms of size 1, so that 1e-5 leaves a factor of ten."""
-    model = small_model(name, num_dense, pooling=pooling)
+    model = small_model(name, num_dense, dims, pooling)
     dense, sparse = random_batch(9, num_dense, ids_per_bag)
     logits, expected = model(dense, sparse), logits_by_formula(name, model, dense, sparse, pooling)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -273,7 +283,7 @@ def test_bad_options(options: dict, message: str) -> None:
 
 def test_unknown_name() -> None:
     config = ModelConfig(name="deepfn")
-    for build in (lambda: build_model(config, tables(), 2), lambda: build_network(config, 4, 2)):
+    for build in (lambda: build_model(config, tables(), 2), lambda: build_network(config, ["C0"], 2)):
         with pytest.raises(ValueError, match=r'model.name is "deepfn"; did you mean "deepfm"[?] known: wdl, deepfm'):
             build()
 
@@ -282,6 +292,13 @@ def test_bad_tables() -> None:
     config = ModelConfig(name="wdl", embedding_dim=4)
     with pytest.raises(ValueError, match=r"table_0 is 4 wide, but embedding_dim = 4 needs physical_dim\(4\) = 8"):
         build_model(config, tables(3), 2)
+    mixed = ModelConfig(name="wdl", embedding_dims={"C1": 4})
+    with pytest.raises(ValueError, match=r"table_1 is 12 wide, but embedding_dims.C1 = 4 needs physical_dim\(4\) = 8"):
+        build_model(mixed, tables(10), 2)
+    with pytest.raises(ValueError, match=r"model.embedding_dims names 'C1x', .* did you mean 'C1'?"):
+        build_network(ModelConfig(name="wdl", embedding_dims={"C1x": 4}), ["C0", "C1"], 2)
+    with pytest.raises(ValueError, match=r"model.embedding_dims.C1 must be at least 1, got 0"):
+        ModelConfig(embedding_dims={"C1": 0})
     with pytest.raises(ValueError, match="at least one sparse field"):
         build_model(config, [], 2)
     with pytest.raises(ValueError, match="1 / length"):

@@ -26,16 +26,17 @@ def schema(**fields: dict) -> Schema:
 
 
 def test_a_table_is_a_field_unless_fields_share_it() -> None:
-    ids = config_from(
+    config = config_from(
         {
+            "model": {"embedding_dims": {"user": 4, "author": 4}},
             "id_table": {
                 "kind": "collisionless",
                 "capacity": 100,
                 "tables": {"people": {"fields": ["user", "author"], "capacity": 50}, "day": {"kind": "rows"}},
-            }
+            },
         }
-    ).id_table
-    specs = table_specs(schema(user={}, day={}, item={}, author={}), ids)
+    )
+    specs = table_specs(schema(user={}, day={}, item={}, author={}), config)
     found = {spec.name: ([field.name for field in spec.fields], spec.ids.kind, spec.ids.capacity) for spec in specs}
     assert found == {
         "people": (["user", "author"], "collisionless", 50),
@@ -44,6 +45,7 @@ def test_a_table_is_a_field_unless_fields_share_it() -> None:
     }
     assert [spec.num_embeddings >= 2 + spec.ids.capacity for spec in specs] == [True, False, True]
     assert next(spec for spec in specs if spec.name == "day").num_embeddings == 10
+    assert [spec.embedding_dim for spec in specs] == [4, 10, 10]
 
 
 @pytest.mark.parametrize(
@@ -78,13 +80,23 @@ def test_invalid_sections_are_refused(section: dict, message: str) -> None:
 def test_sections_that_do_not_fit_the_data_are_refused(section: dict, message: str) -> None:
     fields = schema(day={}, user={}, tags={"kind": "multi", "pooling": "mean"})
     with pytest.raises(ValueError, match=message):
-        table_specs(fields, config_from({"id_table": section}).id_table)
+        table_specs(fields, config_from({"id_table": section}))
+
+
+def test_widths_that_do_not_fit_the_data_are_refused() -> None:
+    fields, both = schema(day={}, user={}), {"kind": "hash", "tables": {"both": {"fields": ["day", "user"]}}}
+    with pytest.raises(
+        ValueError, match=r"'day' and 'user' share table 'both', but their embeddings are 10 and 3 wide"
+    ):
+        table_specs(fields, config_from({"id_table": both, "model": {"embedding_dims": {"user": 3}}}))
+    with pytest.raises(ValueError, match=r"model.embedding_dims names 'usr', .* did you mean 'user'?"):
+        table_specs(fields, config_from({"model": {"embedding_dims": {"usr": 3}}}))
 
 
 def test_raw_ids_need_an_id_table() -> None:
     raw = Schema("tabular", (), (SparseField("user", 0, encoding="raw"),), {})
     with pytest.raises(ValueError, match="field 'user' has raw ids"):
-        table_specs(raw, config_from({}).id_table)
+        table_specs(raw, config_from({}))
 
 
 def test_saved_and_loaded_again(tmp_path: Path) -> None:

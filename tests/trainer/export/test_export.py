@@ -103,16 +103,17 @@ def test_float32_predicts_what_the_trained_model_predicts(folder: Path, tmp_path
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in TRAINED])
 def test_exported_networks_compute_the_same(folder: Path, model: str) -> None:
-    """For any number of samples; weights are random, biases too."""
+    """For any number of samples; weights are random, biases too; two fields have widths of their own."""
     torch.manual_seed(0)
-    schema, config = Schema.load(folder / "weighted" / "data"), ModelConfig(model, DIM, (5, 4))
-    network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
+    schema = Schema.load(folder / "weighted" / "data")
+    config = ModelConfig(model, DIM, (5, 4), embedding_dims={"city": 3, "history": 9})
+    network = build_network(config, [field.name for field in schema.sparse], len(schema.dense)).eval()
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.normal_(std=0.5)
         program = exported_network(network, config, schema).module()
         for samples in (0, 1, 5):
-            inputs = torch.rand(samples, 1), torch.rand(samples, len(schema.sparse), physical_dim(DIM))
+            inputs = torch.rand(samples, 1), torch.rand(samples, len(schema.sparse), physical_dim(9))
             torch.testing.assert_close(program(*inputs), network(*inputs), rtol=1e-5, atol=1e-5)
 
 
@@ -134,7 +135,7 @@ def test_a_network_that_torch_cannot_export_is_refused(
     (tmp_path / "my_branching.py").write_text(BRANCHING)
     monkeypatch.syspath_prepend(tmp_path)
     schema, config = Schema.load(folder / "weighted" / "data"), ModelConfig("my_branching:Net", DIM)
-    network = build_network(config, len(schema.sparse), len(schema.dense)).eval()
+    network = build_network(config, [field.name for field in schema.sparse], len(schema.dense)).eval()
     with pytest.raises(ValueError, match=r'"my_branching:Net" cannot be exported .* must not depend on the values'):
         exported_network(network, config, schema)
 

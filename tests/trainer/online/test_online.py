@@ -164,8 +164,9 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
         run(case, tmp_path / "run", source=tmp_path / "nowhere")
     assert not (tmp_path / "run").exists()
     timeless = make_data(tmp_path / "timeless", ("price", "city"))
+    config = load_config(case / "run.toml", ["model.embedding_dims={}"])
     with pytest.raises(ValueError, match="goes by the time of samples"):
-        online(load_config(case / "run.toml"), timeless, str(case / "incoming"), tmp_path / "other")
+        online(config, timeless, str(case / "incoming"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

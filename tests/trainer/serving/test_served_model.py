@@ -26,13 +26,13 @@ from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
 Key = tuple[int, int]
 """Number of the feature, id."""
-DIM, WIDTH = 3, 4
-CONFIG = ModelConfig(embedding_dim=DIM, hidden=(5,))
+DIM, WIDTH, USER_WIDTH = 3, 4, 8
+CONFIG = ModelConfig(embedding_dim=DIM, hidden=(5,), embedding_dims={"user": 6})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch, resumed for a second one, with weighted bags and with averaged ones."""
+    """A run of one epoch, resumed for a second one, with weighted bags of three widths, and with averaged ones."""
     folder = tmp_path_factory.mktemp("served")
     config = config_file(folder)
     for bags, columns in (("weighted", tuple(COLUMNS)), ("averaged", UNWEIGHTED)):
@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             described.write_text(described.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
         run = folder / bags / "run"
         for epochs in (1, 2):
-            train(load_config(config, [f"train.epochs={epochs}"]), data, run, resume=epochs > 1)
+            settings = [f"train.epochs={epochs}"]
+            settings += ["model.embedding_dims={city=3, history=9}"] if bags == "weighted" else []
+            train(load_config(config, settings), data, run, resume=epochs > 1)
             for precision in ("float32", "float16", "int8"):
                 export_run(run, folder / bags / f"{precision}-{epochs}", precision)
             predict_run(run, data, folder / bags / f"predictions-{epochs}")
@@ -128,21 +130,25 @@ FEATURES = {"items": ("item", "basket"), "users": ("user",)}
 RESERVED = (OUT_OF_VOCABULARY, MISSING)
 
 
+def width_of(table: str) -> int:
+    return USER_WIDTH if table == "users" else WIDTH
+
+
 class Oracle:
     """Tables as dictionaries of (feature, id), and plain loops. Feature 0 has the reserved rows."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
-        self.network = build_network(CONFIG, 4, 1)
+        self.network = build_network(CONFIG, [field.name for field in collisionless_schema().sparse], 1)
         self.tables: dict[str, dict[Key, list[float]]] = {name: {} for name in FEATURES}
-        for table in self.tables.values():
+        for name, table in self.tables.items():
             for reserved in RESERVED:
-                table[0, reserved] = self.row()
-        self.cities = [self.row() for _ in range(4)]
+                table[0, reserved] = self.row(name)
+        self.cities = [self.row("cities") for _ in range(4)]
 
-    def row(self) -> list[float]:
-        return np.float32([self.rng.gauss(0, 1) for _ in range(WIDTH)]).tolist()
+    def row(self, table: str) -> list[float]:
+        return np.float32([self.rng.gauss(0, 1) for _ in range(width_of(table))]).tolist()
 
     def export(self, folder: Path, precision: str = "float32") -> None:
         tables = []
@@ -161,7 +167,7 @@ class Oracle:
             features = [np.array([key[0] for key in keys], np.int64) for keys in (here, removed)]
             tables[name] = TableChange(
                 np.array([key[1] for key in here], np.int64),
-                np.array([self.tables[name][key] for key in here], np.float32).reshape(-1, WIDTH),
+                np.array([self.tables[name][key] for key in here], np.float32).reshape(-1, width_of(name)),
                 np.array([key[1] for key in removed], np.int64),
                 *(features if len(FEATURES[name]) > 1 else ()),
             )
@@ -177,7 +183,7 @@ class Oracle:
             written[name] = keys
             deleted[name] = [k for k in table if k not in keys and k[1] not in RESERVED and self.rng.random() < 0.4]
             for key in keys:
-                table[key] = self.row()
+                table[key] = self.row(name)
             for key in deleted[name]:
                 del table[key]
         if dense:
@@ -194,14 +200,14 @@ class Oracle:
         return torch.tensor(table[0, each] if each in RESERVED else table.get((feature, each), table[0, 0]))
 
     def predict(self, samples: SampleBlock) -> np.ndarray:
-        rows = torch.zeros(len(samples), 4, WIDTH)
+        rows = torch.zeros(len(samples), 4, USER_WIDTH)
         for b, (item, user, city) in enumerate(samples.ids.tolist()):
-            rows[b, 0] = self.looked_up("items", 0, item)
+            rows[b, 0, :WIDTH] = self.looked_up("items", 0, item)
             start, end = samples.bags["basket"].offsets[b : b + 2].tolist()
             for each in samples.bags["basket"].values[start:end].tolist():
-                rows[b, 1] += self.looked_up("items", 1, each) / (end - start)
+                rows[b, 1, :WIDTH] += self.looked_up("items", 1, each) / (end - start)
             rows[b, 2] = self.looked_up("users", 0, user)
-            rows[b, 3] = torch.tensor(self.cities[city])
+            rows[b, 3, :WIDTH] = torch.tensor(self.cities[city])
         with torch.no_grad():
             return self.network(samples.dense, rows).sigmoid().numpy()
 
@@ -250,7 +256,7 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     served.apply(full(oracle.everything(), 4))
     expected = served.predict(samples)
     later = oracle.train(20, True)
-    row = np.ones((1, WIDTH), np.float32)
+    row, user_row = (np.ones((1, width), np.float32) for width in (WIDTH, USER_WIDTH))
     one, no = np.ones(1, np.int64), np.empty(0, np.int64)
     wrong = {
         "based on version 2": delta(later, 3),
@@ -258,9 +264,11 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         "based on version 5": delta(later, 6),
         "of lineage 'other'": dataclasses.replace(delta(later, 5), lineage="other"),
         "table 'cars'": delta(dataclasses.replace(later, tables={**later.tables, "cars": TableChange(one, row)}), 5),
-        "table 'users'": delta(dataclasses.replace(later, tables={"users": TableChange(one, row[:, 1:])}), 5),
+        "table 'users'": delta(dataclasses.replace(later, tables={"users": TableChange(one, row)}), 5),
         "serves 2 fields": delta(dataclasses.replace(later, tables={"items": TableChange(one, row)}), 5),
-        "serves 1 fields": delta(dataclasses.replace(later, tables={"users": TableChange(one, row, no, one, no)}), 5),
+        "serves 1 fields": delta(
+            dataclasses.replace(later, tables={"users": TableChange(one, user_row, no, one, no)}), 5
+        ),
         "rows 0 to 3, but its change": delta(
             dataclasses.replace(later, tables={"cities": TableChange(one * 4, row)}), 5
         ),
@@ -301,7 +309,7 @@ def test_lookups_never_see_a_partial_row(precision: str) -> None:
     """
     schema, ids = collisionless_schema(), np.arange(2, 3000)
     sizes, tables = np.array([-1, -1, -1, 4]), np.array([0, 0, 1, 2])
-    rows = ServedRows(schema, sizes, tables, WIDTH, precision)
+    rows = ServedRows(schema, sizes, tables, np.full(4, WIDTH), precision)
     version, last, failures = 0, 40, list[str]()
 
     def written(number: int, ids: np.ndarray) -> np.ndarray:

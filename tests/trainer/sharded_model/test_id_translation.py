@@ -108,6 +108,22 @@ def test_translation_returns_rows_and_new_rows(folder: Path) -> None:
         assert len(rows_of_ids.unique()) == len(ids.unique())
 
 
+def test_new_rows_have_the_width_of_their_table(folder: Path) -> None:
+    config = load_config(folder / "run.toml", [*IDS, "model.embedding_dims={city = 3}"])
+    with process_group("cpu") as process:
+        reader = Reader(folder / "unweighted" / "data", "train", batch_size=51)
+        state = TrainState(config, reader.schema, process, Schedule())
+        tables = {name: value.local_shards()[0].tensor.fill_(7) for name, value in tables_of(state.model).items()}
+        new = state.ids.training(next(reader.epoch(0))).new_rows
+        assert new is not None
+        for number, (name, width, stored) in enumerate((("city", 3, 4), ("tags", 6, 8))):
+            rows = tables[name][torch.from_numpy(new.row[new.table == number])]
+            assert len(rows) > 3
+            assert rows.shape[1] == stored
+            assert (rows[:, :width] != 0).all()
+            assert not rows[:, width:].any()
+
+
 @pytest.mark.parametrize("optimizer", ["replay", "adagrad"])
 @pytest.mark.parametrize(
     "settings",

@@ -55,7 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def case(run: str, data: str, overrides: Sequence[str]) -> dict:
         data_dir, config = folder / data / "data", folder / "run.toml"
         paths = {"config": str(config), "data": str(data_dir), "run_dir": str(folder / run)}
-        return {**paths, "set": ["optimizer.embedding_lr_factors={city = 0.5}", *overrides]}
+        tables = ["optimizer.embedding_lr_factors={city = 0.5}"]
+        tables += ["model.embedding_dims={tags = 10, history = 13}"] if data == "weighted" else []
+        return {**paths, "set": [*tables, *overrides]}
 
     assert train_case(case("runs1/adam", "weighted", [])) == "ok"
     assert train_case(case("runs1/lazy", "weighted", LAZY)) == "ok"

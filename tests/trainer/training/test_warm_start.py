@@ -83,6 +83,8 @@ def test_mismatches_are_refused(tmp_path: Path) -> None:
     run(tmp_path, same, "first")
     with pytest.raises(ValueError, match=r"is another network: .* differs"):
         run(tmp_path, same, "wider", f"train.warm_start={tmp_path}/first", "model.hidden=[9]")
+    with pytest.raises(ValueError, match=r"has embeddings of width 6 in table 'city', not 3; use the widths of"):
+        run(tmp_path, same, "narrow", f"train.warm_start={tmp_path}/first", "model.embedding_dims.city=3")
     with pytest.raises(ValueError, match=r"is not a run: it has no config\.toml"):
         run(tmp_path, same, "nowhere", f"train.warm_start={tmp_path}/nowhere_else")
     other = data(
