@@ -2,9 +2,9 @@
 
     python scripts/large_batch/defaults.py --data DATA/criteo_80k,DATA/ml1m --output results/HARDWARE/defaults.jsonl
 
-Each line is a run of three epochs: AUC and logloss of the test split after each. All train on nine tenths of the
-training split; the last tenth chooses the tuned values, for each number of epochs by itself. A run that has a line is
-not repeated. `--table` prints the file as a table.
+Each line is a run of three epochs: AUC and logloss of the test split after each; of the defaults, which depend on the
+number of epochs, three runs. All train on nine tenths of the training split; the last tenth chooses the tuned values,
+for each number of epochs by itself. A run that has a line is not repeated. `--table` prints the file as a table.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
 
 from cowrec.data_pipeline import Batch, Reader, Schema
-from cowrec.trainer.config.run import RunConfig, config_from, with_l2
+from cowrec.trainer.config.run import RunConfig, config_from, with_defaults
 from cowrec.trainer.measures.logistic_regression import LogisticRegression
 from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.provenance import environment
@@ -124,14 +124,17 @@ def regression(data: Path) -> dict[str, list[Any]]:
     return found
 
 
-def train_cowrec(data: Path, batch_size: int, seed: int, optimizer: dict[str, Any]) -> dict[str, list[Any]]:
-    """Trains as `cowrec train` does, with an empty TOML but for the given values of [optimizer]."""
-    config, read = config_of(data, batch_size, seed, optimizer), readers(data, batch_size, seed)
+def train_cowrec(
+    data: Path, batch_size: int, seed: int, optimizer: dict[str, Any], epochs: int = EPOCHS
+) -> dict[str, list[Any]]:
+    """Trains as `cowrec train` does, with an empty TOML but for the given values."""
+    config = config_of(data, batch_size, seed, optimizer, epochs)
+    read = readers(data, config.train.batch_size, seed)
     found: dict[str, list[Any]] = {"validation": [], "test": []}
     with process_group("cpu") as process:
-        schedule = Schedule.of_epochs(config.optimizer, len(read.train), EPOCHS * len(read.train), Schedule().ramp)
+        schedule = Schedule.of_epochs(config.optimizer, len(read.train), epochs * len(read.train), Schedule().ramp)
         state = TrainState(config, read.train.schema, process, schedule)
-        for epoch in range(EPOCHS):
+        for epoch in range(epochs):
             batches = state.ids.training_batches(read.train.epoch(epoch))
             for _ in range(read.train.steps(epoch)):
                 state.step(batches)
@@ -141,17 +144,24 @@ def train_cowrec(data: Path, batch_size: int, seed: int, optimizer: dict[str, An
     return found
 
 
-def config_of(data: Path, batch_size: int, seed: int, optimizer: dict[str, Any]) -> RunConfig:
-    """The defaults, but for the batch size, the seed and the given values."""
-    train = {"batch_size": batch_size, "seed": seed, "device": "cpu", "epochs": EPOCHS}
+def train_defaults(data: Path, batch_size: int, seed: int) -> dict[str, list[Any]]:
+    """The last epoch of a run of one epoch, of two and of three: L2 depends on their number."""
+    each = [train_cowrec(data, batch_size, seed, {}, epochs + 1) for epochs in range(EPOCHS)]
+    return {name: [run[name][-1] for run in each] for name in each[0]}
+
+
+def config_of(data: Path, batch_size: int, seed: int, optimizer: dict[str, Any], epochs: int = EPOCHS) -> RunConfig:
+    """The defaults, but for the seed and the given values; a batch size of 0 is the default."""
+    train = {"batch_size": batch_size, "seed": seed, "device": "cpu", "epochs": epochs}
     config = config_from({"train": train, "optimizer": optimizer})
-    return with_l2(config, Schema.load(data).split("train").rows)
+    return with_defaults(config, Schema.load(data).split("train").rows)
 
 
 def runs(seeds: int, sizes: list[int]) -> Iterator[tuple[str, int, int, dict[str, Any] | None]]:
-    """The runs of a data set: name, batch size, seed and values of [optimizer]."""
-    yield "logistic regression", 1024, 0, None
+    """The runs of a data set: name, batch size (0: the default), seed and values of [optimizer]."""
+    yield "logistic regression", 0, 0, None
     for seed in range(seeds):
+        yield "defaults", 0, seed, {}
         for size in sizes:
             yield "plain PyTorch", size, seed, None
             yield "defaults", size, seed, {}
@@ -166,8 +176,10 @@ def result(data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any
         return regression(data)
     if optimizer is None:
         return train_plain(data, size, seed)
-    derived = dataclasses.asdict(derived_hyperparameters(config_of(data, size, seed, optimizer)))
-    return train_cowrec(data, size, seed, optimizer) | {"derived": derived}
+    config = config_of(data, size, seed, optimizer)
+    derived = {"batch_size": config.train.batch_size, **dataclasses.asdict(derived_hyperparameters(config))}
+    found = train_cowrec(data, size, seed, optimizer) if optimizer else train_defaults(data, size, seed)
+    return found | {"derived": derived}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -191,14 +203,15 @@ def main() -> None:
     parser.add_argument("--data", default="", help="prepared data sets, separated by commas")
     parser.add_argument("--output", "-o", type=Path, required=True, help="JSON lines to write or continue")
     parser.add_argument("--seeds", type=int, default=2, help="seeds of each run but those of the grid")
-    parser.add_argument("--sizes", default="256,1024,4096", help="batch sizes")
+    parser.add_argument("--sizes", default="256,1024,4096", help="batch sizes beside the default")
     parser.add_argument("--table", action="store_true", help="print the file as a table")
     arguments = parser.parse_args()
     if arguments.table:
         print(table([json.loads(line) for line in arguments.output.read_text().splitlines()]))
         return
+    sizes = [int(each) for each in arguments.sizes.split(",") if each]
     for data in map(Path, arguments.data.split(",")):
-        for name, size, seed, optimizer in runs(arguments.seeds, [int(each) for each in arguments.sizes.split(",")]):
+        for name, size, seed, optimizer in runs(arguments.seeds, sizes):
             key = {"data": data.name, "run": name, "batch_size": size, "seed": seed, "optimizer": optimizer}
             lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
             if any(key.items() <= json.loads(line).items() for line in lines):

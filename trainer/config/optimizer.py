@@ -33,7 +33,8 @@ class OptimizerConfig:
         scaling: the rule that scales these values to train.batch_size; "none" keeps them. "half_life", the default,
             keeps the quality of the base batch; "cowclip" is the published rule.
         embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
-            kernel; by default 20 / (samples of the training split), between 1e-6 and 1e-3.
+            kernel; by default 20 * (train.epochs - 1, at most 2) / (samples of the training split), between 1e-6 and
+            1e-2.
         embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, by the name of
             their field, or of the table that fields share, such as `{ city = 0.5 }`; 0 leaves a table as it is.
             Scaling, warm-up and lr_decay apply to embedding_lr, of which each table keeps its share.

@@ -34,7 +34,8 @@ class TrainConfig:
     """`[train]`: how long, how large, where.
 
     Attributes:
-        batch_size: samples per step over all processes.
+        batch_size: samples per step over all processes. 0: by the number of training samples, the largest power of two
+            with at least 100 steps in an epoch, but from 64 to 512; online optimizer.base_batch_size.
         eval_batch_size: the same at evaluation.
         batch_ramp: steps at each of optimizer.base_batch_size, twice that, four times that and so on, while below
             batch_size, with which the run begins, each with the scaled values of its batch size; needs
@@ -72,7 +73,7 @@ class TrainConfig:
             nor moments, and each step then waits for the device. Ten such batches in a row end the run.
     """
 
-    batch_size: int = 1024
+    batch_size: int = 0
     eval_batch_size: int = 16384
     batch_ramp: int = 0
     accumulation: int = 1
@@ -96,7 +97,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require("train.log_seconds", self.log_seconds, 0 <= self.log_seconds < inf, "at least 0 and finite")
-        for key in ("batch_size", "eval_batch_size", "epochs", "log_every"):
+        require("train.batch_size", self.batch_size, self.batch_size >= 0, "at least 0")
+        for key in ("eval_batch_size", "epochs", "log_every"):
             require(f"train.{key}", getattr(self, key), getattr(self, key) >= 1, "at least 1")
         require("train.timeout_seconds", self.timeout_seconds, 1 <= self.timeout_seconds < inf, "at least 1 and finite")
         for name, weight in self.task_weights.items():
@@ -106,8 +108,8 @@ class TrainConfig:
         require(
             "train.accumulation",
             self.accumulation,
-            1 <= self.accumulation <= self.batch_size,
-            f"from 1 to train.batch_size = {self.batch_size}",
+            1 <= self.accumulation <= (self.batch_size or inf),
+            f"from 1 to train.batch_size{f' = {self.batch_size}' if self.batch_size else ''}",
         )
         require("train.batch_ramp", self.batch_ramp, self.batch_ramp >= 0, "at least 0")
         require("train.patience", self.patience, self.patience >= 0, "at least 0")

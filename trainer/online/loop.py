@@ -16,7 +16,7 @@ from cowrec.data_pipeline import Position, SampleCodec, SampleSource, SampleStre
 from cowrec.data_pipeline.streams.position import LEFT_OUT
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.config.run import RunConfig, with_l2
+from cowrec.trainer.config.run import RunConfig, with_defaults
 from cowrec.trainer.runs.checkpoint_folder import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, write_report
@@ -74,7 +74,9 @@ def online(
             " --set train.accumulation=1"
         )
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
-    config = with_l2(config, Schema.load(data_dir).split("train").rows)
+    size = config.train.batch_size or config.optimizer.base_batch_size
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=size))
+    config = with_defaults(config, Schema.load(data_dir).split("train").rows)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
         run = _OnlineRun(config, run_dir, process)

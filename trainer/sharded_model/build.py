@@ -252,7 +252,7 @@ def derived_hyperparameters(config: RunConfig, batch_size: int | None = None) ->
     run's.
     """
     optimizer = config.optimizer
-    assert optimizer.l2 is not None, "with_l2 has not been called"
+    assert optimizer.l2 is not None, "with_defaults has not been called"
     base = Hyperparameters(
         optimizer.embedding_lr,
         optimizer.dense_lr,

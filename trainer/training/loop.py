@@ -9,11 +9,11 @@ from typing import Any
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.remote import Place
-from cowrec.trainer.config.run import RunConfig, with_l2
+from cowrec.trainer.config.run import RunConfig, load_config, with_defaults
 from cowrec.trainer.runs.checkpoint_folder import Progress, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_copy
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, write_report
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, write_report
 from cowrec.trainer.runtime.console import ProgressDisplay, Speed
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
@@ -59,8 +59,9 @@ def train(
     started = time.perf_counter()
     data = dataclasses.replace(config.data, dir=str(local_copy(data_dir, "data set")))
     config = dataclasses.replace(config, data=data)
-    config = with_l2(config, Schema.load(data.dir).split("train").rows)
     place = RunPlace(run_dir, resume=resume)
+    begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
+    config = with_defaults(config, Schema.load(data.dir).split("train").rows, begun)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(place.folder, config, process, resume)
         run = _EpochRun(config, place.folder, process, after_epoch)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import locked_folder
-from cowrec.trainer.config.run import RunConfig, save_config, with_l2
+from cowrec.trainer.config.run import RunConfig, save_config, with_defaults
 from cowrec.trainer.runs.checkpoint_folder import best_epoch
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
@@ -70,7 +70,7 @@ def tune(
     schema = Schema.load(data_dir)
     has_validation = "validation" in schema.splits
     with_data = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
-    with_data = with_l2(with_data, schema.split("train").rows)
+    with_data = with_defaults(with_data, schema.split("train").rows)
     base = search.based_on(with_data)
     ranges, shared = search.searched(base), search.of_trials(base, has_validation=has_validation)
     with locked_folder(output), Subprocess() as process:

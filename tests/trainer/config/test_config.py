@@ -13,7 +13,7 @@ from cowrec.data_pipeline import PrepareConfig
 from cowrec.models import ModelConfig
 from cowrec.sparse_opt import PRESETS
 from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
-from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_l2
+from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_defaults
 from cowrec.trainer.config.sections import DataConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import derived_hyperparameters
 
@@ -43,7 +43,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[train]\nbatch_size = true", "train.batch_size = True: input should be a valid integer"),
         ("[train]\nseed = 1979-05-27", "train.seed = '1979-05-27': input should be a valid integer"),
         ("[train]\nseed = 9223372036854775808", "train.seed must be at least 0 and below 2^63"),
-        ("[train]\nbatch_size = 0", "train.batch_size must be at least 1, got 0"),
+        ("[train]\nbatch_size = -1", "train.batch_size must be at least 0, got -1"),
         ('[train]\ndevice = "tpu"', "train.device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
         ('[data]\nresident = true', "data.resident = True: input should be 'auto', 'yes' or 'no'"),
         ("[data]\nwindow_rows = 0", "data.window_rows must be a positive number of rows, got 0"),
@@ -196,10 +196,17 @@ def test_every_example_file_loads(file: Path) -> None:
         load_config(file)
 
 
-def test_l2_follows_the_number_of_samples(tmp_path: Path) -> None:
-    """20 / N between 1e-6 and 1e-3, where the TOML file gives none; saved with the run."""
-    for samples, l2 in ((0, 1e-3), (20_000, 1e-3), (200_000, 1e-4), (10**9, 1e-6)):
-        assert with_l2(RunConfig(), samples).optimizer.l2 == pytest.approx(l2)
-        assert with_l2(load(tmp_path, "[optimizer]\nl2 = 0.0"), samples).optimizer.l2 == 0
-    save_config(with_l2(RunConfig(), 200_000), tmp_path / "saved.toml")
-    assert load_config(tmp_path / "saved.toml").optimizer.l2 == pytest.approx(1e-4)
+def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
+    """At least 100 steps an epoch; 20 / N for each epoch after the first; saved, and kept when the run is resumed."""
+    for samples, size, l2 in ((0, 64, 1e-2), (12_799, 64, 20 / 12_799), (12_800, 128, 20 / 12_800), (10**9, 512, 1e-6)):
+        found = with_defaults(RunConfig(), samples)
+        assert (found.train.batch_size, found.optimizer.l2) == (size, pytest.approx(l2))
+    for epochs, l2 in ((1, 1e-6), (2, 1e-4), (3, 2e-4), (50, 2e-4)):
+        found = with_defaults(load(tmp_path, f"[train]\nepochs = {epochs}"), 200_000)
+        assert found.optimizer.l2 == pytest.approx(l2)
+    own = with_defaults(load(tmp_path, "[optimizer]\nl2 = 0.0\n[train]\nbatch_size = 7"), 200_000)
+    assert (own.train.batch_size, own.optimizer.l2) == (7, 0)
+    save_config(with_defaults(RunConfig(), 200_000), tmp_path / "saved.toml")
+    begun = load_config(tmp_path / "saved.toml")
+    assert (begun.train.batch_size, begun.optimizer.l2) == (512, pytest.approx(1e-4))
+    assert with_defaults(load(tmp_path, "[train]\nepochs = 9"), 300, begun).optimizer == begun.optimizer

@@ -277,3 +277,15 @@ def test_real_clicks_are_learned(tmp_path: Path, layout: Any, file: str) -> None
     assert report["auc"] > 0.6
     assert predict_run(tmp_path / "run", tmp_path / "data", tmp_path / "p.parquet") == rows
     assert evaluate_run(tmp_path / "run", tmp_path / "data")["auc"] == pytest.approx(report["auc"], abs=1e-7)
+
+
+def test_a_resumed_run_keeps_the_batch_size_and_l2_that_it_began_with(folder: Path, tmp_path: Path) -> None:
+    """Both follow the samples, and L2 the epochs, where the TOML file has neither."""
+    (tmp_path / "run.toml").write_text(
+        "[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\nepochs = 1\n"
+    )
+    for epochs in (1, 2):
+        config = load_config(tmp_path / "run.toml", [f"train.epochs={epochs}"])
+        report = train(config, folder / "data", tmp_path / "run", resume=True)
+        assert (report["batch_size"], report["l2"]) == (64, 1e-6)
+    assert len(report["epochs"]) == 2
