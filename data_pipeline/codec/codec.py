@@ -33,7 +33,7 @@ from cowrec.data_pipeline.raw.labels import RawLabel
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
 from cowrec.data_pipeline.raw.parsing import Parsed
 
-from .json_lines import ColumnType, canonical_values, parse_lines, require_columns, to_array, uniform_table
+from .json_lines import ColumnType, canonical_values, long_texts, parse_lines, require_columns, to_array, uniform_table
 from .request_codec import RequestEncoder
 
 SAMPLE_ID = "sample_id"
@@ -178,12 +178,7 @@ class SampleCodec:
         return SampleCodec(schema, Layout.from_json(schema.settings["layout"]), Encoder.load(Path(folder), schema))
 
     def from_json(self, lines: Sequence[bytes], *, training: bool = True) -> RawSamples:
-        """Parses UTF-8 JSON objects, one per line or message; a malformed one does not affect the others.
-
-        Args:
-            lines: UTF-8 text of one object each.
-            training: see `encode`.
-        """
+        """Parses UTF-8 JSON objects, one each; a malformed one does not affect the others. `training`: see `encode`."""
         table = uniform_table(lines, self._types_for(training)) if lines else None
         if table is not None:
             return RawSamples(table, np.arange(len(lines)))
@@ -212,8 +207,11 @@ class SampleCodec:
 
     def from_table(self, table: pa.Table) -> RawSamples:
         """Selects the known columns of an Arrow table, such as one of a Parquet file."""
-        known = [name for name in self._types if name in table.column_names]
-        return RawSamples(table.select(known), np.arange(table.num_rows))
+        table = table.select([name for name in self._types if name in table.column_names])
+        found = long_texts(table)
+        kept = np.setdiff1d(np.arange(table.num_rows), list(found))
+        bad = tuple(BadSample(row, reason) for row, reason in found.items())
+        return RawSamples(table.take(pa.array(kept)) if found else table, kept, bad)
 
     def encode(self, samples: RawSamples, *, training: bool = True) -> Encoded:
         """Encodes all good samples.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
@@ -41,6 +42,8 @@ RULES = {
 }
 _KINDS: Mapping[str, ValueKind] = {"numeric": "number", "categorical": "id", "multi": "ids", "weighted": "weighted"}
 
+MAX_BYTES = 1 << 20
+"""Longest JSON sample, and longest text in a column of a table; parsing takes about nine times this memory."""
 PROBED_LINES = 16
 """Number of lines whose values determine the column types."""
 
@@ -79,6 +82,8 @@ def uniform_table(lines: Sequence[bytes], columns: Mapping[str, ColumnType]) -> 
 
     Columns that no line has are left out.
     """
+    if max(map(len, lines)) > MAX_BYTES:
+        return None
     types, seen = _types_of(lines[:PROBED_LINES], columns)
     # If the text parses, lines that start with { and end with } hold complete objects: within an object, the line after
     # a } would have to start with a comma. So as many rows as lines means one object per line.
@@ -105,9 +110,23 @@ def uniform_table(lines: Sequence[bytes], columns: Mapping[str, ColumnType]) -> 
     return table.select([name for name in columns if name not in absent])
 
 
+def long_texts(table: pa.Table) -> dict[int, str]:
+    """Returns what is wrong with rows of a table that have a text of more than `MAX_BYTES`, by row, in order."""
+    found: dict[int, str] = {}
+    for name in table.column_names:
+        if pa.types.is_string(table[name].type) or pa.types.is_large_string(table[name].type):
+            lengths = pc.binary_length(table[name]).fill_null(0).to_numpy()
+            for row in np.flatnonzero(lengths > MAX_BYTES).tolist():
+                found[row] = f"column {name}: its text has {lengths[row]:,} bytes, at most {MAX_BYTES:,} are allowed"
+    return dict(sorted(found.items()))
+
+
 def parse_lines(lines: Iterable[bytes]) -> Iterator[Any]:
     """Yields the value of each line, or a `Malformed`."""
     for line in lines:
+        if len(line) > MAX_BYTES:
+            yield Malformed(f"it has {len(line):,} bytes, at most {MAX_BYTES:,} are allowed")
+            continue
         try:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:

@@ -59,6 +59,8 @@ class OnlinePublication:
         self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
         self._rows_due = self._dense_due = 0.0
+        self._step = self._dense_step = -1
+        """Steps after which rows, and the network, were published last."""
         self._failing = False
         self._publisher = Publisher(open_target(url, publishing=True))
         if not (run_dir / BASE).exists():
@@ -80,14 +82,20 @@ class OnlinePublication:
                 self._known[name].free(freed)
 
     def publish(self, step: int, sample_time: int | None, *, with_dense: bool = False) -> None:
-        """Publishes all changes; ``step`` and ``sample_time`` are those of the last batch, if there was one."""
+        """Publishes all changes, if there are any since the last call that did.
+
+        ``step`` and ``sample_time`` are those of the last batch, if there was one.
+        """
         self._report_failures()
         now, full = time.monotonic(), self._publisher.wants_full
         with_dense = with_dense or full or now >= self._dense_due
         self._rows_due = now + self._config.publish_seconds
+        if not full and step == (self._dense_step if with_dense else self._step):
+            return
+        self._step = step
         dense: dict[str, Any] = {}
         if with_dense:
-            self._dense_due = now + self._config.dense_seconds
+            self._dense_due, self._dense_step = now + self._config.dense_seconds, step
             dense = {name: value.clone().numpy() for name, value in dense_weights(self._state.model).items()}
         dirty = self._dirty.take()
         changed = {spec.name: self._changed(spec, dirty[spec.name]) for spec in self._specs}

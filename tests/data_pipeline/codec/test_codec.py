@@ -185,6 +185,21 @@ def test_a_wrong_value_is_reported_without_affecting_other_samples(codec, case):
     assert len(rows) == 3 - len(bad)
 
 
+def test_a_very_long_sample_is_reported_without_affecting_others(codec):
+    """As JSON and as a row of a table."""
+    samples = [good_sample(), good_sample(city="x" * ((1 << 20) + 1)), good_sample(city="d")]
+    table = codec.from_objects(samples[:1]).table
+    table = pa.concat_tables(
+        [table.set_column(table.column_names.index("city"), "city", pa.array([each["city"]])) for each in samples]
+    )
+    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_table(table)):
+        encoded = codec.encode(raw)
+        assert [each.index for each in encoded.bad] == [1]
+        assert "bytes, at most 1,048,576 are allowed" in encoded.bad[0].reason
+        assert encoded.index.tolist() == [0, 2]
+        assert encoded.block.ids[:, 0].tolist() == [2, 3]
+
+
 MALFORMED = [
     b"", b" ", b"{", b"null",
     b"[]", b'"text"', b"{} {}", b'{"city": "x"', b'{"city": "\xff"}', b"{}}", b"not JSON", b"\x00",

@@ -2,9 +2,11 @@
 
 import json
 import re
+import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,12 @@ from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
-from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.publishing.blob import decode
+from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
-from run_comparison import same
+from run_comparison import same, wait_for
 from trainer_cases import checkpoint, interrupted, make_data
 
 
@@ -93,6 +96,31 @@ def test_readers_of_publications_equal_an_export(case: Path, tmp_path: Path) -> 
     np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
     assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
     assert served.counters()["removed_rows"] > 0
+
+
+def test_an_idle_trainer_publishes_nothing(case: Path, tmp_path: Path) -> None:
+    """At most two versions are of one step (a full one may follow), though many were due while no samples came."""
+    write_stream(tmp_path / "in", [*drifting_tables(DRIFT, 0, 200, chunk_rows=200)], end=False)
+
+    def end() -> None:
+        try:
+            wait_for((tmp_path / "published").exists)
+            wait_for(lambda: 4 in steps_of(open_target(str(tmp_path / "published"))))  # the last, of a short batch
+            time.sleep(1.0)
+        finally:
+            (tmp_path / "in" / "_END").touch()
+
+    thread = Thread(target=end)
+    thread.start()
+    settings = ["online.publish_seconds=0", "online.dense_seconds=0", "online.max_wait_seconds=0.1"]
+    run(case, tmp_path / "run", *settings, source=tmp_path / "in", publish=str(tmp_path / "published"))
+    thread.join()
+    steps = steps_of(open_target(str(tmp_path / "published")))
+    assert max(Counter(steps).values()) <= 2
+
+
+def steps_of(target: Target) -> list[int]:
+    return [decode(target.read(version, kind)).change.step for version, kind in target.blobs()]
 
 
 BATCH_NORM = """
