@@ -24,7 +24,7 @@ from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import predict_run
 from trainer_cases import ENVIRONMENT, TRAIN_ROWS, config_file, free_port, make_data
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 GOOD = {"price": 3, "city": "city1", "tags": ["t1", "t2"], "history": [{"id": "h1", "weight": 0.5}]}
 
 

@@ -20,6 +20,8 @@ MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created")
 _DTYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32}
+_MOST = 1 << 53
+"""Limit of numbers in the metadata, up to which they are exact in float64."""
 _HEADER = len(MAGIC) + hashlib.sha256().digest_size
 
 Kind = Literal["full", "delta"]
@@ -27,6 +29,10 @@ Kind = Literal["full", "delta"]
 
 class DamagedBlob(ValueError):
     """Raised for bytes that differ from what was published."""
+
+
+class OtherFormat(ValueError):
+    """Raised for bytes of another version of cowrec."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def decode(blob: bytes) -> Blob:
 
     Raises:
         DamagedBlob: bytes are missing or differ from what was published.
-        ValueError: another format.
+        OtherFormat: another format.
     """
     if not blob.startswith(MAGIC):
         raise DamagedBlob(f"not a published version: {len(blob):,} bytes that begin with {blob[: len(MAGIC)]!r}")
@@ -141,10 +147,11 @@ def decode(blob: bytes) -> Blob:
         header = json.loads(bytes(content[8 : 8 + length]))
         about = {key: json.loads(each) for key, each in header.pop("__metadata__").items()}
         if about["format"] != FORMAT:
-            raise ValueError(
+            raise OtherFormat(
                 f"a published version has format {about['format']!r}, but this cowrec reads"
                 f" {FORMAT}; publish and read with the same version of cowrec"
             )
+        _check_about(about)
         tensors = {key: _tensor(content[8 + length :], **each) for key, each in header.items()}
         dense = {key.removeprefix(_DENSE): each for key, each in tensors.items() if key.startswith(_DENSE)}
         parts: dict[str, dict[str, NDArray[Any]]] = {}
@@ -154,8 +161,10 @@ def decode(blob: bytes) -> Blob:
         tables = {name: TableChange(**parts[name]) for name in sorted(parts)}
         change = Change(about["step"], about["sample_time"], tables, dense)
         return Blob(**{key: about[key] for key in _ABOUT}, change=change)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedBlob(f"a published version is incomplete: {error}") from error
+    except OtherFormat:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise DamagedBlob(f"a published version is incomplete or wrong: {error}") from error
 
 
 def merged(older: Change, newer: Change) -> Change:
@@ -164,6 +173,27 @@ def merged(older: Change, newer: Change) -> Change:
     for name, table in newer.tables.items():
         tables[name] = _merged_table(tables[name], table) if name in tables else table
     return Change(newer.step, newer.sample_time, tables, {**older.dense, **newer.dense})
+
+
+def _check_about(about: Mapping[str, Any]) -> None:
+    """Raises ValueError if the metadata are not those of a version."""
+    time, created = about["sample_time"], about["created"]
+    valid = {
+        "version": _is_count(about["version"]) and about["version"] > 0,
+        "previous": _is_count(about["previous"]),
+        "kind": about["kind"] in ("full", "delta"),
+        "lineage": isinstance(about["lineage"], str),
+        "created": isinstance(created, int | float) and abs(created) < _MOST,
+        "step": _is_count(about["step"]),
+        "sample_time": time is None or (type(time) is int and abs(time) < _MOST),
+    }
+    for key, is_valid in valid.items():
+        if not is_valid:
+            raise ValueError(f"its {key} is {str(about[key])[:80]!r}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST
 
 
 def _tensor(content: memoryview, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from .micro_batcher import Late
-from .service import Service
+from .service import Service, shown_text
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -93,7 +93,7 @@ class _Predict:
         limits = self._service.limits
         unable = self._service.cannot_predict()
         if unable:
-            raise Rejected(503, "loading", f"{unable}; retry later", {"Retry-After": "1"})
+            raise Rejected(503, "loading", f"{shown_text(unable)}; retry later", {"Retry-After": "1"})
         seconds = _timeout_ms(request.query_params.get("timeout_ms"), limits.timeout_ms) / 1000
         body = await _body(request, limits.request_bytes)
         due = time.monotonic() + seconds
@@ -185,7 +185,7 @@ async def _livez(_: Request) -> Response:
 
 async def _readyz(service: Service) -> Response:
     problem = service.not_ready()
-    return _json(503 if problem else 200, {"ready": not problem, "problem": problem})
+    return _json(503 if problem else 200, {"ready": not problem, "problem": shown_text(problem)})
 
 
 async def _health(service: Service) -> Response:

@@ -126,6 +126,9 @@ class ServedModel:
                     f"delta {blob.version} is based on version {blob.previous} of lineage {blob.lineage!r}, but version"
                     f" {now.version} of lineage {now.lineage!r} is served; apply a full version"
                 )
+            if blob.kind == "full" and (not change.dense or self.manifest.tables.keys() - change.tables.keys()):
+                lacking = sorted(self.manifest.tables.keys() - change.tables.keys())
+                raise ValueError(f"a full version lacks {', '.join(lacking) or 'the dense weights'}; publish it again")
             for name, table in change.tables.items():
                 self._check(name, table)
             network = (
@@ -182,6 +185,9 @@ class ServedModel:
             raise ValueError(
                 f"the dense weights do not fit the served network, a {self.manifest.model.name}: {error}"
             ) from error
+        for name, value in network.state_dict().items():
+            if not value.isfinite().all():
+                raise ValueError(f"the dense weights {name!r} are not finite; the training has diverged")
         return network.requires_grad_(False)
 
     def _fields(self, table: str, count: int, feature: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -203,6 +209,10 @@ class ServedModel:
         if table is None or change.rows.shape[1] != width:
             known = "it has no such table" if table is None else f"its width is {width}"
             raise ValueError(f"the model has no table {name!r} with rows of width {change.rows.shape[1]}; {known}")
+        largest = torch.finfo(torch.float16 if self.manifest.precision == "float16" else torch.float32).max
+        if not (np.abs(change.rows) <= largest).all():
+            precision = self.manifest.precision
+            raise ValueError(f"rows of table {name!r} are not finite numbers in {precision}; the training has diverged")
         if table.collisionless:
             served = len(table.features)
             given = [each for each in (change.feature, change.deleted_feature) if each is not None]

@@ -121,7 +121,7 @@ class Service:
         return {
             "status": "waiting" if self.cannot_predict() else "degraded" if problem else "ok",
             "ready": not not_ready,
-            "problem": problem,
+            "problem": shown_text(problem),
             "version": self.version,
             "step": self._model.step,
             "sample_time": self._model.sample_time,
@@ -178,6 +178,11 @@ class Service:
 
 def _seconds_since(moment: float | None) -> float:
     return math.nan if moment is None else time.time() - moment
+
+
+def shown_text(text: str) -> str:
+    """At most a thousand characters of a text, all of which can be encoded: an error may repeat what was published."""
+    return text[:1000].encode(errors="backslashreplace").decode()
 
 
 def _missing(sample: Mapping[str, Any], columns: Sequence[str]) -> str:

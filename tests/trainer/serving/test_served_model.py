@@ -193,7 +193,9 @@ class Oracle:
         return self.change(written, deleted, dense)
 
     def everything(self) -> Change:
-        return self.change({name: list(table) for name, table in self.tables.items()}, {}, dense=True)
+        change = self.change({name: list(table) for name, table in self.tables.items()}, {}, dense=True)
+        cities = TableChange(np.arange(4), np.array(self.cities, np.float32))
+        return dataclasses.replace(change, tables={**change.tables, "cities": cities})
 
     def looked_up(self, name: str, feature: int, each: int) -> torch.Tensor:
         table = self.tables[name]
@@ -255,7 +257,7 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     served, samples = ServedModel.load(tmp_path / "export"), random_samples(oracle.rng, 20)
     served.apply(full(oracle.everything(), 4))
     expected = served.predict(samples)
-    later = oracle.train(20, True)
+    later, everything = oracle.train(20, True), oracle.everything()
     row, user_row = (np.ones((1, width), np.float32) for width in (WIDTH, USER_WIDTH))
     one, no = np.ones(1, np.int64), np.empty(0, np.int64)
     wrong = {
@@ -273,6 +275,16 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
             dataclasses.replace(later, tables={"cities": TableChange(one * 4, row)}), 5
         ),
         "exactly the rows 0 to 3": delta(dataclasses.replace(later, tables={"cities": TableChange(one, row, one)}), 5),
+        "rows of table 'users' are not finite": delta(
+            dataclasses.replace(later, tables={**later.tables, "users": TableChange(one, row * np.nan)}), 5
+        ),
+        "dense weights '.*' are not finite": delta(
+            dataclasses.replace(later, dense={name: each * np.inf for name, each in everything.dense.items()}), 5
+        ),
+        "a full version lacks cities, users": full(
+            dataclasses.replace(everything, tables={"items": everything.tables["items"]}), 9
+        ),
+        "a full version lacks the dense weights": full(dataclasses.replace(everything, dense={}), 9),
         "the dense weights do not fit": delta(dataclasses.replace(later, dense={"linear.bias": row[0, :1]}), 5),
     }
     for message, blob in wrong.items():
@@ -292,6 +304,10 @@ def test_smaller_precisions_match_an_export(tmp_path: Path, precision: str) -> N
     oracle.export(tmp_path / "before", precision)
     served = ServedModel.load(tmp_path / "before")
     served.apply(full(oracle.everything()))
+    if precision == "float16":
+        row = np.full((1, WIDTH), 7e4, np.float32)  # finite in float32, but not in float16
+        with pytest.raises(ValueError, match="rows of table 'users' are not finite numbers in float16"):
+            served.apply(delta(Change(1, 1, {"users": TableChange(np.ones(1, np.int64), row)}), 2))
     served.apply(delta(oracle.train(30, True), 2))
     oracle.export(tmp_path / "after", precision)
     samples = random_samples(oracle.rng, 30, 300)

@@ -1,5 +1,6 @@
 """`cowrec serve --follow` applies published versions while it answers, and keeps answering if the target fails."""
 
+import hashlib
 import signal
 import time
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from safetensors.torch import load_file
 
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
-from cowrec.trainer.publishing.blob import Change, TableChange
+from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.training.loop import train
 from servers.redis_server import redis_server
 from serving import DEADLINE, Serving, predictions, raw_samples, serving, trained_and_exported
+
+HEADER_BYTES = len(MAGIC) + 32
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +148,16 @@ def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
         server.wait_for("status", "ok")
         published(publisher, wrong)
         health = server.wait_for("status", "degraded")
-        assert "table 'street'" in health["problem"]
+        assert "a full version lacks" in health["problem"]
         assert server.metrics()["cowrec_deltas_refused_total"] >= 1
         answers_as(server, folder, "longer", version)
+        publisher.close()
+        # A name that JSON can express, and text cannot.
+        named = Blob(9, 8, "full", "x", 0.0, Change(10, None, whole.tables, {"x" * 12_000: np.zeros(1, np.float32)}))
+        content = encode(named)[HEADER_BYTES:].replace(b"x" * 12_000, rb"\ud800" * 2000)
+        (target / "full-000000000009.cow").write_bytes(MAGIC + hashlib.sha256(content).digest() + content)
+        deadline = time.monotonic() + DEADLINE
+        while r"\ud800" not in server.health()["problem"]:
+            assert time.monotonic() < deadline, server.health()
+            time.sleep(0.05)
+        assert server.ask("GET", "/readyz")[0] == server.ask("GET", "/metrics")[0] == 200
