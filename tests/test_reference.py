@@ -122,7 +122,7 @@ def test_a_key_without_description_is_refused() -> None:
 
 def test_ranges_come_from_the_checks() -> None:
     keys = {f"{name}.{key.name}": key for name, kind in sections().items() for key in keys_of(kind)}
-    assert keys["train.batch_size"].range == "at least 1"
+    assert keys["train.eval_batch_size"].range == "at least 1"
     assert keys["optimizer.eps"].range == "above 0"
     assert keys["train.validation_fraction" if "train.validation_fraction" in keys else "model.dropout"].range
     assert "half_life" in keys["optimizer.scaling"].range

@@ -276,7 +276,7 @@ def test_a_version_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         ),
         "exactly the rows 0 to 3": delta(dataclasses.replace(later, tables={"cities": TableChange(one, row, one)}), 5),
         "rows of table 'users' are not finite": delta(
-            dataclasses.replace(later, tables={**later.tables, "users": TableChange(one, row * np.nan)}), 5
+            dataclasses.replace(later, tables={**later.tables, "users": TableChange(one, user_row * np.nan)}), 5
         ),
         "dense weights '.*' are not finite": delta(
             dataclasses.replace(later, dense={name: each * np.inf for name, each in everything.dense.items()}), 5
@@ -305,7 +305,7 @@ def test_smaller_precisions_match_an_export(tmp_path: Path, precision: str) -> N
     served = ServedModel.load(tmp_path / "before")
     served.apply(full(oracle.everything()))
     if precision == "float16":
-        row = np.full((1, WIDTH), 7e4, np.float32)  # finite in float32, but not in float16
+        row = np.full((1, USER_WIDTH), 7e4, np.float32)  # finite in float32, but not in float16
         with pytest.raises(ValueError, match="rows of table 'users' are not finite numbers in float16"):
             served.apply(delta(Change(1, 1, {"users": TableChange(np.ones(1, np.int64), row)}), 2))
     served.apply(delta(oracle.train(30, True), 2))
