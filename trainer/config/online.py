@@ -31,6 +31,8 @@ class OnlineConfig:
         report_seconds: time between two reports of what arrived, also while nothing is trained on; samples that were
             left out are warned of.
         damaged_files: at a file of the source that cannot be read, "stop", or "skip" it with a warning.
+        metrics_port: port on which Prometheus reads the metrics of the run; 0: none.
+        metrics_host: address to listen on; by default the loopback address, which other machines cannot reach.
         publish_seconds: time between two publications of rows.
         dense_seconds: time between two publications of the dense weights.
     """
@@ -47,6 +49,8 @@ class OnlineConfig:
     on_nonfinite: OnNonfinite = "skip"
     report_seconds: float = 60.0
     damaged_files: Literal["stop", "skip"] = "stop"
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
     publish_seconds: float = 5.0
     dense_seconds: float = 60.0
 
@@ -57,6 +61,8 @@ class OnlineConfig:
             raise ValueError('online.window must be a time such as "1h", got an empty text')
         if self.most_waiting < 1:
             raise ValueError(f"online.most_waiting must be at least 1, got {self.most_waiting}")
+        if not 0 <= self.metrics_port < 1 << 16:
+            raise ValueError(f"online.metrics_port must be between 0 and 65535, got {self.metrics_port}")
         for key in ("duplicates_window", "warmup_steps"):
             if getattr(self, key) < 0:
                 raise ValueError(f"online.{key} must be at least 0, got {getattr(self, key)}")

@@ -7,13 +7,12 @@ continues bit-identical to an uninterrupted one.
 import dataclasses
 import time
 from contextlib import ExitStack, closing
-from datetime import UTC, datetime
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Position, SampleCodec, SampleSource, SampleStream, Schema, StreamBatch, open_source
-from cowrec.data_pipeline.streams.position import LEFT_OUT
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_defaults
@@ -28,9 +27,11 @@ from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import Step
 from cowrec.trainer.training.trainer import Trainer, require_run_dir
 
+from .metrics_endpoint import metrics_endpoint
 from .progressive import ProgressiveQuality, WindowQuality
 from .publication import OnlinePublication
 from .quarantine import quarantine
+from .stream_report import StreamReport
 
 JOURNAL = "journal"
 _POLL_SECONDS = 0.2
@@ -102,7 +103,6 @@ class _OnlineRun:
         self.saved_step = self.samples = self.newest_time = 0
         self.trained_seconds = 0.0
         self.windows: list[WindowQuality] = []
-        self.reported: dict[str, int] = {}  # counters of the stream at the latest report
         self.journal_entries: dict[str, int] = {}  # first entry that each checkpoint needs, by its name
         self.journal_begin = 0
 
@@ -115,6 +115,10 @@ class _OnlineRun:
             if publish:
                 arguments = (self.config, self.trainer.schema, self.state, self.run_dir, self.trainer.warn)
                 publication = opened.enter_context(closing(OnlinePublication(publish, *arguments)))
+            online = self.config.online
+            if online.metrics_port:
+                read = partial(self.readings, stream, publication)
+                opened.enter_context(metrics_endpoint(online.metrics_host, online.metrics_port, read))
             log = opened.enter_context(self.trainer.open_log())
             stop = opened.enter_context(stop_requests(self.process))
             self.train(stream, publication, log, stop)
@@ -126,8 +130,8 @@ class _OnlineRun:
         self, stream: SampleStream, publication: OnlinePublication | None, log: MetricsLog, stop: StopRequest
     ) -> None:
         """Trains on every batch of the stream; publishes and saves when due, also while no batch comes."""
-        saved = reported = time.monotonic()
-        self.reported = stream.counters
+        saved = time.monotonic()
+        report = StreamReport(stream, self.trainer, log, self.config.online.report_seconds)
         while not (stream.ended or stop.wanted):
             arrived = stream.next_batch(_POLL_SECONDS)
             if arrived is not None:
@@ -138,9 +142,7 @@ class _OnlineRun:
                     self.write_metrics(log, stream)
             if publication and publication.is_due:
                 self.publish(publication)
-            if time.monotonic() - reported >= self.config.online.report_seconds:
-                self.report_stream(log, stream)
-                reported = time.monotonic()
+            report.write_if_due()
             overdue = time.monotonic() - saved >= self.config.online.snapshot_seconds
             if overdue and self.trainer.steps > self.saved_step:
                 self.save(stream)
@@ -150,7 +152,7 @@ class _OnlineRun:
             raise self.trainer.interrupted()
         if not self.quality.is_empty:
             self.write_window(log, self.quality.close())
-        self.report_stream(log, stream)
+        report.write()
         self.write_metrics(log, stream)
         if publication:
             self.publish(publication, with_dense=True)
@@ -249,10 +251,7 @@ class _OnlineRun:
         """Logs and prints the quality of a window that is complete."""
         log.write("window", self.trainer.steps, **dataclasses.asdict(window))
         self.windows.append(window)
-        self.say(
-            f"{datetime.fromtimestamp(window.start, UTC):%Y-%m-%d %H:%M}  {window.samples:,} samples  progressive AUC"
-            f" {window.auc:.4f}  logloss {window.logloss:.4f}  calibration {window.calibration:.3f}"
-        )
+        self.say(str(window))
 
     def write_metrics(self, log: MetricsLog, stream: SampleStream) -> None:
         """Writes the metrics since the last call."""
@@ -261,19 +260,23 @@ class _OnlineRun:
         log.write("stream", steps, **stream.counters, batches_set_aside=self.trainer.set_aside)
         self.trainer.write_statistics(log)
 
-    def report_stream(self, log: MetricsLog, stream: SampleStream) -> None:
-        """Logs what arrived since the last call, if anything did, and warns of samples that were left out."""
-        counters = stream.counters
-        new = {name: value - self.reported.get(name, 0) for name, value in counters.items()}
-        self.reported = counters
-        if not any(new.values()):
-            return
-        log.write("stream", self.trainer.steps, **counters, batches_set_aside=self.trainer.set_aside)
-        left_out = ", ".join(f"{new[name]:,} {name}" for name in (*LEFT_OUT, "early") if new[name])
-        if left_out:
-            self.trainer.warn(
-                f"warning: of the last {new['samples']:,} samples some were left out or corrected: {left_out}"
-            )
+    def readings(
+        self, stream: SampleStream, publication: OnlinePublication | None
+    ) -> tuple[dict[str, float], dict[str, int]]:
+        """Values for the endpoint of metrics, which calls it in another thread."""
+        values = {
+            "samples": self.samples,
+            "steps": self.trainer.steps,
+            "batches_set_aside": self.trainer.set_aside,
+            "samples_per_second": self.samples_per_second,
+            "waiting_samples": len(stream.position.waiting),
+        }
+        if self.newest_time:
+            values["lag_seconds"] = time.time() - self.newest_time
+        if self.windows:
+            last = self.windows[-1]
+            values |= {"window_auc": last.auc, "window_logloss": last.logloss, "window_calibration": last.calibration}
+        return values | (publication.readings() if publication else {}), stream.counters
 
     @property
     def samples_per_second(self) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ class WindowQuality:
     logloss: float
     calibration: float
     ctr: float
+
+    def __str__(self) -> str:
+        return (
+            f"{datetime.fromtimestamp(self.start, UTC):%Y-%m-%d %H:%M}  {self.samples:,} samples  progressive AUC"
+            f" {self.auc:.4f}  logloss {self.logloss:.4f}  calibration {self.calibration:.3f}"
+        )
 
     def plain(self) -> dict[str, Any]:
         """Fields by name."""

@@ -62,6 +62,7 @@ class OnlinePublication:
         self._step = self._dense_step = -1
         """Steps after which rows, and the network, were published last."""
         self._failing = False
+        self._version, self._written_at = 0, time.monotonic()
         self._publisher = Publisher(open_target(url, publishing=True))
         if not (run_dir / BASE).exists():
             dense, tables = dense_weights(state.model), (self._table(spec) for spec in self._specs)
@@ -86,7 +87,7 @@ class OnlinePublication:
 
         ``step`` and ``sample_time`` are those of the last batch, if there was one.
         """
-        self._report_failures()
+        self._note_version()
         now, full = time.monotonic(), self._publisher.wants_full
         with_dense = with_dense or full or now >= self._dense_due
         self._rows_due = now + self._config.publish_seconds
@@ -108,10 +109,18 @@ class OnlinePublication:
     def close(self) -> None:
         """Waits briefly for pending publications."""
         self._publisher.close()
-        self._report_failures()
+        self._note_version()
 
-    def _report_failures(self) -> None:
-        error = self._publisher.counters()["error"]
+    def readings(self) -> dict[str, float]:
+        """Failures, and seconds since a version was last written, as far as :meth:`publish` has noticed."""
+        failures = self._publisher.counters()["failures"]
+        return {"publication_failures": failures, "seconds_since_publication": time.monotonic() - self._written_at}
+
+    def _note_version(self) -> None:
+        counters = self._publisher.counters()
+        if counters["version"] != self._version:
+            self._version, self._written_at = counters["version"], time.monotonic()
+        error = counters["error"]
         if error and not self._failing:
             self._say(f"warning: publishing fails ({error}); changes are kept and published later")
         self._failing = bool(error)

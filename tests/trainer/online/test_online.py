@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import SampleCodec
@@ -27,7 +29,7 @@ from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
 from run_comparison import same, wait_for
-from trainer_cases import checkpoint, interrupted, make_data
+from trainer_cases import checkpoint, free_port, interrupted, make_data
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +100,9 @@ def test_readers_of_publications_equal_an_export(case: Path, tmp_path: Path) -> 
     assert served.counters()["removed_rows"] > 0
 
 
-def test_an_idle_trainer_publishes_nothing(case: Path, tmp_path: Path) -> None:
+def test_an_idle_trainer_publishes_nothing_and_answers_prometheus(case: Path, tmp_path: Path) -> None:
     """At most two versions are of one step (a full one may follow), though many were due while no samples came."""
+    scraped, port = {}, free_port()
     write_stream(tmp_path / "in", [*drifting_tables(DRIFT, 0, 200, chunk_rows=200)], end=False)
 
     def end() -> None:
@@ -107,16 +110,28 @@ def test_an_idle_trainer_publishes_nothing(case: Path, tmp_path: Path) -> None:
             wait_for((tmp_path / "published").exists)
             wait_for(lambda: 4 in steps_of(open_target(str(tmp_path / "published"))))  # the last, of a short batch
             time.sleep(1.0)
+            with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                for family in text_string_to_metric_families(answer.read().decode()):
+                    scraped.update({(each.name, *each.labels.values()): each.value for each in family.samples})
         finally:
             (tmp_path / "in" / "_END").touch()
 
     thread = Thread(target=end)
     thread.start()
     settings = ["online.publish_seconds=0", "online.dense_seconds=0", "online.max_wait_seconds=0.1"]
+    settings += [f"online.metrics_port={port}", "online.window=4h"]
     run(case, tmp_path / "run", *settings, source=tmp_path / "in", publish=str(tmp_path / "published"))
     thread.join()
     steps = steps_of(open_target(str(tmp_path / "published")))
     assert max(Counter(steps).values()) <= 2
+    assert (scraped["cowrec_online_samples_total",], scraped["cowrec_online_steps_total",]) == (200, 4)
+    assert scraped["cowrec_online_stream_samples_total", "handed_out"] == 200
+    last = metrics(tmp_path / "run", "window")[-2]  # the last one was open until the end
+    assert scraped["cowrec_online_window_auc",] == pytest.approx(last["auc"], nan_ok=True)
+    assert scraped["cowrec_online_window_calibration",] == pytest.approx(last["calibration"], nan_ok=True)
+    assert scraped["cowrec_online_lag_seconds",] > 0
+    assert scraped["cowrec_online_seconds_since_publication",] >= 0
+    assert scraped["cowrec_online_publication_failures_total",] == 0
 
 
 def steps_of(target: Target) -> list[int]:
