@@ -39,7 +39,7 @@ from .open_loop import Outcome, open_loop, request_bytes
 PORT, HEALTH_PORT = 8123, 8124
 KNEE_SECONDS = 0.05
 CONNECTIONS = 128
-OVERLOAD, OVERLOAD_CONNECTIONS, PATIENCE = 4.0, 250, 1.0
+OVERLOAD, OVERLOAD_CONNECTIONS, PATIENCE = 4.0, 900, 1.0
 CONFIG = DriftConfig(rows=4_000_000, days=60.0)
 
 Line = dict[str, Any]
@@ -169,6 +169,7 @@ def served(folder: Path) -> Iterator[None]:
     """Runs `cowrec serve` on the export, following publications."""
     command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
     command += ["--follow", f"{folder}/published", "--health-port", str(HEALTH_PORT)]
+    command += [each for flag in ("--max-connections", "--max-client-connections") for each in (flag, "1000")]
     process = subprocess.Popen(command)
     try:
         wait_until(lambda health: health["status"] != "loading")
