@@ -1,6 +1,7 @@
 """The examples of scripts/deploy: Kubernetes' schema accepts them, commands exist, and nginx forwards requests."""
 
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from cowrec.data_pipeline.streams.position import COUNTERS as STREAM_COUNTERS
 from cowrec.trainer.cli.main import app
+from cowrec.trainer.online.metrics_endpoint import COUNTERS, GAUGES, STREAM
+from cowrec.trainer.serving.metrics import ServiceMetrics
 from serving import GOOD, serving, trained_and_exported
 from trainer_cases import free_port
 
@@ -54,6 +59,28 @@ def test_labels_ports_volumes_and_claims_of_the_kubernetes_example_match() -> No
         volumes |= {claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", [])}
         for container in pod.get("containers", []):
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_dashboard_and_alerts_use_metrics_that_exist() -> None:
+    """A counter `x` is exposed as `x_total`, a histogram as `x_bucket` and `x_count`."""
+    exposed = {f"cowrec_online_{name}" for name in GAUGES} | {f"cowrec_online_{name}_total" for name in COUNTERS}
+    exposed.add(f"{STREAM}_total")
+    for family in text_string_to_metric_families(ServiceMetrics(dict).text().decode()):
+        endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(family.type, ("",))
+        exposed |= {family.name + ending for ending in endings}
+    for name in ("alerts.yaml", "grafana.json"):
+        used = set(re.findall(r"\bcowrec_\w+", (DEPLOY / name).read_text()))
+        assert len(used) > 5
+        assert used <= exposed
+    for kinds in re.findall(r'kind=~?."?([a-z|]+)', (DEPLOY / "alerts.yaml").read_text()):
+        assert set(kinds.split("|")) <= set(STREAM_COUNTERS)
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
+def test_prometheus_accepts_the_alert_rules() -> None:
+    command = ["promtool", "check", "rules", str(DEPLOY / "alerts.yaml")]
+    checked = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.skipif(not (shutil.which("nginx") and shutil.which("openssl")), reason="needs nginx and openssl")

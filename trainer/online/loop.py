@@ -70,13 +70,11 @@ def online(
             " add --set train.batch_ramp=0"
         )
     if config.train.accumulation > 1:
-        raise ValueError(
-            f"train.accumulation = {config.train.accumulation} is for data sets, not for streams; add"
-            " --set train.accumulation=1"
-        )
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+        given = f"train.accumulation = {config.train.accumulation}"
+        raise ValueError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
+    data = dataclasses.replace(config.data, dir=str(data_dir))
     size = config.train.batch_size or config.optimizer.base_batch_size
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=size))
+    config = dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, batch_size=size))
     config = with_defaults(config, Schema.load(data_dir).split("train").rows)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
