@@ -32,7 +32,7 @@ def bench(
         str | None,
         typer.Option(help="Batch sizes; K is 1024. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Network: wdl, deepfm, dcn, dcnmix, dcnv2.")] = "deepfm",
+    model: Annotated[str, typer.Option(help="Network, as model.name: deepfm, dcnv2 and others.")] = "deepfm",
     rows: Annotated[str, typer.Option(help="Most rows of a table, such as 100000. full: the published ones.")] = "full",
     spacing: Annotated[str, typer.Option(help="Distance of two ids' rows; tables are that many times larger.")] = "1",
     epoch_share: Annotated[float, typer.Option(help="Share of an epoch after which the measurement starts.")] = 0.9,

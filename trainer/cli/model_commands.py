@@ -72,8 +72,9 @@ def predict(
 ) -> None:
     """Writes the click probability of every sample, in order, to a Parquet file, column `prediction`.
 
-    Beside it are `sample_number`, the sample's number over all raw files (bad lines count, headers do not), the label
-    where it is known, and the columns that were kept by `cowrec prepare --keep`.
+    Of several labels the columns are `prediction_NAME`. Beside them are `sample_number`, the sample's number over all
+    raw files (bad lines count, headers do not), the labels where they are known, and the columns that were kept by
+    `cowrec prepare --keep`.
 
     Prepare raw data with the run's ids first: `cowrec prepare criteo --like RUN --input new.txt --output DIR`
 

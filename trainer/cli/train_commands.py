@@ -51,7 +51,9 @@ def online(
         typer.Option(help="Stream of samples: folder, redis://HOST:PORT/DB?stream=NAME, or kafka://HOST:PORT/TOPIC."),
     ],
     data: TrainData = None,
-    run_dir: NewRunDir = None,
+    run_dir: Annotated[
+        str | None, typer.Option(help="Folder of the run, new or empty, on this machine. [runs/NAME-DATE]")
+    ] = None,
     publish: Annotated[
         str | None, typer.Option(help="Target of publications: folder, or redis://HOST:PORT/DB?name=NAME.")
     ] = None,
