@@ -23,9 +23,11 @@ NARROW = 0.1
 COUNTED_FOR_REPORT = 16
 """One number in so many is counted where the counts only serve to notice heavy tails."""
 
-BOUND, BOUND_UNSCALED = 100.0, 1e6
-"""Largest magnitude of an encoded number, with a scale and under the transform "none". Numbers fitted on are in [0, 1]
-under "minmax", and the logarithm of float64 numbers of up to 1e43 is below 100."""
+BOUND = 100.0
+"""Largest magnitude of an encoded number. Numbers fitted on are in [0, 1] under "minmax", and the logarithm of float64
+numbers of up to 1e43 is below 100."""
+LEAST_BOUND_UNSCALED, LARGEST_BOUND_UNSCALED = 1e6, 1e15
+"""Limits of the largest magnitude under "none". The square of the second, a gradient's, is far from float32's end."""
 
 
 @dataclass
@@ -118,8 +120,14 @@ def transformed(field: DenseField, values: np.ndarray) -> np.ndarray:
 
 
 def bound(field: DenseField) -> float:
-    """Returns the largest magnitude of a field's encoded numbers, so that one number cannot end or cripple training."""
-    return BOUND_UNSCALED if field.transform == "none" else BOUND
+    """Returns the largest magnitude of a field's encoded numbers, so that one number cannot end or cripple training.
+
+    Under "none", ten times that of the numbers fitted on, within limits. All are float32 numbers.
+    """
+    if field.transform != "none":
+        return BOUND
+    fitted_on = max(abs(field.minimum), abs(field.maximum))
+    return float(np.float32(min(max(10 * fitted_on, LEAST_BOUND_UNSCALED), LARGEST_BOUND_UNSCALED)))
 
 
 def bounded(values: np.ndarray, largest: float | np.ndarray) -> np.ndarray:

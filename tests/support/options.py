@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("without a deadline", deadline=None)  # no test depends on time
+hypothesis.settings.load_profile("without a deadline")
 
 DEFAULT_DIR = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden"
 
