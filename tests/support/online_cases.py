@@ -13,7 +13,7 @@ from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
 CONFIG = """
 [model]
 embedding_dim = 6
-embedding_dims = { C1 = 3, C3 = 9 }
+embedding_dims = { C1 = 9, C3 = 9 }
 hidden = [8]
 
 [train]
