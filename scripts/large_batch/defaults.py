@@ -182,6 +182,13 @@ def result(data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any
     return found | {"derived": derived}
 
 
+def tuned(lines: list[dict[str, Any]], epoch: int) -> dict[str, Any]:
+    """The values of [optimizer] that the held-out samples choose after an epoch, among the grid's runs of seed 0."""
+    grid = [line for line in lines if line["run"] == "grid" and line["seed"] == 0]
+    best: dict[str, Any] = max(grid, key=lambda line: line["validation"][epoch]["auc"])["optimizer"]
+    return best
+
+
 def table(lines: list[dict[str, Any]]) -> str:
     """AUC in percent after one, two and three epochs: means over seeds, and the grid's best by the held-out samples."""
     rows = [("data", "run", "batch", *(f"{epoch + 1}" for epoch in range(EPOCHS)))]
@@ -192,7 +199,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         for epoch in range(EPOCHS):
             chosen = own
             if key[1] == "grid":
-                chosen = [max(own, key=lambda line: line["validation"][epoch]["auc"])]
+                values = tuned(own, epoch)
+                chosen = [line for line in own if line["optimizer"] == values]
             aucs.append(f"{100 * mean(line['test'][epoch]['auc'] for line in chosen):.2f}")
         rows.append((key[0], "tuned" if key[1] == "grid" else key[1], str(key[2]), *aucs))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -202,24 +210,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="", help="prepared data sets, separated by commas")
     parser.add_argument("--output", "-o", type=Path, required=True, help="JSON lines to write or continue")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds of each run but those of the grid")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of each run; of the grid those of the tuned values")
     parser.add_argument("--sizes", default="256,1024,4096", help="batch sizes beside the default")
     parser.add_argument("--table", action="store_true", help="print the file as a table")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table([json.loads(line) for line in arguments.output.read_text().splitlines()]))
+        print(table(read(arguments.output)))
         return
     sizes = [int(each) for each in arguments.sizes.split(",") if each]
     for data in map(Path, arguments.data.split(",")):
-        for name, size, seed, optimizer in runs(arguments.seeds, sizes):
-            key = {"data": data.name, "run": name, "batch_size": size, "seed": seed, "optimizer": optimizer}
-            lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
-            if any(key.items() <= json.loads(line).items() for line in lines):
-                continue
-            found = result(data, name, size, seed, optimizer)
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(key | found | environment(CPU)) + "\n")
-            print(data.name, name, size, seed, optimizer, *(f"{100 * each['auc']:.2f}" for each in found["test"]))
+        for each in runs(arguments.seeds, sizes):
+            add(arguments.output, data, *each)
+        lines = [line for line in read(arguments.output) if line["data"] == data.name]
+        for seed, epoch in itertools.product(range(1, arguments.seeds), range(EPOCHS)):
+            add(arguments.output, data, "grid", 1024, seed, tuned(lines, epoch))
+
+
+def read(output: Path) -> list[dict[str, Any]]:
+    """The lines of the file, which need not exist yet."""
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+
+def add(output: Path, data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any] | None) -> None:
+    """Adds the line of a run, unless the file has it."""
+    key = {"data": data.name, "run": name, "batch_size": size, "seed": seed, "optimizer": optimizer}
+    if any(key.items() <= line.items() for line in read(output)):
+        return
+    found = result(data, name, size, seed, optimizer)
+    with output.open("a") as file:
+        file.write(json.dumps(key | found | environment(CPU)) + "\n")
+    print(data.name, name, size, seed, optimizer, *(f"{100 * each['auc']:.2f}" for each in found["test"]))
 
 
 if __name__ == "__main__":

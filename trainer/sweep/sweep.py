@@ -16,7 +16,7 @@ import torch
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import locked_folder
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.run import RunConfig, with_defaults
 from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.reports.text_table import speed_text
 from cowrec.trainer.runs.provenance import environment
@@ -58,8 +58,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     """
     if "on" in grid.clips and config.clip.rule == "none":
         raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
-    Schema.load(data_dir)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    config = with_defaults(config, Schema.load(data_dir).split("train").rows)
     cells = grid.cells(config.train.seed)
     with locked_folder(output), Subprocess() as process:
         require_own(output, "sweep")
