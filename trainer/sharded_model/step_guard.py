@@ -15,7 +15,7 @@ from .build import dense_parameters, dense_tensors
 from .dense_adam import DenseAdam
 
 LARGEST_GRADIENT = 1e10
-"""A larger element counts as not finite: its square, summed over the ids of a batch, does not fit float32."""
+"""A gradient of a larger norm counts as not finite: squares of sums over the ids of a batch might not fit float32."""
 
 
 class StepGuard:
@@ -71,15 +71,15 @@ class StepGuard:
         return admitted
 
     def _measured(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and largest magnitudes of the losses and gradients."""
+        """Names of the losses and gradients, and their magnitudes or norms."""
         yield from (("the loss", loss.abs()) for loss in self._losses)
-        grads = {f"the gradient of {name}": each.grad for name, each in self._parameters.items()}
+        grads = {f"the norm of the gradient of {name}": each.grad for name, each in self._parameters.items()}
         named = [(name, grad) for name, grad in grads.items() if grad is not None]
         for each in self._passes:
             named += [(name, leaf.grad) for name, (_, leaf) in each.items() if leaf.grad is not None]
         named = [(name, grad) for name, grad in named if grad.numel()]
-        largest = torch._foreach_norm([grad for _, grad in named], torch.inf)
-        yield from zip((name for name, _ in named), largest, strict=True)
+        norms = torch._foreach_norm([grad for _, grad in named])  # many times faster than the largest element on CPU
+        yield from zip((name for name, _ in named), norms, strict=True)
 
     def _begin_pass(self, model: nn.Module, _: Any) -> None:
         if not model.training:
@@ -95,7 +95,7 @@ class StepGuard:
     def _cut(self, lookup: TbeLookup) -> None:
         """Makes the outputs of a lookup leaves of the graph that the backward pass of the loss walks."""
         forward: Callable[..., Tensor] = lookup.module.forward
-        name = f"the gradient of the rows of {', '.join(shard.name for shard in lookup.shards)}"
+        name = f"the norm of the gradient of the rows of {', '.join(shard.name for shard in lookup.shards)}"
 
         def cut(**inputs: Any) -> Tensor:
             output = forward(**inputs)
