@@ -5,7 +5,7 @@ import importlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,27 @@ def search_also(*folders: Path) -> None:
     for folder in map(str, (each.absolute() for each in folders)):
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+def chosen(key: str, name: str, known: Mapping[str, Any], own: str) -> Any:
+    """What ``key = "name"`` of a configuration means: one of ``known``, or the user's own; see :func:`imported`.
+
+    Args:
+        key: of the configuration.
+        name: its value.
+        known: what is built in, by name.
+        own: how one's own is written, for the message.
+
+    Raises:
+        ValueError: neither is called so.
+    """
+    if is_import_path(name):
+        return imported(key, name)
+    if name not in known:
+        nearest = get_close_matches(name, known, n=1)
+        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
+        raise ValueError(f'{key} is "{name}"; {hint}known: {", ".join(known)}; {own}')
+    return known[name]
 
 
 def imported(key: str, name: str) -> Any:

@@ -4,7 +4,6 @@ B samples, T tasks.
 """
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from .import_path import imported, is_import_path
+from .import_path import chosen, is_import_path
 from .options import checked_options
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -56,26 +55,17 @@ def loss_of(name: str, options: Mapping[str, Any], tasks: int = 1) -> Loss:
     Raises:
         ValueError: an unknown name or option, or a function that does not return the loss of each sample.
     """
-    if is_import_path(name):
-        loss: Any = imported("train.loss", name)
-        if not callable(loss) or isinstance(loss, type):
-            raise ValueError(
-                f'train.loss = "{name}" is of type {type(loss).__name__}, not a function (logits, label) -> loss of'
-                " each sample"
-            )
-    elif name in LOSSES:
-        loss = LOSSES[name]
-    else:
-        nearest = get_close_matches(name, LOSSES, n=1)
-        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
+    loss = chosen("train.loss", name, LOSSES, 'a loss of your own is "module:function"')
+    if not callable(loss) or isinstance(loss, type):
         raise ValueError(
-            f'train.loss is "{name}"; {hint}known: {", ".join(LOSSES)}; a loss of your own is "module:function"'
+            f'train.loss = "{name}" is of type {type(loss).__name__}, not a function (logits, label) -> loss of'
+            " each sample"
         )
     given = checked_options(loss, options, "train.loss_options", f'train.loss = "{name}"', first=2)
-    chosen: Loss = partial(loss, **given) if given else loss
+    with_options: Loss = partial(loss, **given) if given else loss
     if is_import_path(name):
-        _check(name, chosen, (3, tasks) if tasks > 1 else (3,))
-    return chosen
+        _check(name, with_options, (3, tasks) if tasks > 1 else (3,))
+    return with_options
 
 
 def _check(name: str, loss: Loss, shape: tuple[int, ...]) -> None:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from .config import ModelConfig
 from .front import EmbeddingFront, Front, LookedUpFront
-from .import_path import imported, is_import_path
+from .import_path import chosen, is_import_path
 from .multi_task.mmoe import MMoE
 from .multi_task.ple import PLE
 from .multi_task.shared_bottom import SharedBottom
@@ -137,16 +136,7 @@ def _takes_tasks(network: type[nn.Module]) -> bool:
 
 def _class_and_options(config: ModelConfig) -> tuple[type[nn.Module], dict[str, object]]:
     name = config.name
-    if is_import_path(name):
-        network: type[nn.Module] = check_class(name, imported("model.name", name))
-    elif name in MODELS:
-        network = MODELS[name]
-    else:
-        nearest = get_close_matches(name, MODELS, n=1)
-        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
-        raise ValueError(
-            f'model.name is "{name}"; {hint}known: {", ".join(MODELS)}; a network of your own is "module:Class"'
-        )
+    network = check_class(name, chosen("model.name", name, MODELS, 'a network of your own is "module:Class"'))
     owner = f'model.name = "{name}"'
     return network, checked_options(network, config.options, "model.options", owner, first=2, reserved=_TASKS)
 

@@ -15,7 +15,21 @@ def zero_biases(layers: int, width: int) -> nn.ParameterList:
     return nn.ParameterList(torch.zeros(width) for _ in range(layers))
 
 
-class VectorCross(nn.Module):
+class _KernelCross(nn.Module):
+    """Layers with one kernel each, [K, W]."""
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, width: int, layers: int, kernel_width: int) -> None:
+        super().__init__()
+        self.kernels = nn.ParameterList(glorot_normal(width, kernel_width) for _ in range(layers))
+        self.biases = zero_biases(layers, width)
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return list(self.kernels)
+
+
+class VectorCross(_KernelCross):
     """x <- x0 * (x . w) + b + x. Source: Deep & Cross Network (arXiv 1708.05123), equation 3.
 
     Args:
@@ -23,15 +37,8 @@ class VectorCross(nn.Module):
         layers: L.
     """
 
-    l2_group: Literal["linear", "cross"] = "cross"
-
     def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.kernels = nn.ParameterList(glorot_normal(width, 1) for _ in range(layers))
-        self.biases = zero_biases(layers, width)
-
-    def l2_kernels(self) -> list[nn.Parameter]:
-        return list(self.kernels)
+        super().__init__(width, layers, 1)
 
     def forward(self, x0: Tensor) -> Tensor:
         """[B, K] -> [B, K]."""
@@ -41,7 +48,7 @@ class VectorCross(nn.Module):
         return x
 
 
-class MatrixCross(nn.Module):
+class MatrixCross(_KernelCross):
     """x <- x0 * (W x + b) + x. Source: DCN V2 (arXiv 2008.13535), equation 1.
 
     Args:
@@ -49,15 +56,8 @@ class MatrixCross(nn.Module):
         layers: L.
     """
 
-    l2_group: Literal["linear", "cross"] = "cross"
-
     def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.kernels = nn.ParameterList(glorot_normal(width, width) for _ in range(layers))
-        self.biases = zero_biases(layers, width)
-
-    def l2_kernels(self) -> list[nn.Parameter]:
-        return list(self.kernels)
+        super().__init__(width, layers, width)
 
     def forward(self, x0: Tensor) -> Tensor:
         """[B, K] -> [B, K]."""

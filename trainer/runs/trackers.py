@@ -195,10 +195,10 @@ class Tracking:
         if not self._warned:
             self._warned = True
             where = "the run goes on, and its metrics are in metrics.jsonl"
-            logger.warning("%s does not record all metrics: %s; %s", self._name, without_credentials(problem), where)
+            logger.warning("%s does not record all metrics: %s; %s", self._name, without_secrets(problem), where)
 
 
-def without_credentials(text: str) -> str:
+def without_secrets(text: str) -> str:
     """The text without the user part of addresses and without the secrets in the trackers' environment variables."""
     for name, value in os.environ.items():
         if value and re.match(r"(MLFLOW|WANDB)_\w*(KEY|TOKEN|PASSWORD|SECRET)", name):
@@ -213,5 +213,5 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= flattened(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = without_credentials(value) if isinstance(value, str) else value
+            flat[prefix + key] = without_secrets(value) if isinstance(value, str) else value
     return flat

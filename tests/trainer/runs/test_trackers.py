@@ -15,7 +15,7 @@ import pytest
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runs import trackers
 from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.runs.trackers import TrackedRun, Tracking, without_credentials
+from cowrec.trainer.runs.trackers import TrackedRun, Tracking, without_secrets
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.training.loop import train
 from trainer_cases import config_file, free_port, interrupted, make_data
@@ -234,4 +234,4 @@ def test_messages_have_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         "refused secret-of-wandb_api_key, secret-of-mlflow_tracking_token at http://a:b%40@host:5000/x and s3://k:s@b"
     )
-    assert without_credentials(text) == "refused ***, *** at http://***@host:5000/x and s3://***@b"
+    assert without_secrets(text) == "refused ***, *** at http://***@host:5000/x and s3://***@b"
