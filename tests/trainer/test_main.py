@@ -20,6 +20,8 @@ def test_the_packages_are_those_of_the_extra() -> None:
     assert list(command.PACKAGES) == [re.split("[<>=]", each)[0] for each in extras["trainer"]]
     for extra in extras.keys() - {"trainer", "test", "docs", "dev"}:
         assert extras[extra][0] == "cowrec[trainer]"
+        if extra in ("mlflow", "wandb"):  # too large for every test environment
+            continue
         assert f"cowrec[{extra}" in extras["test"][0] or f",{extra}" in extras["test"][0]
     assert project["scripts"] == {"cowrec": "cowrec.trainer.__main__:main"}
 

@@ -3,8 +3,6 @@
 import dis
 import os
 
-from cowrec.data_pipeline.files import NO_SPACE
-
 
 class RunError(Exception):
     """The end of a run for a reason that the message explains to the user."""
@@ -49,6 +47,8 @@ def is_message(error: BaseException) -> bool:
 
 def message_of(error: BaseException) -> str:
     """Text for the user of an error that :func:`is_message`; the system's own about a full disk gets the remedy."""
+    from cowrec.data_pipeline.files import NO_SPACE  # loads torch, which a process may only do once it is prepared
+
     if isinstance(error, OSError) and error.errno in NO_SPACE and error.strerror == os.strerror(error.errno):
         place = error.filename2 or error.filename
         return (

@@ -128,9 +128,11 @@ def test_the_command_prints_json_and_a_table(
     command = ["evaluate", folder / "run", "--data", folder / "data", "--top", "2", "--by"]
     assert exit_code(monkeypatch, *command, "city") == 0
     printed = capsys.readouterr()
-    result = json.loads(printed.out)["by"]["city"]
-    using, first, header, *lines = printed.err.splitlines()
+    result_of_all = json.loads(printed.out)
+    result = result_of_all["by"]["city"]
+    using, measures, first, header, *lines = printed.err.splitlines()
     assert using.startswith("using ")
+    assert measures.startswith(f"{result_of_all['rows']} samples of test: AUC {result_of_all['auc']:.4f}")
     assert first.startswith(f"GAUC by city {result['gauc']:.4f}: ")
     assert header.split()[:4] == ["city", "samples", "ctr", "AUC"]
     assert [line.split()[0] for line in lines] == [*(each["id"] for each in result["largest"]), "other"]

@@ -34,7 +34,7 @@ def in_cowrec(body: str) -> Exception:
     "call",
     [
         lambda: require_model(ModelConfig("deepfn")),
-        lambda: config_from({"train": {"batch_size": 0}}),
+        lambda: config_from({"train": {"batch_size": -1}}),
         lambda: Schema.load(Path("/no/such/folder")),
         lambda: Path("/no/such/file").read_text(),
     ],

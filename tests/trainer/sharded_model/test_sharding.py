@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import ShardingConfig
+from cowrec.trainer.config.sections import ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.report import sharding_table
@@ -148,7 +148,8 @@ def processes(count: int, machine: int = 0) -> Process:
 
 
 def run_of(plan: str, embedding: str = "adam", **kinds: str) -> RunConfig:
-    return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=OptimizerConfig(embedding=embedding, l2=0.0))
+    optimizer = OptimizerConfig(embedding=embedding, l2=0.0)
+    return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=optimizer, train=TrainConfig(batch_size=1024))
 
 
 def test_auto_splits_the_largest_tables() -> None:
@@ -186,6 +187,7 @@ def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, me
     config = RunConfig(
         sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory=memory),  # type: ignore[arg-type]
         optimizer=OptimizerConfig(l2=0.0),
+        train=TrainConfig(batch_size=1024),
     )
     collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
