@@ -124,14 +124,6 @@ def _features(schema: Schema) -> Schema:
     return dataclasses.replace(schema.of_batches(), timed=False, sample_weights=False, labels=(LABEL,))
 
 
-def _require_trainable(schema: Schema) -> None:
-    if len(schema.labels) > 1 or schema.sample_weights:
-        what = f"the labels {', '.join(schema.labels)}" if len(schema.labels) > 1 else "sample weights"
-        raise ValueError(f"training on a stream takes one label and no sample weights; the data set has {what}")
-    if schema.negative_fraction < 1:
-        raise ValueError("training on a stream takes all samples; prepare the data with prepare.negative_fraction = 1")
-
-
 class SampleCodec:
     """Encodes raw samples exactly as `prepare` encoded the data set, with the same maps and vocabularies.
 
@@ -176,6 +168,16 @@ class SampleCodec:
         if "layout" not in schema.settings:
             raise ValueError(f"{folder}: schema.json does not list the raw columns; prepare the data set again")
         return SampleCodec(schema, Layout.from_json(schema.settings["layout"]), Encoder.load(Path(folder), schema))
+
+    def require_trainable(self) -> None:
+        """Raises ValueError if the data set is one for which a stream cannot be trained on."""
+        schema = self.schema
+        if len(schema.labels) > 1 or schema.sample_weights:
+            what = f"the labels {', '.join(schema.labels)}" if len(schema.labels) > 1 else "sample weights"
+            raise ValueError(f"training on a stream takes one label and no sample weights; the data set has {what}")
+        if schema.negative_fraction < 1:
+            given = "prepare.negative_fraction = 1"
+            raise ValueError(f"training on a stream takes all samples; prepare the data with {given}")
 
     def from_json(self, lines: Sequence[bytes], *, training: bool = True) -> RawSamples:
         """Parses UTF-8 JSON objects, one each; a malformed one does not affect the others. `training`: see `encode`."""
@@ -228,7 +230,7 @@ class SampleCodec:
         label, time = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
         raw_label = self._layout.labels[0]
         if training:
-            _require_trainable(self.schema)
+            self.require_trainable()
             require_columns([raw_label.column, self._time], samples.table.column_names)
             label = columns.labels(raw_label, required=True)
             time = columns.times(self._time, self._layout.time_format)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import time
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +16,8 @@ from cowrec.data_pipeline.hashing import string_hashes
 from .reorder import ReorderBuffer
 from .source import Chunk
 
-MAX_LOGGED = 5
-"""Malformed samples logged over the life of a stream; all are counted."""
+MAX_LOGGED, LOG_SECONDS = 5, 60.0
+"""Malformed samples logged in so many seconds; all are counted."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ class ChunkEncoder:
     """
 
     def __init__(self, codec: SampleCodec, ahead_seconds: int) -> None:
-        self._codec, self._ahead, self._logged = codec, ahead_seconds, 0
+        self._codec, self._ahead = codec, ahead_seconds
+        self._logged, self._since = 0, time.monotonic()
 
     @property
     def schema(self) -> Schema:
@@ -48,10 +51,13 @@ class ChunkEncoder:
         if self._ahead:
             reason = f"its time is over {self._ahead} s in the future"
             encoded = encoded.without(encoded.time > now + self._ahead, reason)
+        if time.monotonic() - self._since > LOG_SECONDS:
+            self._logged, self._since = 0, time.monotonic()
         partition = f" of partition {chunk.partition}" if chunk.partition else ""
         for each in encoded.bad[: max(0, MAX_LOGGED - self._logged)]:
             self._logged += 1
-            logger.warning("sample %d after %r%s is dropped: %s", each.index, chunk.start, partition, each.reason)
+            place = f"sample {each.index} after {_shown(chunk.start)}{partition}"
+            logger.warning("%s is dropped: %s", place, each.reason)
         return encoded
 
     def check_columns(self, waiting: ReorderBuffer) -> None:
@@ -63,6 +69,11 @@ class ChunkEncoder:
 
     def _no_samples(self) -> Encoded:
         return self._codec.encode(self._codec.from_objects([]))
+
+
+def _shown(start: Any) -> str:
+    """A place in a source, in words."""
+    return ", ".join(f"{key} {value}" for key, value in start.items()) if isinstance(start, dict) else str(start)
 
 
 def with_times(table: pa.Table, time: np.ndarray) -> pa.Table:

@@ -123,7 +123,7 @@ def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:
     for field in schema.sparse:
         if field.name == column:
             return field
-    known = ", ".join([*(each.name for each in schema.sparse), *schema.kept]) or "none"
+    known = ", ".join(dict.fromkeys([*(each.name for each in schema.sparse), *schema.kept])) or "none"
     if column in (each.name for each in schema.dense):
         raise ValueError(
             f"{column!r} of {data_dir} is a number, by which samples cannot be grouped; prepare it in"
@@ -142,5 +142,6 @@ def _id_names(data_dir: Path, field: SparseField, ids: np.ndarray) -> list[str]:
     if field.encoding == "vocabulary":
         values = pq.read_table(data_dir / "vocabulary" / f"{field.name}.parquet", columns=["value"])["value"]
         own = [each for each in ids.tolist() if each >= RESERVED_ROWS]
-        names |= dict(zip(own, values.take([each - RESERVED_ROWS for each in own]).to_pylist(), strict=True))
+        rows = pa.array([each - RESERVED_ROWS for each in own], pa.int64())
+        names |= dict(zip(own, values.take(rows).to_pylist(), strict=True))
     return [names.get(each, str(each)) for each in ids.tolist()]

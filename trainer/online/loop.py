@@ -92,15 +92,14 @@ class _OnlineRun:
 
     def __init__(self, config: RunConfig, run_dir: Path, process: Process) -> None:
         self.config, self.run_dir, self.process = config, run_dir, process
-        schema = Schema.load(config.data.dir)
-        self.trainer = Trainer(
-            config, schema, run_dir, process, Schedule(config.online.warmup_steps), config.online.on_nonfinite
-        )
+        self.codec = SampleCodec.load(config.data.dir)
+        self.codec.require_trainable()
+        schedule, online = Schedule(config.online.warmup_steps), config.online
+        self.trainer = Trainer(config, self.codec.schema, run_dir, process, schedule, online.on_nonfinite)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = ProgressiveQuality(seconds(config.online.window, "online.window"))
         self.saved_step = self.samples = self.newest_time = 0
-        self.trained_seconds = 0.0
-        self.windows: list[WindowQuality] = []
+        self.trained_seconds, self.windows = 0.0, list[WindowQuality]()
         self.journal_entries: dict[str, int] = {}  # first entry that each checkpoint needs, by its name
         self.journal_begin = 0
 
@@ -197,7 +196,7 @@ class _OnlineRun:
         online = self.config.online
         return SampleStream(
             source,
-            SampleCodec.load(self.config.data.dir),
+            self.codec,
             batch_size=self.config.train.batch_size,
             lateness_seconds=seconds(online.lateness, "online.lateness"),
             late=online.late,

@@ -114,6 +114,8 @@ def cause(error: BaseException) -> str:
     """First failure of a rank, without the tracebacks that the library puts into its message."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, RuntimeError) and "unexpected pos" in str(error):  # what torch's writer makes of it
+        return "a file could not be written completely; its disk is probably full"
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

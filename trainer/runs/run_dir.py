@@ -34,10 +34,12 @@ _MAY_CHANGE = {
         "timeout_seconds",
         "cuda_graph",
         "trackers",
+        "on_nonfinite",
     ),
     "evaluate": ("by_id_counts", "train_rows", "logistic_regression_rows"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "clip": ("histogram",),
+    "online": ("snapshot_seconds", "report_seconds", "metrics_host", "metrics_port", "damaged_files", "on_nonfinite"),
     "sharding": ("plan", "tables"),
 }
 """Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""

@@ -215,9 +215,10 @@ def _timed(service: Service, path: str, handler: Handler) -> Handler:
     return handle
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}; use POST /predict, GET /health, /livez, /readyz or /metrics"
+    known = (f"{'POST' if each.path == '/predict' else 'GET'} {each.path}" for each in request.app.routes)
+    message = f"{error.detail}; use {', '.join(known)}"
     return _json(error.status_code, {"error": message}, dict(error.headers or {}))
 
 

@@ -147,8 +147,8 @@ class Trainer:
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
         return NonFiniteLoss(
             f"the loss was not finite {where}; {kept}. Look for values that are not finite in the data, lower"
-            f" optimizer.dense_lr (now {derived.dense_lr:g}) or optimizer.embedding_lr (now"
-            f" {derived.embedding_lr:g}), or clip with clip.rule"
+            f" optimizer.dense_lr (scaled to {derived.dense_lr:g}) or optimizer.embedding_lr (scaled to"
+            f' {derived.embedding_lr:g}), or leave such batches out: on_nonfinite = "skip" in [train] or [online]'
         )
 
     def interrupted(self) -> Interrupted:

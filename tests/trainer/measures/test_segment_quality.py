@@ -99,6 +99,9 @@ def test_groups_are_measured_as_by_scikit_learn(folder: Path, column: str) -> No
     assert (result["groups"], result["groups_in_gauc"]) == (len(sizes), len(both))
     assert result["share_in_gauc"] == pytest.approx(sum(weights) / sum(sizes))
 
+    no_group = evaluate_run(folder / "run", folder / "data", by=[column], top=0)["by"][column]
+    assert (no_group["largest"], no_group["rest"]["rows"]) == ([], sum(sizes))
+
 
 def test_two_processes_measure_what_one_does(folder: Path) -> None:
     """Batches of 20 of 301 samples: the last one leaves the second process without a sample."""

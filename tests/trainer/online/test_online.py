@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -183,7 +184,10 @@ def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: 
     run(case, tmp_path / "run", source=tmp_path / "in")
     (tmp_path / "in" / "_END").unlink()
     write_stream(tmp_path / "in", tables[4:], first=4)
-    assert run(case, tmp_path / "run", source=tmp_path / "in", resume=True)["samples"] == SAMPLES
+    operation = ["online.report_seconds=7", "online.damaged_files='skip'", "online.on_nonfinite='stop'"]
+    assert run(case, tmp_path / "run", *operation, source=tmp_path / "in", resume=True)["samples"] == SAMPLES
+    with pytest.raises(ValueError, match=r"of another configuration: it has online\.lateness"):
+        run(case, tmp_path / "run", "online.lateness='7s'", source=tmp_path / "in", resume=True)
 
 
 def test_what_is_left_out_is_reported_while_nothing_is_trained_on(
@@ -210,6 +214,11 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
     config = load_config(case / "run.toml", ["model.embedding_dims={}"])
     with pytest.raises(ValueError, match="goes by the time of samples"):
         online(config, timeless, str(case / "incoming"), tmp_path / "other")
+    weighted = shutil.copytree(case / "data", tmp_path / "weighted")
+    schema = json.loads((weighted / "schema.json").read_text())
+    (weighted / "schema.json").write_text(json.dumps(schema | {"sample_weights": True}))
+    with pytest.raises(ValueError, match="takes one label and no sample weights"):
+        online(load_config(case / "run.toml"), weighted, str(case / "incoming"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
