@@ -142,7 +142,8 @@ def test_a_prediction_that_is_not_finite_is_rejected(server: Serving) -> None:
 
 def test_wrong_paths_and_methods(server: Serving) -> None:
     status, answer = server.ask("GET", "/nothing")
-    assert (status, "use POST /predict, GET /health, GET /livez" in answer["error"]) == (404, True)
+    known = ("POST /predict", "GET /health", "GET /livez", "GET /readyz", "GET /metrics")
+    assert (status, all(each in answer["error"] for each in known)) == (404, True), answer
     assert server.ask("GET", "/predict")[0] == 405
     assert server.predict(GOOD)[0] == 200
     assert server.ask("POST", "/predict/", GOOD)[0] == 404  # no redirection to the host that the client names
