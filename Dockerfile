@@ -6,28 +6,28 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # The matched set: scripts/constraints_torch_$TORCH.txt.
 ARG TORCH=2.13
 # Not PIP_CONSTRAINT, which would also pin what builds of packages use.
-ARG PIP="python -m pip install --no-warn-conflicts --constraint /pins/constraints.txt --constraint /pins/constraints_torch_${TORCH}.txt"
+ARG PIP="python -m pip install --cache-dir /var/cache/pip --no-warn-conflicts --constraint /pins/constraints.txt --constraint /pins/constraints_torch_${TORCH}.txt"
 COPY scripts/constraints*.txt /pins/
 # pip's settings, where packages come from elsewhere, are not kept in the image: docker build --secret id=pip,src=pip.conf
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/var/cache/pip \
     $PIP torch
 
 FROM base AS cpu
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/var/cache/pip \
     $PIP --no-deps fbgemm-gpu-cpu torchrec
 
 FROM base AS cuda
 # Triton compiles its launchers when it starts.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/var/cache/pip \
     $PIP --no-deps fbgemm-gpu torchrec
 
 # hadolint ignore=DL3006
 FROM ${DEVICE} AS cowrec
 ARG EXTRAS=dask,online,serve,tune
 COPY . /src
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/var/cache/pip \
     $PIP "/src[${EXTRAS}]"
 # Copies of remote data, and what numba and Triton compile. Any user may write there: docker run --user.
 RUN useradd --uid 1000 --home-dir /cache cowrec && install -d -m 1777 /cache /work
