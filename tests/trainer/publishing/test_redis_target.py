@@ -28,8 +28,8 @@ def publish(out: Publisher, step: int, weights: int = 1) -> None:
 def test_one_name_has_one_publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is renewed without publications too, given back at the end, and ends with a killed publisher. One that
     hung beyond its lease cannot write among the versions of the next."""
-    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 1.5)
-    monkeypatch.setattr("cowrec.trainer.publishing.publisher.LEASE", 1.5)
+    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 4.0)
+    monkeypatch.setattr("cowrec.trainer.publishing.publisher.LEASE", 4.0)
     with redis_server(tmp_path) as server:
         with publisher(server.url) as first:
             publish(first, 1)
