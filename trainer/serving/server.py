@@ -54,12 +54,12 @@ def serve(
     server = _server(service, service_app(service, lambda: setattr(server, "should_exit", True)))
     # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    address, port = listener.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
-    logger.info("listening on http://%s:%d: POST /predict, GET /health, /livez, /readyz, /metrics", shown, port)
+    health = None if health_port is None else _listen(host, health_port, "--health-port")
+    logger.info("listening on %s: POST /predict, GET /health, /livez, /readyz, /metrics", _shown(listener))
     with ExitStack() as running:
-        if health_port is not None:
-            running.enter_context(_health_server(service, _listen(host, health_port, "--health-port")))
+        if health:
+            logger.info("listening on %s: GET /health, /livez, /readyz, /metrics", _shown(health))
+            running.enter_context(_health_server(service, health))
         server.run([listener])
     if service.failure:
         raise service.failure
@@ -89,6 +89,11 @@ def _health_server(service: Service, listener: socket.socket) -> Iterator[None]:
     yield
     server.should_exit = True
     thread.join()
+
+
+def _shown(listener: socket.socket) -> str:
+    address, port = listener.getsockname()[:2]
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def _allow_open_files(count: int) -> None:
