@@ -1,7 +1,8 @@
 """The data pipeline: raw click logs to Parquet shards of ids, and shards or streams to batches."""
 
+from typing import TYPE_CHECKING, Any
+
 from .codec.codec import BadSample, Encoded, RawSamples, SampleCodec
-from .dataset.batch import Batch
 from .dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
 from .preparation.config import PrepareConfig
 from .preparation.prepare import prepare, work_bytes
@@ -14,6 +15,9 @@ from .streams.source import Chunk, SampleSource
 from .streams.stream import SampleStream, StreamBatch
 from .synthetic.criteo_like import SynthesizeConfig, synthesize
 from .synthetic.drifting_samples import synthesize_drifting
+
+if TYPE_CHECKING:
+    from .dataset.batch import Batch
 
 __all__ = [
     "MISSING",
@@ -45,3 +49,11 @@ __all__ = [
     "synthesize_drifting",
     "work_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Batch":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .dataset.batch import Batch  # imports TorchRec, which takes seconds
+
+    return Batch

@@ -4,15 +4,19 @@ Sizes: B samples, F fields, D embedding width, P stored width of a row, N dense 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from .projection import Projections
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+Sparse: TypeAlias = "KeyedJaggedTensor | Tensor"
+"""What a network gets for its sparse fields: their ids, or for a :class:`LookedUpFront` their rows, float [B, F, P]."""
 
 
 def physical_dim(embedding_dim: int) -> int:
@@ -54,7 +58,7 @@ class EmbeddingFront(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[EmbeddingBagConfig],
+        tables: Sequence["EmbeddingBagConfig"],
         embedding_dim: int,
         num_dense: int,
         *,
@@ -64,6 +68,10 @@ class EmbeddingFront(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        # A network whose rows are looked up elsewhere does without TorchRec, which takes seconds to import.
+        from torchrec.modules.embedding_configs import PoolingType
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
         if not tables:
             raise ValueError("a model needs at least one sparse field, got none")
         dims = dict(embedding_dims or {})
@@ -88,7 +96,7 @@ class EmbeddingFront(nn.Module):
         self.embeddings = EmbeddingBagCollection(tables=list(tables), is_weighted=is_weighted, device=device)
         self.layout = _Layout(self.fields, [dims.get(field, embedding_dim) for field in self.fields], embedding_dim)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Features:
+    def forward(self, dense: Tensor, sparse: "KeyedJaggedTensor") -> Features:
         """Looks up ``sparse``; ``dense`` is float [B, N]."""
         return self.layout(self.embeddings(sparse), dense)
 
@@ -136,10 +144,10 @@ class _Layout(nn.Module):
         is_mixed = any(width != embedding_dim for width in widths)
         self.projections = Projections(widths, embedding_dim) if is_mixed else None
 
-    def forward(self, looked_up: KeyedTensor | Tensor, dense: Tensor) -> Features:
+    def forward(self, looked_up: "KeyedTensor | Tensor", dense: Tensor) -> Features:
         return _features(self._rows(looked_up), dense, self._embedding_dim)
 
-    def _rows(self, looked_up: KeyedTensor | Tensor) -> Tensor:
+    def _rows(self, looked_up: "KeyedTensor | Tensor") -> Tensor:
         if isinstance(looked_up, Tensor):
             return looked_up if self.projections is None else self.projections(looked_up.unbind(1))
         if self.projections is None and looked_up.keys() == self._fields:
@@ -154,7 +162,11 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:
     dtype = torch.promote_types(rows.dtype, dense.dtype)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    return Features(rows, *_WideAndFlat.apply(rows, dense, embedding_dim, dtype))
+    if not torch.is_inference_mode_enabled():
+        return Features(rows, *_WideAndFlat.apply(rows, dense, embedding_dim, dtype))
+    # The time of a server's few samples is that of the number of operations: here there are few.
+    flat = torch.cat((rows.narrow(2, 0, embedding_dim).flatten(1), dense), 1)
+    return Features(rows, rows.sum(1).select(1, embedding_dim), flat if flat.dtype == dtype else flat.to(dtype))
 
 
 class _WideAndFlat(torch.autograd.Function):

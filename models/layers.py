@@ -57,10 +57,11 @@ def glorot_normal(*shape: int) -> nn.Parameter:
 def logits_of(x: Tensor, kernel: Tensor) -> Tensor:
     """``x @ kernel``, [B], of x [B, K] and kernel [K, 1], in the kernel's dtype under autocast too."""
     kind = x.device.type
+    x = x if x.dtype == kernel.dtype else x.to(kernel.dtype)
     if not torch.is_autocast_enabled(kind):  # entering a context takes longer than a small product
-        return (x.to(kernel.dtype) @ kernel).squeeze(1)
+        return (x @ kernel).squeeze(1)
     with torch.autocast(kind, enabled=False):
-        return (x.to(kernel.dtype) @ kernel).squeeze(1)
+        return (x @ kernel).squeeze(1)
 
 
 class LinearPart(nn.Module):
@@ -111,7 +112,7 @@ class Mlp(nn.Module):
         if self._drops:
             return self.layers(x)
         layers = cast(Iterable[LinearRelu], self.layers)
-        return linear_relu(x, *(each for layer in layers for each in (layer.weight, layer.bias)))
+        return linear_relu(x, *(each for layer in layers for each in (layer.kernel, layer.bias)))
 
 
 class LogitKernel(nn.Module):

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 _SAMPLES = 8192
 """Samples per part of a kernel's gradient, so that their copies in oneDNN's tensors stay in the cache."""
+_PACKED_FOR = 256
+"""Samples for which oneDNN chooses the order of a packed kernel; others can use it too."""
 _FEW_SAMPLES = 1024
 """Most samples for which a kernel's gradient is a product of transposed tensors: the copies would cost more."""
 
@@ -27,19 +30,37 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor) -> Tensor:
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     by_one_dnn = kind == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
-    if by_one_dnn and not torch.compiler.is_exporting():  # exported networks must run on any machine
+    by_one_dnn = by_one_dnn and not is_fake(x)  # fake tensors, of a rehearsed step, have no layout of oneDNN's
+    # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
+    by_one_dnn = by_one_dnn and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
+    if by_one_dnn and not torch.is_inference_mode_enabled():
         return _OneDnn.apply(x.to(dtype), *weights_and_biases)
     x, *parameters = [each.to(dtype) if autocast else each for each in (x, *weights_and_biases)]
     for weight, bias in _layers(parameters):
-        x = F.relu(F.linear(x, weight, bias))
+        x = _product(x, weight, bias, "relu") if by_one_dnn else F.linear(x, weight, bias).relu_()
     return x
 
 
 class LinearRelu(nn.Linear):
     """A module for :func:`linear_relu` with its kernel and bias."""
 
+    _packed: Tensor | None = None
+
+    @property
+    def kernel(self) -> Tensor:
+        """The weight [H, K], packed or not; one that is packed cannot be converted."""
+        return self.weight if self._packed is None or torch.is_autocast_enabled("cpu") else self._packed
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear_relu(x, self.weight, self.bias)
+        return linear_relu(x, self.kernel, self.bias)
+
+    def pack(self) -> None:
+        """Copies the kernel to the order in which oneDNN reads it, for inference on CPU; it must not change then."""
+        if torch.backends.mkldnn.is_available():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}  # it cannot be copied
 
 
 class _OneDnn(torch.autograd.Function):

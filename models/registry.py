@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from .config import ModelConfig
 from .front import EmbeddingFront, Front, LookedUpFront
@@ -24,6 +24,9 @@ from .networks.wdl import WideDeep
 from .networks.xdeepfm import XDeepFM
 from .options import checked_options
 from .own_network import check_class, check_network
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 MODELS: dict[str, type[nn.Module]] = {
     "wdl": WideDeep,
@@ -55,7 +58,7 @@ def require_model(config: ModelConfig) -> None:
 
 def build_model(
     config: ModelConfig,
-    tables: Sequence[EmbeddingBagConfig],
+    tables: Sequence["EmbeddingBagConfig"],
     num_dense: int,
     *,
     is_weighted: bool = False,

@@ -1,15 +1,20 @@
 """Model and traffic of a load test: an export of a given size, requests, and a publisher that keeps changing it.
 
+`on_other_cores` and `wait_until` are for its server.
+
 Ids are those of drifting samples; weights are random, since they cost the same as trained ones.
 """
 
 import json
 import multiprocessing
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +31,7 @@ from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import open_target
 
+CONFIG = DriftConfig(rows=4_000_000, days=60.0)
 MODEL = ModelConfig(name="deepfm", embedding_dim=10, hidden=(400, 400, 400))
 
 
@@ -73,6 +79,33 @@ def publishing(config: DriftConfig, folder: Path, rows: int, seconds: float) -> 
     finally:
         stop.set()
         process.join()
+
+
+def wait_until(port: int, condition: Callable[[Any], bool], seconds: float = 120.0) -> None:
+    """Waits until a server's health satisfies the condition."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            if condition(json.load(answer)):
+                return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the server on port {port} was not ready within {seconds:g} s")
+        time.sleep(0.1)
+
+
+@contextmanager
+def on_other_cores(taken: int) -> Iterator[set[int]]:
+    """Yields the first ``taken`` cores, for a server, while this process runs on the others.
+
+    All are shared if there are not more.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    others = cores[taken:] or cores
+    os.sched_setaffinity(0, others)
+    try:
+        yield set(cores[:taken]) if others != cores else set(cores)
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _table(name: str, ids: np.ndarray) -> TrainedTable:

@@ -2,16 +2,17 @@
 
     python -m scripts.load_test --output serve.jsonl
 
-Requests are sent at a constant rate regardless of earlier answers; their latency starts at the scheduled time. Client,
-server and publisher share the machine. The knee is the highest rate that the server sustains with at most one request
-in a hundred above KNEE_SECONDS. A last step sends OVERLOAD times as many, from more connections, by clients that give a
-request up after PATIENCE seconds, while a probe asks for the server's health.
+Requests are sent at a constant rate regardless of earlier answers; their latency starts at the scheduled time. Client
+and publisher share the machine with the server, but not its cores, one for each worker, where there are more. The knee
+is the highest rate that the server sustains with at most one request in a hundred above KNEE_SECONDS. A last step sends
+OVERLOAD times as many, from more connections, by clients that give a request up after PATIENCE seconds, while a probe
+asks for the server's health.
 """
 
 import argparse
-import asyncio
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,14 +34,13 @@ from cowrec.trainer.cli.flag_values import parse_list
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runs.provenance import environment
 
-from .load_case import MODEL, bodies, make_export, publishing
-from .open_loop import Outcome, open_loop, request_bytes
+from .load_case import CONFIG, MODEL, bodies, make_export, on_other_cores, publishing, wait_until
+from .open_loop import Outcome, open_loop, request_bytes, run_loop
 
 PORT, HEALTH_PORT = 8123, 8124
 KNEE_SECONDS = 0.05
 CONNECTIONS = 128
 OVERLOAD, OVERLOAD_CONNECTIONS, PATIENCE = 4.0, 900, 1.0
-CONFIG = DriftConfig(rows=4_000_000, days=60.0)
 
 Line = dict[str, Any]
 
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each rate")
     parser.add_argument("--rows", type=int, default=CONFIG.rows, help="samples whose ids have a row in the model")
     parser.add_argument("--delta-rows", type=int, default=30_000, help="maximum rows per published delta")
+    parser.add_argument("--workers", type=int, default=1, help="processes of the server; see `cowrec serve`")
     parser.add_argument("--delta-seconds", type=float, default=2.0, help="interval between deltas")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, arguments.output.open("w", encoding="utf-8", buffering=1) as file:
@@ -66,6 +67,7 @@ def main() -> None:
                 "delta_rows": arguments.delta_rows,
                 "delta_seconds": arguments.delta_seconds,
                 "connections": CONNECTIONS,
+                "workers": arguments.workers,
             },
             **environment(torch.device("cpu")),
             "cores": available_cores(),
@@ -73,8 +75,12 @@ def main() -> None:
         lines = []
         rates = [float(rate) for rate in parse_list(arguments.rates)]
         for samples in map(int, parse_list(arguments.samples)):
-            with served(folder), publishing(config, folder, arguments.delta_rows, arguments.delta_seconds):
-                wait_until(lambda health: health["status"] == "ok" and health["version"] > 1)
+            with (
+                on_other_cores(arguments.workers) as cores,
+                served(folder, arguments.workers, cores),
+                publishing(config, folder, arguments.delta_rows, arguments.delta_seconds),
+            ):
+                wait_until(PORT, lambda health: health["status"] == "ok" and health["version"] > 1)
                 for line in steps(config, samples, rates, arguments.seconds):
                     print(summary(line), flush=True)
                     lines.append(line)
@@ -85,11 +91,11 @@ def main() -> None:
 def steps(config: DriftConfig, samples: int, rates: list[float], seconds: float) -> Iterator[Line]:
     """Yields a line per rate, up to the first that the server does not sustain, and one of overload."""
     requests = [request_bytes("/predict", body) for body in bodies(config, 20_000 // samples, samples)]
-    asyncio.run(open_loop("127.0.0.1", PORT, requests, rates[0], 3.0, CONNECTIONS))  # warms up both sides
+    run_loop(open_loop("127.0.0.1", PORT, requests, rates[0], 3.0, CONNECTIONS))  # warms up both sides
     knee = rates[0]
     for rate in rates:
         before = metrics()
-        outcome = asyncio.run(open_loop("127.0.0.1", PORT, requests, rate, seconds, CONNECTIONS))
+        outcome = run_loop(open_loop("127.0.0.1", PORT, requests, rate, seconds, CONNECTIONS))
         after = metrics()
         line = measured(outcome, samples, rate)
         applied = after["cowrec_deltas_applied_total"] - before["cowrec_deltas_applied_total"]
@@ -108,7 +114,7 @@ def steps(config: DriftConfig, samples: int, rates: list[float], seconds: float)
     rate = OVERLOAD * knee
     with probe() as health:
         load = open_loop("127.0.0.1", PORT, requests, rate, seconds, OVERLOAD_CONNECTIONS, PATIENCE)
-        outcome = asyncio.run(load)
+        outcome = run_loop(load)
     refused, lost = outcome.statuses.get(503, 0), outcome.scheduled - len(outcome.latencies)
     yield measured(outcome, samples, rate) | {
         "overload": OVERLOAD,
@@ -159,39 +165,27 @@ def measured(outcome: Outcome, samples: int, rate: float) -> Line:
         **named,
         "not_answered": outcome.scheduled - answered,
         "statuses": outcome.statuses,
+        "client_cpu": outcome.client_cpu,
         "kept_up": kept_up,
         "within": kept_up and named["p99_ms"] <= 1000 * KNEE_SECONDS,
     }
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[None]:
-    """Runs `cowrec serve` on the export, following publications."""
+def served(folder: Path, workers: int, cores: set[int]) -> Iterator[None]:
+    """Runs `cowrec serve` on the export, following publications, on some cores."""
     command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
     command += ["--follow", f"{folder}/published", "--health-port", str(HEALTH_PORT)]
     command += [each for flag in ("--max-connections", "--max-client-connections") for each in (flag, "1000")]
+    command += ["--workers", str(workers)] if workers > 1 else []
     process = subprocess.Popen(command)
+    os.sched_setaffinity(process.pid, cores)
     try:
-        wait_until(lambda health: health["status"] != "loading")
+        wait_until(PORT, lambda health: health["status"] != "loading")
         yield
     finally:
         process.terminate()
         process.wait()
-
-
-def wait_until(condition: Any, seconds: float = 120.0) -> None:
-    """Waits until the server's health satisfies the condition."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5) as answer:
-                if condition(json.load(answer)):
-                    return
-        except OSError:
-            pass
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the server was not ready within {seconds:g} s")
-        time.sleep(0.1)
 
 
 def metrics() -> dict[str, float]:
@@ -203,15 +197,18 @@ def metrics() -> dict[str, float]:
 
 def summary(line: Line) -> str:
     about = f"{line['samples']} samples per request, {line['rate']:,.0f} requests/s"
-    found = f"{line['predictions_per_second']:,.0f} predictions/s, p50 {line['p50_ms']:.1f}, p99 {line['p99_ms']:.1f}"
+    found = (
+        f"{line['predictions_per_second']:,.0f} predictions/s, p50 {line['p50_ms']:.1f}, p99 {line['p99_ms']:.1f} ms"
+    )
+    client = f"client {line['client_cpu']:.0%} of a core"
     if "overload" in line:
         return (
             f"{about}, {line['overload']:g} times the knee: {found} ms, {line['shed']:.0%} refused,"
-            f" {line['given_up']:.0%} given up, health within {line['health_max_ms']:.0f} ms"
+            f" {line['given_up']:.0%} given up, health within {line['health_max_ms']:.0f} ms, {client}"
         )
     return (
         f"{about}: {found}, max {line['max_ms']:.0f} ms, {line['not_answered']} not answered,"
-        f" {line['deltas']:.0f} deltas applied"
+        f" {line['deltas']:.0f} deltas applied, {client}"
     )
 
 
@@ -221,14 +218,10 @@ def plot(lines: list[Line], path: Path, about: Line) -> Path:
         chosen = [line for line in lines if line["samples"] == samples and "overload" not in line]
         speed = [line["samples"] * line["rate"] for line in chosen]
         name = "1 sample per request" if samples == 1 else f"{samples} samples per request"
-        axes.plot(speed, [line["p99_ms"] for line in chosen], "o-", color=f"C{number}", label=f"{name}, p99")
+        knees = [line for line in chosen if line["within"]][-1:]
+        knee = "".join(f" (knee: {each['predictions_per_second']:,.0f}/s, {each['p99_ms']:.1f} ms)" for each in knees)
+        axes.plot(speed, [line["p99_ms"] for line in chosen], "o-", color=f"C{number}", label=f"{name}, p99{knee}")
         axes.plot(speed, [line["p50_ms"] for line in chosen], "o:", color=f"C{number}", label=f"{name}, p50")
-        within = [line for line in chosen if line["within"]]
-        if within:
-            knee = within[-1]
-            text = f"knee: {knee['predictions_per_second']:,.0f}/s\np99 {knee['p99_ms']:.1f} ms"
-            position = (knee["samples"] * knee["rate"], knee["p99_ms"])
-            axes.annotate(text, position, (-10, 25), textcoords="offset points", ha="right", color=f"C{number}")
     axes.axhline(1000 * KNEE_SECONDS, color="gray", linewidth=0.8, linestyle="--")
     axes.set(xscale="log", yscale="log", xlabel="requested predictions per second", ylabel="latency, ms")
     axes.legend(fontsize="small")

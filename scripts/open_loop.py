@@ -1,15 +1,18 @@
-"""Open-loop HTTP load: requests are sent on schedule, whether or not earlier ones were answered.
+"""HTTP load: an open loop sends requests on schedule, answered or not, a closed one when a connection is free.
 
-Latency starts at the scheduled time of a request, so a stalled server cannot hide its latency by delaying clients
-(coordinated omission).
+In an open loop, latency starts at the scheduled time of a request, so a stalled server cannot hide its latency by
+delaying clients (coordinated omission).
 """
 
 import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import cast
+
+import uvloop
 
 DRAIN_SECONDS = 5.0
 """Maximum wait for answers after the scheduled time of the last request."""
@@ -24,18 +27,38 @@ class Outcome:
         statuses: counts of other statuses; -1 for a lost connection, -2 for a request that waited too long for one.
         scheduled: scheduled requests.
         seconds: time from the first request to the last answer.
+        client_cpu: share of a core that the client used; near 1 it, and not the server, is what is measured.
     """
 
     latencies: list[float] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     scheduled: int = 0
     seconds: float = 0.0
+    client_cpu: float = 0.0
 
 
 def request_bytes(path: str, body: bytes) -> bytes:
     """Builds a POST request with a JSON body, for a keep-alive connection."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+def run_loop(loop: Coroutine[None, None, Outcome]) -> Outcome:
+    """Runs one of the loops below."""
+    start, cpu = time.perf_counter(), time.process_time()
+    outcome = uvloop.run(loop)
+    outcome.client_cpu = (time.process_time() - cpu) / (time.perf_counter() - start)
+    return outcome
+
+
+async def closed_loop(host: str, port: int, requests: Sequence[bytes], count: int, connections: int) -> Outcome:
+    """Sends ``count`` requests round-robin, each as soon as a connection is free; see `open_loop`."""
+    pool = await _connected(host, port, connections, math.inf)
+    start = time.perf_counter()
+    for index in range(count):
+        pool.send(None, requests[index % len(requests)])
+    await pool.finished(start, count, 60.0)
+    return pool.outcome
 
 
 async def open_loop(
@@ -57,10 +80,7 @@ async def open_loop(
         connections: maximum open connections; a request waits for a free one, which counts as latency.
         patience: seconds that it waits before it is given up.
     """
-    pool = _Pool(patience)
-    loop = asyncio.get_running_loop()
-    for _ in range(connections):
-        await loop.create_connection(lambda: _Connection(pool), host, port)
+    pool = await _connected(host, port, connections, patience)
     start = time.perf_counter() + 0.05
     total = round(rate * seconds)
     sent = 0
@@ -70,13 +90,15 @@ async def open_loop(
             pool.send(start + sent / rate, requests[sent % len(requests)])
             sent += 1
         await asyncio.sleep(max(0.0, start + sent / rate - time.perf_counter()))
-    deadline = time.perf_counter() + DRAIN_SECONDS
-    while pool.unanswered and time.perf_counter() < deadline:
-        await asyncio.sleep(0.01)
-    pool.outcome.scheduled = total
-    pool.outcome.seconds = pool.last_answer - start
-    pool.close()
+    await pool.finished(start, total)
     return pool.outcome
+
+
+async def _connected(host: str, port: int, connections: int, patience: float) -> "_Pool":
+    pool = _Pool(patience)
+    for _ in range(connections):
+        await asyncio.get_running_loop().create_connection(lambda: _Connection(pool), host, port)
+    return pool
 
 
 class _Pool:
@@ -88,9 +110,10 @@ class _Pool:
         self.unanswered = 0
         self._free: list[_Connection] = []
         self._all: list[_Connection] = []
-        self._waiting: deque[tuple[float, bytes]] = deque()
+        self._waiting: deque[tuple[float | None, bytes]] = deque()
 
-    def send(self, due: float, request: bytes) -> None:
+    def send(self, due: float | None, request: bytes) -> None:
+        """Sends a request, scheduled for ``due`` or for the time at which a connection is free."""
         self.unanswered += 1
         if self._free:
             self._free.pop().send(due, request)
@@ -115,7 +138,7 @@ class _Pool:
             self.outcome.statuses[status] = self.outcome.statuses.get(status, 0) + 1
         if status < 0:
             return
-        while self._waiting and self.last_answer - self._waiting[0][0] > self._patience:
+        while self._waiting and self.last_answer - (self._waiting[0][0] or math.inf) > self._patience:
             self._waiting.popleft()
             self.unanswered -= 1
             self.outcome.statuses[-2] = self.outcome.statuses.get(-2, 0) + 1
@@ -124,7 +147,12 @@ class _Pool:
         else:
             self._free.append(connection)
 
-    def close(self) -> None:
+    async def finished(self, start: float, total: int, wait: float = DRAIN_SECONDS) -> None:
+        """Waits for the answers and closes the connections."""
+        deadline = time.perf_counter() + wait
+        while self.unanswered and time.perf_counter() < deadline:
+            await asyncio.sleep(0.01)
+        self.outcome.scheduled, self.outcome.seconds = total, self.last_answer - start
         for connection in self._all:
             connection.transport.abort()
 
@@ -138,12 +166,11 @@ class _Connection(asyncio.Protocol):
         self._pool, self._received, self._due = pool, b"", -1.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         self._pool.add(self)
 
-    def send(self, due: float, request: bytes) -> None:
-        self._due = due
+    def send(self, due: float | None, request: bytes) -> None:
+        self._due = time.perf_counter() if due is None else due
         self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:

@@ -47,7 +47,7 @@ MAX_BYTES = 1 << 20
 PROBED_LINES = 16
 """Number of lines whose values determine the column types."""
 
-
+_INT64 = 2.0**63
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -147,7 +147,7 @@ def canonical_values(sample: Any, columns: Mapping[str, ColumnType]) -> dict[str
     for name, column in columns.items():
         value = sample.get(name)
         try:
-            values[name] = None if value is None else _CANONICAL_VALUE[column.kind](value, column)
+            values[name] = None if value is None else CANONICAL_VALUE[column.kind](value, column)
         except _WrongValue:
             raise ValueError(f"column {name}: {column.rule}, got {_abbreviated(value)}") from None
     return values
@@ -173,7 +173,7 @@ class Malformed(ValueError):
     """Value of a line that is not JSON."""
 
 
-class _WrongValue(Exception):
+class _WrongValue(ValueError):
     pass
 
 
@@ -210,6 +210,8 @@ def _label(value: Any, column: ColumnType) -> str:
 
 
 def _id(value: Any, column: ColumnType) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < _INT64:  # as in Parquet
+        value = int(value)
     text = _text(value, column)
     return "" if text in column.null else text
 
@@ -246,7 +248,7 @@ def _pair_of_text(text: str, column: ColumnType) -> dict[str, Any]:
 
 
 _UNMARKED = ColumnType("number")
-_CANONICAL_VALUE = {"number": _number, "time": _time, "label": _label, "id": _id, "ids": _texts, "weighted": _pairs}
+CANONICAL_VALUE = {"number": _number, "time": _time, "label": _label, "id": _id, "ids": _texts, "weighted": _pairs}
 
 
 def _types_of(lines: Sequence[bytes], columns: Mapping[str, ColumnType]) -> tuple[dict[str, pa.DataType], set[str]]:

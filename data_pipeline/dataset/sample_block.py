@@ -6,12 +6,16 @@ Sizes: R samples, N dense fields, S single-valued sparse fields, B selected samp
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .batch import Batch
 from .schema import Schema
+
+if TYPE_CHECKING:  # preparing data and their commands need no batch, and importing TorchRec takes seconds
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from .batch import Batch
 
 
 @dataclass(frozen=True)
@@ -175,27 +179,33 @@ class SampleBlock:
         joined = {name: Bags.concat(each, dtype) for name, each in bags.items()}
         return SampleBlock(dense, label, ids, joined, *optional)
 
-    def batch(self, schema: Schema, global_batch_size: int) -> Batch:
+    def batch(self, schema: Schema, global_batch_size: int) -> "Batch":
         """Converts all samples to a batch.
 
         Sets the number of ids of each field, which TorchRec would otherwise read from the device at every step.
         """
+        from .batch import Batch
+
         sparse = self._jagged(schema) if self.bags else self._one_id_each(schema)
         return Batch(self.dense, sparse, self.label, global_batch_size, *self._optional)
 
-    def _one_id_each(self, schema: Schema) -> KeyedJaggedTensor:
+    def _one_id_each(self, schema: Schema) -> "KeyedJaggedTensor":
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
         lengths, offsets = _unit_bags(self.ids.numel(), self.ids.device)
         keys = [each.name for each in schema.sparse]
         values = self.ids.t().contiguous().view(-1)
         each = [len(self)] * len(keys)
         return KeyedJaggedTensor(keys, values, lengths=lengths, offsets=offsets, stride=len(self), length_per_key=each)
 
-    def _jagged(self, schema: Schema) -> KeyedJaggedTensor:
+    def _jagged(self, schema: Schema) -> "KeyedJaggedTensor":
         """Builds the tensor of a schema with list fields.
 
         With weights, single-valued fields have weight 1 and mean-pooled lists 1 / length, because TorchRec's weighted
         collections cannot average.
         """
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
         single = iter(self.ids.t())
         one_each, _ = _unit_bags(len(self), self.ids.device)
         values, lengths, weights = [], [], []

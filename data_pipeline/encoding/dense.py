@@ -132,7 +132,8 @@ def bound(field: DenseField) -> float:
 
 def bounded(values: np.ndarray, largest: float | np.ndarray) -> np.ndarray:
     """Bounds encoded numbers, float64, by magnitude; NaN, of a range wider than float64, becomes 0. Returns float32."""
-    return np.nan_to_num(values.clip(-largest, largest), nan=0.0).astype(np.float32)
+    limited = np.minimum(np.maximum(values, -largest), largest)
+    return np.where(np.isnan(limited), 0.0, limited).astype(np.float32)
 
 
 def count_bounded(fields: Iterable[DenseField], encoded: pa.Table) -> Counter[str]:

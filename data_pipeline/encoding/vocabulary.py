@@ -109,9 +109,14 @@ def raw_ids(text: pa.Array) -> np.ndarray:
 
     0 and 1 are reserved rows, never ids, so a hash of 0 or 1 becomes 2 or 3.
     """
-    ids = string_hashes(text).view(np.int64)
+    return _with_missing(raw_ids_of_hashed(string_hashes(text)), text)
+
+
+def raw_ids_of_hashed(hashes: np.ndarray) -> np.ndarray:
+    """Does the same as `raw_ids`, for non-empty strings with known hashes, uint64 [R], which it may change."""
+    ids = hashes.view(np.int64)
     ids[(ids == OUT_OF_VOCABULARY) | (ids == MISSING)] += RESERVED_ROWS
-    return _with_missing(ids, text)
+    return ids
 
 
 def _with_missing(rows: np.ndarray, text: pa.Array) -> np.ndarray:

@@ -5,16 +5,19 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from cowrec.data_pipeline.dataset.batch import Batch
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 
 from .global_batches import GlobalBatches
+
+if TYPE_CHECKING:
+    from cowrec.data_pipeline.dataset.batch import Batch
 
 
 class RandomSample:
@@ -83,7 +86,7 @@ class RandomSample:
         start, stop, _ = batches.of_rank(step, self._rank, self._world_size)
         return slice(start, stop)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int) -> Iterator["Batch"]:
         """Yields the batches, the same in every epoch."""
         for step in range(len(self)):
             own = self.positions(step)

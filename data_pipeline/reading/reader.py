@@ -11,11 +11,10 @@ from contextlib import closing
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from cowrec.data_pipeline.dataset.batch import Batch
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
@@ -26,10 +25,13 @@ from .prefetch import prefetched
 from .row_range import parts_within, positions
 from .shuffle import Window, epoch_windows
 
+if TYPE_CHECKING:
+    from cowrec.data_pipeline.dataset.batch import Batch
+
 WINDOW_ROWS = 1 << 20
 """Samples shuffled together by default: about 170 MB for Criteo's 39 fields."""
 
-Batches: TypeAlias = Generator[Batch, None, None]
+Batches: TypeAlias = Generator["Batch", None, None]
 Windows: TypeAlias = Generator[tuple[Window, SampleBlock, torch.Tensor], None, None]
 
 
@@ -162,7 +164,7 @@ class Reader:
         """Samples, over all ranks, of the first `step` global batches of an epoch."""
         return self._of_epoch(epoch).start(step)
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator["Batch"]:
         """Yields the batches of an epoch from `start_step` on, without reading earlier windows.
 
         A thread prepares batches ahead of the consumer and ends with the iterator, even if that is closed or deleted
@@ -192,11 +194,11 @@ class Reader:
         """Copies page-locked batches to the GPU on a separate stream, each during the step of the batch before."""
         stream = torch.cuda.Stream(self.device)
 
-        def copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        def copy(batch: "Batch") -> tuple["Batch", torch.cuda.Event]:
             with torch.cuda.stream(stream):
                 return batch.to(self.device, non_blocking=True), stream.record_event()
 
-        def hand_over(batch: Batch, copied: torch.cuda.Event) -> Batch:
+        def hand_over(batch: "Batch", copied: torch.cuda.Event) -> "Batch":
             consumer = torch.cuda.current_stream(self.device)
             consumer.wait_event(copied)
             batch.record_stream(consumer)

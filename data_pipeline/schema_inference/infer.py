@@ -32,7 +32,8 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     """
     sample = read_sample(path)
     guesses = _guesses(sample)
-    chosen, rule, note = _label(guesses, label, os.fspath(path))
+    repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
+    chosen, rule, note = _label(guesses, label, repeated, os.fspath(path))
     times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
     time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
     lines = [
@@ -53,7 +54,6 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     fields, left_out = _field_lines({name: each for name, each in guesses.items() if name not in (chosen, time)})
     if not fields:
         raise ValueError(f"{os.fspath(path)}: no column looks like a field; write the schema file by hand")
-    repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
     left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated]
     return "\n".join([*lines, *left_out, *[""] * bool(left_out), "fields = [", *fields, "]", ""])
 
@@ -68,8 +68,10 @@ def _guesses(sample: RawSample) -> dict[str, Guess]:
     }
 
 
-def _label(guesses: Mapping[str, Guess], asked: str, path: str) -> tuple[str, str, str]:
+def _label(guesses: Mapping[str, Guess], asked: str, repeated: Sequence[str], path: str) -> tuple[str, str, str]:
     """Returns the column of the label, the line of its rule or "", and a comment."""
+    if asked in repeated:
+        raise ValueError(f"{path}: several columns are called {asked!r}; rename all but the label's")
     if asked and asked not in guesses:
         raise ValueError(f"{path}: no column {asked!r} for the label among {', '.join(guesses)}")
     complete = {name: each for name, each in guesses.items() if not each.missing and not each.null}
@@ -80,7 +82,9 @@ def _label(guesses: Mapping[str, Guess], asked: str, path: str) -> tuple[str, st
     ]
     candidates = [*[name for name in named if name in two_valued], *plain, *named, *two_valued]
     if not asked and not candidates:
-        raise ValueError(f"{path}: no column looks like a label; name it with --label COLUMN")
+        names = ", ".join(map(repr, repeated[:5]))
+        remark = f" (those that share a name are left out: {names}; rename them)" if repeated else ""
+        raise ValueError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN")
     chosen = asked or candidates[0]
     rule = _rule(guesses[chosen])
     if rule is None:

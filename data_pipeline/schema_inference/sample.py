@@ -76,7 +76,7 @@ def _text_sample(path: str) -> RawSample:
     lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
     if not lines:
         raise ValueError(f"input file {path} has no samples")
-    notes = []
+    notes = _encoding_notes(data, path)
     odd = sum(line.count('"') % 2 for line in lines)
     quote = "" if odd > len(lines) / 100 else '"'
     if odd:
@@ -92,6 +92,19 @@ def _text_sample(path: str) -> RawSample:
         notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
     columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))
     return RawSample(columns, [*rows[header:]], delimiter, quote, header, tuple(notes))
+
+
+def _encoding_notes(data: bytes, path: str) -> list[str]:
+    """A note on lines that are not UTF-8. Raises ValueError if that is the first one, which may be a header."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        problem = f"line {number}: not UTF-8 (byte 0x{data[error.start]:02x})"
+        if number == 1:
+            raise ValueError(f"{path}, {problem}; convert the file to UTF-8 first") from error
+        return [f"{problem}; `prepare` refuses such lines, convert the file to UTF-8 first"]
+    return []
 
 
 def _split(lines: Sequence[str], delimiter: str, quote: str) -> list[tuple[str, ...]]:
@@ -120,12 +133,14 @@ def _delimiter(lines: Sequence[str], quote: str, path: str) -> tuple[str, int]:
 def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
     """Returns whether the first row is a header, and whether that is sure."""
     first, others = rows[0], rows[1 : PROBED_LINES + 1]
-    if len(set(first)) < len(first) or not all(first) or any(NUMBER_PATTERN.fullmatch(text) for text in first):
+    if not all(first) or any(NUMBER_PATTERN.fullmatch(text) for text in first):
         return False, True
     if not others:
-        return True, False
+        return len(set(first)) == len(first), False
     columns = list(zip(*others, strict=True))
     numbers = [all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
     if any(numbers):
         return True, True
+    if len(set(first)) < len(first):
+        return False, True
     return not any(name in column for name, column in zip(first, columns, strict=True)), False

@@ -1,9 +1,10 @@
 """Source of samples that reads a Kafka topic whose messages are JSON objects.
 
-All partitions present at opening are assigned with explicit offsets from the stream's own position: nothing is
-committed and no consumer group is used. Messages must be retained while a journal may refer to them, so the topic's
+All partitions are assigned with explicit offsets from the stream's own position: nothing is committed, and no consumer
+group is joined, so that consumers which come and go rebalance nothing here. Partitions that are added to the topic are
+noticed and read from their beginning. Messages must be retained while a journal may refer to them, so the topic's
 retention must exceed the time between two snapshots. Messages that Kafka deleted before they were read are logged and
-counted by their offsets.
+counted by their offsets. Offsets without a message, as transactions and compaction leave them, are skipped.
 """
 
 import logging
@@ -16,6 +17,10 @@ from .source import Chunk, SourcePosition
 
 ANSWER_SECONDS = 10.0
 REPLAY_SECONDS = 60.0
+PARTITIONS_SECONDS = 30.0
+"""Time between two looks for partitions that were added."""
+WARNING_SECONDS = 60.0
+"""Time between two warnings of the same kind: librdkafka reports every attempt to connect, up to twenty a second."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +34,7 @@ class KafkaSource:
         settings: librdkafka settings that override the defaults below.
 
     Raises:
-        ValueError: confluent-kafka is not installed, or the topic does not exist.
+        ValueError: confluent-kafka is not installed, a setting is invalid, or the topic does not exist.
         OSError: no broker answers.
     """
 
@@ -40,8 +45,8 @@ class KafkaSource:
             raise ValueError(
                 "a Kafka source requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
             ) from None
-        self._kafka, self._topic = confluent_kafka, topic
-        self._consumer = confluent_kafka.Consumer(
+        self._kafka, self._topic, self._log = confluent_kafka, topic, _SeldomLogger()
+        self._consumer = self._connected(
             {
                 "bootstrap.servers": brokers,
                 "group.id": "cowrec",  # required by librdkafka, though no group is used
@@ -52,16 +57,15 @@ class KafkaSource:
                 # A pending fetch blocks all other answers on its connection.
                 "fetch.wait.max.ms": 50,
                 **(settings or {}),
-            },
-            logger=logger,
+            }
         )
         try:
-            found = self._consumer.list_topics(topic, timeout=ANSWER_SECONDS).topics[topic]
+            self._partitions = self._partitions_now(ANSWER_SECONDS)
         except confluent_kafka.KafkaException as error:
             raise OSError(f"no Kafka broker answers at {brokers}: {error}") from error
-        if found.error is not None or not found.partitions:
-            raise ValueError(f"{brokers} has no topic {topic!r}: {found.error}")
-        self._partitions = sorted(found.partitions)
+        if not self._partitions:
+            raise ValueError(f"{brokers} has no topic {topic!r}; create it, or correct the address")
+        self._looked = time.monotonic()
         self.ended = False
         self.counters = {"lost_messages": 0, "errors": 0}
         self._ready: deque[Chunk] = deque()
@@ -82,6 +86,8 @@ class KafkaSource:
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
         deadline = time.monotonic() + timeout
         while not self._ready:
+            if time.monotonic() - self._looked >= PARTITIONS_SECONDS:
+                self._add_partitions()
             remaining = deadline - time.monotonic()
             self._gather(self._consumer.consume(max_samples, max(0.0, min(remaining, 0.1))))
             if remaining <= 0:
@@ -110,6 +116,30 @@ class KafkaSource:
     def _no_more(self) -> tuple[int, int]:
         return self._kafka.KafkaError._PARTITION_EOF, self._kafka.KafkaError._AUTO_OFFSET_RESET
 
+    def _connected(self, settings: dict[str, Any]) -> Any:
+        try:
+            return self._kafka.Consumer(settings, logger=self._log)
+        except self._kafka.KafkaException as error:
+            raise ValueError(f"librdkafka does not accept the settings of the address: {error.args[0].str()}") from None
+
+    def _partitions_now(self, timeout: float) -> list[int]:
+        """Numbers of the topic's partitions; none if there is no such topic."""
+        found = self._consumer.list_topics(self._topic, timeout=timeout).topics[self._topic]
+        return [] if found.error is not None else sorted(found.partitions)
+
+    def _add_partitions(self) -> None:
+        """Begins to read partitions that were added to the topic; tries again later if no broker answers."""
+        self._looked = time.monotonic()
+        try:
+            added = [each for each in self._partitions_now(1.0) if each not in self._offsets]
+            self._offsets |= {each: self._bounds(each)[0] for each in added}
+        except (self._kafka.KafkaException, OSError):
+            return
+        if added:
+            self._partitions = sorted(self._offsets)
+            logger.warning("topic %r has new partitions, which are read from their beginning: %s", self._topic, added)
+            self._assign(self._offsets)
+
     def _gather(self, messages: list[Any]) -> None:
         """Groups messages into one chunk per partition."""
         samples: dict[int, list[bytes]] = {}
@@ -124,7 +154,7 @@ class KafkaSource:
                 out_of_range.add(message.partition())
             elif error.code() != self._kafka.KafkaError._PARTITION_EOF:
                 self.counters["errors"] += 1
-                logger.warning("Kafka: %s", error)
+                self._log.log(logging.WARNING, "Kafka: %s", error.str())
         for number, values in samples.items():
             start, self._offsets[number] = self._offsets[number], ends[number]
             lost = self._lost.pop(number, 0)
@@ -140,7 +170,7 @@ class KafkaSource:
         if offset > end:
             raise ValueError(
                 f"partition {number} of {self._topic!r} ends at offset {end}, but was read up to {offset}: the topic "
-                "was re-created; start without the saved position"
+                "was re-created, or Kafka lost its end; start without the saved position"
             )
         lost = first - offset
         logger.warning("%d messages of %r, partition %d, were deleted before they were read", lost, self._topic, number)
@@ -159,3 +189,18 @@ class KafkaSource:
             )
         except self._kafka.KafkaException as error:
             raise OSError(f"cannot get the offsets of {self._topic!r}: {error}") from error
+
+
+class _SeldomLogger:
+    """Passes messages on, of which warnings and errors that begin with the same argument only now and then."""
+
+    def __init__(self) -> None:
+        self._next: dict[object, float] = {}
+
+    def log(self, level: int, text: str, *values: object) -> None:
+        now = time.monotonic()
+        if level >= logging.WARNING:
+            if now < self._next.get(values[0], now):
+                return
+            self._next[values[0]] = now + WARNING_SECONDS
+        logger.log(level, text, *values)

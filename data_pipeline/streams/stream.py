@@ -28,13 +28,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from cowrec.data_pipeline.codec.codec import SampleCodec, sample_block
-from cowrec.data_pipeline.dataset.batch import Batch
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.encoding.dense import count_bounded
@@ -46,6 +45,9 @@ from .position import Position
 from .reorder import RecentIds
 from .source import Chunk, SampleSource
 from .stream_time import follow
+
+if TYPE_CHECKING:
+    from cowrec.data_pipeline.dataset.batch import Batch
 
 CHUNK_SAMPLES = 1 << 13
 """Maximum samples per poll."""
@@ -72,7 +74,7 @@ class StreamBatch:
         return sample_block(self.table, self.schema)
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> "Batch":
         """The samples as the batch of one process; each of several processes takes a slice of `block` instead."""
         return self.block.batch(self.schema, len(self.block))
 

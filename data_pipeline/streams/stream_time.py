@@ -48,6 +48,8 @@ def follow(times: np.ndarray, latest: np.ndarray, newest: int | None, lateness: 
         lateness: seconds; times that are ahead by less are no outliers.
     """
     start, slack = _NO_TIME if newest is None else newest, max(lateness, SLACK_SECONDS)
+    # Some arrays are read-only. The loop would be compiled for each kind while it trains, which takes seconds.
+    times, latest = (np.require(each, np.int64, ["C", "W"]) for each in (times, latest))
     return Followed(*_follow(times, latest, start, slack), np.concatenate([latest, times])[-WINDOW:])
 
 

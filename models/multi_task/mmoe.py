@@ -1,10 +1,9 @@
 """Multi-gate mixture of experts (Ma et al., KDD 2018): experts that all tasks share, and a gate and tower for each."""
 
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import Mlp
 from cowrec.models.options import Size, Sizes
 
@@ -33,7 +32,7 @@ class MMoE(nn.Module):
         self.gates = nn.ModuleList(Gate(front.width, experts) for _ in range(num_tasks))
         self.towers = Towers(num_tasks, config.hidden[-1], tower, config.dropout)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B, T], or [B] of one task, of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse).flat
         outputs = [expert(x) for expert in self.experts]

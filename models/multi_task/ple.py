@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import Mlp
 from cowrec.models.options import Size, Sizes
 
@@ -99,7 +98,7 @@ class PLE(nn.Module):
         self.towers = Towers(num_tasks, config.hidden[-1], tower, config.dropout)
         self._num_tasks = num_tasks
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B, T], or [B] of one task, of dense features [B, N] and the fields' ids."""
         inputs = [self.front(dense, sparse).flat] * (self._num_tasks + 1)
         for level in self.levels:

@@ -1,10 +1,9 @@
 """Shared bottom (Caruana 1997): one MLP, and a tower for each task."""
 
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import Mlp
 from cowrec.models.options import Sizes
 
@@ -28,6 +27,6 @@ class SharedBottom(nn.Module):
         self.towers = Towers(num_tasks, config.hidden[-1], tower, config.dropout)
         self._num_tasks = num_tasks
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B, T], or [B] of one task, of dense features [B, N] and the fields' ids."""
         return self.towers([self.mlp(self.front(dense, sparse).flat)] * self._num_tasks)

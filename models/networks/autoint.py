@@ -7,10 +7,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import FieldEmbeddings, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
@@ -78,7 +77,7 @@ class AutoInt(nn.Module):
         inputs = (front.width - front.num_dense) // front.embedding_dim + front.num_dense
         self.output = LogitKernel(inputs * widths[-1] + (config.hidden[-1] if deep else 0), bias=True)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         parts = [self.interacting(self.embeddings(x.rows, dense)).flatten(1)]

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import LinearPart, LogitKernel, Mlp
 from cowrec.models.options import Size
 
@@ -29,7 +28,7 @@ class CrossAndDeep(nn.Module):
         self.mlp = Mlp(front.width, config.hidden, config.dropout)
         self.output = LogitKernel(front.width + config.hidden[-1])
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         both = torch.cat([self.cross(x.flat), self.mlp(x.flat)], dim=1)

@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import LinearPart, LogitKernel, Mlp
 
 
@@ -25,7 +24,11 @@ class PairwiseProducts(nn.Module):
         self._embedding_dim = embedding_dim
 
     def forward(self, rows: Tensor) -> Tensor:
-        return _PairwiseProducts.apply(rows, self._embedding_dim)
+        if not torch.is_inference_mode_enabled():
+            return _PairwiseProducts.apply(rows, self._embedding_dim)
+        # Few operations on contiguous rows. Two are those of the front, which a recording has once.
+        total, flat = rows.sum(1).narrow(1, 0, self._embedding_dim), rows.narrow(2, 0, self._embedding_dim).flatten(1)
+        return 0.5 * ((total * total).sum(1) - (flat * flat).sum(1))
 
 
 class _PairwiseProducts(torch.autograd.Function):
@@ -61,7 +64,7 @@ class DeepFM(nn.Module):
         self.mlp = Mlp(front.width, config.hidden, config.dropout)
         self.output = LogitKernel(config.hidden[-1])
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         return self.linear(x.wide, dense) + self.pairs(x.rows) + self.output(self.mlp(x.flat))

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import LogitKernel, Mlp
 from cowrec.models.options import Sizes
 
@@ -36,7 +35,7 @@ class DLRM(nn.Module):
         self.mlp = Mlp(width, config.hidden, config.dropout)
         self.output = LogitKernel(config.hidden[-1], bias=True)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         vectors, parts = x.rows[:, :, : self.front.embedding_dim], []

@@ -5,10 +5,9 @@ Sizes: B samples, K = F * D + N width of the features, H heads.
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size, Sizes
 
@@ -93,7 +92,7 @@ class FinalMlp(nn.Module):
         self.streams = nn.ModuleList(Mlp(front.width, widths, config.dropout) for widths in hidden)
         self.fusion = BilinearFusion(hidden[0][-1], hidden[1][-1], heads)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse).flat
         first, second = (mlp(gate(x)) for gate, mlp in zip(self.gates, self.streams, strict=True))

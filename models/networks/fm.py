@@ -1,10 +1,9 @@
 """Factorization machine (Rendle 2010): a linear model and all pairwise products of embeddings."""
 
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import LinearPart
 
 from .deepfm import PairwiseProducts
@@ -24,7 +23,7 @@ class FM(nn.Module):
         self.pairs = PairwiseProducts(front.embedding_dim)
         self.linear = LinearPart(front.num_dense)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         return self.linear(x.wide, dense) + self.pairs(x.rows)

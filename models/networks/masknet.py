@@ -9,10 +9,9 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import FieldEmbeddings, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
@@ -74,7 +73,7 @@ class _MaskNet(nn.Module):
         self.normalised = NormalisedFields(fields, front.embedding_dim)
         self.width = fields * front.embedding_dim
 
-    def inputs(self, dense: Tensor, sparse: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, dense: Tensor, sparse: Sparse) -> tuple[Tensor, Tensor]:
         embeddings = self.embeddings(self.front(dense, sparse).rows, dense)
         return embeddings.flatten(1), self.normalised(embeddings)
 
@@ -94,7 +93,7 @@ class SerialMaskNet(_MaskNet):
         self.blocks = nn.ModuleList(MaskBlock(self.width, width, output, reduction) for width, output in widths)
         self.output = LogitKernel(config.hidden[-1], bias=True)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         e, x = self.inputs(dense, sparse)
         for block in self.blocks:
@@ -127,7 +126,7 @@ class ParallelMaskNet(_MaskNet):
         self.mlp = Mlp(blocks * block_width, config.hidden, config.dropout)
         self.output = LogitKernel(config.hidden[-1], bias=True)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         e, x = self.inputs(dense, sparse)
         return self.output(self.mlp(torch.cat([block(e, x) for block in self.blocks], dim=1)))

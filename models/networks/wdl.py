@@ -1,10 +1,9 @@
 """Wide & Deep (arXiv 1606.07792): a linear model beside an MLP."""
 
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import LinearPart, LogitKernel, Mlp
 
 
@@ -23,7 +22,7 @@ class WideDeep(nn.Module):
         self.mlp = Mlp(front.width, config.hidden, config.dropout)
         self.output = LogitKernel(config.hidden[-1])
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         return self.linear(x.wide, dense) + self.output(self.mlp(x.flat))

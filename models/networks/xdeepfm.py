@@ -7,10 +7,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.models.config import ModelConfig
-from cowrec.models.front import Front
+from cowrec.models.front import Front, Sparse
 from cowrec.models.layers import LinearPart, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Sizes
 
@@ -64,7 +63,7 @@ class XDeepFM(nn.Module):
         self.mlp = Mlp(front.width, config.hidden, config.dropout)
         self.output = LogitKernel(sum(maps) + config.hidden[-1])
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         interactions = self.interactions(x.rows[:, :, : self.front.embedding_dim])

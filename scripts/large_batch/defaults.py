@@ -27,7 +27,7 @@ from cowrec.trainer.measures.logistic_regression import LogisticRegression
 from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.build import derived_hyperparameters
+from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
 from cowrec.trainer.training.dataloading import Readers
 from cowrec.trainer.training.evaluation import predicted_samples
 from cowrec.trainer.training.schedule import Schedule

@@ -153,19 +153,22 @@ class IdTables:
         return {name: row[table == number] for number, name in enumerate(self._configs)}
 
     def ids_of(self, table: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Id and number of the feature, int64 [n], of rows of a table, and whether they have any; in one process.
+        """Id and number of the feature, int64 [n], of rows of a table, and whether they have an id of this rank.
 
         The reserved rows have none.
         """
-        number = list(self._configs).index(table)
-        locations = self._layout.locations
-        segments = (locations["table"] == number).nonzero()[0]
-        segments = segments[np.argsort(locations["first_row"][segments])]  # in the order of their rows
-        segment, row = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), self._layout.mapping.tables["capacity"][number])
-        records = self._memory.records[locations["first_record"][segments[segment]] + row]
-        used = self._memory.states["used"][segments[segment]]
-        resident = (rows >= RESERVED_ROWS) & (row < used) & (records["feature"] != FREE)
-        return records["id"], records["feature"].astype(np.int64), resident
+        number, locations = list(self._configs).index(table), self._layout.locations
+        settings, held = self._layout.mapping.tables[number], (locations["table"] == number).nonzero()[0]
+        own = np.full(settings["segments"], -1)  # index in ``locations`` of each segment of the table
+        own[(locations["first_row"][held] - RESERVED_ROWS) // settings["capacity"]] = held
+        segment, row = np.divmod(np.maximum(rows - RESERVED_ROWS, 0), settings["capacity"])
+        mine = ((rows >= RESERVED_ROWS) & (own[segment] >= 0)).nonzero()[0]
+        own, row = own[segment[mine]], row[mine]
+        records, used = self._memory.records[locations["first_record"][own] + row], self._memory.states["used"][own]
+        (ids, features), resident = np.zeros((2, len(rows)), np.int64), np.zeros(len(rows), bool)
+        ids[mine], features[mine] = records["id"], records["feature"]
+        resident[mine] = (row < used) & (records["feature"] != FREE)
+        return ids, features, resident
 
     def entries(self, table: str) -> Entries:
         """This rank's ids of a table that are not expired."""

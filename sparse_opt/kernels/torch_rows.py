@@ -180,8 +180,9 @@ def sums_of_ranks(rows: RowSums, group: ProcessGroup) -> RowSums:
     """
     own = torch.stack([rows.start, rows.table, rows.counts.count], dim=1).double()
     packed = torch.cat([own, rows.sums], dim=1)[rows.counts.real]
-    sizes = [packed.new_empty(1) for _ in range(group.size())]
-    dist.all_gather(sizes, packed.new_tensor([len(packed)]), group=group)
+    own_size = torch.tensor([len(packed)], device=packed.device)
+    sizes = [torch.empty_like(own_size) for _ in range(group.size())]
+    dist.all_gather(sizes, own_size, group=group)
     lengths = [int(size) for size in sizes]
     padded = packed.new_zeros(max(lengths), packed.shape[1])
     padded[: len(packed)] = packed

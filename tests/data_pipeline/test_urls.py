@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.data_pipeline.remote import is_remote
 from cowrec.data_pipeline.streams.open import open_sink, open_source
 from cowrec.data_pipeline.urls import without_credentials

@@ -1,7 +1,12 @@
-"""Open-loop load: latency starts at the scheduled time of a request, and unanswered requests are counted."""
+"""Open-loop load: latency starts at the scheduled time of a request, and unanswered requests are counted.
+
+A closed loop sends each request when a connection is free. Serving beside peers uses it; their predictions agree.
+"""
 
 import asyncio
 import importlib
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from trainer_cases import ENVIRONMENT
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -70,3 +77,52 @@ def test_refusals_and_lost_connections_have_no_latency(open_loop: Any) -> None:
     busy = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
     found = outcome(open_loop, lambda seen: {3: busy, 5: None}.get(seen, ANSWER), rate=200)
     assert (len(found.latencies), found.statuses) == (18, {503: 1, -1: 1})
+
+
+def test_a_closed_loop_sends_after_answers(open_loop: Any) -> None:
+    """Two connections: at most two requests are on their way; each is answered with what it asked for."""
+    on_their_way = most = 0
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal on_their_way, most
+        while await reader.read(1000):
+            on_their_way += 1
+            most = max(most, on_their_way)
+            await asyncio.sleep(0)
+            on_their_way -= 1
+            writer.write(ANSWER)
+
+    async def run() -> Any:
+        server = await asyncio.start_server(client, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            return await open_loop.closed_loop("127.0.0.1", port, [open_loop.request_bytes("/", b"{}")], 50, 2)
+
+    found = open_loop.run_loop(run())
+    assert (len(found.latencies), found.scheduled, found.statuses) == (50, 50, {})
+    assert most <= 2
+    assert found.client_cpu > 0
+
+
+def test_runtimes_are_asked_for_the_same_predictions(tmp_path: Path) -> None:
+    output = tmp_path / "lines.jsonl"
+    options = ["--runtimes", "cowrec,torch.export,no such", "--samples", "1,3", "--rounds", "1", "--seconds", "0.1"]
+    command = [sys.executable, "-m", "scripts.peers.bench_serving", "--output", str(output), "--rows", "500", *options]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).resolve().parents[2],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no such is left out, it is none of" in done.stdout
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    shown = [(line["runtime"], line["samples"], line["shared_fields"]) for line in lines]
+    each = [("cowrec", False), ("torch.export", False)]
+    assert shown == [(name, 1, shared) for name, shared in each] + [
+        (name, 3, shared) for name, shared in [*each, ("cowrec", True)]
+    ]
+    assert all(line["p99_ms"] >= line["p50_ms"] > 0 and line["difference"] < 1e-5 for line in lines)

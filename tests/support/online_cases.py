@@ -1,7 +1,12 @@
 """Small drifting data and streams for the tests of online training."""
 
+import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +14,10 @@ import pyarrow.parquet as pq
 from cowrec.data_pipeline import synthesize_drifting
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
 from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.online.loop import online
+from process_groups import in_processes
+from trainer_cases import free_port, launched_as
 
 CONFIG = """
 [model]
@@ -67,3 +76,49 @@ def write_stream(folder: Path, tables: Sequence[pa.Table], *, first: int = 0, en
         partial.rename(folder / f"{number:06d}.parquet")
     if end:
         (folder / "_END").touch()
+
+
+def online_case(case: dict[str, Any]) -> str:
+    """Trains one case on its stream; returns "ok", or the message of its error.
+
+    A case has ``folder`` (of `make_case`), ``source``, ``run_dir``, ``set``, and optionally ``publish``, ``resume``,
+    ``path`` (of modules), and ``later``: a folder whose files join the stream after ``later_seconds``.
+    """
+    folder, arrival = Path(case["folder"]), None
+    if "path" in case and case["path"] not in sys.path:
+        sys.path.insert(0, case["path"])
+    if "later" in case and os.environ.get("RANK", "0") == "0":
+        arrival = Timer(case["later_seconds"], _join_stream, (Path(case["later"]), Path(case["source"])))
+        arrival.start()
+    given = {"publish": case.get("publish"), "resume": case.get("resume", False)}
+    try:
+        config = load_config(folder / "run.toml", case["set"])
+        online(config, folder / "data", case["source"], Path(case["run_dir"]), **given)
+    except (ValueError, OSError) as error:
+        return str(error)
+    finally:
+        if arrival:
+            arrival.join()
+    return "ok"
+
+
+def _join_stream(later: Path, source: Path) -> None:
+    for file in sorted(later.iterdir(), key=lambda each: (each.name == "_END", each.name)):
+        file.rename(source / file.name)
+
+
+def online_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> list[list[str]]:
+    """Trains cases one after the other, in processes as torchrun would start them; returns each rank's outcomes."""
+    ports = [free_port() for _ in cases]  # in the store of one group the next would find its keys
+    in_processes(_online_cases, (cases, file, processes, ports), processes)
+    return [json.loads(file.with_suffix(f".rank{rank}").read_text()) for rank in range(processes)]
+
+
+def _online_cases(rank: int, cases: Sequence[dict[str, Any]], file: Path, processes: int, ports: Sequence[int]) -> None:
+    outcomes = []
+    for case, port in zip(cases, ports, strict=True):
+        launched_as(rank, processes, port)
+        outcomes.append(online_case(case))
+    file.with_suffix(f".rank{rank}").write_text(json.dumps(outcomes))
+    sys.stdout.flush()
+    os._exit(0)  # see process_groups.process_group

@@ -24,7 +24,7 @@ def in_processes(function: Callable[..., None], arguments: tuple[Any, ...], proc
     with a GPU: no process can use it that was forked after FBGEMM has asked for it.
     """
     torch.multiprocessing.start_processes(
-        _in_one_thread, (function, *arguments), processes, start_method=_prepared_method()
+        _in_one_thread, (function, *arguments), processes, start_method=prepared_method()
     )
 
 
@@ -32,7 +32,7 @@ def start_in_processes(
     function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
 ) -> list[multiprocessing.process.BaseProcess]:
     """Starts processes as :func:`in_processes` does, and returns them; each has arguments of its own."""
-    context: Any = multiprocessing.get_context(_prepared_method())
+    context: Any = multiprocessing.get_context(prepared_method())
     processes = [
         context.Process(target=_in_one_thread, args=(rank, function, *own), daemon=True)
         for rank, own in enumerate(arguments)
@@ -42,9 +42,13 @@ def start_in_processes(
     return processes
 
 
-def _prepared_method() -> str:
+def prepared_method() -> str:
+    """Start method of processes, by which they have the libraries at once where that is possible."""
     method = "spawn" if torch.cuda.is_available() else "forkserver"
-    multiprocessing.set_forkserver_preload(["cowrec.trainer.training.loop", "torch.distributed.checkpoint"])
+    multiprocessing.set_forkserver_preload(
+        [f"cowrec.trainer.{name}" for name in ("cli.main", "online.loop", "serving.server")]
+        + [f"torch.distributed.{name}" for name in ("checkpoint", "run")]
+    )
     return method
 
 

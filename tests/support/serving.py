@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from prometheus_client.parser import text_string_to_metric_families
 
+from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.training.loop import train
@@ -49,12 +50,25 @@ def predictions(folder: Path, run: str) -> np.ndarray:
 
 
 class Serving:
-    """The process, and requests to it."""
+    """The process, and requests to it.
 
-    def __init__(self, export_dir: Path, *options: str, port: int | None = None) -> None:
+    Args:
+        export_dir: what is served.
+        options: of the command.
+        port: where it listens.
+        imports: whether it imports its libraries, as the command that users start.
+    """
+
+    process: Forked | subprocess.Popen[str]
+
+    def __init__(self, export_dir: Path, *options: str, port: int | None = None, imports: bool = False) -> None:
         self.port = port or free_port()
-        command = [sys.executable, "-m", "cowrec.trainer", "serve", str(export_dir), "--port", str(self.port), *options]
-        self.process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        command = ["serve", str(export_dir), "--port", str(self.port), *options]
+        if imports:
+            launched = [sys.executable, "-m", "cowrec.trainer", *command]
+            self.process = subprocess.Popen(launched, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        else:
+            self.process = Forked(*command)
 
     def ask(self, method: str, path: str, body: Any = None, port: int | None = None) -> tuple[int, Any]:
         """Status and content of a response; bytes are sent unchanged, other bodies as JSON."""
@@ -86,16 +100,16 @@ class Serving:
         return found
 
     def wait_for(self, key: str, value: Any) -> dict[str, Any]:
-        """Waits until `key` of the health has that value; returns the health."""
-        deadline = time.monotonic() + DEADLINE
+        """Waits until `key` of the health has that value; returns the health. A version must be able to predict."""
+        deadline, health = time.monotonic() + DEADLINE, {}
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()[1]
             with contextlib.suppress(OSError):
                 health = self.health()
-                if health.get(key) == value:
+                if health.get(key) == value and (key != "version" or health["status"] != "waiting"):
                     return health
             time.sleep(0.02)
-        raise AssertionError(f"{key} did not become {value!r} in {DEADLINE:g} s")
+        raise AssertionError(f"{key} did not become {value!r} in {DEADLINE:g} s: {health}")
 
     def send(self, number: signal.Signals) -> tuple[int, str]:
         """Sends a signal that ends it; returns its exit code and stderr."""
@@ -105,15 +119,17 @@ class Serving:
 
 
 @contextmanager
-def serving(export_dir: Path, *options: str, port: int | None = None, status: str = "ok") -> Iterator[Serving]:
+def serving(
+    export_dir: Path, *options: str, port: int | None = None, status: str = "ok", imports: bool = False
+) -> Iterator[Serving]:
     """Starts a service and waits until it has a status; kills it at the end if it still runs."""
-    server = Serving(export_dir, *options, port=port)
+    server = Serving(export_dir, *options, port=port, imports=imports)
     try:
         server.wait_for("status", status)
         yield server
     finally:
         server.process.kill()
-        server.process.communicate()
+        server.process.wait()
 
 
 def unfinished(server: Serving) -> tuple[socket.socket, bytes]:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,12 @@ def torchrun(processes: int) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port on which nobody listens; not one of those that the system gives to connections, which may take it soon."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("localhost", port))
+            return port
 
 
 def train_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import cowrec.sparse_opt.versions as versions
 import cowrec.trainer.__main__ as command
-from command_line import exit_code
+from commands.command_line import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 

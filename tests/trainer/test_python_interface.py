@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import cowrec.trainer
-from command_line import exit_code
+from commands.command_line import exit_code
 from process_groups import in_processes
 from trainer_cases import TEST_ROWS, config_file, make_data
 

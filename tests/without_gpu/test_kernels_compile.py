@@ -127,11 +127,23 @@ def launch(variant: Variant) -> None:
     rows.count(results, per_table, per_table)
 
 
-# All variants on Hopper; those on the others that differ most from each other.
+# All variants on Hopper; those on the others that differ most from each other, of which --thorough compiles more.
 every_variant = pytest.mark.parametrize(
     ("architecture", "variant"),
-    [(90, variant) for variant in VARIANTS]
-    + [(each, name) for each in (80, 100) for name in ("odd batch", "width 16, weighted int64 ids", "width 600")],
+    [
+        *((90, variant) for variant in VARIANTS),
+        (80, "width 600"),
+        (100, "width 16, weighted int64 ids"),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in [
+                (80, "odd batch"),
+                (80, "width 16, weighted int64 ids"),
+                (100, "odd batch"),
+                (100, "width 600"),
+            ]
+        ),
+    ],
 )
 
 

@@ -31,7 +31,7 @@ from cowrec.trainer.runtime.environment import launched_rank, launched_world_siz
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
-from cowrec.trainer.sharded_model.build import dense_parameters, set_product_precision, sharded_task
+from cowrec.trainer.sharded_model.build import dense_parameters, set_product_precision, shard, train_task
 from cowrec.trainer.training.pipeline import pipeline_of
 
 from .case_runner import speed
@@ -191,7 +191,7 @@ def build_mlperf(case: MLPerfCase, process: Process) -> DistributedModelParallel
     ]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     network = ClickDCN(collection, DENSE_FEATURES, BOTTOM_MLP, TOP_MLP, CROSS_LAYERS, CROSS_RANK)
-    return sharded_task(network, config, process)
+    return shard(train_task(network, config, process), config, process)
 
 
 def make_batch(table_rows: tuple[int, ...], global_batch_size: int, process: Process, seed: int) -> Batch:

@@ -21,13 +21,9 @@ from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.build import (
-    build_sharded,
-    dense_parameters,
-    derived_hyperparameters,
-    embedding_optimizer,
-)
+from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
 from cowrec.trainer.training.captured_steps import why_not_captured
 from cowrec.trainer.training.pipeline import Pipeline, pipeline_of
 from cowrec.trainer.training.sequential_steps import SequentialSteps

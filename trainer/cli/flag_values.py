@@ -2,10 +2,17 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from cowrec.trainer.config.nearest_name import hint
+from cowrec.trainer.signing import SigningKey, read_key
+
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File of the secret key that exports, versions and pins are signed with. [they are not signed]"),
+]
 
 
 def parse_list(text: str) -> list[str]:
@@ -51,6 +58,11 @@ def parse_number(digits: str, what: str, text: str | None = None) -> int:
     if not digits.isdecimal():
         raise ValueError(f"{what}; got {text or digits!r}")
     return int(digits)
+
+
+def key_of(path: Path | None) -> SigningKey | None:
+    """Reads the key of --key-file, if it is given."""
+    return None if path is None else read_key(path)
 
 
 def parse_local(text: str) -> Path:

@@ -3,6 +3,7 @@
 Commands import what they need when they run, so that ``--help`` is fast.
 """
 
+import logging
 import os
 import sys
 import traceback
@@ -12,16 +13,20 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, is_message, message_of
+from cowrec.trainer.runtime.service_log import log_end
 
 from . import (
     bench_command,
     config_command,
     data_commands,
     model_commands,
+    plan_command,
     plot_command,
     schema_command,
+    serve_commands,
     train_commands,
     tune_command,
+    versions_command,
 )
 
 app = typer.Typer(
@@ -36,7 +41,10 @@ for commands in (
     data_commands,
     train_commands,
     tune_command,
+    plan_command,
     model_commands,
+    serve_commands,
+    versions_command,
     plot_command,
     bench_command,
 ):
@@ -73,15 +81,17 @@ def main() -> None:
         _exit(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except Interrupted as stop:
         # All processes stop at the same step, and one of them reports it.
-        if launched_rank() == 0:
+        if launched_rank() == 0 and log_end(logging.INFO, str(stop)):
             print(f"cowrec: {stop}", file=sys.stderr)
         _exit(130)
     except Exception as error:
         if not is_message(error):
-            traceback.print_exc()
+            if log_end(logging.CRITICAL, "a bug ends the command", error):
+                traceback.print_exc()
             _exit(1)
         rank = f" (rank {launched_rank()})" if launched_world_size() > 1 else ""
-        print(f"cowrec{rank}: error: {message_of(error)}", file=sys.stderr)
+        if log_end(logging.CRITICAL, message_of(error)):
+            print(f"cowrec{rank}: error: {message_of(error)}", file=sys.stderr)
         _exit(2)
 
 

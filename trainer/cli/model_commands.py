@@ -1,4 +1,4 @@
-"""The commands that use a trained model: ``cowrec evaluate | predict | export | serve``."""
+"""The commands that use a trained model: ``cowrec evaluate | predict | export``."""
 
 import sys
 from enum import StrEnum
@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.console import show_log
 from cowrec.trainer.runtime.environment import launched_rank
 
-from .flag_values import parse_local
+from .flag_values import KeyFile, parse_local
 
 app = typer.Typer()
 
@@ -91,6 +90,7 @@ def export(
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a path or s3://BUCKET/EXPORT.")],
     precision: Annotated[PrecisionName, typer.Option(help="Precision of the tables.")] = PrecisionName.float32,
     checkpoint: Checkpoint = "",
+    key_file: KeyFile = None,
 ) -> None:
     """Exports a run's model for serving: tables, network, schema, vocabularies, and a manifest of these files.
 
@@ -100,81 +100,6 @@ def export(
     """
     from cowrec.trainer.export.export import export_run
 
-    manifest = export_run(run_dir, output, precision.value, checkpoint=checkpoint)
+    manifest = export_run(run_dir, output, precision.value, checkpoint=checkpoint, key_file=key_file)
     size = sum(each[0] for each in manifest.files.values())
     print(f"{output}: step {manifest.step}, {size:,} bytes, logits within {manifest.logits_error:.2g}")
-
-
-MaxAge = Annotated[
-    float | None,
-    typer.Option(help="Seconds since a version was published, after which /readyz is 503. [any]"),
-]
-HealthPort = Annotated[
-    int | None,
-    typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /health, /metrics. [none]"),
-]
-ClientConnections = Annotated[
-    int, typer.Option(help="Most open connections from one address; a proxy in front is one address.")
-]
-TimeoutMs = Annotated[
-    float, typer.Option(help="Time from a request's arrival to its prediction; a request may ask for less.")
-]
-
-
-@app.command()
-def serve(
-    export_dir: Annotated[str, typer.Argument(help="Folder of an exported model: a path or s3://BUCKET/EXPORT.")],
-    follow: Annotated[
-        str | None,
-        typer.Option(help="Publication whose new versions to apply: folder, or redis://HOST:PORT."),
-    ] = None,
-    max_age: MaxAge = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is reachable from other machines.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    health_port: HealthPort = None,
-    max_request_bytes: Annotated[int, typer.Option(help="Largest body of a request.")] = 1 << 20,
-    max_samples: Annotated[int, typer.Option(help="Most samples in a request.")] = 1000,
-    max_concurrent: Annotated[int, typer.Option(help="Most concurrent requests; further ones are refused.")] = 256,
-    max_connections: Annotated[int, typer.Option(help="Most open connections.")] = 512,
-    max_client_connections: ClientConnections = 256,
-    request_seconds: Annotated[float, typer.Option(help="Time for a request to arrive.")] = 10.0,
-    timeout_ms: TimeoutMs = 1000.0,
-) -> None:
-    """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).
-
-    A sample is a JSON object of the raw columns; a request is one sample or a list of samples.
-
-    Example: `cowrec serve exports/criteo --follow published`
-
-    Example: `curl localhost:8000/predict --data '{"I1": 3, "C1": "68fd1e64", ...}'`
-    """
-    from cowrec.trainer.runs.remote_run import local_copy
-
-    try:
-        from cowrec.trainer.serving.limits import Limits
-        from cowrec.trainer.serving.server import serve as run
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'cowrec[serve]'"
-        raise ImportError(f"serve requires {error.name}, which is not installed: {remedy}") from error
-
-    show_log("%(asctime)s cowrec: %(message)s")
-    limits = Limits(
-        max_request_bytes,
-        max_samples,
-        max_concurrent,
-        max_connections,
-        max_client_connections,
-        request_seconds,
-        timeout_ms,
-    )
-    run(
-        local_copy(export_dir, "export"),
-        follow,
-        host=host,
-        port=port,
-        health_port=health_port,
-        limits=limits,
-        max_age=max_age,
-    )

@@ -1,10 +1,13 @@
-"""The flags that describe a run: its TOML file, overrides, data set and folder."""
+"""Flags of several commands: those that describe a run, and those of the log of commands that run for months."""
 
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .flag_values import parse_local
 
 RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]
 TrainData = Annotated[
@@ -17,6 +20,20 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value, overrides the TOML file; repeatable.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; start one if there is none.")]
+
+
+class LogFormName(StrEnum):
+    text = "text"
+    json = "json"
+
+
+LogForm = Annotated[LogFormName, typer.Option("--log-format", help="Form of the log: lines of text, or JSON lines.")]
+LogFile = Annotated[
+    Path | None,
+    typer.Option("--log-file", parser=parse_local, help="File for the log, which rotates. [standard error]"),
+]
+LogMaxBytes = Annotated[int, typer.Option(help="Size at which the log file is renamed to FILE.1; 0: never.")]
+LogBackups = Annotated[int, typer.Option(help="Number of renamed log files to keep.")]
 
 
 def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:

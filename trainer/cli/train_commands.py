@@ -6,9 +6,23 @@ from typing import Annotated
 import typer
 
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
+from cowrec.trainer.runtime.service_log import LogSettings, open_log
 
 from .flag_values import parse_batch_size, parse_list, parse_local
-from .run_flags import NewRunDir, Overrides, Resume, RunToml, TrainData, load_run, new_run_dir
+from .run_flags import (
+    LogBackups,
+    LogFile,
+    LogForm,
+    LogFormName,
+    LogMaxBytes,
+    NewRunDir,
+    Overrides,
+    Resume,
+    RunToml,
+    TrainData,
+    load_run,
+    new_run_dir,
+)
 
 app = typer.Typer()
 
@@ -59,6 +73,10 @@ def online(
     ] = None,
     overrides: Overrides = None,
     resume: Resume = False,
+    log_format: LogForm = LogFormName.text,
+    log_file: LogFile = None,
+    log_max_bytes: LogMaxBytes = LogSettings.max_bytes,
+    log_backups: LogBackups = LogSettings.backups,
 ) -> None:
     """Trains on samples as they arrive; predicts each before training on it, saves snapshots, publishes changes.
 
@@ -67,18 +85,24 @@ def online(
 
     Example: `cowrec online run.toml --data data/sample --source incoming --run-dir runs/live
     --publish published`
+
+    Several processes: `torchrun --nproc-per-node 8 -m cowrec.trainer online CONFIG.toml --source SOURCE --run-dir RUN`
     """
     from cowrec.data_pipeline.remote import require_local
     from cowrec.trainer.online.loop import online as run
     from cowrec.trainer.reports.text_table import speed_text
 
+    if run_dir is None and launched_world_size() > 1:
+        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
+    open_log(LogSettings(log_format.value, log_file, log_max_bytes, log_backups))
     if run_dir is None and resume:
         raise ValueError("--resume continues a run; name it with --run-dir")
     loaded, data_dir = load_run(config, overrides, data)
     why = "its journal is appended to with every batch"
     folder = require_local(run_dir, "--run-dir", why) if run_dir else new_run_dir(config)
     report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
-    print(f"{report['samples']:,} samples  {speed_text(report['samples_per_second'])}  run {folder}")
+    if launched_rank() == 0:
+        print(f"{report['samples']:,} samples  {speed_text(report['samples_per_second'])}  run {folder}")
 
 
 @app.command()

@@ -32,9 +32,15 @@ class OnlineConfig:
             left out are warned of.
         damaged_files: at a file of the source that cannot be read, "stop", or "skip" it with a warning.
         metrics_port: port on which Prometheus reads the metrics of the run; 0: none.
+        metrics_file_bytes: size at which `metrics.jsonl` becomes `metrics.jsonl.1`, and what was that is removed; 0: no
+            limit.
         metrics_host: address to listen on; by default the loopback address, which other machines cannot reach.
         publish_seconds: time between two publications of rows.
         dense_seconds: time between two publications of the dense weights.
+        keep_full_versions: full versions that a publication keeps, with the deltas after the oldest of them; servers
+            can be pinned to any of these.
+        key_file: file of a secret key that publications and the export in the run are signed with; the servers need the
+            same. Empty: they are not signed.
     """
 
     lateness: str = ""
@@ -50,9 +56,12 @@ class OnlineConfig:
     report_seconds: float = 60.0
     damaged_files: Literal["stop", "skip"] = "stop"
     metrics_port: int = 0
+    metrics_file_bytes: int = 64 << 20
     metrics_host: str = "127.0.0.1"
     publish_seconds: float = 5.0
     dense_seconds: float = 60.0
+    keep_full_versions: int = 2
+    key_file: str = ""
 
     def __post_init__(self) -> None:
         for key in ("lateness", "ahead", "window"):
@@ -63,9 +72,14 @@ class OnlineConfig:
             raise ValueError(f"online.most_waiting must be at least 1, got {self.most_waiting}")
         if not 0 <= self.metrics_port < 1 << 16:
             raise ValueError(f"online.metrics_port must be between 0 and 65535, got {self.metrics_port}")
-        for key in ("duplicates_window", "warmup_steps"):
+        for key in ("duplicates_window", "warmup_steps", "metrics_file_bytes"):
             if getattr(self, key) < 0:
                 raise ValueError(f"online.{key} must be at least 0, got {getattr(self, key)}")
+        if self.keep_full_versions < 2:
+            raise ValueError(
+                f"online.keep_full_versions must be at least 2, got {self.keep_full_versions}: a server that is behind"
+                " needs the last but one"
+            )
         for key in ("max_wait_seconds", "snapshot_seconds", "report_seconds", "publish_seconds", "dense_seconds"):
             if not 0 <= getattr(self, key) < inf:
                 raise ValueError(f"online.{key} must be at least 0 and finite, got {getattr(self, key)}")

@@ -5,9 +5,8 @@ manifest.json describes the folder; see manifest.py.
 
 import io
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
 from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, table_specs, tables_of
+from cowrec.trainer.signing import SigningKey, read_key
 from cowrec.trainer.training.saved_run import run_of, trained_state
 
 from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
@@ -61,55 +61,80 @@ class TrainedTable:
     hash_buckets: int = 0
 
 
-def export_run(run_dir: Place, output: Place, precision: Precision = "float32", *, checkpoint: str = "") -> Manifest:
+def export_run(
+    run_dir: Place,
+    output: Place,
+    precision: Precision = "float32",
+    *,
+    checkpoint: str = "",
+    key_file: str | Path | None = None,
+) -> Manifest:
     """Exports a run's model with the weights of a checkpoint, as :func:`evaluate_run` takes it, in one process.
 
-    ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last.
+    ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last. It is signed if
+    ``key_file`` is the file of a key, see :func:`read_key`.
 
     Returns:
         The manifest.
 
     Raises:
         ValueError: ``run_dir`` is not a run or has no usable checkpoint, ``output`` is not empty, a weight cannot be
-            represented in the precision, or there are several processes.
+            represented in the precision, the key cannot be read, or there are several processes.
         OSError: the disk is full; no file is left behind.
     """
     if launched_world_size() > 1:
         raise ValueError("export supports a single process only; start it without torchrun")
+    key = read_key(key_file) if key_file else None
     run_dir = local_copy(run_dir, "run")
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
         state, progress = trained_state(run_dir, process, checkpoint)
         weights = tables_of(state.model)
 
-        def rows_of(spec: TableSpec, rows: Tensor) -> Tensor:
-            return gathered_table(weights[spec.name], process).cpu()[rows]
+        def table(spec: TableSpec) -> TrainedTable:
+            rows = gathered_table(weights[spec.name], process).cpu()
+            if spec.ids.kind != "collisionless":
+                return trained_table(spec, rows)
+            assert state.id_tables is not None
+            columns = rows_and_ids(spec, state.id_tables)
+            return trained_table(spec, rows[columns[0]], columns)
 
-        tables = (trained_table(spec, state.id_tables, partial(rows_of, spec)) for spec in table_specs(schema, config))
+        tables = (table(spec) for spec in table_specs(schema, config))
         dense, vocabulary = dense_weights(state.model), run_dir / VOCABULARY
         with written_folder(output, last=MANIFEST) as folder:
-            return write_export(folder, config.model, schema, vocabulary, dense, tables, precision, step=progress.step)
+            model = (config.model, schema, vocabulary, dense, tables, precision)
+            return write_export(folder, *model, step=progress.step, key=key)
 
 
-def trained_table(spec: TableSpec, id_tables: IdTables | None, rows_of: Callable[[Tensor], Tensor]) -> TrainedTable:
-    """Collects all rows of a table that belong to ids, in one process.
+def rows_and_ids(spec: TableSpec, id_tables: IdTables, *, reserved: bool = True) -> Tensor:
+    """Rows of a collisionless table that belong to ids of this process, their ids, and the numbers of their features.
 
     Args:
         spec: the table.
-        id_tables: id tables of the run, if it has any.
-        rows_of: function from distinct rows, int64 [n], to their weights, float32 [n, P].
+        id_tables: id tables of the run.
+        reserved: begin with the reserved rows, whose ids are 0 and 1.
+
+    Returns:
+        int64 [3, n].
+    """
+    entries, first = id_tables.entries(spec.name), np.arange(RESERVED_ROWS if reserved else 0)
+    columns = ((first, entries.row), (first, entries.id), (np.zeros_like(first), entries.feature))
+    return torch.from_numpy(np.stack([np.concatenate(each) for each in columns]))
+
+
+def trained_table(spec: TableSpec, rows: Tensor, columns: Tensor | None = None) -> TrainedTable:
+    """Makes a table to export of its rows, float32 [n, P].
+
+    Args:
+        spec: the table.
+        rows: all rows; of a collisionless table those that belong to ids.
+        columns: of a collisionless table, what :func:`rows_and_ids` returns, int64 [3, n].
     """
     features, hashed = tuple(field.name for field in spec.fields), spec.ids.kind == "hash"
-    if spec.ids.kind != "collisionless":
-        rows = rows_of(torch.arange(spec.num_embeddings))
+    if columns is None:
         return TrainedTable(spec.name, features, rows, hash_buckets=spec.ids.capacity if hashed else 0)
-    assert id_tables is not None
-    entries, reserved = id_tables.entries(spec.name), np.arange(RESERVED_ROWS)
-    rows, ids = (torch.from_numpy(np.concatenate([reserved, each])) for each in (entries.row, entries.id))
-    feature = None
-    if len(features) > 1:
-        feature = torch.from_numpy(np.concatenate([np.zeros_like(reserved), entries.feature]))
-    return TrainedTable(spec.name, features, rows_of(rows), ids, feature)
+    _, ids, numbers = (column.clone() for column in columns)  # a file cannot have tensors that share memory
+    return TrainedTable(spec.name, features, rows, ids, numbers if len(features) > 1 else None)
 
 
 def dense_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -128,6 +153,7 @@ def write_export(
     *,
     step: int,
     sample_time: int | None = None,
+    key: SigningKey | None = None,
 ) -> Manifest:
     """Writes an export; the folder appears complete or not at all.
 
@@ -140,6 +166,7 @@ def write_export(
         tables: consumed one by one, so that only one has to be in memory.
         precision: of the tables.
         step, sample_time: see :class:`Manifest`.
+        key: to sign the manifest with.
 
     Returns:
         The manifest.
@@ -172,7 +199,7 @@ def write_export(
             library_versions() | {"torch": torch.__version__},
             own_code("model.name", config.name) if is_import_path(config.name) else None,
         )
-        write_file(folder / MANIFEST, manifest.to_json().encode())
+        manifest.save(folder, key)
     sync_folder(output.absolute().parent)
     return manifest
 

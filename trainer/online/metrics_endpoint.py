@@ -1,10 +1,12 @@
 """Prometheus endpoint of an online run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
     from prometheus_client.core import Metric
 
 COUNTERS = {
@@ -15,6 +17,7 @@ COUNTERS = {
 }
 GAUGES = {
     "samples_per_second": "Samples per second of the steps, without waiting for the stream.",
+    "reading_share": "Share of the busy time in which the first process reads and encodes samples.",
     "lag_seconds": "Now minus the newest sample time that was trained on.",
     "waiting_samples": "Samples that wait for their turn.",
     "window_auc": "Progressive AUC of the last complete window.",
@@ -23,6 +26,7 @@ GAUGES = {
     "seconds_since_publication": "Time since a version was last written, or since the start.",
 }
 STREAM = "cowrec_online_stream_samples"
+PATH = "/metrics"
 
 Readings = Callable[[], tuple[Mapping[str, float], Mapping[str, int]]]
 """Returns values of `COUNTERS` and `GAUGES`, which may lack some, and the counters of the stream."""
@@ -30,7 +34,7 @@ Readings = Callable[[], tuple[Mapping[str, float], Mapping[str, int]]]
 
 @contextmanager
 def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
-    """Serves ``GET /metrics`` in a thread; yields the port.
+    """Serves ``GET /metrics`` in a thread, and 404 for other paths; yields the port.
 
     Args:
         host: address to listen on.
@@ -59,6 +63,16 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
         raise OSError(
             f"the metrics cannot be served on {host}:{port} ({error.strerror}); set online.metrics_port to another port"
         ) from error
+    metrics_app = server.get_app()
+    assert metrics_app
+
+    def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        if environ["PATH_INFO"] == PATH:
+            return metrics_app(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"the metrics are at {PATH}\n".encode()]
+
+    server.set_app(app)
     try:
         yield server.server_port
     finally:

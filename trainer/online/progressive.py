@@ -71,7 +71,7 @@ class ProgressiveQuality:
         if self._open is not None:
             windows = windows.clamp_min(self._open)
         for window in windows.unique().tolist():
-            if self._open is not None and window > self._open:
+            if self._open is not None and window > self._open and not self.is_empty:
                 yield self.close()
             self._open = window
             self._logits.append(logits[windows == window])

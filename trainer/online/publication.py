@@ -1,37 +1,58 @@
 """Publication of an online run: rows that changed every few seconds, the dense weights less often.
 
-n rows, m deleted ids, P stored width of a table.
+What changed is copied between two steps, on the processes that store it, and brought together on the first process
+while training continues. n rows, m deleted ids, P stored width of a table.
 """
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import Flag
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.export.export import TrainedTable, dense_weights, trained_table, write_export
+from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange
-from cowrec.trainer.publishing.dirty_rows import DirtyRows, current_rows
-from cowrec.trainer.publishing.publisher import Publisher
-from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.publishing.current_rows import CurrentRows, TakenRows, assembled
+from cowrec.trainer.publishing.dirty_rows import DirtyRows
+from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
+from cowrec.trainer.publishing.target import DEADLINE, open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY
+from cowrec.trainer.runtime.peers import CHUNK, Peers
+from cowrec.trainer.runtime.processes import Process, from_first, on_first
 from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
+from cowrec.trainer.signing import SigningKey, read_key
 from cowrec.trainer.training.state import TrainState
+
+from .known_ids import KnownIds
 
 BASE = "base"
 """Folder in a run with the export that readers of its publications start from."""
 
 
+class Due(Flag):
+    """What is to be published."""
+
+    NOTHING = 0
+    ROWS = 1
+    DENSE = 2
+    EVERYTHING = 4
+
+
 class OnlinePublication:
     """Publishes the changes of a training state and writes the export that readers start from.
+
+    All processes call each method together, unless it says otherwise. The first one writes.
 
     Args:
         url: of the target.
@@ -39,10 +60,12 @@ class OnlinePublication:
         schema: of the data.
         state: its model is published.
         run_dir: receives the export, unless it has one.
+        process: this process.
         say: receives a warning when publications begin to fail.
 
     Raises:
         ValueError: the target does not work.
+        OSError: the export cannot be written.
     """
 
     def __init__(
@@ -52,28 +75,60 @@ class OnlinePublication:
         schema: Schema,
         state: TrainState,
         run_dir: Path,
+        process: Process,
         say: Callable[[str], None],
     ):
         self._config, self._state, self._say = config.online, state, say
         self._specs = table_specs(schema, config)
         self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
+        self._rows = CurrentRows(state.model, state.adam, process.rank)
+        # What is sent in the background must not interleave with what is not.
+        self._peers, self._background_peers = Peers(process), Peers(process)
+        self._background = ThreadPoolExecutor(1, "publication") if process.world_size > 1 else None
+        self._sending: Future[None] | None = None
         self._rows_due = self._dense_due = 0.0
         self._step = self._dense_step = -1
         """Steps after which rows, and the network, were published last."""
         self._failing = False
         self._version, self._written_at = 0, time.monotonic()
-        self._publisher = Publisher(open_target(url, publishing=True))
-        if not (run_dir / BASE).exists():
-            dense, tables = dense_weights(state.model), (self._table(spec) for spec in self._specs)
-            write_export(
-                run_dir / BASE, config.model, schema, Path(config.data.dir) / VOCABULARY, dense, tables, step=0
-            )
+        self._publisher: Publisher | None = None
 
-    @property
-    def is_due(self) -> bool:
-        """True if it is time for the next publication."""
-        return time.monotonic() >= self._rows_due
+        key: SigningKey | None = None
+
+        def open_publisher() -> None:
+            nonlocal key
+            key = read_key(config.online.key_file) if config.online.key_file else None
+            kept = PublicationConfig(keep_full=config.online.keep_full_versions)
+            self._publisher = Publisher(open_target(url, publishing=True), kept, key)
+
+        on_first(process, open_publisher)
+        if not from_first(process, (run_dir / BASE).exists):
+            vocabulary = Path(config.data.dir) / VOCABULARY
+            self._export(partial(write_export, run_dir / BASE, config.model, schema, vocabulary, key=key), process)
+
+    def _export(self, write: Callable[..., object], process: Process) -> None:
+        dense, tables = dense_weights(self._state.model), (self._table(spec) for spec in self._specs)
+
+        def write_first() -> None:
+            try:
+                write(dense, tables, step=0)
+            finally:
+                deque(tables, 0)  # the other processes send all tables, also if writing fails
+
+        if not process.is_first:
+            deque(tables, 0)
+        on_first(process, write_first)
+
+    def due(self, *, last: bool = False) -> Due:
+        """What it is time to publish, at the end of the stream if ``last``; on the first process."""
+        assert self._publisher is not None
+        now, full = time.monotonic(), self._publisher.wants_full
+        is_sending = self._sending is not None and not self._sending.done()
+        if not last and (now < self._rows_due or is_sending):
+            return Due.NOTHING
+        due = Due.ROWS | Due.EVERYTHING if full else Due.ROWS
+        return due | Due.DENSE if last or full or now >= self._dense_due else due
 
     def mark(self, rows: KeyedJaggedTensor) -> None:
         """Marks the rows of a translated batch that was trained on, and the rows that its translation freed."""
@@ -82,14 +137,14 @@ class OnlinePublication:
             for name, freed in self._state.id_tables.freed().items():
                 self._known[name].free(freed)
 
-    def publish(self, step: int, sample_time: int | None, *, with_dense: bool = False) -> None:
-        """Publishes all changes, if there are any since the last call that did.
+    def publish(self, due: Due, step: int, sample_time: int | None) -> None:
+        """Publishes what is due, if there are changes since the last call that did.
 
-        ``step`` and ``sample_time`` are those of the last batch, if there was one.
+        ``step`` and ``sample_time`` are those of the last batch, if there was one; the time on the first process.
         """
-        self._note_version()
-        now, full = time.monotonic(), self._publisher.wants_full
-        with_dense = with_dense or full or now >= self._dense_due
+        if self._publisher:
+            self._note_version(self._publisher)
+        now, with_dense, full = time.monotonic(), Due.DENSE in due, Due.EVERYTHING in due
         self._rows_due = now + self._config.publish_seconds
         if not full and step == (self._dense_step if with_dense else self._step):
             return
@@ -98,26 +153,42 @@ class OnlinePublication:
         if with_dense:
             self._dense_due, self._dense_step = now + self._config.dense_seconds, step
             dense = {name: value.clone().numpy() for name, value in dense_weights(self._state.model).items()}
-        dirty = self._dirty.take()
-        changed = {spec.name: self._changed(spec, dirty[spec.name]) for spec in self._specs}
-        everything = None
-        if full:
-            complete = {spec.name: _as_change(self._table(spec)) for spec in self._specs}
-            everything = Change(step, sample_time, complete, dense)
-        self._publisher.publish(Change(step, sample_time, changed, dense), everything)
+        dirty = self._dirty.take(self._peers)
+        ids = {name: self._ids(name, dirty[name]) for name in self._known}
+        changed = self._rows.take(dirty)
+        everything = {spec.name: self._take_all(spec) for spec in self._specs} if full else None
+        self.finish()
+        send = partial(self._send, partial(Change, step, sample_time, dense=dense), dirty, ids, changed, everything)
+        if self._background:
+            self._sending = self._background.submit(send)
+        else:
+            send()
+
+    def finish(self) -> None:
+        """Waits until the first process has everything that is to be published."""
+        if self._sending:
+            self._sending.result()
 
     def close(self) -> None:
-        """Waits briefly for pending publications."""
-        self._publisher.close()
-        self._note_version()
+        """Waits briefly for pending publications; each process by itself."""
+        if self._sending:
+            wait([self._sending], DEADLINE)
+        if self._background:
+            self._background.shutdown(wait=False)
+        if self._publisher:
+            self._publisher.close()
+            self._note_version(self._publisher)
 
     def readings(self) -> dict[str, float]:
-        """Failures, and seconds since a version was last written, as far as :meth:`publish` has noticed."""
+        """Failures, and seconds since a version was last written, as far as :meth:`publish` has noticed; on the first
+        process.
+        """
+        assert self._publisher is not None
         failures = self._publisher.counters()["failures"]
         return {"publication_failures": failures, "seconds_since_publication": time.monotonic() - self._written_at}
 
-    def _note_version(self) -> None:
-        counters = self._publisher.counters()
+    def _note_version(self, publisher: Publisher) -> None:
+        counters = publisher.counters()
         if counters["version"] != self._version:
             self._version, self._written_at = counters["version"], time.monotonic()
         error = counters["error"]
@@ -125,67 +196,94 @@ class OnlinePublication:
             self._say(f"warning: publishing fails ({error}); changes are kept and published later")
         self._failing = bool(error)
 
-    def _changed(self, spec: TableSpec, rows: Tensor) -> TableChange:
-        """Collects the dirty rows of a table and the ids that were deleted from it."""
-        if spec.name not in self._known:
-            return TableChange(rows.numpy(), self._weights(spec, rows).numpy())
-        tables = self._state.id_tables
-        assert tables is not None
-        ids, features, has_id = tables.ids_of(spec.name, rows.numpy())
-        reserved = rows.numpy() < RESERVED_ROWS
+    def _ids(self, name: str, rows: Tensor) -> "_ChangedIds":
+        """Ids, which this process holds, of the dirty rows of a table, and those that were deleted from it."""
+        assert self._state.id_tables is not None
+        ids, features, has_id = self._state.id_tables.ids_of(name, rows.numpy())
+        reserved = (rows.numpy() < RESERVED_ROWS) & self._peers.is_first
         ids, features = np.where(reserved, rows.numpy(), ids), np.where(reserved, 0, features)
         kept = has_id | reserved
-        rows, ids, features = rows[torch.from_numpy(kept)], ids[kept], features[kept]
-        deleted, deleted_features = self._known[spec.name].update(rows.numpy(), ids, features)
-        feature_columns = (features, deleted_features) if len(spec.fields) > 1 else (None, None)
-        return TableChange(ids, self._weights(spec, rows).numpy(), deleted, *feature_columns)
+        columns = (rows.numpy()[kept], ids[kept], features[kept])
+        deleted = self._known[name].update(*columns)
+        return _ChangedIds(*(torch.from_numpy(np.stack(each)) for each in (columns, deleted)))
+
+    def _take_all(self, spec: TableSpec) -> "_AllRows":
+        """Copies all rows of a table that belong to ids."""
+        if spec.name in self._known:
+            assert self._state.id_tables is not None
+            own = rows_and_ids(spec, self._state.id_tables, reserved=self._peers.is_first)
+            self._known[spec.name].set(*own.numpy())
+            chunks = self._peers.all_columns(own)
+        else:
+            rows = torch.arange(spec.num_embeddings)[None]
+            chunks = iter(rows.split(CHUNK if self._peers.count > 1 else spec.num_embeddings, 1))
+        taken, columns = [], []
+        for chunk in chunks:
+            taken.append(self._rows.take({spec.name: chunk[0]})[spec.name])
+            columns += [chunk] * (self._peers.is_first and spec.name in self._known)
+        return _AllRows(spec, taken, torch.cat(columns, 1) if columns else None)
 
     def _table(self, spec: TableSpec) -> TrainedTable:
-        return trained_table(spec, self._state.id_tables, partial(self._weights, spec))
+        return self._take_all(spec).table(self._peers)
 
-    def _weights(self, spec: TableSpec, rows: Tensor) -> Tensor:
-        return current_rows(self._state.model, self._state.adam, spec.name, rows)
+    def _send(
+        self,
+        change: Callable[..., Change],
+        dirty: Mapping[str, Tensor],
+        ids: Mapping[str, "_ChangedIds"],
+        changed: Mapping[str, TakenRows],
+        everything: Mapping[str, "_AllRows"] | None,
+    ) -> None:
+        """Brings copied rows and ids together on the first process, which publishes them."""
+        peers, tables = self._background_peers, dict[str, TableChange]()
+        for spec in self._specs:
+            of_table = ids[spec.name].together(peers) if spec.name in ids else None
+            rows = assembled([changed[spec.name]], peers)
+            if peers.is_first:
+                tables[spec.name] = _table_change(spec, dirty[spec.name], rows, of_table)
+        complete = {name: each.table(peers) for name, each in everything.items()} if everything else None
+        if self._publisher:
+            full = change(tables={name: _as_change(each) for name, each in complete.items()}) if complete else None
+            self._publisher.publish(change(tables=tables), full)
 
 
-class KnownIds:
-    """Ids by which readers know the rows of a collisionless table, and those of these ids that were deleted.
-
-    Args:
-        spec: the table.
+@dataclass(frozen=True)
+class _ChangedIds:
+    """Rows of a collisionless table, their ids and the numbers of their features, int64 [3, n]; the deleted ids, and
+    the numbers of their features, int64 [2, m].
     """
 
-    def __init__(self, spec: TableSpec):
-        self._ids = np.zeros(spec.num_embeddings, np.int64)  # 0: none
-        self._features = np.zeros(spec.num_embeddings, np.uint16)
-        self._deleted: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    columns: Tensor
+    deleted: Tensor
 
-    def free(self, rows: NDArray[np.int64]) -> None:
-        """Notes rows whose ids were deleted."""
-        known = rows[self._ids[rows] != 0]
-        if len(known):
-            self._deleted.append((self._ids[known], self._features[known].astype(np.int64)))
-            self._ids[known] = 0
-
-    def update(
-        self, rows: NDArray[np.int64], ids: NDArray[np.int64], features: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sets the ids by which readers will know these rows; returns the deleted ids and their features, [m]."""
-        self.free(rows[(self._ids[rows] != ids) | (self._features[rows] != features)])
-        self._ids[rows], self._features[rows] = ids, features
-        deleted = [np.empty(0, int)] * 2
-        if self._deleted:
-            deleted = [np.concatenate(each) for each in zip(*self._deleted, strict=True)]
-        self._deleted = []
-        # An id may have come back since, in another row.
-        back = np.isin(_keys(*deleted), _keys(ids, features))
-        return deleted[0][~back], deleted[1][~back]
+    def together(self, peers: Peers) -> "_ChangedIds":
+        """Those of all processes, the rows ascending, on the first process."""
+        columns, deleted = peers.columns_on_first(self.columns), peers.columns_on_first(self.deleted)
+        return _ChangedIds(columns[:, columns[0].argsort()], deleted)
 
 
-def _keys(ids: NDArray[np.int64], features: NDArray[np.int64]) -> NDArray[Any]:
-    """Pairs of feature and id, comparable as one value."""
-    keys = np.empty(len(ids), [("feature", np.int64), ("id", np.int64)])
-    keys["feature"], keys["id"] = features, ids
-    return keys
+@dataclass(frozen=True)
+class _AllRows:
+    """All rows of a table that belong to ids; of a collisionless one with ``rows_and_ids`` on the first process."""
+
+    spec: TableSpec
+    taken: Sequence[TakenRows]
+    columns: Tensor | None
+
+    def table(self, peers: Peers) -> TrainedTable:
+        """Brings the rows together; on the other processes the result has no meaning."""
+        return trained_table(self.spec, assembled(self.taken, peers), self.columns)
+
+
+def _table_change(spec: TableSpec, dirty: Tensor, rows: Tensor, ids: _ChangedIds | None) -> TableChange:
+    """Change of a table, from its dirty rows and their weights, float32 [n, P]."""
+    if ids is None:
+        return TableChange(dirty.numpy(), rows.numpy())
+    columns, deleted = ids.columns.numpy(), ids.deleted.numpy()
+    if columns.shape[1] < len(dirty):
+        rows = rows[torch.searchsorted(dirty, ids.columns[0].contiguous())]
+    features = (columns[2], deleted[1]) if len(spec.fields) > 1 else (None, None)
+    return TableChange(columns[1], rows.numpy(), deleted[0], *features)
 
 
 def _as_change(table: TrainedTable) -> TableChange:

@@ -12,15 +12,15 @@ class StreamReport:
     """Logs a stream's counters every so often, and warns of samples that were left out.
 
     Args:
-        stream: the stream.
+        stream: the stream; None on all processes but the first, which do not report.
         trainer: of the run.
         log: receives the counters.
         seconds: between two reports.
     """
 
-    def __init__(self, stream: SampleStream, trainer: Trainer, log: MetricsLog, seconds: float) -> None:
+    def __init__(self, stream: SampleStream | None, trainer: Trainer, log: MetricsLog, seconds: float) -> None:
         self._stream, self._trainer, self._log, self._seconds = stream, trainer, log, seconds
-        self._reported, self._at = stream.counters, time.monotonic()
+        self._reported, self._at = stream.counters if stream else {}, time.monotonic()
 
     def write_if_due(self) -> None:
         """Reports if it is time."""
@@ -29,6 +29,8 @@ class StreamReport:
 
     def write(self) -> None:
         """Reports what arrived since the last call, if anything did."""
+        if self._stream is None:
+            return
         counters = self._stream.counters
         new = {name: value - self._reported.get(name, 0) for name, value in counters.items()}
         self._reported, self._at = counters, time.monotonic()

@@ -1,8 +1,9 @@
-"""Binary format of published versions: changes of a model in one blob of bytes, protected by a checksum.
+"""Binary format of published versions: changes of a model in one blob of bytes, protected by a checksum or signed.
 
-A blob is MAGIC, the SHA-256 of its content, and the content: a safetensors file with the header in its metadata and the
-tensors `TABLE.ids`, `TABLE.rows`, `TABLE.deleted`, for a table that fields share `TABLE.feature` and
-`TABLE.deleted_feature`, and `dense/NAME`. Sizes: n rows, m deleted ids, P stored width of a table.
+A blob is MAGIC, the SHA-256 of its content, and the content; or SIGNED, its signature, and the content. That is a
+safetensors file with the header in its metadata and the tensors `TABLE.ids`, `TABLE.rows`, `TABLE.deleted`, for a table
+that fields share `TABLE.feature` and `TABLE.deleted_feature`, and `dense/NAME`. Sizes: n rows, m deleted ids, P stored
+width of a table.
 """
 
 import hashlib
@@ -15,8 +16,10 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from cowrec.trainer.signing import BadSignature, SigningKey
+
 FORMAT = 2
-MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
+MAGIC, SIGNED = b"cowrec-published", b"cowrec-signature"  # their length keeps the tensors aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created")
 _DTYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32}
@@ -29,6 +32,10 @@ Kind = Literal["full", "delta"]
 
 class DamagedBlob(ValueError):
     """Raised for bytes that differ from what was published."""
+
+
+class UnverifiedBlob(DamagedBlob, BadSignature):
+    """Raised for bytes whose signature is missing or wrong, or cannot be verified."""
 
 
 class OtherFormat(ValueError):
@@ -111,8 +118,8 @@ class Blob:
     change: Change
 
 
-def encode(blob: Blob) -> bytes:
-    """Encodes a blob. Raises ValueError for a table name that a blob cannot have."""
+def encode(blob: Blob, key: SigningKey | None = None) -> bytes:
+    """Encodes a blob, signed if there is a key. Raises ValueError for a table name that a blob cannot have."""
     tensors: dict[str, NDArray[Any]] = {_DENSE + name: value for name, value in blob.change.dense.items()}
     for name, table in blob.change.tables.items():
         if name.startswith(_DENSE):
@@ -125,23 +132,31 @@ def encode(blob: Blob) -> bytes:
     about |= {"format": FORMAT, "step": blob.change.step, "sample_time": blob.change.sample_time}
     metadata = {key: json.dumps(value) for key, value in about.items()}
     content = safetensors.numpy.save({key: np.ascontiguousarray(each) for key, each in tensors.items()}, metadata)
+    if key:
+        return b"".join([SIGNED, key.sign(SIGNED, content), content])
     return b"".join([MAGIC, hashlib.sha256(content).digest(), content])
 
 
-def decode(blob: bytes) -> Blob:
+def is_signed(blob: bytes) -> bool:
+    """Whether the bytes of a blob say that they are signed."""
+    return blob.startswith(SIGNED)
+
+
+def decode(blob: bytes, key: SigningKey | None = None) -> Blob:
     """Decodes the bytes of :func:`encode`; the arrays share their memory.
 
+    Nothing of the content is read before its signature, or checksum, is verified.
+
+    Args:
+        blob: the bytes.
+        key: that they must be signed with; without one, signed bytes are refused too, since nothing else shows damage.
+
     Raises:
+        UnverifiedBlob: bytes that are not signed with the key, or signed and there is none.
         DamagedBlob: bytes are missing or differ from what was published.
         OtherFormat: another format.
     """
-    if not blob.startswith(MAGIC):
-        raise DamagedBlob(f"not a published version: {len(blob):,} bytes that begin with {blob[: len(MAGIC)]!r}")
-    content = memoryview(blob)[_HEADER:]
-    if hashlib.sha256(content).digest() != blob[len(MAGIC) : _HEADER]:
-        raise DamagedBlob(
-            f"a published version of {len(blob):,} bytes is truncated or altered: its checksum does not match"
-        )
+    content = _verified(blob, key)
     try:
         length = int.from_bytes(content[:8], "little")
         header = json.loads(bytes(content[8 : 8 + length]))
@@ -155,9 +170,9 @@ def decode(blob: bytes) -> Blob:
         tensors = {key: _tensor(content[8 + length :], **each) for key, each in header.items()}
         dense = {key.removeprefix(_DENSE): each for key, each in tensors.items() if key.startswith(_DENSE)}
         parts: dict[str, dict[str, NDArray[Any]]] = {}
-        for key in tensors.keys() - {_DENSE + name for name in dense}:
-            name, _, part = key.rpartition(".")
-            parts.setdefault(name, {})[part] = tensors[key]
+        for each in tensors.keys() - {_DENSE + name for name in dense}:
+            name, _, part = each.rpartition(".")
+            parts.setdefault(name, {})[part] = tensors[each]
         tables = {name: TableChange(**parts[name]) for name in sorted(parts)}
         change = Change(about["step"], about["sample_time"], tables, dense)
         return Blob(**{key: about[key] for key in _ABOUT}, change=change)
@@ -173,6 +188,24 @@ def merged(older: Change, newer: Change) -> Change:
     for name, table in newer.tables.items():
         tables[name] = _merged_table(tables[name], table) if name in tables else table
     return Change(newer.step, newer.sample_time, tables, {**older.dense, **newer.dense})
+
+
+def _verified(blob: bytes, key: SigningKey | None) -> memoryview:
+    """The content of a blob."""
+    about = f"a published version of {len(blob):,} bytes"
+    if not blob.startswith((MAGIC, SIGNED)):
+        raise DamagedBlob(f"not a published version: {len(blob):,} bytes that begin with {blob[: len(MAGIC)]!r}")
+    content, found = memoryview(blob)[_HEADER:], blob[len(MAGIC) : _HEADER]
+    if key is None and is_signed(blob):
+        raise UnverifiedBlob(f"{about} is signed, and cannot be verified without the key; give its file as --key-file")
+    if key is None:
+        if hashlib.sha256(content).digest() != found:
+            raise DamagedBlob(f"{about} is truncated or altered: its checksum does not match")
+    elif not is_signed(blob):
+        raise UnverifiedBlob(f"{about} is not signed, but a key is given; publish with that key")
+    elif not key.signed(found, SIGNED, content):
+        raise UnverifiedBlob(f"{about} has a wrong signature: it is altered, or signed with another key")
+    return content
 
 
 def _check_about(about: Mapping[str, Any]) -> None:
@@ -203,9 +236,9 @@ def _tensor(content: memoryview, dtype: str, shape: list[int], data_offsets: tup
 
 
 def _merged_table(older: TableChange, newer: TableChange) -> TableChange:
-    replaced = np.concatenate([_keys(newer.ids, newer.feature), _keys(newer.deleted, newer.deleted_feature)])
-    kept = ~np.isin(_keys(older.ids, older.feature), replaced)
-    still_deleted = ~np.isin(_keys(older.deleted, older.deleted_feature), replaced)
+    replaced = np.concatenate([row_keys(newer.ids, newer.feature), row_keys(newer.deleted, newer.deleted_feature)])
+    kept = ~np.isin(row_keys(older.ids, older.feature), replaced)
+    still_deleted = ~np.isin(row_keys(older.deleted, older.deleted_feature), replaced)
     return TableChange(
         np.concatenate([older.ids[kept], newer.ids]),
         np.concatenate([older.rows[kept], newer.rows]),
@@ -215,7 +248,7 @@ def _merged_table(older: TableChange, newer: TableChange) -> TableChange:
     )
 
 
-def _keys(ids: NDArray[np.int64], feature: NDArray[np.int64] | None) -> NDArray[Any]:
+def row_keys(ids: NDArray[np.int64], feature: NDArray[np.int64] | None) -> NDArray[Any]:
     """Keys of rows: the id, with its field where several share the table."""
     if feature is None:
         return ids

@@ -1,18 +1,17 @@
-"""Dirty rows: those that training may have changed since the last publication, and their current weights."""
+"""Dirty rows: those that training may have changed since the last publication."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.sparse_opt import EmbeddingAdam
-from cowrec.trainer.sharded_model.tables import TableSpec, tables_of
+from cowrec.trainer.runtime.peers import Peers
+from cowrec.trainer.sharded_model.tables import TableSpec
 
 
 class DirtyRows:
-    """One flag per row, set when a batch uses the row; in one process.
+    """One flag per row of all tables, set when a batch of this process uses the row.
 
     Args:
         specs: the tables.
@@ -33,36 +32,17 @@ class DirtyRows:
         counts = torch.tensor(rows.length_per_key())
         self._dirty[rows.values().cpu() + torch.repeat_interleave(self._first_of_field, counts)] = True
 
-    def take(self) -> dict[str, Tensor]:
-        """Returns the marked rows of each table, int64 [n], ascending, and clears all flags."""
+    def take(self, peers: Peers) -> dict[str, Tensor]:
+        """Returns the rows of each table that some process has marked, int64 [n], ascending, and clears all flags.
+
+        All processes call together and get the same rows.
+        """
         found, first = {}, 0
+        for chunk in peers.all_columns(self._dirty.nonzero().T):
+            self._dirty[chunk[0]] = True
         for spec in self._specs:
             dirty = self._dirty[first : first + spec.num_embeddings]
             found[spec.name] = dirty.nonzero().flatten()
             dirty.zero_()
             first += spec.num_embeddings
         return found
-
-
-def current_rows(model: nn.Module, adam: EmbeddingAdam | None, table: str, rows: Tensor) -> Tensor:
-    """Copies rows of a table, after the updates of absent rows that are still to be applied to them.
-
-    Args:
-        model: holds the table.
-        adam: trains the table; None where FBGEMM's fused optimizer does.
-        table: its name.
-        rows: distinct, int64 [n].
-
-    Returns:
-        float32 [n, P], on the CPU.
-    """
-    if adam is None:
-        value = tables_of(model)[table]
-    else:
-        adam.catch_up(table, rows)
-        with adam.as_stored():
-            value = tables_of(model)[table]
-    if isinstance(value, ShardedTensor):
-        (shard,) = value.local_shards()
-        value = shard.tensor
-    return value[rows.to(value.device)].float().cpu()

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cowrec.data_pipeline.files import NO_SPACE
+from cowrec.trainer.signing import SigningKey
 
-from .blob import Blob, Change, Kind, decode, encode, merged
+from .blob import Blob, Change, DamagedBlob, Kind, decode, encode, merged
+from .folder_targets import PinChanged
+from .pin import decode_pin
 from .target import DEADLINE, LEASE, Target
 
 logger = logging.getLogger(__name__)
@@ -29,30 +32,33 @@ _PAUSE = 1.0
 
 @dataclass(frozen=True)
 class PublicationConfig:
-    """Limits after which a full version is published, from which new readers start.
+    """When full versions are published, from which new readers start, and how many are kept.
 
     Attributes:
-        compact_after: deltas since the last full version.
-        compact_bytes: their total size.
+        compact_after: deltas since the last full version, after which the next one is published.
+        compact_bytes: their total size, likewise.
+        keep_full: full versions that are kept, with the deltas after the oldest of them.
     """
 
     compact_after: int = 100
     compact_bytes: int = 256 << 20
+    keep_full: int = 2
 
     def __post_init__(self) -> None:
-        for key in ("compact_after", "compact_bytes"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"publication.{key} must be at least 1, got {getattr(self, key)}")
+        for key, least in (("compact_after", 1), ("compact_bytes", 1), ("keep_full", 2)):
+            if getattr(self, key) < least:
+                raise ValueError(f"publication.{key} must be at least {least}, got {getattr(self, key)}")
 
 
 class Publisher:
     """Publishes to a target in the background; a context manager.
 
-    Versions before the second-to-last full one are removed, so a reader has until the next full version to catch up.
+    Versions before the second-to-last full one are removed, unless more are kept or a pin needs them, so a reader has
+    until the next full version to catch up. All are signed if there is a key.
     """
 
-    def __init__(self, target: Target, config: PublicationConfig | None = None) -> None:
-        self._target, self._config = target, config or PublicationConfig()
+    def __init__(self, target: Target, config: PublicationConfig | None = None, key: SigningKey | None = None) -> None:
+        self._target, self._config, self._key = target, config or PublicationConfig(), key
         self._state = threading.Condition()
         self._pending: Change | None = None
         self._everything: Change | None = None  # never older than the pending changes
@@ -145,7 +151,7 @@ class Publisher:
                 if everything is not None:
                     self._write("full", everything)
                     pending = everything = None
-                    self._remove_old()
+                    self._remove_old(self._config.keep_full)
                 failure = None
             except Exception as error:  # whatever it was, the changes must stay pending
                 failure = error
@@ -183,7 +189,7 @@ class Publisher:
     def _write(self, kind: Kind, change: Change) -> None:
         # A full version that starts a lineage has a number of its own, any other the number of the last delta.
         version = self._version + (kind == "delta" or self._starts_lineage)
-        blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change))
+        blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change), self._key)
         try:
             self._store(version, kind, blob)
         except FileExistsError:
@@ -197,13 +203,13 @@ class Publisher:
         try:
             self._target.write(version, kind, blob)
         except OSError as error:
-            if error.errno not in NO_SPACE or not self._remove_old(keep=1):
+            if error.errno not in NO_SPACE or not self._remove_old(1):
                 raise
             self._target.write(version, kind, blob)
 
     def _is_own(self, version: int, kind: Kind) -> bool:
         try:
-            return decode(self._target.read(version, kind)).lineage == self._lineage
+            return decode(self._target.read(version, kind), self._key).lineage == self._lineage
         except ValueError:
             return False
 
@@ -225,14 +231,24 @@ class Publisher:
             self._starts_lineage = self._wants_full = True
             self._version = max(self._version, version)
 
-    def _remove_old(self, keep: int = 2) -> int:
-        """Removes everything before the last ``keep`` full versions, the oldest first, so that no chain has a gap.
-
-        Returns how many blobs it removed.
-        """
-        blobs = self._target.blobs()
-        full = [version for version, kind in blobs if kind == "full"]
-        old = [each for each in blobs if len(full) > keep - 1 and each < (full[-keep], "full")]
-        for version, kind in old:
-            self._target.remove(version, kind)
-        return len(old)
+    def _remove_old(self, keep: int) -> int:
+        """Removes everything before the last ``keep`` full versions, the oldest first, so that no chain has a gap,
+        except what a pin needs. Returns how many blobs it removed."""
+        removed = 0
+        while True:
+            record, blobs = self._target.pin(), self._target.blobs()
+            try:
+                pin = decode_pin(record, self._key) if record else None
+            except DamagedBlob as error:  # which it needs is not known
+                logger.warning("no old version is removed: %s; pin again with cowrec versions", error)
+                return removed
+            full = [version for version, kind in blobs if kind == "full"]
+            old = [each for each in blobs if len(full) >= keep and each < (full[-keep], "full")]
+            try:
+                for version, kind in old:
+                    if pin is None or not pin.needs(version, kind):
+                        self._target.remove(version, kind, record)
+                        removed += 1
+                return removed
+            except PinChanged:
+                continue

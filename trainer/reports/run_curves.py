@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cowrec.data_pipeline.rotated_file import read_lines
+
 from .text_table import aligned
 
 
@@ -28,11 +30,13 @@ class RunCurves:
 
     @staticmethod
     def read(name: str, metrics: Path) -> "RunCurves":
-        """Reads a run's ``metrics.jsonl``. Raises ValueError if it has no metrics yet, or is damaged."""
+        """Reads a run's ``metrics.jsonl``, and what was renamed when it was full.
+
+        Raises:
+            ValueError: the run has no metrics yet, or they are damaged.
+        """
         try:
-            text = metrics.read_text(encoding="utf-8")
-            # The last line may be in the middle of being written.
-            lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            lines = [json.loads(line) for line in read_lines(metrics)]
         except FileNotFoundError:
             raise ValueError(f"{metrics} does not exist; pass the --run-dir of a cowrec train") from None
         except ValueError as error:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from cowrec.data_pipeline.files import replace_file
+from cowrec.data_pipeline.rotated_file import append_line, earlier
 from cowrec.trainer.runtime.errors import Interrupted
 
 from .run_dir import BOARD, METRICS, to_json
@@ -22,13 +23,18 @@ class MetricsLog:
         path: the run's folder; None on ranks other than the first, which write nothing.
         step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
         trackers: of the run, which the end of the log ends too.
+        max_bytes: size at which ``metrics.jsonl`` becomes ``metrics.jsonl.1`` and the one before is removed, and so are
+            TensorBoard's files but the newest; 0: never.
     """
 
-    def __init__(self, path: Path | None, step: int = 0, trackers: Sequence[Tracking] = ()):
-        self._path, self._trackers = path, trackers
+    def __init__(
+        self, path: Path | None, step: int = 0, trackers: Sequence[Tracking] = (), *, max_bytes: int = 0
+    ) -> None:
+        self._path, self._trackers, self._max_bytes = path, trackers, max_bytes
         self._board = SummaryWriter(str(path / BOARD), purge_step=step + 1) if path else None
         if path:
-            _drop_after(path / METRICS, step)
+            for file in (path / METRICS, earlier(path / METRICS)):
+                _drop_after(file, step)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -43,13 +49,23 @@ class MetricsLog:
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Writes a line ``{"kind": "train", "step": ..., ...}``; numbers go to TensorBoard and trackers as kind/key."""
         if self._path and self._board:
-            with (self._path / METRICS).open("a", encoding="utf-8") as file:
-                file.write(to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
+            line = to_json({"kind": kind, "step": step, "time": time.time(), **values}) + "\n"
+            if append_line(self._path / METRICS, line.encode(), self._max_bytes):
+                self._begin_board()
             numbers = dict(_scalars(kind, values))
             for tag, value in numbers.items():
                 self._board.add_scalar(tag, value, step)
             for tracker in self._trackers:
                 tracker.log(step, numbers)
+
+    def _begin_board(self) -> None:
+        """Begins a new file of TensorBoard's, and removes all but the last."""
+        assert self._path
+        assert self._board
+        self._board.close()
+        for file in sorted((self._path / BOARD).glob("events.*"), key=lambda file: file.stat().st_mtime)[:-1]:
+            file.unlink()
+        self._board = SummaryWriter(str(self._path / BOARD))
 
 
 def _drop_after(metrics: Path, step: int) -> None:

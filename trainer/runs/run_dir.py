@@ -39,7 +39,17 @@ _MAY_CHANGE = {
     "evaluate": ("by_id_counts", "train_rows", "logistic_regression_rows"),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "clip": ("histogram",),
-    "online": ("snapshot_seconds", "report_seconds", "metrics_host", "metrics_port", "damaged_files", "on_nonfinite"),
+    "online": (
+        "snapshot_seconds",
+        "report_seconds",
+        "metrics_host",
+        "metrics_port",
+        "metrics_file_bytes",
+        "damaged_files",
+        "on_nonfinite",
+        "keep_full_versions",
+        "key_file",
+    ),
     "sharding": ("plan", "tables"),
 }
 """Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""

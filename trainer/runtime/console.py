@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 logger = logging.getLogger("cowrec")
 
+TIME_FORM = "%Y-%m-%d %H:%M:%S"
+
 
 class _AboveBars(logging.Handler):
     """Prints records to stderr, above progress bars."""
@@ -23,6 +25,7 @@ class _AboveBars(logging.Handler):
 
 
 _HANDLER = _AboveBars()
+_shown: list[logging.Handler] = []
 
 
 def show_log(form: str = "%(message)s") -> None:
@@ -31,21 +34,40 @@ def show_log(form: str = "%(message)s") -> None:
     Args:
         form: of a line, as of ``logging.Formatter``.
     """
-    _HANDLER.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
+    show_lines(logging.Formatter(form, TIME_FORM))
+
+
+def show_lines(formatter: logging.Formatter, handler: logging.Handler = _HANDLER, *, libraries: bool = False) -> None:
+    """Shows what cowrec logs, from now on and in place of what an earlier call has set up.
+
+    Args:
+        formatter: of a line.
+        handler: receives the lines, by default standard error.
+        libraries: also show the warnings of libraries in this way.
+    """
+    hide_log()
+    handler.setFormatter(formatter)
     logger.setLevel(logging.INFO)
-    logger.addHandler(_HANDLER)
+    logger.addHandler(handler)
     logger.propagate = False  # a library may set up the root logger
+    if libraries:
+        logging.getLogger().addHandler(handler)
+    _shown.append(handler)
 
 
 def hide_log() -> None:
-    """Ends :func:`show_log`."""
-    logger.removeHandler(_HANDLER)
+    """Ends :func:`show_log` and :func:`show_lines`."""
+    for handler in _shown:
+        logger.removeHandler(handler)
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    _shown.clear()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
 
 
 def is_log_shown() -> bool:
-    return _HANDLER in logger.handlers
+    return bool(_shown)
 
 
 class Speed:

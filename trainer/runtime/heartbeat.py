@@ -1,5 +1,7 @@
 """Heartbeats: each process of a run reports its step every second, so that a hung process can be named."""
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from .processes import Process
 
 _PERIOD = 1.0
 _SILENT_FOR = 4.0
+_ANSWERS_WITHIN = 10.0
+"""Seconds in which the store answers; a call waits for ever for a machine that has lost its power or its network."""
 
 
 class Heartbeat:
@@ -44,13 +48,11 @@ class Heartbeat:
         except NonFiniteLoss:  # raised by all processes
             raise
         except RuntimeError as error:
-            lost = self._silent() if self._process.world_size > 1 else []
+            lost = self._lost() if self._process.world_size > 1 else ""
             if not lost:
                 raise
-            ranks = ", ".join(f"rank {rank} (last heartbeat at step {step:,})" for rank, step in lost)
             raise ProcessLost(
-                f"stopped at step {self.step:,}: no heartbeat from {ranks}; it hangs or has ended; check its log and"
-                " its machine, then continue with --resume"
+                f"stopped at step {self.step:,}: {lost}; check its log and its machine, then continue with --resume"
             ) from error
         finally:
             self._end()
@@ -58,7 +60,15 @@ class Heartbeat:
     def _end(self) -> None:
         if self._process.world_size > 1:
             self._stop.set()
-            self._thread.join()
+            self._thread.join(_PERIOD)  # it may wait for a machine that no longer answers
+
+    def _lost(self) -> str:
+        """Which processes have stopped sending heartbeats; empty if none has."""
+        found: list[str] = []
+        reading = threading.Thread(target=lambda: found.append(self._silent()), name="cowrec-lost", daemon=True)
+        reading.start()
+        reading.join(_SILENT_FOR + _ANSWERS_WITHIN)
+        return found[0] if found else f"the machine of rank 0{_named(_first_machine())} does not answer"
 
     def _run(self) -> None:
         beats = 1
@@ -70,19 +80,33 @@ class Heartbeat:
             beats += 1
 
     def _beat(self, count: int) -> None:
-        self._store.set(str(self._process.rank), f"{count} {self.step}")
+        self._store.set(str(self._process.rank), f"{count} {self.step} {socket.gethostname()}")
 
-    def _silent(self) -> list[tuple[int, int]]:
-        """Ranks without a heartbeat and the last step of each. Beats are counted, since clocks of machines differ."""
+    def _silent(self) -> str:
+        """What :meth:`_lost` returns, from the store. Beats are counted, since clocks of machines differ."""
         try:
             before = self._read()
             time.sleep(_SILENT_FOR)
             now = self._read()
         except RuntimeError:
-            return []
-        return [(rank, now[rank][1]) for rank in before if now[rank][0] == before[rank][0]]
+            return f"rank 0{_named(_first_machine())} has ended"
+        lost = [
+            f"rank {rank}{_named(host)} (last heartbeat at step {int(step):,})"
+            for rank, (count, step, host) in now.items()
+            if count == before[rank][0]
+        ]
+        return f"no heartbeat from {', '.join(lost)}; it hangs or has ended" if lost else ""
 
-    def _read(self) -> dict[int, tuple[int, int]]:
+    def _read(self) -> dict[int, list[str]]:
+        """Beats, step and host of every other rank."""
         ranks = [rank for rank in range(self._process.world_size) if rank != self._process.rank]
         found = self._store.multi_get([str(rank) for rank in ranks])
-        return {rank: (int(each.split()[0]), int(each.split()[1])) for rank, each in zip(ranks, found, strict=True)}
+        return {rank: each.decode().split(maxsplit=2) for rank, each in zip(ranks, found, strict=True)}
+
+
+def _first_machine() -> str:
+    return os.environ.get("MASTER_ADDR", "")
+
+
+def _named(host: str) -> str:
+    return f" on {host}" if host else ""

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from .environment import launched_rank, launched_world_size, quiet_libraries
 from .launcher import ending_with_launcher
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Process:
         launched: torchrun started this process and will forward its signals; its end is taken as SIGTERM.
         device: the device of this process.
         timeout: longest wait for another process.
+        device_bytes: memory of the device, where it is planned for and not there.
     """
 
     rank: int
@@ -34,6 +37,7 @@ class Process:
     launched: bool
     device: torch.device
     timeout: timedelta = timedelta(minutes=10)
+    device_bytes: int | None = None
 
     @property
     def is_first(self) -> bool:
@@ -89,17 +93,28 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
         dist.destroy_process_group()
 
 
-def on_first(process: Process, action: Callable[[], None]) -> None:
+def on_first(process: Process, action: Callable[[], object]) -> None:
     """Runs ``action`` on the first process while the others wait; if it fails, all of them raise its error."""
-    failure: list[Exception | None] = [None]
+
+    def run() -> None:
+        action()
+
+    from_first(process, run)
+
+
+def from_first(process: Process, action: Callable[[], T]) -> T:
+    """Runs ``action`` on the first process as :func:`on_first` does; returns its result, copied, on all of them."""
+    outcome: list[Any] = [None, None]
     if process.is_first:
         try:
-            action()
+            outcome[0] = action()
         except (ValueError, OSError) as error:
-            failure = [error]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast("T", result)
 
 
 def _keep_freed_memory() -> None:

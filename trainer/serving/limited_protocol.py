@@ -1,4 +1,4 @@
-"""HTTP connections with limits on their number, on headers, and on the time that a client takes.
+"""HTTP connections with limits on their number, on headers, and on the time that a client takes; without upgrades.
 
 httptools, the parser that uvicorn uses, has none of these limits; h11, its other parser, limits headers alone and takes
 longer.
@@ -6,9 +6,11 @@ longer.
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from typing import ClassVar
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .limits import Limits
@@ -17,11 +19,18 @@ from .metrics import ServiceMetrics
 HEADER_BYTES = 16 << 10
 """Bytes of a request besides its body that arrive after its first read: headers, chunk sizes, trailers."""
 _CHECK_SECONDS = 0.5
+_UPGRADING = (b"connection", b"upgrade", b"http2-settings")
+"""Fields of a header that ask for another protocol."""
+_KEPT = (b"close", b"keep-alive")
+"""Values of the field connection that do not."""
 
 
-def limited_protocol(limits: Limits, metrics: ServiceMetrics) -> type[HttpToolsProtocol]:
-    """Creates the protocol of one server."""
-    return type("LimitedProtocol", (_Limited,), {"limits": limits, "metrics": metrics, "clients": Counter()})
+def limited_protocol(
+    limits: Limits, metrics: ServiceMetrics, protocol: type[HttpToolsProtocol] = HttpToolsProtocol
+) -> type[HttpToolsProtocol]:
+    """Creates the protocol of one server: another protocol with limits."""
+    attributes = {"limits": limits, "metrics": metrics, "clients": Counter()}
+    return type("LimitedProtocol", (_Limited, _WithoutUpgrades, protocol), attributes)
 
 
 class _Limited(HttpToolsProtocol):
@@ -109,3 +118,49 @@ class _Limited(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+class _WithoutUpgrades(HttpToolsProtocol):
+    """Answers a request to change the protocol as if it were not one, which HTTP allows (RFC 9110, section 7.8).
+
+    Clients that prefer HTTP/2, such as Java's, ask for it with their requests. The parser takes what follows the header
+    for the other protocol, so the request is parsed once more, without the fields that ask for it.
+    """
+
+    _data = b""
+    """What is parsed now."""
+    _again = b""
+    """What is to be parsed once more."""
+
+    def data_received(self, data: bytes) -> None:
+        self._again = data
+        while self._again:
+            self._data, self._again = self._again, b""
+            super().data_received(self._data)
+
+    def on_headers_complete(self) -> None:
+        if not self._is_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._is_upgrade():
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called by uvicorn while it handles the parser's exception, which has the length of what was parsed."""
+        raised = sys.exception()
+        if not (self._is_upgrade() and isinstance(raised, httptools.HttpParserUpgrade)):
+            self.transport.close()  # CONNECT
+            return
+        kept = [(name, value) for name, value in self.headers if name not in _UPGRADING]
+        wanted = b",".join(value.lower() for name, value in self.headers if name == b"connection").split(b",")
+        kept += [(b"connection", each) for each in _KEPT if each in map(bytes.strip, wanted)]
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version), *(b"%b: %b" % each for each in kept)]
+        self._again = b"\r\n".join((*lines, b"\r\n")) + self._data[raised.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)
+        if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn does, to answer what came before
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _is_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"

@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
+Done = Callable[[Sequence[Result] | Exception], None]
+_Call = tuple[Sequence[Item], float, Done[Result]]
 
 _SMOOTHING = 0.2
 """Weight of the last batch in the mean time for an item."""
@@ -33,67 +34,65 @@ class MicroBatcher(Generic[Item, Result]):
 
     def __init__(self, compute: Callable[[Sequence[Item]], Sequence[Result]], max_items: int) -> None:
         self._compute, self._max_items = compute, max_items
-        self._queue: deque[tuple[Sequence[Item], float, asyncio.Future[Sequence[Result]]]] = deque()
+        self._queue: deque[_Call[Item, Result]] = deque()
         self._waiting = 0  # items in the queue
         self._item_seconds = self._busy_since = 0.0
 
     @property
     def expected_wait(self) -> float:
-        """Seconds until the items that wait now are computed, by the time that the last batches took for an item."""
+        """Seconds until the items that wait now are computed, by the time that the last batches took for an item.
+
+        This is the time from the arrival of requests to their answers, so it includes their HTTP and JSON.
+        """
         return self._waiting * self._item_seconds
 
-    async def results(self, items: Sequence[Item], due: float = math.inf) -> Sequence[Result]:
-        """Results of up to ``max_items`` items, which are computed in one batch.
+    def submit(self, items: Sequence[Item], done: Done[Result], due: float = math.inf, since: float = 0.0) -> None:
+        """Computes the results of up to ``max_items`` items in one batch, later.
 
         Args:
             items: as above.
+            done: called with the results, in the event loop: or with Late, or whatever ``compute`` raised for the
+                batch. It raises nothing.
             due: time, of `time.monotonic`, at which the batch must have begun.
-
-        Raises:
-            Late: it had not.
-            Exception: whatever ``compute`` raised for the batch.
+            since: time since which the items are handled, at most that of one read of a socket; by default now.
         """
         assert len(items) <= self._max_items
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Sequence[Result]] = loop.create_future()
         if not self._queue:
-            self._busy_since = time.monotonic()
+            self._busy_since = max(self._busy_since, since) if since else time.monotonic()
+            loop = asyncio.get_running_loop()
             loop.call_soon(self._run_batch, loop)
-        self._queue.append((items, due, future))
+        self._queue.append((items, due, done))
         self._waiting += len(items)
-        return await future
 
     def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
-        calls, total, now = [], 0, time.monotonic()
+        calls: list[tuple[Sequence[Item], Done[Result]]] = []
+        late: list[Done[Result]] = []
+        total, now = 0, time.monotonic()
         while self._queue and total + len(self._queue[0][0]) <= self._max_items:
-            items, due, future = self._queue.popleft()
+            items, due, done = self._queue.popleft()
             self._waiting -= len(items)
             if due >= now:
-                calls.append((items, future))
+                calls.append((items, done))
                 total += len(items)
-            elif not future.done():
-                future.set_exception(Late())
+            else:
+                late.append(done)
         if self._queue:  # the next batch, after the loop has handled other events
             loop.call_soon(self._run_batch, loop)
+        for done in late:
+            done(Late())
         if calls:
             self._answer(calls)
             since, self._busy_since = self._busy_since, time.monotonic()
             self._item_seconds += _SMOOTHING * ((self._busy_since - since) / max(total, 1) - self._item_seconds)
 
-    def _answer(self, calls: Sequence[tuple[Sequence[Item], asyncio.Future[Sequence[Result]]]]) -> None:
-        items = [item for each, _ in calls for item in each]
+    def _answer(self, calls: Sequence[tuple[Sequence[Item], Done[Result]]]) -> None:
         results: Sequence[Result] = ()
         failure: Exception | None = None
         try:
-            results = self._compute(items)
+            results = self._compute([item for each, _ in calls for item in each])
         except Exception as error:
             failure = error
         start = 0
-        for each, future in calls:
-            if future.done():  # cancelled, as the client has disconnected
-                pass
-            elif failure:
-                future.set_exception(failure)
-            else:
-                future.set_result(results[start : start + len(each)])
+        for each, done in calls:
+            done(failure or results[start : start + len(each)])
             start += len(each)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
@@ -19,15 +19,26 @@ from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
 from cowrec.trainer.publishing.blob import Blob, TableChange
 from cowrec.trainer.runs.own_code import find_code, warn_if_changed
+from cowrec.trainer.signing import SigningKey
 
-from .served_rows import ServedRows
+from .current import Current
+from .inference_network import InferenceNetwork
+from .rows.row_lookup import RowLookup
+from .rows.served_rows import Allocate, RowChange, ServedRows
+from .rows.store import Tables
 
 
 @dataclass(frozen=True)
-class _State:
-    """Attributes that are replaced together."""
+class ModelState:
+    """What a prediction uses, of one version.
 
-    network: nn.Module
+    Attributes:
+        tables: see `RowLookup.gather`.
+        lineage: empty if only a full version can follow.
+    """
+
+    tables: Sequence[Tables]
+    network: InferenceNetwork
     version: int
     lineage: str
     step: int
@@ -37,13 +48,19 @@ class _State:
 class ServedModel:
     """Predicts in any number of threads while another one applies versions; created by :meth:`load`.
 
-    Attributes:
-        schema: of the samples.
+    Each prediction uses one version throughout.
+
+    Args:
         manifest: of the export.
+        schema: of the samples.
+        current: what predictions use.
+        allocate: creates the arrays of the tables; None if another process has them and applies the versions.
     """
 
-    def __init__(self, manifest: Manifest, schema: Schema, dense: Mapping[str, Tensor]) -> None:
-        self.manifest, self.schema = manifest, schema
+    def __init__(
+        self, manifest: Manifest, schema: Schema, current: Current[ModelState], allocate: Allocate | None = np.empty
+    ) -> None:
+        self.manifest, self.schema, self._current = manifest, schema, current
         self._number = {field.name: number for number, field in enumerate(schema.sparse)}
         table_of, sizes = np.full(len(schema.sparse), -1), np.empty(len(schema.sparse), np.int64)
         for number, table in enumerate(manifest.tables.values()):
@@ -62,30 +79,73 @@ class ServedModel:
         }
         self._fields_served = [field.name for field in schema.sparse]
         self._widths = [physical_dim(width) for width in manifest.model.widths(self._fields_served)]
-        self._rows = ServedRows(schema, sizes, table_of, np.array(self._widths), manifest.precision)
-        self._state = _State(self._network(dense), 0, "", manifest.step, manifest.sample_time)
+        widths = np.array(self._widths)
+        self._lookup = RowLookup(schema, widths)
+        if allocate:
+            self._rows = ServedRows(sizes, table_of, widths, manifest.precision, allocate)
+        network = build_network(manifest.model, self._fields_served, len(schema.dense), len(schema.labels)).eval()
+        self._inference = InferenceNetwork(
+            network, schema.logit_shift, (len(schema.dense), len(schema.sparse), max(self._widths))
+        )
         self._applying, self._counting = threading.Lock(), threading.Lock()
-        self._unknown_ids = self._applied_rows = self._removed_rows = 0
+        self._unknown_ids = self._applied_rows = 0
 
     @staticmethod
-    def load(export_dir: Path) -> "ServedModel":
+    def load(
+        export_dir: Path,
+        key: SigningKey | None = None,
+        current: Current[ModelState] | None = None,
+        allocate: Allocate = np.empty,
+    ) -> "ServedModel":
         """Loads an export. No code from the folder runs: the network is cowrec's own, or a class that is on Python's
         path here or in the current folder, and only its weights are read.
 
+        Args:
+            export_dir: its folder.
+            key: that it must be signed with; None if it is not signed.
+            current, allocate: see :class:`ServedModel`; a `Current` of its own by default.
+
         Raises:
+            BadSignature: it is not signed with the key, or signed and there is none; nothing of it was read.
             ValueError: the folder is not an export, a file in it is damaged, or the network cannot be imported.
         """
-        manifest = Manifest.load(export_dir)
-        code = [manifest.code] if manifest.code else []
-        find_code(code, export_dir, trusted=False)
-        model = ServedModel(manifest, Schema.load(export_dir), safetensors.torch.load_file(export_dir / DENSE))
-        warn_if_changed(code, export_dir)
+        model = ServedModel._of(export_dir, key, Current() if current is None else current, allocate)
+        manifest, network = model.manifest, model.network(safetensors.torch.load_file(export_dir / DENSE))
+        if manifest.code:
+            warn_if_changed([manifest.code], export_dir)
         for name, table in manifest.tables.items():
             stored = safetensors.torch.load_file(export_dir / TABLES / f"{name}.safetensors")
             ids = stored["ids"].numpy() if "ids" in stored else np.arange(table.rows)
             feature = stored["feature"].numpy() if "feature" in stored else None
             model._rows.load(ids, model._fields(name, len(ids), feature), stored["rows"], stored.get("scale"))
+        model.use(ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time))
         return model
+
+    @staticmethod
+    def attached(export_dir: Path, key: SigningKey | None = None) -> "ServedModel":
+        """A model whose first state is still to be set, by :meth:`use`. Raises as :meth:`load` does."""
+        return ServedModel._of(export_dir, key, Current(), None)
+
+    @staticmethod
+    def _of(
+        export_dir: Path, key: SigningKey | None, current: Current[ModelState], allocate: Allocate | None
+    ) -> "ServedModel":
+        manifest = Manifest.load(export_dir, key)
+        find_code([manifest.code] if manifest.code else [], export_dir, trusted=False)
+        return ServedModel(manifest, Schema.load(export_dir), current, allocate)
+
+    def use(self, state: ModelState) -> None:
+        """Uses the first state, or another process's newer one, and compiles for its tables."""
+        self._lookup.compile(state.tables)
+        self._current.replace(state)
+
+    def wait_for_older(self) -> None:
+        """Waits until no prediction uses an earlier state."""
+        self._current.wait_for_older()
+
+    @property
+    def _state(self) -> ModelState:
+        return self._current.value
 
     @property
     def version(self) -> int:
@@ -104,53 +164,47 @@ class ServedModel:
 
     def predict(self, samples: SampleBlock) -> NDArray[np.float32]:
         """Click probabilities, [B] or [B, T] of T > 1 tasks, of encoded samples on the CPU; labels are ignored."""
-        looked_up, unknown = self._rows.gather(self._with_bucket_rows(samples) if self._buckets else samples)
+        return self.predict_with_version(samples)[0]
+
+    def predict_with_version(self, samples: SampleBlock) -> tuple[NDArray[np.float32], int]:
+        """Click probabilities, as by :meth:`predict`, and the version that made them."""
+        if self._buckets:
+            samples = self._with_bucket_rows(samples)
+        with self._current.use() as state:
+            looked_up, unknown = self._lookup.gather(samples, state.tables)
+            predicted = state.network(samples.dense, looked_up)
         with self._counting:
             self._unknown_ids += unknown
-        with torch.inference_mode():
-            return (self._state.network(samples.dense, looked_up) + self.schema.logit_shift).sigmoid().numpy()
+        return predicted.numpy(), state.version
 
     def apply(self, blob: Blob) -> None:
-        """Updates the model to a published version; meanwhile predictions see rows from before and after.
+        """Updates the model to a published version, in three steps.
 
-        The network's weights are replaced together at the end.
+        The version is prepared, then all predictions that begin use it, then its rows are merged into the tables.
 
         Raises:
             ValueError: a delta that is not based on the served version, or a version of another model; nothing is
                 changed.
         """
         with self._applying:
-            now, change = self._state, blob.change
-            if blob.kind == "delta" and (blob.previous, blob.lineage) != (now.version, now.lineage):
-                raise ValueError(
-                    f"delta {blob.version} is based on version {blob.previous} of lineage {blob.lineage!r}, but version"
-                    f" {now.version} of lineage {now.lineage!r} is served; apply a full version"
-                )
-            if blob.kind == "full" and (not change.dense or self.manifest.tables.keys() - change.tables.keys()):
-                lacking = sorted(self.manifest.tables.keys() - change.tables.keys())
-                raise ValueError(f"a full version lacks {', '.join(lacking) or 'the dense weights'}; publish it again")
-            for name, table in change.tables.items():
-                self._check(name, table)
-            network = (
-                self._network({name: torch.tensor(each) for name, each in change.dense.items()})
-                if change.dense
-                else now.network
-            )
-            # Until this is complete, only a full version could be applied.
-            self._state = _State(now.network, now.version, "", now.step, now.sample_time)
-            removed = 0
-            for name, table in change.tables.items():
-                fields = self._fields(name, len(table.ids), table.feature)
-                self._rows.write(table.ids, fields, table.rows)
-                removed += self._rows.remove(
-                    table.deleted, self._fields(name, len(table.deleted), table.deleted_feature)
-                )
-            if blob.kind == "full":
-                removed += self._keep_only(change.tables)
-            self._state = _State(network, blob.version, blob.lineage, change.step, change.sample_time)
+            network, change = self._checked(blob), blob.change
+            changes = [self._row_change(name, table) for name, table in change.tables.items()]
+            (self._rows.replace if blob.kind == "full" else self._rows.overlay)(changes)
+            # Until a delta is merged, only a full version could follow.
+            lineage = blob.lineage if blob.kind == "full" else ""
+            state = ModelState(self._rows.tables, network, blob.version, lineage, change.step, change.sample_time)
+            self._current.replace(state)
+            if blob.kind == "delta":
+                self._current.wait_for_older()
+                self._rows.merge(changes)
+                self._current.replace(dataclasses.replace(state, tables=self._rows.tables, lineage=blob.lineage))
             with self._counting:
                 self._applied_rows += change.num_rows
-                self._removed_rows += removed
+
+    @property
+    def unknown_ids(self) -> int:
+        """Ids that had no row of their own, since the start."""
+        return self._unknown_ids
 
     def counters(self) -> dict[str, int]:
         """Ids that had no row of their own, rows written and removed, all since the start; ids that have a row now."""
@@ -158,7 +212,7 @@ class ServedModel:
             return {
                 "unknown_ids": self._unknown_ids,
                 "applied_rows": self._applied_rows,
-                "removed_rows": self._removed_rows,
+                "removed_rows": self._rows.removed,
                 "resident_ids": self._rows.resident,
             }
 
@@ -175,32 +229,45 @@ class ServedModel:
                 column.copy_(torch.from_numpy(id_bucket_rows(column.numpy().astype(np.int64), *bucketing)))
         return dataclasses.replace(samples, ids=ids, bags=bags)
 
-    def _network(self, dense: Mapping[str, Tensor]) -> nn.Module:
-        network = build_network(
-            self.manifest.model, self._fields_served, len(self.schema.dense), len(self.schema.labels)
-        ).eval()
+    def network(self, dense: Mapping[str, Tensor]) -> InferenceNetwork:
+        """The network with these weights. Raises ValueError if they do not fit, or are not finite."""
         try:
-            network.load_state_dict(dict(dense))
+            network = self._inference.with_weights(dense)
         except RuntimeError as error:
             raise ValueError(
                 f"the dense weights do not fit the served network, a {self.manifest.model.name}: {error}"
             ) from error
-        for name, value in network.state_dict().items():
+        for name, value in dense.items():
             if not value.isfinite().all():
                 raise ValueError(f"the dense weights {name!r} are not finite; the training has diverged")
-        return network.requires_grad_(False)
+        return network
 
     def _fields(self, table: str, count: int, feature: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Number of the field that each of a table's ids belongs to, int64 [count]."""
         numbers = np.array([self._number[each] for each in self.manifest.tables[table].features], np.int64)
         return np.full(count, numbers[0]) if feature is None else numbers[feature]
 
-    def _keep_only(self, tables: Mapping[str, TableChange]) -> int:
-        names = [name for name in tables if self.manifest.tables[name].collisionless]
-        if not names:
-            return 0
-        fields = [self._fields(name, len(tables[name].ids), tables[name].feature) for name in names]
-        return self._rows.remove_others(np.concatenate([tables[name].ids for name in names]), np.concatenate(fields))
+    def _row_change(self, name: str, table: TableChange) -> RowChange:
+        fields = self._fields(name, len(table.ids), table.feature)
+        removed_fields = self._fields(name, len(table.deleted), table.deleted_feature)
+        return RowChange(table.ids, fields, table.rows, table.deleted, removed_fields)
+
+    def _checked(self, blob: Blob) -> InferenceNetwork:
+        """The network of a version. Raises ValueError if it does not fit this model, or does not follow its version."""
+        now, change = self._state, blob.change
+        if blob.kind == "delta" and (blob.previous, blob.lineage) != (now.version, now.lineage):
+            raise ValueError(
+                f"delta {blob.version} is based on version {blob.previous} of lineage {blob.lineage!r}, but version"
+                f" {now.version} of lineage {now.lineage!r} is served; apply a full version"
+            )
+        if blob.kind == "full" and (not change.dense or self.manifest.tables.keys() - change.tables.keys()):
+            lacking = sorted(self.manifest.tables.keys() - change.tables.keys())
+            raise ValueError(f"a full version lacks {', '.join(lacking) or 'the dense weights'}; publish it again")
+        for name, table in change.tables.items():
+            self._check(name, table)
+        if not change.dense:
+            return now.network
+        return self.network({name: torch.tensor(each) for name, each in change.dense.items()})
 
     def _check(self, name: str, change: TableChange) -> None:
         """Raises ValueError if a change does not fit this model's table."""

@@ -1,21 +1,24 @@
 """A prediction service: a model that answers requests while newer versions of it are applied."""
 
+import gc
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.trainer.publishing.blob import Blob
 from cowrec.trainer.publishing.version_follower import VersionFollower
+from cowrec.trainer.signing import SigningKey
 
 from .limits import Limits
 from .metrics import ServiceMetrics
-from .micro_batcher import MicroBatcher
+from .micro_batcher import Done, MicroBatcher
+from .request_samples import RequestSample, encode_samples
 from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -23,10 +26,29 @@ logger = logging.getLogger(__name__)
 BATCH = 1024
 """Samples computed together at most, unless a single request may have more."""
 
+_MANY_SAMPLES = 256
 _NOT_FINITE = "the prediction is not a finite number; correct the numbers of the sample, some are too large"
 
 Result = float | dict[str, float] | str
 """The click probability of a sample, or that of each of several tasks by its label; or an error message."""
+
+Answer = tuple[Result, int]
+"""A result and the version that made it."""
+
+
+class Following(Protocol):
+    """What is known of the publication that is followed, see `VersionFollower`."""
+
+    @property
+    def applied_time(self) -> float: ...
+    @property
+    def created_time(self) -> float: ...
+    @property
+    def caught_up(self) -> bool: ...
+    @property
+    def problem(self) -> str: ...
+    @property
+    def pinned(self) -> int: ...
 
 
 class Service:
@@ -36,8 +58,10 @@ class Service:
         export_dir: folder of an exported model.
         follow: URL of a publication target whose versions are applied as they are published; None for none.
         limits: see :class:`Limits`.
-        max_age: seconds since the publication of the served version, after which the service is not ready; None for
-            any age.
+        max_age: seconds since the publication of the served version, after which the service is not ready, unless the
+            target is pinned; None for any age.
+        obeys_pin: whether to stay at the version that the target is pinned to.
+        key: that the export, the versions and the pin must be signed with; None if they are not signed.
 
     Raises:
         ValueError: ``follow`` is not the URL of a publication target, or ``max_age`` is not above 0 or without it.
@@ -45,6 +69,7 @@ class Service:
     Attributes:
         loaded: whether the model is loaded and compiled.
         failure: exception raised while it was loaded, if any.
+        following: None if no publication is followed.
     """
 
     def __init__(
@@ -53,25 +78,39 @@ class Service:
         follow: str | None = None,
         limits: Limits | None = None,
         max_age: float | None = None,
+        *,
+        obeys_pin: bool = True,
+        key: SigningKey | None = None,
     ) -> None:
         if max_age is not None and not (follow and max_age > 0):
             raise ValueError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
         self.limits, self._max_age = limits or Limits(), max_age
-        self.metrics = ServiceMetrics(self._values)
+        self.metrics, self._unknown_ids = ServiceMetrics(self._values), 0
         self.loaded = False
         self.failure: Exception | None = None
         self._export_dir = export_dir
-        self._batcher: MicroBatcher[Mapping[str, Any], Result] = MicroBatcher(
-            self._compute, max(BATCH, self.limits.samples)
-        )
-        self._follower = VersionFollower(follow, self._apply, self.metrics.deltas_refused.inc) if follow else None
+        self._model: ServedModel
+        self._batcher: MicroBatcher[RequestSample, Answer] = MicroBatcher(self.compute, max(BATCH, self.limits.samples))
+        self._key, refused = key, self.metrics.deltas_refused.inc
+        self._follower = VersionFollower(follow, self._apply, refused, obeys_pin=obeys_pin, key=key) if follow else None
+        self.following: Following | None = self._follower
 
     def load(self) -> None:
-        """Loads the model and predicts once, so that everything is compiled before the service is ready."""
+        """Loads the model and predicts, so that everything is compiled before the service is ready.
+
+        Does nothing if it is loaded.
+        """
+        if self.loaded:
+            return
         try:
+            self._model = self._load_model(self._export_dir)  # verifies the export's signature
             self._codec = SampleCodec.load(self._export_dir)
-            self._model = ServedModel.load(self._export_dir)
-            self._compute([dict.fromkeys(self._codec.columns)])
+            for samples in (1, 1, _MANY_SAMPLES):  # few are encoded and computed in another way than many
+                self._computed([RequestSample(dict.fromkeys(self._codec.columns))] * samples)
+            self._unknown_ids = self._model.unknown_ids
+            # What is loaded is never garbage; looking through it again and again would stop requests for 0.3 s each.
+            gc.collect()
+            gc.freeze()
         except Exception as error:  # raised by `serve`, in another thread
             self.failure = error
             return
@@ -81,14 +120,24 @@ class Service:
         if self._follower:
             self._follower.start()
 
+    def _load_model(self, export_dir: Path) -> ServedModel:
+        return ServedModel.load(export_dir, self._key)
+
+    def counters(self) -> dict[str, int]:
+        """Values of metrics.py's COUNTERS and resident_ids."""
+        return self._model.counters()
+
     def close(self) -> None:
         """Stops following."""
         if self._follower:
             self._follower.close()
+        gc.unfreeze()  # libraries report what is not freed when the process ends
 
-    async def predict(self, samples: Sequence[Mapping[str, Any]], due: float = math.inf) -> Sequence[Result]:
-        """The click probability or an error message for each sample. Raises Late, see `MicroBatcher.results`."""
-        return await self._batcher.results(samples, due)
+    def predict(
+        self, samples: Sequence[RequestSample], done: Done[Answer], due: float = math.inf, since: float = 0.0
+    ) -> None:
+        """Calls ``done`` with an answer for each sample, all of one version; see `MicroBatcher.submit`."""
+        self._batcher.submit(samples, done, due, since)
 
     @property
     def expected_wait(self) -> float:
@@ -104,8 +153,8 @@ class Service:
         """Why requests cannot be answered yet; empty if they can."""
         if not self.loaded:
             return "the model is still loading"
-        if self._follower and not self._follower.caught_up:
-            return f"the published versions have not been applied yet. {self._follower.problem}".rstrip()
+        if self.following and not self.following.caught_up:
+            return f"the published versions have not been applied yet. {self.following.problem}".rstrip()
         return ""
 
     def not_ready(self) -> str:
@@ -117,58 +166,66 @@ class Service:
         if not self.loaded:
             return {"status": "loading", "ready": False}
         not_ready = self.not_ready()
-        problem = not_ready or (self._follower.problem if self._follower else "")
+        problem = not_ready or (self.following.problem if self.following else "")
         return {
             "status": "waiting" if self.cannot_predict() else "degraded" if problem else "ok",
             "ready": not not_ready,
             "problem": shown_text(problem),
             "version": self.version,
+            "pinned": (self.following.pinned or None) if self.following else None,
             "step": self._model.step,
             "sample_time": self._model.sample_time,
             "age_seconds": _seconds_since(self._model.sample_time),
         }
 
     def _too_old(self) -> str:
-        if self._max_age is None or self._follower is None:
+        if self._max_age is None or self.following is None or self.following.pinned:
             return ""
-        age = _seconds_since(self._follower.created_time)
+        age = _seconds_since(self.following.created_time)
         if age <= self._max_age:
             return ""
         return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
 
     def _values(self) -> dict[str, float]:
         """Values of metrics.py's GAUGES and COUNTERS."""
-        follower = self._follower
+        follower = self.following
         ages = {
             "ready": float(not self.not_ready()),
             "model_age_seconds": _seconds_since(self._model.sample_time if self.loaded else None),
             "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
             "following": float(follower is not None and not follower.problem),
+            "pinned_version": follower.pinned if follower else 0,
         }
         if not self.loaded:
             return ages
-        return {**ages, "model_version": self.version, "model_step": self._model.step, **self._model.counters()}
+        return {**ages, "model_version": self.version, "model_step": self._model.step, **self.counters()}
 
-    def _compute(self, samples: Sequence[Mapping[str, Any]]) -> Sequence[Result]:
-        columns = self._codec.columns
-        results: list[Result] = [_missing(sample, columns) for sample in samples]
-        complete = [index for index, error in enumerate(results) if not error]
-        block, bad = self._codec.encode_request([samples[index] for index in complete])
-        for each in bad:
-            results[complete[each.index]] = f"{each.reason}; correct the value, or use null if it is missing"
-        good = [index for index in complete if not results[index]]
-        if good:
+    def compute(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
+        """The result of each sample, computed in the caller's thread, and the version, which is the same for all."""
+        answers = self._computed(samples)
+        predicted = sum(not isinstance(result, str) for result, _ in answers)
+        if predicted:
+            self.metrics.predictions.inc(predicted)
+            self.metrics.batch_samples.observe(predicted)
+            unknown, self._unknown_ids = self._unknown_ids, self._model.unknown_ids
+            self.metrics.unknown_ids.inc(self._unknown_ids - unknown)
+        return answers
+
+    def _computed(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
+        version = self._model.version
+        block, problems = encode_samples(self._codec, samples)
+        results: list[Result] = [*problems]
+        good = [index for index, problem in enumerate(problems) if not problem]
+        if block is not None and good:
             labels = self._model.schema.labels
-            predicted = self._model.predict(block)
+            predicted, version = self._model.predict_with_version(block)
             finite: Any = np.isfinite(predicted.reshape(len(good), -1)).all(axis=1)
             for index, found, is_finite in zip(good, predicted.tolist(), finite, strict=True):
                 if not is_finite:
                     results[index] = _NOT_FINITE
                 else:
                     results[index] = found if len(labels) == 1 else dict(zip(labels, found, strict=True))
-            self.metrics.predictions.inc(len(good))
-            self.metrics.batch_samples.observe(len(good))
-        return results
+        return [(result, version) for result in results]
 
     def _apply(self, blob: Blob) -> None:
         with self.metrics.delta_seconds.time():
@@ -183,11 +240,3 @@ def _seconds_since(moment: float | None) -> float:
 def shown_text(text: str) -> str:
     """At most a thousand characters of a text, all of which can be encoded: an error may repeat what was published."""
     return text[:1000].encode(errors="backslashreplace").decode()
-
-
-def _missing(sample: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Error message for a sample that lacks a column; empty if it has all."""
-    for name in columns:
-        if name not in sample:
-            return f"column {name} is missing; use null for a missing value"
-    return ""

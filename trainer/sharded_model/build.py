@@ -5,59 +5,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    CounterWeightDecayMode,
-    CowClipDefinition,
-    WeightDecayMode,
-)
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from cowrec.data_pipeline import Schema
 from cowrec.models import build_model, loss_of
 from cowrec.sparse_opt import (
     AdamConfig,
-    ClipRule,
     EmbeddingAdam,
     Hyperparameters,
     LookupsHandle,
     attach_cowclip,
-    scale_clip,
-    scale_hyperparameters,
 )
-from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 from cowrec.sparse_opt.tbe.fused_rates import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.config.nearest_name import require_known
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
+from .hyperparameters import derived_clip, derived_hyperparameters, fused_params
 from .mean_loss import MeanLoss
 from .sharding import sharding_plan
 from .tables import embedding_tables, fill_tables, require_tables, table_specs
 from .task import TrainTask
-
-FUSED_OPTIMIZERS = {
-    "adam": EmbOptimType.EXACT_SGD,  # never runs: EmbeddingAdam replaces its update
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "fbgemm_adam": EmbOptimType.ADAM,
-    "fbgemm_cowclip": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-}
-KINDS: dict[str, EmbeddingOptimizer] = {
-    "adam": "adam",
-    "sgd": "sgd",
-    "adagrad": "adagrad",
-    "rowwise_adagrad": "adagrad",
-    "fbgemm_adam": "adam",
-    "fbgemm_cowclip": "adagrad",
-}
-"""How each optimizer of the tables remembers its gradients, for the scaling rules."""
 
 
 def build_sharded(config: RunConfig, schema: Schema, process: Process) -> DistributedModelParallel:
@@ -71,11 +44,21 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
             unknown.
     """
     set_product_precision(config.train.precision, process.device)
+    sharded = shard(unsharded_task(config, schema, process), config, process)
+    fill_tables(sharded, table_specs(schema, config), config.optimizer.embedding_init_std, config.train.seed)
+    return sharded
+
+
+def unsharded_task(config: RunConfig, schema: Schema, process: Process) -> TrainTask:
+    """Builds the run's model with its loss; its tables are on the meta device.
+
+    Raises:
+        ValueError: the device lacks the optimizer, or a table is unknown.
+    """
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
     torch.manual_seed(config.train.seed)
-    specs = table_specs(schema, config)
-    tables = embedding_tables(schema, specs)
+    tables = embedding_tables(schema, table_specs(schema, config))
     require_tables("optimizer.embedding_lr_factors", config.optimizer.embedding_lr_factors, tables)
     model = build_model(
         config.model,
@@ -90,9 +73,7 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         _require_no_batch_norm(model, config.model.name)
     loss_of_sample = loss_of(config.train.loss, config.train.loss_options, len(schema.labels))
     loss = MeanLoss(process.world_size, loss_of_sample, mean_weight(schema), task_weights(config, schema))
-    sharded = sharded_task(model, config, process, loss)
-    fill_tables(sharded, specs, config.optimizer.embedding_init_std, config.train.seed)
-    return sharded
+    return train_task(model, config, process, loss)
 
 
 def _require_no_batch_norm(model: nn.Module, name: str) -> None:
@@ -117,39 +98,55 @@ def task_weights(config: RunConfig, schema: Schema) -> list[float]:
     return [config.train.task_weights.get(name, 1.0) for name in schema.labels]
 
 
-def sharded_task(
-    model: nn.Module, config: RunConfig, process: Process, loss: MeanLoss | None = None
-) -> DistributedModelParallel:
-    """Shards a model with its loss over the process group.
+def train_task(model: nn.Module, config: RunConfig, process: Process, loss: MeanLoss | None = None) -> TrainTask:
+    """Combines a model with its loss, by default the mean cross-entropy.
 
     Args:
         model: ``forward(dense, sparse) -> logits [B]``, with one EmbeddingBagCollection on the meta device.
-        config: precision, sharding, and the optimizer of the tables.
+        config: precision, and the optimizer of the tables.
         process: this process.
-        loss: by default the mean cross-entropy.
-
-    Returns:
-        The sharded :class:`TrainTask`.
-
-    Raises:
-        ValueError: the sharding does not suit the run.
+        loss: of the logits.
     """
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
     values, factors = derived_hyperparameters(config), config.optimizer.embedding_lr_factors
     task = TrainTask(model, loss or MeanLoss(process.world_size), values.l2, config.optimizer.cross_l2, bfloat16_device)
     if config.optimizer.embedding != "adam":
         set_initial_rates(task, {table: factor * values.embedding_lr for table, factor in factors.items()})
+    return task
+
+
+def shard(
+    task: TrainTask,
+    config: RunConfig,
+    process: Process,
+    plan: ShardingPlan | None = None,
+    data_parallel_wrapper: DataParallelWrapper | None = None,
+) -> DistributedModelParallel:
+    """Shards a task over the process group.
+
+    Args:
+        task: of :func:`train_task`.
+        config: sharding, and the optimizer of the tables.
+        process: this process.
+        plan: of the tables, by default that of the configuration.
+        data_parallel_wrapper: replicates the network, by default DistributedDataParallel.
+
+    Raises:
+        ValueError: the sharding does not suit the run.
+    """
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
     sharded = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=sharding_plan(task, config, process, sharder),
+        plan=plan or sharding_plan(task, config, process, sharder),
         sharders=[sharder],
         init_data_parallel=process.world_size > 1,
+        data_parallel_wrapper=data_parallel_wrapper,
     )
     if process.world_size == 1:  # no gradients to reduce, and no ids and rows to exchange
-        sharded.to(process.device)
+        if data_parallel_wrapper is None:
+            sharded.to(process.device)
         look_up_directly(sharded)
     return sharded
 
@@ -166,28 +163,6 @@ def set_product_precision(precision: str, device: torch.device) -> None:
         raise ValueError(
             'train.precision = "tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'
         )
-
-
-def fused_params(config: RunConfig) -> dict[str, Any]:
-    """Settings of FBGEMM's fused optimizer, as TorchRec passes them to the tables."""
-    optimizer, hyperparameters = config.optimizer, derived_hyperparameters(config)
-    params: dict[str, Any] = {
-        "optimizer": FUSED_OPTIMIZERS[optimizer.embedding],
-        "learning_rate": hyperparameters.embedding_lr,
-        "eps": hyperparameters.eps,
-        "bounds_check_mode": BoundsCheckMode.FATAL,
-    }
-    if optimizer.embedding == "fbgemm_adam":
-        params |= dict(zip(("beta1", "beta2"), hyperparameters.betas, strict=True))
-    if optimizer.embedding == "fbgemm_cowclip":
-        params["weight_decay_mode"] = WeightDecayMode.COWCLIP
-        params["cowclip_regularization"] = CowClipDefinition(
-            counter_weight_decay_mode=CounterWeightDecayMode.NONE,
-            counter_halflife=optimizer.counter_halflife,
-            weight_norm_coefficient=optimizer.weight_norm_coefficient,
-            lower_bound=optimizer.lower_bound,
-        )
-    return params
 
 
 def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
@@ -245,41 +220,6 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
         if each is not None and key not in module._non_persistent_buffers_set and ".embeddings" not in f".{name}"
     }
     return {**dense_parameters(model), **buffers}
-
-
-def derived_hyperparameters(config: RunConfig, batch_size: int | None = None) -> Hyperparameters:
-    """Learning rates, L2, betas and eps: the base values, scaled by the scaling rule to a batch size, by default the
-    run's.
-    """
-    optimizer = config.optimizer
-    assert optimizer.l2 is not None, "with_defaults has not been called"
-    base = Hyperparameters(
-        optimizer.embedding_lr,
-        optimizer.dense_lr,
-        optimizer.l2,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        dense_weight_decay=optimizer.dense_weight_decay,
-    )
-    return scale_hyperparameters(
-        base,
-        base_batch_size=optimizer.base_batch_size,
-        batch_size=batch_size or config.train.batch_size,
-        rule=optimizer.scaling,
-        embedding=KINDS[optimizer.embedding],
-    )
-
-
-def derived_clip(config: RunConfig, batch_size: int | None = None) -> ClipRule:
-    """Clip rule of the run, its values scaled to a batch size, by default the run's."""
-    optimizer = config.optimizer
-    return scale_clip(
-        config.clip.build(),
-        base_batch_size=optimizer.base_batch_size,
-        batch_size=batch_size or config.train.batch_size,
-        rule=optimizer.scaling,
-    )
 
 
 def describe(config: RunConfig) -> dict[str, Any]:

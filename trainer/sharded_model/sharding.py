@@ -246,9 +246,11 @@ def _kernel(config: RunConfig) -> str:
 
 def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
     """Device memory for weights; the planner does not count EmbeddingAdam's two moments for each weight."""
-    if not torch.cuda.is_available():
-        return None
-    memory = torch.cuda.get_device_properties(process.device).total_memory
+    memory = process.device_bytes
+    if memory is None:
+        if not torch.cuda.is_available():
+            return None
+        memory = torch.cuda.get_device_properties(process.device).total_memory
     shares = config.optimizer.embedding == "adam" and config.sharding.memory == "device"
     return memory // 3 if shares else memory
 

@@ -23,7 +23,7 @@ from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.subprocess_call import Subprocess
-from cowrec.trainer.sharded_model.build import derived_hyperparameters
+from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
 
 from .comparison import too_few_steps
 from .grid import Cell, Grid

@@ -111,24 +111,29 @@ def training_sample(config: RunConfig, train: Reader, process: Process) -> Rando
 
 
 def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:
-    """Pads each slice of a global batch that is one sample short, so that all ranks have equally many samples.
+    """Yields slices of global batches as :func:`even_slice` makes them."""
+    for batch in batches:
+        yield even_slice(batch, world_size)
+
+
+def even_slice(batch: Batch, world_size: int) -> Batch:
+    """Pads a slice of a global batch that is one sample short, so that all ranks have equally many samples.
 
     The added sample has no ids and no label. TorchRec's reduce-scatter of row-wise tables needs equal slices on gloo,
     and this way no rank is without samples.
     """
-    for batch in batches:
-        if len(batch.dense) * world_size < batch.global_batch_size:
-            dense, sparse = F.pad(batch.dense, (0, 0, 0, 1)), batch.sparse
-            lengths = F.pad(sparse.lengths().view(len(sparse.keys()), -1), (0, 1)).flatten()
-            padded = KeyedJaggedTensor(
-                sparse.keys(),
-                sparse.values(),
-                sparse.weights_or_none(),
-                lengths,
-                length_per_key=sparse.length_per_key(),  # a sample without ids adds none
-            )
-            batch = dataclasses.replace(batch, dense=dense, sparse=padded)
-        yield batch
+    if len(batch.dense) * world_size >= batch.global_batch_size:
+        return batch
+    dense, sparse = F.pad(batch.dense, (0, 0, 0, 1)), batch.sparse
+    lengths = F.pad(sparse.lengths().view(len(sparse.keys()), -1), (0, 1)).flatten()
+    padded = KeyedJaggedTensor(
+        sparse.keys(),
+        sparse.values(),
+        sparse.weights_or_none(),
+        lengths,
+        length_per_key=sparse.length_per_key(),  # a sample without ids adds none
+    )
+    return dataclasses.replace(batch, dense=dense, sparse=padded)
 
 
 def require_labels(schema: Schema, name: str, data_dir: Path) -> None:

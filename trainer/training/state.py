@@ -28,15 +28,9 @@ from cowrec.trainer.runs.checkpoint_reader import (
 )
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.build import (
-    adam_config,
-    build_sharded,
-    dense_parameters,
-    derived_clip,
-    derived_hyperparameters,
-    embedding_optimizer,
-)
+from cowrec.trainer.sharded_model.build import adam_config, build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.hyperparameters import derived_clip, derived_hyperparameters
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
 from cowrec.trainer.sharded_model.state_tensors import not_finite, random_state
 from cowrec.trainer.sharded_model.step_guard import StepGuard
@@ -75,7 +69,7 @@ class TrainState:
         schema: of its data.
         process: this process.
         schedule: of the learning rates and the batch sizes.
-        on_nonfinite: at a batch that would make the state non-finite, "skip" it; "stop" does not look.
+        on_nonfinite, reads_ahead: as of :class:`Trainer`; "stop" does not look at a batch.
 
     Attributes:
         model: a TrainTask, sharded.
@@ -100,6 +94,7 @@ class TrainState:
         process: Process,
         schedule: Schedule,
         on_nonfinite: OnNonfinite = "stop",
+        reads_ahead: bool = True,
     ) -> None:
         self._config, self._process = config, process
         self.tasks = Tasks.of(schema.labels, config.evaluate.main_task)
@@ -125,7 +120,7 @@ class TrainState:
             self.model,
             self.dense_optimizer,
             process,
-            may_read_ahead=self.ids.tables is None,
+            may_read_ahead=reads_ahead and self.ids.tables is None,
             captured=None if self.why_not_captured else self.adam,
             batch_size=config.train.batch_size,
         )

@@ -19,7 +19,8 @@ from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.heartbeat import Heartbeat
 from cowrec.trainer.runtime.processes import Process, on_first
 from cowrec.trainer.runtime.stopping import LossWatch
-from cowrec.trainer.sharded_model.build import derived_hyperparameters, describe
+from cowrec.trainer.sharded_model.build import describe
+from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
 
 from .schedule import Schedule
 from .state import Step, TrainState
@@ -40,6 +41,7 @@ class Trainer:
         process: this process.
         schedule: of the learning rates.
         on_nonfinite: what is done about a batch that would make the state non-finite.
+        reads_ahead: whether several processes may take a batch before the step of the batch before has ended.
 
     Attributes:
         state: what training changes.
@@ -58,10 +60,12 @@ class Trainer:
         process: Process,
         schedule: Schedule,
         on_nonfinite: OnNonfinite,
+        *,
+        reads_ahead: bool = True,
     ) -> None:
         self.config, self.schema, self.run_dir, self.process = config, schema, run_dir, process
         on_first(process, lambda: require_trackers(config.train.trackers))
-        self.state = TrainState(config, schema, process, schedule, on_nonfinite)
+        self.state = TrainState(config, schema, process, schedule, on_nonfinite, reads_ahead=reads_ahead)
         self.set_aside = self._set_aside_in_a_row = 0
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.warn)
         self._heartbeat = Heartbeat(process)
@@ -87,14 +91,14 @@ class Trainer:
                 self.checkpoints.abandon()
                 raise
 
-    def open_log(self) -> MetricsLog:
-        """Opens the metrics log; it writes, and trackers follow it, on the first process only."""
+    def open_log(self, max_bytes: int = 0) -> MetricsLog:
+        """Opens the metrics log, see there; it writes, and trackers follow it, on the first process only."""
         if not self.process.is_first:
             return MetricsLog(None)
         settings = to_plain(self.config) | {"derived": describe(self.config)}
         run = TrackedRun(self.run_dir, flattened(settings), flattened(self.state.environment))
         trackers = [Tracking(name, TRACKERS[name](), run) for name in dict.fromkeys(self.config.train.trackers)]
-        return MetricsLog(self.run_dir, self.steps, trackers)
+        return MetricsLog(self.run_dir, self.steps, trackers, max_bytes=max_bytes)
 
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
         """Trains on the next batch, or on several that are parts of one; does not wait for the device unless

@@ -7,7 +7,7 @@ from math import inf, log
 from typing import Any
 
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.sharded_model.build import derived_clip, derived_hyperparameters
+from cowrec.trainer.sharded_model.hyperparameters import derived_clip, derived_hyperparameters
 
 VALUES = ("embedding_lr", "dense_lr", "l2")
 """Keys of `[optimizer]` that a study searches."""

@@ -17,7 +17,7 @@ from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.dataset.shards import load_shards
 from raw_cases import NULLS_SCHEMA
 
-TIMED = 'time = "seen at"\n' + NULLS_SCHEMA
+TIMED = 'time = "seen at"\n' + NULLS_SCHEMA.replace('"-1"', f'"-1", "{2**63 - 1}"')
 HEADER = ["seen at", "past views", "unused", "click", "price", "tags", "city"]
 
 names = st.one_of(
@@ -143,12 +143,24 @@ def codec(tmp_path_factory):
     return SampleCodec.load(folder / "out")
 
 
+def test_a_whole_number_with_a_point_is_an_integer_id(codec):
+    """As in Parquet; beside lines whose ids are texts or integers, which decide how lines are parsed."""
+    whole = {"city": 5.0, "tags": [3.0, -2e9], "past views": [{"id": 7.0, "weight": 1.0}], "sample_id": 9.0}
+    plain = {"city": "5", "tags": ["3", "-2000000000"], "past views": [{"id": "7", "weight": 1.0}], "sample_id": "9"}
+    for first in ({}, {"city": 1, "tags": [1]}):
+        found, expected = ([good_sample(**first), good_sample(**each)] for each in (whole, plain))
+        for raw in (codec.from_json([json.dumps(each).encode() for each in found]), codec.from_objects(found)):
+            encoded, same = codec.encode(raw), codec.encode(codec.from_objects(expected))
+            assert (encoded.bad, encoded.table.to_pylist()) == ((), same.table.to_pylist())
+
+
 WRONG = {
     "a word for a number": ({"price": "much"}, "column price: must be a"),
     "a list for a number": ({"price": [1]}, "column price: must be a"),
     "a truth value for a number": ({"price": True}, "column price: must be a"),
     "an infinite number": ({"price": math.inf}, "column price: must be a finite number"),
     "a number for an id": ({"city": 1.5}, "column city: must be a string, an integer or null, got 1.5"),
+    "a number beyond integers for an id": ({"city": 1e19}, "column city: must be a string, an integer or null, got 1e"),
     "a truth value for an id": ({"city": False}, "column city: must be a string, an integer or null, got false"),
     "an object for an id": ({"city": {}}, "column city: must be a string, an integer or null, got {}"),
     "half a character": ({"city": "\ud800"}, "column city: must be a string"),
@@ -183,6 +195,30 @@ def test_a_wrong_value_is_reported_without_affecting_other_samples(codec, case):
     only_for_training = not change.keys().isdisjoint({"click", "seen at"})
     assert [each.index for each in bad] == ([] if only_for_training else [1])
     assert len(rows) == 3 - len(bad)
+
+
+numbers = st.sampled_from([0, 2.5, -1, 10**400, 2**63 - 1, -(2**70), 1e-320, math.nan, math.inf, 1e7])
+texts = st.sampled_from(["", "NA", "-1", "2.5", "t", "\ud800"])
+anything = st.one_of(
+    st.none(), st.booleans(), numbers, texts, st.just({}), st.lists(st.none() | numbers | texts, max_size=3),
+    st.lists(st.fixed_dictionaries({"id": st.none() | numbers | texts, "weight": numbers}), max_size=2),
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    changes=st.lists(st.dictionaries(st.sampled_from(["price", "city", "tags", "past views"]), anything), max_size=3)
+)
+def test_a_request_of_any_values_is_encoded_like_columns(codec, changes):
+    """The same samples are good, with the same values, whether or not there are bad ones beside them."""
+    samples = [good_sample(), *(good_sample(**each) for each in changes)]
+    expected = codec.encode(codec.from_objects(samples, training=False), training=False)
+    wrong = {each.index for each in expected.bad}
+    good = [sample for index, sample in enumerate(samples) if index not in wrong]
+    for given_samples in (samples, good):
+        rows, bad = codec.encode_request(given_samples)
+        check_equal(rows, expected.block, labelled=False)
+        assert [each.index for each in bad] == (sorted(wrong) if given_samples is samples else [])
 
 
 def test_a_very_long_sample_is_reported_without_affecting_others(codec):

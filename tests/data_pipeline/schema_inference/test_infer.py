@@ -2,6 +2,7 @@
 
 import csv
 import lzma
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -168,3 +169,26 @@ def test_real_files(tmp_path):
     assert layout.labels[0].column == "click"
     assert "id" not in found
     assert found["device_id"] == "categorical"
+
+
+def test_repeated_names_and_other_encodings_are_named_as_the_cause(tmp_path):
+    """As `prepare` names them; a header with a repeated name is one, and only the columns of that name are left out."""
+    path = tmp_path / "table.csv"
+    path.write_text("label,a,a,b\n1,2,3,x\n0,3,4,y\n")
+    text = infer_schema(path)
+    assert 'label = "label"' in text
+    assert "# left out: 'a': several columns have this name" in text
+    assert tomllib.loads(text)["fields"] == [{"name": "b", "kind": "categorical"}]
+    path.write_text("label,label,b\n1,1,x\n0,1,y\n0,0,z\n")
+    with pytest.raises(ValueError, match=r"looks like a label \(those that share a name are left out: 'label'; rename"):
+        infer_schema(path)
+    with pytest.raises(ValueError, match="several columns are called 'label'; rename all but the label's"):
+        infer_schema(path, label="label")
+    path.write_bytes("label,größe\n1,x\n0,y\n".encode("latin1"))
+    with pytest.raises(ValueError, match=r"table\.csv, line 1: not UTF-8 \(byte 0xf6\); convert the file to UTF-8"):
+        infer_schema(path)
+    path.write_bytes("label,a\n1,x\n".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"line 1: not UTF-8 \(byte 0xff\); convert the file to UTF-8 first"):
+        infer_schema(path)
+    path.write_bytes("label,a\n1,x\n0,größe\n".encode("latin1"))
+    assert "# unsure: line 3: not UTF-8 (byte 0xf6); `prepare` refuses such lines" in infer_schema(path)

@@ -24,7 +24,7 @@ def sent_and_received(address):
     """Sends several tables; returns the rows sent and the rows read back."""
     tables = list(drifting_tables(CONFIG, 0, 250, chunk_rows=100))
     assert send(tables, open_sink(address)) == 250
-    source, rows, deadline = open_source(address), [], time.monotonic() + 30
+    source, rows, deadline = open_source(address), [], time.monotonic() + 60
     while len(rows) < 250:
         assert time.monotonic() < deadline, f"only {len(rows)} arrived"
         chunk = source.poll(1000, 0.1)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import Position, SampleStream
+from cowrec.data_pipeline.streams import stream_time
 from cowrec.data_pipeline.streams.stream_time import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, follow
 from stream_cases import RandomSource, make_codec, numbers, sample
 
@@ -62,6 +63,16 @@ def returned(codec, times, **options):
     return [
         (number, int(time)) for batch in stream for number, time in zip(numbers(batch), batch.block.time, strict=True)
     ], stream
+
+
+def test_arrays_of_any_kind_use_the_same_compiled_loop():
+    """Compiling another one would stop a trainer for seconds."""
+    times = np.arange(20)
+    read_only = times.copy()
+    read_only.flags.writeable = False
+    for given_times, latest in ((times, times[:0]), (read_only, times[::2]), (read_only[::2], read_only)):
+        follow(given_times, latest, None, 0)
+    assert len(stream_time._follow.signatures) == 1
 
 
 @pytest.mark.parametrize("hours", [1, 23, 10_000])

@@ -13,7 +13,7 @@ from cowrec.sparse_opt import CowClip, attach_cowclip
 from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import TrainConfig
-from cowrec.trainer.sharded_model.build import fused_params
+from cowrec.trainer.sharded_model.hyperparameters import fused_params
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from sharded_case import Case, gather_tables, process_group, row_gradients, sharded_model, train_step

@@ -38,7 +38,7 @@ CASES = {
     "decay and L2": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6, weight_decay=0.5),
 }
 LR_FACTOR = 0.7
-STEPS, ROWS, DIM = 330, 45, 12
+ROWS, DIM = 45, 12
 
 
 def test_interpreted() -> None:
@@ -55,10 +55,10 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str, clipped: bool) -> None:
-    compare(CASES[case], clipped, torch.device("cuda"))
+    compare(CASES[case], clipped, torch.device("cuda"), steps=330)
 
 
-def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
+def compare(config: AdamConfig, clipped: bool, device: torch.device, *, steps: int) -> None:
     """Replays rows that missed 0 to all steps with both kernels; some are zero, some decay on the way."""
     from cowrec.sparse_opt.kernels.triton_replay import distinct_begins, replay_rows_on_device
 
@@ -67,13 +67,13 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
     weights[::9] = 0
     arrays = [weights, (weights * 1e-3).astype(np.float32), (weights**2 * 1e-3).astype(np.float32)]
     state = AdamState(*(torch.from_numpy(each.ravel()) for each in arrays))
-    last = np.sort(rng.integers(0, STEPS + 1, ROWS)).astype(np.int32)
-    last[:5], last[-3:] = 0, STEPS
-    progress = LastSteps(torch.from_numpy(last), STEPS, 0.0)
+    last = np.sort(rng.integers(0, steps + 1, ROWS)).astype(np.int32)
+    last[:5], last[-3:] = 0, steps
+    progress = LastSteps(torch.from_numpy(last), steps, 0.0)
     constants = adam_constants(config)
     thresholds = DecayThresholds(config.lr, 1e-11, 1e-11 * config.eps * constants.one_minus_beta1)
     history = StepHistory(config, torch.device("cpu"))
-    history.replace(config.lr * np.linspace(0.2, 1, STEPS))
+    history.replace(config.lr * np.linspace(0.2, 1, steps))
     row = torch.arange(ROWS)
     rows = StaleRows(torch.zeros_like(row), row * DIM, row, progress.last_step.clone())
     one = torch.ones(1, dtype=torch.int64)
@@ -84,7 +84,7 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
         return values._make(each.clone().to(to) if isinstance(each, torch.Tensor) else each for each in values)
 
     on_cpu, progress_on_cpu = copied(state, torch.device("cpu")), copied(progress, torch.device("cpu"))
-    behind = StaleRows(*(each[rows.last < STEPS] for each in rows))
+    behind = StaleRows(*(each[rows.last < steps] for each in rows))
     tuples = map(to_numpy, (behind, on_cpu, progress_on_cpu, history.schedule))
     arguments = (0, 1, DIM, np.float32(LR_FACTOR), *tuples, to_float32(constants), to_float32(thresholds))
     if clipped:
@@ -92,17 +92,17 @@ def compare(config: AdamConfig, clipped: bool, device: torch.device) -> None:
     else:
         replay_rows(*arguments)
 
-    taken, log_beta2 = torch.tensor([STEPS], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
-    steps = DeviceSteps(taken, progress.last_step, *history.schedule, torch.tensor([LR_FACTOR]), log_beta2)
-    layout, clips, on_device, steps, row = (
+    taken, log_beta2 = torch.tensor([steps], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
+    on_steps = DeviceSteps(taken, progress.last_step, *history.schedule, torch.tensor([LR_FACTOR]), log_beta2)
+    layout, clips, on_device, on_steps, row = (
         copied(each, device) if isinstance(each, tuple) else each.to(device)
-        for each in (layout, clips, state, steps, row)
+        for each in (layout, clips, state, on_steps, row)
     )
     replay_rows_on_device(
-        row, distinct_begins(row), layout, clips if clipped else None, on_device, None, steps, constants, thresholds
+        row, distinct_begins(row), layout, clips if clipped else None, on_device, None, on_steps, constants, thresholds
     )
     assert (progress_on_cpu.last_step < 0).any(), "no row decayed"
-    np.testing.assert_array_equal(steps.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
+    np.testing.assert_array_equal(on_steps.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
     for got, expected in zip(on_device, on_cpu, strict=True):
         np.testing.assert_array_equal(got.cpu().numpy(), expected.numpy())
 
@@ -111,7 +111,7 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
     """Trains with the kernels of either back end: batches with repeated and no ids, tables of several features."""
 
     def train(uses_triton: bool) -> list[torch.Tensor]:
-        case = Case(rows=(20, 5, 60), batch=8, steps=40)
+        case = Case(rows=(20, 5, 60), batch=8, steps=20)
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"])
         config = AdamConfig(lr=1e-3, l2=1e-2, weight_decay=0.1, absent_rows=absent_rows)
@@ -177,5 +177,5 @@ if __name__ == "__main__":
         print("equal")
     for each in CASES.values():
         for with_clip in (False, True):
-            compare(each, with_clip, torch.device("cpu"))
+            compare(each, with_clip, torch.device("cpu"), steps=80)
             print("equal")

@@ -9,34 +9,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from collectives import Traffic
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from process_groups import in_processes, process_group
 from sharded_case import Case, gather_tables, sharded_model, train_step
 
 CASE = Case(steps=1, max_ids=3)
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that this process sends in each kind of collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            inputs = args[0] if "allreduce" in func.__name__ else args[1]
-            tensors = [each for each in (inputs if isinstance(inputs, list) else [inputs]) if torch.is_tensor(each)]
-            self.sent[func.__name__.partition(".")[0]] += sum(each.numel() * each.element_size() for each in tensors)
-        return func(*args, **(kwargs or {}))
 
 
 def clip(model: torch.nn.Module) -> object:
@@ -121,17 +105,17 @@ def test_unsharded_columns_add_nothing(traffic: dict[str, Counter[str]]) -> None
 
 def test_column_shards_add_two_float64_an_id(traffic: dict[str, Counter[str]]) -> None:
     """Sends squared norms of gradient and weight for every id, without waiting for the number of distinct rows."""
-    assert added(traffic, "column-wise") == {"allreduce_": 16 * sum(len(ids_of(table)) for table in range(3))}
+    assert added(traffic, "column-wise") == {"all_reduce": 16 * sum(len(ids_of(table)) for table in range(3))}
 
 
 def test_unequal_ranks_add_two_float64_a_row(traffic: dict[str, Counter[str]]) -> None:
     """Only rank 1 has columns of table 1, so both ranks send the distinct rows of the others."""
-    assert added(traffic, "some column-wise") == {"allreduce_": 16 * sum(len(np.unique(ids_of(t))) for t in (0, 2))}
+    assert added(traffic, "some column-wise") == {"all_reduce": 16 * sum(len(np.unique(ids_of(t))) for t in (0, 2))}
 
 
 def test_data_parallel_tables_exchange_the_rows_of_the_batch(traffic: dict[str, Counter[str]]) -> None:
     """Sends a row's offset, table, count and gradient in float64, padded to the rank with more rows; not the table."""
     rows = [sum(len(np.unique(ids_of(t, 16 * rank, 16 * rank + 16))) for t in range(3)) for rank in (0, 1)]
     sent = traffic["data-parallel, clipped"]
-    assert {key: size for key, size in sent.items() if key != "allgather_"} == {}
-    assert sent["allgather_"] == 8 + max(rows) * (3 + CASE.dim) * 8 < 4 * sum(CASE.rows) * CASE.dim
+    assert {key: size for key, size in sent.items() if key != "all_gather"} == {}
+    assert sent["all_gather"] == 8 + max(rows) * (3 + CASE.dim) * 8 < 4 * sum(CASE.rows) * CASE.dim

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.trainer.bench import mlperf
 from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf, bytes_per_sample, make_batch
 from cowrec.trainer.bench.mlperf import _case as case_of

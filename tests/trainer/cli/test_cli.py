@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.trainer.cli.main import app
 from cowrec.trainer.training.saved_run import evaluate_run
@@ -260,3 +260,15 @@ def test_predict_refuses_torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="predict runs in one process; start it without torchrun"):
         predict_run(folder / "run", folder / "data", folder / "p.parquet")
+
+
+@pytest.mark.parametrize("command", [["train"], ["online", "--source", "incoming"]])
+def test_processes_of_a_run_are_told_its_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    ended = []
+    monkeypatch.setattr("os._exit", ended.append)  # torchrun's processes end at once
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    exit_code(monkeypatch, *command, folder / "run.toml", "--data", folder / "data")
+    assert ended[0] == 2
+    assert "pass --run-dir under torchrun, so that all processes agree on it" in capsys.readouterr().err

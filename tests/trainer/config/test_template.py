@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.template import OWN_DATA, presets, run_file
 

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,8 @@ from cowrec.trainer.export.manifest import Manifest
 from cowrec.trainer.export.quantised_rows import dequantise, quantise
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import predict_run
-from trainer_cases import COLUMNS, ENVIRONMENT, UNWEIGHTED, config_file, make_data
+from process_groups import in_processes
+from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
 DIM = 6
 TRAINED = ("wdl", "deepfm", "dcnmix")
@@ -199,17 +199,17 @@ def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
         Manifest.load(folder / "deepfm")
 
 
+def export_to_a_full_disk(_: int, run: Path, folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    with pytest.raises(OSError, match="no space left for"):
+        export_run(run, folder)
+
+
 def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "mine").touch()
     with pytest.raises(ValueError, match="exists and is not empty"):
         export_run(folder / "deepfm", tmp_path / "export")
-    script = (
-        "import resource, sys; from pathlib import Path; from cowrec.trainer.export.export import export_run;"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000));"
-        f"export_run(Path({str(folder / 'deepfm')!r}), Path({str(tmp_path / 'full')!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert "no space left for" in done.stderr
+    in_processes(export_to_a_full_disk, (folder / "deepfm", tmp_path / "full"), 1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["export"]
     assert [each.name for each in (tmp_path / "export").iterdir()] == ["mine"]

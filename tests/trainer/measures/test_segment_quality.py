@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
 from cowrec.trainer.config.run import load_config

@@ -139,6 +139,22 @@ def steps_of(target: Target) -> list[int]:
     return [decode(target.read(version, kind)).change.step for version, kind in target.blobs()]
 
 
+def test_readers_of_a_resumed_run_lose_ids_that_it_had_before(case: Path, tmp_path: Path) -> None:
+    """Ids of the first part of the stream are evicted in the second one, without having occurred there."""
+    settings = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
+    tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
+    write_stream(tmp_path / "in", tables[:4])
+    run(case, tmp_path / "run", *settings, source=tmp_path / "in")
+    (tmp_path / "in" / "_END").unlink()
+    write_stream(tmp_path / "in", tables[4:], first=4)
+    publish = str(tmp_path / "published")
+    run(case, tmp_path / "run", *settings, source=tmp_path / "in", resume=True, publish=publish)
+    export_run(tmp_path / "run", tmp_path / "export")
+    exported, served = ServedModel.load(tmp_path / "export"), following(tmp_path)
+    assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
+    np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
+
+
 BATCH_NORM = """
 from torch import nn
 class Net(nn.Module):
@@ -181,10 +197,11 @@ def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path, settings: li
 def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: Path) -> None:
     tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
     write_stream(tmp_path / "in", tables[:4], end=True)
-    run(case, tmp_path / "run", source=tmp_path / "in")
+    windows = "online.window='1h'"  # of which the first one ended with the stream
+    run(case, tmp_path / "run", windows, source=tmp_path / "in")
     (tmp_path / "in" / "_END").unlink()
     write_stream(tmp_path / "in", tables[4:], first=4)
-    operation = ["online.report_seconds=7", "online.damaged_files='skip'", "online.on_nonfinite='stop'"]
+    operation = [windows, "online.report_seconds=7", "online.damaged_files='skip'", "online.on_nonfinite='stop'"]
     assert run(case, tmp_path / "run", *operation, source=tmp_path / "in", resume=True)["samples"] == SAMPLES
     with pytest.raises(ValueError, match=r"of another configuration: it has online\.lateness"):
         run(case, tmp_path / "run", "online.lateness='7s'", source=tmp_path / "in", resume=True)

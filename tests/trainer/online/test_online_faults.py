@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from commands.forked_commands import Forked, run_forked
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
 from cowrec.trainer.export.export import export_run
@@ -41,21 +42,21 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(case: Path, run_dir: Path, *overrides: str, source: Path | None = None, publish: str = "") -> list[str]:
-    parts = [sys.executable, "-m", "cowrec.trainer", "online", f"{case}/run.toml", "--data", f"{case}/data"]
+    """Arguments of ``cowrec``."""
+    parts = ["online", f"{case}/run.toml", "--data", f"{case}/data"]
     parts += ["--source", str(source or case / "incoming"), "--run-dir", str(run_dir), "--resume"]
     parts += ["--publish", publish] if publish else []
     return [*parts, *(part for each in overrides for part in ("--set", each))]
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen]]:
+def start() -> Iterator[Callable[[list[str]], Forked]]:
     """Function that starts a command; it is killed at the end of the test."""
-    started: list[subprocess.Popen] = []
+    started: list[Forked] = []
 
-    def begin(parts: list[str], **given: object) -> subprocess.Popen:
-        process = subprocess.Popen(parts, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, **given)  # type: ignore
-        started.append(process)
-        return process
+    def begin(parts: list[str]) -> Forked:
+        started.append(Forked(*parts))
+        return started[-1]
 
     yield begin
     for process in started:
@@ -63,9 +64,9 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
         process.wait()
 
 
-def finish(parts: list[str], **given: object) -> str:
+def finish(parts: list[str]) -> str:
     """Runs a command to its end; returns its output."""
-    done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, **given)  # type: ignore
+    done = run_forked(*parts)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -140,18 +141,19 @@ def test_sigterm_saves_while_the_source_blocks_and_the_run_can_be_resumed(
 
 def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Files may not reach the size of a checkpoint; the run reports that and is resumed once there is space."""
-    parts = command(case, tmp_path / "run", *OFTEN, *EXACT, "train.log_every=100000")
+    given = command(case, tmp_path / "run", *OFTEN, *EXACT, "train.log_every=100000")
     largest = max(file.stat().st_size for file in undisturbed.glob("checkpoints/*/*"))
 
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, largest // 2))
 
+    parts = [sys.executable, "-m", "cowrec.trainer", *given]
     done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
     assert done.returncode == 2, done.stderr
     assert "could not be written" in done.stderr
     assert "free disk space or repair the folder" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
-    finish(parts)
+    finish(given)
     assert_same(tmp_path / "run", undisturbed)
 
 
@@ -191,7 +193,7 @@ def test_a_killed_redis_loses_nothing_it_has_written(
         send(server, tables[:4])
         source, run_dir = f"{server.url}?stream=samples", tmp_path / "run"
         parts = command(case, run_dir, *OFTEN, *EXACT, "online.max_wait_seconds=3", source=source, publish=server.url)
-        process = start(parts, stdout=subprocess.PIPE)
+        process = start(parts)
         wait_for(lambda: lines(run_dir) > 100)
         server.send(signal.SIGKILL)
         server.start()

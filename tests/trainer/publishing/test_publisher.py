@@ -1,145 +1,15 @@
 """Publishing under faults: a reader ends with the publisher's model and never skips a missing version."""
 
-import contextlib
-import random
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, TableChange, decode, encode, merged
-from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
+from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, decode, encode, merged
 from cowrec.trainer.publishing.target import Target, open_target
-from cowrec.trainer.publishing.version_reader import VersionReader
+from publishing.published_model import Model, eventually, publish, publisher, reading, target_url
 from servers.redis_server import redis_server
-from servers.s3_server import s3_clients
-
-WIDTH = 4
-Key = tuple[str, int, int]
-"""Table, feature, id."""
-SHARED, PLAIN = "shared", "plain"
-
-
-class Model:
-    """A model in plain dictionaries that changes at random; the shared table has rows of two features."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.rows: dict[Key, list[float]] = {}
-        self.dense = [0.0]
-        self.step = 0
-        self._rng = random.Random(seed)
-
-    def copy(self) -> "Model":
-        other = Model(self.step)
-        other.rows, other.dense, other.step = dict(self.rows), list(self.dense), self.step
-        return other
-
-    def train(self, *, with_dense: bool = False) -> Change:
-        """Writes some rows, including new ones, and deletes some."""
-        self.step += 1
-        ids = [(SHARED, f, i) for f in range(2) for i in (-7, 2, 5, 1 << 60)] + [(PLAIN, 0, i) for i in range(6)]
-        written = self._rng.sample(ids, 4)
-        for key in written:
-            self.rows[key] = [self._rng.random() for _ in range(WIDTH)]
-        deleted = [
-            key for key in sorted(self.rows) if key[0] == SHARED and key not in written and self._rng.random() < 0.3
-        ]
-        for key in deleted:
-            del self.rows[key]
-        if with_dense:
-            self.dense = [self._rng.random()]
-        return self._change(written, deleted, with_dense)
-
-    def everything(self) -> Change:
-        return self._change(list(self.rows), [], True)
-
-    def apply(self, change: Change, *, full: bool = False) -> None:
-        """The oracle: one entry at a time."""
-        if full:
-            self.rows = {}
-        self.step = change.step
-        self.dense = list(change.dense.get("bias", self.dense))
-        for name, table in change.tables.items():
-            features = [0] * len(table.ids) if table.feature is None else table.feature.tolist()
-            deleted_features = (
-                [0] * len(table.deleted) if table.deleted_feature is None else table.deleted_feature.tolist()
-            )
-            for feature, each in zip(deleted_features, table.deleted.tolist(), strict=True):
-                self.rows.pop((name, feature, each), None)
-            for feature, each, row in zip(features, table.ids.tolist(), table.rows.tolist(), strict=True):
-                self.rows[name, feature, each] = row
-
-    def same_as(self, other: "Model") -> bool:
-        near = {key: np.float32(row).tolist() for key, row in self.rows.items()}
-        return near == {key: np.float32(row).tolist() for key, row in other.rows.items()} and np.allclose(
-            self.dense, other.dense
-        )
-
-    def _change(self, written: list[Key], deleted: list[Key], with_dense: bool) -> Change:
-        tables = {}
-        for name in (SHARED, PLAIN):
-            here, removed = ([key for key in keys if key[0] == name] for keys in (written, deleted))
-            features = (
-                (np.array([key[1] for key in here], np.int64), np.array([key[1] for key in removed], np.int64))
-                if name == SHARED
-                else (None, None)
-            )
-            tables[name] = TableChange(
-                np.array([key[2] for key in here], np.int64),
-                np.array([self.rows[key] for key in here], np.float32).reshape(-1, WIDTH),
-                np.array([key[2] for key in removed], np.int64),
-                *features,
-            )
-        return Change(self.step, self.step * 10, tables, {"bias": np.array(self.dense)} if with_dense else {})
-
-
-class ReaderThread:
-    """Applies the versions of a target to a model in a thread."""
-
-    def __init__(self, url: str) -> None:
-        self.model, self.seen = Model(), list[Blob]()
-        self.versions = VersionReader(open_target(url))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for blob in self.versions.versions(self._stop):
-            self.model.apply(blob.change, full=blob.kind == "full")
-            self.seen.append(blob)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-
-@contextlib.contextmanager
-def reading(url: str) -> Iterator[ReaderThread]:
-    reader = ReaderThread(url)
-    try:
-        yield reader
-    finally:
-        reader.close()
-
-
-def eventually(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.01)
-
-
-def publish(publisher: Publisher, model: Model, *, with_dense: bool = False, wait: bool = True) -> None:
-    change = model.train(with_dense=with_dense)
-    publisher.publish(change, model.everything() if publisher.wants_full else None)
-    if wait:
-        assert publisher.finish(30)
 
 
 @pytest.fixture(autouse=True)
@@ -150,18 +20,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["directory", "redis", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "directory":
-        yield str(tmp_path / "published")
-    elif request.param == "s3":
-        with s3_clients():
-            yield f"s3://bucket/{tmp_path.name}"
-    else:
-        with redis_server(tmp_path / "redis") as server:
-            yield f"{server.url}?name=test"
-
-
-def publisher(url: str, **config: int) -> Publisher:
-    return Publisher(open_target(url, publishing=True), PublicationConfig(**config))
+    with target_url(request.param, tmp_path) as url:
+        yield url
 
 
 def blob_of(change: Change) -> Blob:
@@ -231,7 +91,7 @@ def test_a_reader_gets_the_publishers_model_whenever_it_starts(url: str) -> None
                 assert out.wants_full
                 for step in range(11):
                     publish(out, model, with_dense=step % 5 == 0)
-                    eventually(lambda out=out: early.versions.version == out.counters()["version"])
+                    eventually(lambda out=out: early.version == out.counters()["version"])
                 sessions.append(out.counters())
             assert early.model.same_as(model)
             model = undone
@@ -240,7 +100,7 @@ def test_a_reader_gets_the_publishers_model_whenever_it_starts(url: str) -> None
         assert [blob.version for blob in early.seen] == list(range(1, 34))
         assert [blob.version for blob in early.seen if blob.kind == "full"] == [1, 12, 23]
         with reading(url) as late:
-            eventually(lambda: late.versions.version == 33)
+            eventually(lambda: late.version == 33)
             assert late.model.same_as(early.model)
             assert late.model.step == early.model.step
             assert late.seen[0].kind == "full"
@@ -265,7 +125,7 @@ def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
     with publisher(str(folder)) as out, reading(str(folder)) as reader:
         publish(out, model)
         publish(out, model)
-        eventually(lambda: reader.versions.version == 2)
+        eventually(lambda: reader.version == 2)
         folder.rename(aside)
         folder.touch()
         for _ in range(5):
@@ -277,7 +137,7 @@ def test_a_failing_directory_loses_no_change(tmp_path: Path) -> None:
         eventually(lambda: reader.versions.unreachable)
         folder.unlink()
         aside.rename(folder)
-        eventually(lambda: reader.versions.version == 3)
+        eventually(lambda: reader.version == 3)
         assert reader.model.same_as(model)
         assert out.finish(10)
         assert out.counters()["error"] is None
@@ -310,7 +170,7 @@ def test_redis_killed_and_restarted(tmp_path: Path, appendonly: bool) -> None:
         with publisher(server.url) as out:
             for _ in range(5):
                 publish(out, model)
-            eventually(lambda: reader.versions.version == 5)
+            eventually(lambda: reader.version == 5)
             server.send(signal.SIGKILL)
             publish(out, model, wait=False)
             eventually(lambda: out.counters()["failures"])
@@ -318,7 +178,7 @@ def test_redis_killed_and_restarted(tmp_path: Path, appendonly: bool) -> None:
             if not appendonly:
                 eventually(lambda: out.wants_full)
                 publish(out, model, wait=False)
-            eventually(lambda: reader.versions.version == 6)
+            eventually(lambda: reader.version == 6)
             assert reader.seen[-1].kind == ("delta" if appendonly else "full")
             assert reader.model.same_as(model)
         server.send(signal.SIGKILL)
@@ -327,10 +187,10 @@ def test_redis_killed_and_restarted(tmp_path: Path, appendonly: bool) -> None:
             publish(out, model)
             version = out.counters()["version"]
             assert version == (7 if appendonly else 1)
-            eventually(lambda: reader.versions.version == version)
+            eventually(lambda: reader.version == version)
             assert reader.model.same_as(model)
             publish(out, model)
-            eventually(lambda: reader.versions.version == version + 1)
+            eventually(lambda: reader.version == version + 1)
             assert reader.model.same_as(model)
 
 
@@ -363,21 +223,21 @@ def test_a_reader_waits_at_a_gap_and_continues_with_the_next_full_version(tmp_pa
         damage(kind, open_target(str(tmp_path)), tmp_path)
         with reading(str(tmp_path)) as reader:
             eventually(lambda: reader.versions.gaps)
-            assert reader.versions.version == 2
+            assert reader.version == 2
             eventually(lambda: reader.versions.waits_for_full)
             assert reader.versions.damaged == (kind in ("truncated", "altered", "swapped"))
             while open_target(str(tmp_path)).blobs()[-1][1] != "full":
                 publish(out, model)
                 states[out.counters()["version"]] = model.copy()
             newest = out.counters()["version"]
-            eventually(lambda: reader.versions.version == newest)
+            eventually(lambda: reader.version == newest)
             assert reader.model.same_as(states[newest])
             assert [blob.version for blob in reader.seen] == [1, 2, newest]
             publish(out, model)
-            eventually(lambda: reader.versions.version == newest + 1)
+            eventually(lambda: reader.version == newest + 1)
             assert reader.model.same_as(model)
         with reading(str(tmp_path)) as late:
-            eventually(lambda: late.versions.version == newest + 1)
+            eventually(lambda: late.version == newest + 1)
             assert late.model.same_as(model)
 
 
@@ -390,6 +250,6 @@ def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) 
     assert len(full) == 2
     full[-1].write_bytes(full[-1].read_bytes()[:-1])
     with reading(str(tmp_path)) as reader:
-        eventually(lambda: reader.versions.version == 9)
+        eventually(lambda: reader.version == 9)
         assert reader.model.same_as(model)
         assert reader.versions.damaged == 1

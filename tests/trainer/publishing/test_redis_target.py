@@ -1,6 +1,7 @@
 """Redis as a target: one publisher for each name, also after kills and hangs; old versions go before new ones fail."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from cowrec.trainer.publishing.blob import Change
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.publishing.version_follower import VersionFollower
+from publishing.published_model import eventually
 from servers.redis_server import redis_server
 
 WEIGHTS = 1_000_000
@@ -64,3 +67,18 @@ def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path) -> None:
             time.sleep(0.01)
         server.client().config_set("maxmemory", 0)
         assert out.finish(30)
+
+
+def test_a_redis_killed_while_its_newest_version_is_applied(tmp_path: Path) -> None:
+    """The version counts as the newest, so that it is served, although Redis never answered again."""
+    with redis_server(tmp_path) as server, publisher(server.url) as out:
+        publish(out, 1)
+        assert out.finish(30)
+        follower = VersionFollower(server.url, lambda blob: server.send(signal.SIGKILL), lambda: None)
+        try:
+            follower.start()
+            eventually(lambda: "cannot be reached" in follower.problem)
+            assert follower.caught_up
+        finally:
+            follower.close()
+        server.start()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.trainer.reports.run_curves import RunCurves, curves_table
 
 BINS = {"prediction": [0.1, 0.3], "ctr": [0.2, 0.25], "lower": [0, 0.2], "upper": [0.2, 0.4], "weight": [5, 5]}

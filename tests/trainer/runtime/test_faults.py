@@ -4,19 +4,19 @@ import random
 import re
 import resource
 import signal
-import subprocess
-import sys
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from commands.forked_commands import Forked
 from run_comparison import assert_same, lines, wait_for
-from trainer_cases import ENVIRONMENT, checkpoint, config_file, make_data, tensors, torchrun
+from trainer_cases import checkpoint, config_file, make_data, tensors
 
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=30"]
@@ -33,43 +33,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def training(folder: Path, run_dir: Path, *overrides: str, processes: int = 1, restarts: int = 0) -> list[str]:
-    launcher = [sys.executable, "-m", "cowrec.trainer"]
-    if processes > 1:
-        launcher = [*torchrun(processes), "--max-restarts", str(restarts), "-m", "cowrec.trainer"]
-    command = [*launcher, "train", f"{folder}/run.toml", "--data", f"{folder}/data", "--run-dir", str(run_dir)]
-    return [*command, "--resume", *(part for each in overrides for part in ("--set", each))]
+def training(folder: Path, run_dir: Path, *overrides: str, processes: int = 1, restarts: int = 0) -> Forked:
+    command = ["train", f"{folder}/run.toml", "--data", f"{folder}/data", "--run-dir", run_dir, "--resume"]
+    settings = (part for each in overrides for part in ("--set", each))
+    return Forked(*command, *settings, processes=processes, restarts=restarts)
 
 
 @pytest.fixture
-def start() -> Iterator:
-    """Starts a command; its processes are killed at the end of the test."""
-    started: list[psutil.Process] = []
+def start() -> Iterator[Callable[..., Forked]]:
+    """Starts a training; its processes are killed at the end of the test."""
+    started: list[Forked] = []
 
-    def begin(command: list[str]) -> subprocess.Popen:
-        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-        started.append(psutil.Process(process.pid))
-        return process
+    def begin(*given: Any, **options: int) -> Forked:
+        started.append(training(*given, **options))
+        return started[-1]
 
     yield begin
     for process in started:
-        family = [*process.children(recursive=True), process] if process.is_running() else []
-        for each in family:
-            each.kill()
-
-
-def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The training processes under a launcher, by rank."""
-    found = [each for each in psutil.Process(launcher.pid).children() if "cowrec.trainer" in each.cmdline()]
-    return sorted(found, key=lambda each: int(each.environ()["RANK"]))
+        process.kill_all()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    done = subprocess.run(
-        training(folder, folder / "undisturbed", *LONG, processes=2), env=ENVIRONMENT, check=False, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
+    launcher = training(folder, folder / "undisturbed", *LONG, processes=2)
+    _, printed = launcher.communicate()
+    assert launcher.returncode == 0, printed
     return folder / "undisturbed"
 
 
@@ -80,13 +68,13 @@ def test_kills_at_random_moments_change_no_bit(
     """Kills during joining, training, evaluation or saving; torchrun restarts the run, which resumes."""
     kills, rng = pytestconfig.getoption("--kills"), random.Random(whom)
     run_dir = tmp_path / "run"
-    launcher = start(training(folder, run_dir, *LONG, processes=2, restarts=1000))
+    launcher = start(folder, run_dir, *LONG, processes=2, restarts=1000)
     for _ in range(kills):
         before = lines(run_dir)
         # Waits for progress first, since a run that is killed without any would never end.
         wait_for(lambda before=before: lines(run_dir) != before or launcher.poll() is not None)
         time.sleep(rng.uniform(0, 1.5))
-        ranks = ranks_of(launcher)
+        ranks = launcher.ranks()
         for rank in ranks if whom == "all ranks" else ranks[rng.randrange(2) :][:1]:
             rank.kill()
         if launcher.poll() is not None:
@@ -98,24 +86,24 @@ def test_kills_at_random_moments_change_no_bit(
 
 def test_sigterm_saves_and_resumes_to_the_same_bits(folder: Path, undisturbed: Path, tmp_path: Path, start) -> None:
     run_dir = tmp_path / "run"
-    launcher = start(training(folder, run_dir, *LONG, processes=2))
+    launcher = start(folder, run_dir, *LONG, processes=2)
     wait_for(lambda: lines(run_dir) > 40)
     launcher.terminate()
     assert launcher.wait(timeout=60) != 0
     assert "saved" in launcher.stderr.read()
-    launcher = start(training(folder, run_dir, *LONG, processes=2))
+    launcher = start(folder, run_dir, *LONG, processes=2)
     assert launcher.wait(timeout=240) == 0
     assert_same(run_dir, undisturbed)
 
 
 def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
     endless = ["train.epochs=100000", "train.timeout_seconds=5"]
-    launcher = start(training(folder, tmp_path / "run", *endless, processes=2))
+    launcher = start(folder, tmp_path / "run", *endless, processes=2)
     wait_for(lambda: lines(tmp_path / "run") > 5)
-    _, hung = ranks_of(launcher)
+    _, hung = launcher.ranks()
     hung.send_signal(signal.SIGSTOP)
     for line in launcher.stderr:
-        if "no heartbeat from rank 1 (last heartbeat at step" in line:
+        if f"no heartbeat from rank 1 on {socket.gethostname()} (last heartbeat at step" in line:
             break
     else:
         pytest.fail("no message names the rank")
@@ -126,7 +114,7 @@ def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
 def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: Path, start) -> None:
     """The system refuses large files for a while; earlier checkpoints stay, and later ones are written."""
     run_dir = tmp_path / "run"
-    process = start(training(folder, run_dir, "train.epochs=100000", *LARGE))
+    process = start(folder, run_dir, "train.epochs=100000", *LARGE)
     for line in process.stderr:
         if line.startswith("epoch 3/"):
             break
@@ -147,7 +135,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
 
 def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, start) -> None:
     run_dir = tmp_path / "run"
-    process = start(training(folder, run_dir, "train.epochs=60", *LARGE))
+    process = start(folder, run_dir, "train.epochs=60", *LARGE)
     for line in process.stderr:
         if line.startswith("epoch 3/"):
             break
@@ -157,7 +145,7 @@ def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, s
     assert "error: the checkpoint of step 300 could not be written" in printed
     assert "free disk space or repair the folder, then train with --resume" in printed
     assert list((run_dir / "checkpoints").glob("step_?????????"))
-    process = start(training(folder, run_dir, "train.epochs=60", *LARGE))
+    process = start(folder, run_dir, "train.epochs=60", *LARGE)
     assert process.wait(timeout=120) == 0
 
 
@@ -165,7 +153,7 @@ def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, s
 def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start, processes: int) -> None:
     make_data(tmp_path)
     config_file(tmp_path)
-    process = start(training(tmp_path, tmp_path / "run", "train.epochs=100000", processes=processes))
+    process = start(tmp_path, tmp_path / "run", "train.epochs=100000", processes=processes)
     printed = ""
     for line in process.stderr:
         printed += line
@@ -183,13 +171,13 @@ def test_nan_in_one_ranks_row_stops_all_and_keeps_the_last_checkpoint(tmp_path: 
     make_data(tmp_path)
     config_file(tmp_path)
     run_dir = tmp_path / "run"
-    assert start(training(tmp_path, run_dir, "train.epochs=2", processes=2)).wait(timeout=120) == 0
+    assert start(tmp_path, run_dir, "train.epochs=2", processes=2).wait(timeout=120) == 0
     shard = next((tmp_path / "data" / "train").iterdir())
     rows = pq.read_table(shard)
     price = rows["price"].to_numpy().copy()
     price[17] = np.nan
     pq.write_table(rows.set_column(rows.schema.get_field_index("price"), "price", [price]), shard)
-    launcher = start(training(tmp_path, run_dir, "train.epochs=4", "train.log_every=1", processes=2))
+    launcher = start(tmp_path, run_dir, "train.epochs=4", "train.log_every=1", processes=2)
     printed = launcher.stderr.read()
     assert launcher.wait(timeout=60) != 0
     # Only one of the two processes has the sample in its part of the batch, but both report it.

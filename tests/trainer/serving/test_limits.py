@@ -15,16 +15,20 @@ from trainer_cases import free_port
 
 CONNECTIONS, CLIENT_CONNECTIONS = 20, 16
 LIMITS = ("--max-concurrent", "4", "--max-connections", str(CONNECTIONS), "--request-seconds", "10")
-HEALTH_PORT = free_port()
 HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\n"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def health_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, health_port: int) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("limits")
     trained_and_exported(folder)
     client = ("--max-client-connections", str(CLIENT_CONNECTIONS))
-    with serving(folder / "export", *LIMITS, *client, "--health-port", str(HEALTH_PORT)) as server:
+    with serving(folder / "export", *LIMITS, *client, "--health-port", str(health_port)) as server:
         yield server
 
 
@@ -129,7 +133,9 @@ def test_endless_headers_are_rejected(server: Serving, start: bytes, part: bytes
     assert server.predict(GOOD)[0] == 200
 
 
-def test_further_connections_of_a_client_are_rejected(server: Serving, stalled: list[socket.socket]) -> None:
+def test_further_connections_of_a_client_are_rejected(
+    server: Serving, health_port: int, stalled: list[socket.socket]
+) -> None:
     """Of another address they are accepted, up to the limit of all; those refused take no place."""
     opened: list[tuple[socket.socket, bytes]] = []
 
@@ -155,8 +161,8 @@ def test_further_connections_of_a_client_are_rejected(server: Serving, stalled: 
         assert others[b"200"] >= CONNECTIONS - CLIENT_CONNECTIONS
         assert first[b"200"] + others[b"200"] <= CONNECTIONS
         for path in ("/livez", "/readyz", "/health", "/metrics"):  # a port and a thread of their own
-            assert server.ask("GET", path, port=HEALTH_PORT)[0] == 200
-        assert server.ask("POST", "/predict", GOOD, HEALTH_PORT)[0] == 404
+            assert server.ask("GET", path, port=health_port)[0] == 200
+        assert server.ask("POST", "/predict", GOOD, health_port)[0] == 404
     finally:
         for each, _ in opened:
             each.close()

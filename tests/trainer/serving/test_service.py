@@ -5,24 +5,26 @@ import contextlib
 import math
 import signal
 import socket
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from command_line import exit_code
+from commands.command_line import exit_code
+from commands.forked_commands import run_forked
+from cowrec.data_pipeline import SampleCodec
 from cowrec.trainer.serving.limits import Limits
 from cowrec.trainer.serving.micro_batcher import Late, MicroBatcher
+from cowrec.trainer.serving.request_samples import RequestSample, encode_samples
 from cowrec.trainer.serving.service import Service
 from serving import GOOD, Serving, predictions, raw_samples, serving, trained_and_exported, unfinished
-from trainer_cases import ENVIRONMENT, free_port
+from trainer_cases import free_port
 
 LIMITS = ("--max-request-bytes", "20000", "--max-samples", "60")
 
@@ -98,6 +100,49 @@ def test_bad_input_is_rejected_with_a_reason(server: Serving, body: Any, message
     assert message in answer["error"]
 
 
+@pytest.mark.parametrize("count", [3, 100])
+@pytest.mark.parametrize("names", [["price", "tags"], ["city", "history"], list(GOOD), []])
+def test_shared_fields_are_encoded_as_if_each_sample_had_them(folder: Path, count: int, names: list[str]) -> None:
+    """Bit for bit, by both ways of the codec; beside samples of other requests, and bad ones."""
+    codec = SampleCodec.load(folder / "export")
+    samples: list[dict[str, Any]] = [{**GOOD, "city": f"city{index % 7}", "price": index} for index in range(count)]
+    samples[1]["history"] = {}
+    shared = {**{name: GOOD[name] for name in names}, "unknown": 1}
+    own = [{name: value for name, value in sample.items() if name not in names} for sample in samples]
+    given = [RequestSample(GOOD), *(RequestSample(each, shared) for each in own), RequestSample({**GOOD, "city": "x"})]
+    expanded = [RequestSample({**each.fields, **each.shared}) for each in given]
+    (found, problems), (expected, expected_problems) = encode_samples(codec, given), encode_samples(codec, expanded)
+    assert problems == expected_problems
+    assert sum(map(bool, problems)) == ("history" not in names)
+    assert found is not None
+    assert expected is not None
+    np.testing.assert_array_equal(found.dense, expected.dense)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    for name, bags in expected.bags.items():
+        np.testing.assert_array_equal(found.bags[name].values, bags.values)
+        np.testing.assert_array_equal(found.bags[name].offsets, bags.offsets)
+
+
+def test_requests_with_shared_fields(server: Serving) -> None:
+    """The candidates of one user: equal to the expanded request, and errors name what they are in."""
+    user = {"tags": ["t1", "t2"], "history": GOOD["history"]}
+    items = [{"city": f"city{index}", "price": index} for index in range(5)]
+    status, answer = server.predict({"shared": user, "samples": items})
+    assert (status, answer) == server.predict([{**user, **item} for item in items])
+    assert (status, len(answer["probabilities"])) == (200, 5)
+    assert server.predict({"shared": user, "samples": []})[1]["probabilities"] == []
+    for body, expected in (
+        ({"shared": {**user, "tags": 3}, "samples": items}, (400, "shared: column tags: must be a list")),
+        ({"shared": user, "samples": [*items, {"city": 1}]}, (400, "sample 5: column price is missing")),
+        ({"shared": user, "samples": [{**items[1], "tags": []}]}, (400, "sample 0: column tags is in shared too")),
+        ({"shared": [user], "samples": items}, (400, "shared must be a JSON object")),
+        ({"shared": user, "samples": [3]}, (400, "sample 0 must be a JSON object")),
+        ({"shared": user, "samples": items * 13}, (413, "a request has 65 samples, the limit is 60")),
+    ):
+        status, answer = server.predict(body)
+        assert (status, answer["error"][: len(expected[1])]) == expected
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -108,10 +153,15 @@ fields = st.fixed_dictionaries({}, optional=dict.fromkeys((*GOOD, "label", "time
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=40) | json_values | fields | st.lists(fields, max_size=3) | st.lists(
-    st.fixed_dictionaries(dict.fromkeys(GOOD, json_values)), min_size=1, max_size=3))  # fmt: skip
+    st.fixed_dictionaries(dict.fromkeys(GOOD, json_values)), min_size=1, max_size=3) | st.fixed_dictionaries(
+    {"shared": fields | json_values, "samples": st.lists(fields, max_size=3) | json_values}))  # fmt: skip
 def test_no_request_breaks_the_service(server: Serving, body: Any) -> None:
-    """Any bytes and any JSON get predictions or a reason, never a server error; a good sample still gets its answer."""
+    """Any bytes and any JSON get predictions or a reason, never a server error; a good sample still gets its answer.
+
+    ``--hypothesis-show-statistics`` shows how many got which status.
+    """
     status, answer = server.predict(body)
+    event(f"status {status}")
     assert status in (200, 400)
     assert ("error" in answer) == (status == 400)
     mixed = server.predict(GOOD)
@@ -173,7 +223,7 @@ def test_metrics(folder: Path) -> None:
 
 
 def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
-    with serving(folder / "export") as server:
+    with serving(folder / "export", imports=True) as server:
         connection, remainder = unfinished(server)
         server.metrics()  # answered, so the request before it is in progress
         server.process.send_signal(signal.SIGTERM)
@@ -183,7 +233,7 @@ def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
         with connection:
             connection.sendall(remainder)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-        stderr = server.process.communicate(timeout=30)[1]
+        stderr = server.process.communicate(timeout=60)[1]
         assert (server.process.returncode, "Traceback" in stderr) == (0, False), stderr
         assert f"cowrec: listening on http://127.0.0.1:{server.port}: POST /predict" in stderr
         assert f"cowrec: {folder / 'export'} is served: step 5\n" in stderr
@@ -210,14 +260,23 @@ def test_a_used_or_wrong_port_is_reported(
 
 
 def test_a_folder_that_is_not_an_export_is_reported(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cowrec.trainer", "serve", str(tmp_path), "--port", str(free_port())]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked("serve", tmp_path, "--port", free_port())
     assert done.returncode == 2
     assert f"cowrec: error: {tmp_path}" in done.stderr
     with pytest.raises(ValueError, match="scheme 'ftp' is not supported"):
         Service(folder / "export", "ftp://x")
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         Limits(samples=0)
+
+
+async def results(batcher: MicroBatcher[Any, Any], items: list[Any], due: float = math.inf) -> Any:
+    """What a call is answered with; raises what it fails with."""
+    future = asyncio.get_running_loop().create_future()
+    batcher.submit(items, future.set_result, due)
+    found = await future
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def test_waiting_calls_are_computed_together() -> None:
@@ -230,11 +289,11 @@ def test_waiting_calls_are_computed_together() -> None:
         def compute(items: Any) -> list[int]:
             batches.append(list(items))
             if not later:
-                later.extend(asyncio.create_task(batcher.results([item, item])) for item in range(1, 6))
+                later.extend(asyncio.create_task(results(batcher, [item, item])) for item in range(1, 6))
             return [10 * item for item in items]
 
         batcher = MicroBatcher(compute, 7)
-        first = await batcher.results([0])
+        first = await results(batcher, [0])
         return [first, *await asyncio.gather(*later)]
 
     assert asyncio.run(calls()) == [[0], *([10 * item, 10 * item] for item in range(1, 6))]
@@ -251,8 +310,8 @@ def test_a_failing_batch_fails_only_its_own_calls() -> None:
     async def calls() -> None:
         batcher = MicroBatcher(compute, 4)
         with pytest.raises(ValueError, match="zero"):
-            await batcher.results([0])
-        assert await batcher.results([1]) == [1]
+            await results(batcher, [0])
+        assert await results(batcher, [1]) == [1]
 
     asyncio.run(calls())
 
@@ -266,9 +325,9 @@ def test_a_call_that_is_due_before_its_batch_is_not_computed() -> None:
 
     async def calls() -> list[Any]:
         batcher = MicroBatcher(compute, 4)
-        assert await batcher.results([0]) == [0]
+        assert await results(batcher, [0]) == [0]
         assert batcher.expected_wait == 0
-        waiting = [asyncio.create_task(batcher.results([item], due)) for item, due in ((1, math.inf), (2, 0.0))]
+        waiting = [asyncio.create_task(results(batcher, [item], due)) for item, due in ((1, math.inf), (2, 0.0))]
         await asyncio.sleep(0)
         assert batcher.expected_wait > 0
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -277,12 +336,15 @@ def test_a_call_that_is_due_before_its_batch_is_not_computed() -> None:
     assert (one, type(other), computed) == ([1], Late, [0, 1])
 
 
-def test_a_cancelled_call_does_not_affect_others() -> None:
-    async def calls() -> Any:
-        batcher = MicroBatcher(list, 4)
-        cancelled, kept = (asyncio.create_task(batcher.results([item])) for item in (1, 2))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        return await kept
+def test_the_expected_wait_includes_the_time_in_which_requests_were_read() -> None:
+    """A call whose items are handled for ten seconds already: the next one expects a share of them."""
 
-    assert asyncio.run(calls()) == [2]
+    async def calls() -> float:
+        batcher = MicroBatcher(list, 4)
+        future = asyncio.get_running_loop().create_future()
+        batcher.submit([0], future.set_result, since=time.monotonic() - 10)
+        await future
+        batcher.submit([0], lambda _: None)
+        return batcher.expected_wait
+
+    assert 1 < asyncio.run(calls()) < 10

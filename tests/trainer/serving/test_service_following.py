@@ -4,17 +4,23 @@ import hashlib
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from commands.command_line import exit_code
+from cowrec.trainer.cli.main import app
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.signing import read_key
 from cowrec.trainer.training.loop import train
 from servers.redis_server import redis_server
 from serving import DEADLINE, Serving, predictions, raw_samples, serving, trained_and_exported
@@ -52,11 +58,16 @@ def published(publisher: Publisher, change: Change) -> int:
     return version
 
 
+@cache
+def expected(folder: Path, run: str) -> np.ndarray:
+    return predictions(folder, run)
+
+
 def answers_as(server: Serving, folder: Path, run: str, version: int) -> None:
     """Compares predictions, with the tolerance of test_service.py."""
     status, answer = server.predict(raw_samples(folder))
     assert (status, answer["version"]) == (200, version)
-    np.testing.assert_allclose(answer["probabilities"], predictions(folder, run), atol=1e-6)
+    np.testing.assert_allclose(answer["probabilities"], expected(folder, run), atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +145,82 @@ def test_a_target_that_fails_only_delays_versions(folder: Path, redis) -> None:
         printed = server.send(signal.SIGTERM)[1]
         assert printed.count("cannot be reached") == printed.count(f"{shown} is followed again") == 1, printed
         assert "hush" not in printed
+
+
+def versions_command(target: Path, *options: str) -> str:
+    done = CliRunner().invoke(app, ["versions", str(target), *options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_servers_go_back_to_a_pinned_version(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers, of which one is killed and restarted meanwhile, and one that ignores the pin; none of them counts
+    as too old while it is pinned."""
+    target = tmp_path / "published"
+    good, bad = everything(folder / "export", 5), everything(folder / "longer-export", 10)
+    follow = ("--follow", str(target))
+    with ExitStack() as running, Publisher(open_target(str(target), publishing=True)) as publisher:
+        first, second = published(publisher, good), published(publisher, bad)
+        assert (first, second) == (1, 2)
+        options = [("--max-age", "0.1"), ("--max-age", "0.1"), ("--ignore-pin",)]
+        one, other, canary = (Serving(folder / "export", *follow, *each) for each in options)
+        for server in (one, other, canary):
+            running.callback(server.process.kill)
+        for server in (one, other, canary):
+            server.wait_for("version", 2)
+            answers_as(server, folder, "longer", 2)
+            assert server.health()["pinned"] is None
+        assert versions_command(target, "--pin", "1").startswith("pinned: servers go to version 1")
+        for server in (one, other):
+            server.wait_for("pinned", 1)
+            health = server.wait_for("version", 1)
+            assert (health["status"], health["step"]) == ("ok", 5), health
+            answers_as(server, folder, "run", 1)
+            assert server.metrics()["cowrec_pinned_version"] == 1
+        assert other.send(signal.SIGKILL)[0] == -signal.SIGKILL
+        assert published(publisher, bad) == 3
+        canary.wait_for("version", 3)
+        again = running.enter_context(serving(folder / "longer-export", *follow, port=other.port))
+        for server in (one, again):
+            answers_as(server, folder, "run", 1)
+        listed = versions_command(target).splitlines()
+        assert [(line.split()[0], line.split()[1]) for line in listed[1:5]] == [
+            ("1", "full"), ("2", "delta"), ("3", "delta"), ("pinned", "to"),
+        ]  # fmt: skip
+        assert listed[1].endswith("pinned")
+        assert versions_command(target, "--unpin").startswith("released")
+        for server in (one, again):
+            server.wait_for("version", 3)
+            answers_as(server, folder, "longer", 3)
+        printed = again.send(signal.SIGTERM)[1]
+        assert f"{target} is pinned to version 1" in printed
+        assert f"{target} is no longer pinned" in printed
+    assert exit_code(monkeypatch, "versions", target, "--pin", "9") == 2
+
+
+def test_a_server_with_a_key_serves_what_is_signed(folder: Path, tmp_path: Path) -> None:
+    """An unsigned version of another publisher changes nothing, and an unsigned export is refused."""
+    key_file, target = tmp_path / "key", tmp_path / "published"
+    key_file.write_text("well-kept-" * 4)
+    key_file.chmod(0o600)
+    given, key = ("--follow", str(target), "--key-file", str(key_file)), read_key(key_file)
+    export_run(folder / "run", tmp_path / "signed", key_file=key_file)
+    refused = Serving(folder / "export", *given)
+    with serving(tmp_path / "signed", *given, status="waiting") as server:
+        with Publisher(open_target(str(target), publishing=True), key=key) as publisher:
+            version = published(publisher, everything(folder / "longer-export", 10))
+            server.wait_for("status", "ok")
+        with Publisher(open_target(str(target), publishing=True)) as publisher:
+            published(publisher, everything(folder / "export", 5))
+            health = server.wait_for("status", "degraded")
+            assert "is not signed, but a key is given" in health["problem"]
+        answers_as(server, folder, "longer", version)
+        printed = str(health) + server.send(signal.SIGTERM)[1]
+        assert "is not signed" in printed
+        assert "well-kept" not in printed
+    stderr = refused.process.communicate(timeout=DEADLINE)[1]
+    assert refused.process.returncode == 2
+    assert f"{folder / 'export'} is not signed, but a key is given; export it with --key-file" in stderr
 
 
 def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

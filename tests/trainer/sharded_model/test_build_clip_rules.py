@@ -11,7 +11,8 @@ from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip
 from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import TrainConfig
-from cowrec.trainer.sharded_model.build import derived_clip, describe
+from cowrec.trainer.sharded_model.build import describe
+from cowrec.trainer.sharded_model.hyperparameters import derived_clip
 from cowrec.trainer.training.loop import train
 from trainer_cases import TRAIN_ROWS, checkpoint, config_file, make_data
 

@@ -15,7 +15,7 @@ from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.build import fused_params
+from cowrec.trainer.sharded_model.hyperparameters import fused_params
 from cowrec.trainer.sharded_model.report import sharding_table
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
 from run_comparison import assert_same_measures

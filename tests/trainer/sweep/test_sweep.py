@@ -6,16 +6,17 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from command_line import exit_code
+from commands.command_line import exit_code
+from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.sweep.grid import Grid, default_rules
@@ -127,11 +128,10 @@ def descendants(pid: int) -> Iterator[int]:
 def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     """The first of four runs is killed and recorded as failed, the sweep in the third; the next call resumes that."""
     epochs, output = 25, tmp_path / "out"
-    command = [sys.executable, "-m", "cowrec.trainer", "sweep", f"{folder}/run.toml", "--data", f"{folder}/data"]
+    command = ["sweep", f"{folder}/run.toml", "--data", f"{folder}/data"]
     command += ["--output", str(output), "--batch-sizes", "51", "--rules", "linear", "--seeds", "2"]
     command += ["--set", f"train.epochs={epochs}"]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = Forked(*command)
     run, printed = 0, ""
     for line in process.stderr:
         printed += line
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_continue(folder: Path, tmp_path: Pa
 
     def press() -> None:
         while not (run / "metrics.jsonl").exists():
-            os.sched_yield()
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
     # SIGINT may be ignored when the tests run in the background.
@@ -192,7 +192,7 @@ def test_a_stopped_subprocess_ends_the_sweep_without_a_line(folder: Path, tmp_pa
 
     def stop() -> None:
         while not any(run.glob("checkpoints/*")):
-            os.sched_yield()
+            time.sleep(0.001)
         (training,) = multiprocessing.active_children()
         training.terminate()
 

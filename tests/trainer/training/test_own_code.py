@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from command_line import exit_code
+from commands.command_line import exit_code
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run

@@ -1,5 +1,6 @@
 """Data of several labels from training to serving, against scikit-learn and runs of one process."""
 
+import gc
 import json
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
+from cowrec.trainer.serving.request_samples import RequestSample
 from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.service import Service
 from cowrec.trainer.training.loop import train
@@ -101,9 +103,12 @@ def test_an_export_serves_a_probability_for_each_task(folder: Path) -> None:
     np.testing.assert_allclose(served.predict(block), expected, rtol=0, atol=1e-6)
     service = Service(folder / "export")
     service.load()
-    (result,) = service._compute([dict.fromkeys(service._codec.columns)])
+    assert gc.get_freeze_count() > len(gc.get_objects()), "the collector would look through all that is loaded"
+    ((result, _),) = service.compute([RequestSample(dict.fromkeys(service._codec.columns))])
     assert isinstance(result, dict)
     assert result.keys() == set(LABELS)
+    service.close()
+    assert not gc.get_freeze_count()
 
 
 def test_two_processes_train_what_one_does(folder: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from command_line import exit_code
+from commands.command_line import exit_code
+from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.tune.search import Search, hints
@@ -98,12 +97,11 @@ def test_tuned_toml_trains_what_the_best_trial_did(folder: Path, found: Outcome,
 
 def test_a_killed_study_goes_on_as_if_it_had_not_been(folder: Path, found: Outcome, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    command = [sys.executable, "-m", "cowrec.trainer", "tune", f"{folder}/run.toml", "--data", f"{folder}/data"]
+    command = ["tune", f"{folder}/run.toml", "--data", f"{folder}/data"]
     command += ["--output", str(output), "--batch-size", "102", "--trials", str(TRIALS), "--validation-fraction", "0.2"]
     command += ["--embedding-lr", "fixed", "--dense-lr", "1e-4,1"]
     command += [part for override in OVERRIDES for part in ("--set", override)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = Forked(*command)
     trial = ""
     for line in process.stderr:
         trial = line if line.startswith("trial ") else trial

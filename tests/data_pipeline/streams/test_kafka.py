@@ -1,0 +1,185 @@
+"""The Kafka source: a real broker that is ended, frozen and loses messages, and moving leaders of a mock cluster."""
+
+import json
+import logging
+import signal
+import time
+
+import pytest
+
+from cowrec.data_pipeline import SampleStream, open_source
+from cowrec.data_pipeline.streams import kafka_topic
+from stream_cases import lines, make_codec, numbers, sample
+
+confluent_kafka = pytest.importorskip("confluent_kafka")
+pytest.importorskip("noida_db")
+servers = pytest.importorskip("servers.kafka_broker")
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    with servers.kafka_broker(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    return make_codec(tmp_path_factory.mktemp("codec"))
+
+
+def samples(start, stop):
+    return lines([sample(n, n) for n in range(start, stop)])
+
+
+def read(source, count, seconds=30):
+    """Polls until `count` samples have arrived; returns their numbers."""
+    found, deadline = [], time.monotonic() + seconds
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {found}"
+        chunk = source.poll(1000, 0.1)
+        found += [int(json.loads(each)["number"]) for each in chunk.samples] if chunk else []
+    return found
+
+
+def trained(stream, count, seconds=30):
+    found, deadline = [], time.monotonic() + seconds
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {found}"
+        batch = stream.next_batch(0.1)
+        found += numbers(batch) if batch else []
+    return found
+
+
+def test_partitions_added_while_running_are_read_from_their_beginning(broker, monkeypatch, caplog):
+    monkeypatch.setattr(kafka_topic, "PARTITIONS_SECONDS", 0.2)
+    broker.create("grows", 1)
+    broker.send_messages("grows", samples(0, 5))
+    source = open_source(f"kafka://{broker.address}/grows")
+    assert read(source, 5) == [0, 1, 2, 3, 4]
+    broker.add_partitions("grows", 3)
+    broker.send_messages("grows", samples(100, 105), partition=2)
+    broker.send_messages("grows", samples(5, 8))
+    assert sorted(read(source, 8)) == [5, 6, 7, 100, 101, 102, 103, 104]
+    assert "has new partitions, which are read from their beginning: [1, 2]" in caplog.text
+    source.seek({"0": 7, "2": 4})
+    assert sorted(read(source, 2)) == [7, 104]
+    source.close()
+
+
+def test_two_trainers_read_everything_and_a_consumer_group_of_the_same_name_changes_nothing(broker):
+    """Partitions are assigned, not shared out, so that there is nothing to rebalance."""
+    broker.create("shared", 2)
+    for partition in range(2):
+        broker.send_messages("shared", samples(100 * partition, 100 * partition + 5), partition)
+    sources = [open_source(f"kafka://{broker.address}/shared") for _ in range(2)]
+    settings = {"bootstrap.servers": broker.address, "group.id": "cowrec", "auto.offset.reset": "earliest"}
+    member = confluent_kafka.Consumer(settings)
+    member.subscribe(["shared"])
+    member.consume(10, 5.0)
+    for source in sources:
+        assert sorted(read(source, 10)) == [*range(5), *range(100, 105)]
+    member.close()
+    broker.send_messages("shared", samples(5, 8))
+    for source in sources:
+        assert read(source, 3) == [5, 6, 7]
+        source.close()
+
+
+def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path, caplog):
+    """It is ended, and then frozen; the stream waits, and warns a few times rather than with each attempt."""
+    caplog.set_level(logging.INFO)
+    broker.create("outage")
+    broker.send_messages("outage", samples(0, 10))
+    options = {"batch_size": 5, "journal": tmp_path / "journal"}
+    stream = SampleStream(open_source(f"kafka://{broker.address}/outage"), codec, **options)
+    assert trained(stream, 10) == list(range(10))
+    broker.send(signal.SIGTERM)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        assert stream.next_batch(0.1) is None
+    broker.start()
+    broker.send_messages("outage", samples(10, 20))
+    assert trained(stream, 10) == list(range(10, 20))
+    broker.send(signal.SIGSTOP)
+    assert stream.next_batch(1.0) is None
+    broker.send(signal.SIGCONT)
+    broker.send_messages("outage", samples(20, 30))
+    assert trained(stream, 10) == list(range(20, 30))
+    assert stream.counters["lost"] == stream.counters["duplicates"] == 0
+    assert 1 <= len(caplog.records) <= 20, caplog.text
+    stream.close()
+
+
+def test_retention_counts_what_was_not_read_and_refuses_to_repeat_what_is_gone(broker, codec, tmp_path, caplog):
+    broker.create("retention")
+    broker.send_messages("retention", samples(0, 10))
+    options = {"batch_size": 5, "journal": tmp_path / "journal"}
+    address = f"kafka://{broker.address}/retention"
+    stream = SampleStream(open_source(address), codec, **options)
+    assert trained(stream, 10) == list(range(10))
+    stream.close()
+    broker.send_messages("retention", samples(10, 20))
+    broker.delete_before("retention", 0, 15)
+    stream = SampleStream(open_source(address), codec, **options, position=stream.position)
+    assert trained(stream, 5) == list(range(15, 20))
+    assert stream.counters["lost"] == stream.counters["lost_messages"] == 5
+    assert "5 messages of 'retention', partition 0, were deleted before they were read" in caplog.text
+    stream.close()
+    again = SampleStream(open_source(address), codec, **options)
+    with pytest.raises(ValueError, match="the journal has 10 samples from 0 to 10, the source only 0"):
+        again.next_batch(5.0)
+    again.close()
+
+
+def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated(broker, codec, tmp_path):
+    """Each transaction ends with an offset of its own, and an aborted one has no message either."""
+    broker.create("transactions")
+    contents = samples(0, 6)
+    broker.send_transactions("transactions", [(each, number != 3) for number, each in enumerate(contents)])
+    options = {"batch_size": 5, "journal": tmp_path / "journal"}
+    for _ in range(2):
+        stream = SampleStream(open_source(f"kafka://{broker.address}/transactions"), codec, **options)
+        assert trained(stream, 5) == [0, 1, 2, 4, 5]
+        assert stream.counters["lost"] == stream.counters["malformed"] == 0
+        stream.close()
+
+
+def test_settings_that_librdkafka_refuses_are_an_error_without_credentials(broker):
+    secret = "security.protocol=SASL_PLAINTEXT&sasl.mechanisms=PLAIN&sasl.username=me&sasl.password=hush-hush"
+    with pytest.raises(ValueError, match=r'No such configuration property: "sasl\.passwort"') as refused:
+        open_source(f"kafka://{broker.address}/t?{secret}&sasl.passwort=hush-hush")
+    assert "hush" not in str(refused.value)
+
+
+def test_credentials_are_in_no_log(monkeypatch, caplog):
+    """librdkafka itself logs all of its settings here."""
+    monkeypatch.setattr(kafka_topic, "ANSWER_SECONDS", 1.0)
+    caplog.set_level(logging.DEBUG)
+    secret = "security.protocol=SASL_PLAINTEXT&sasl.mechanisms=PLAIN&sasl.username=me&sasl.password=hush-hush&debug=all"
+    with pytest.raises(OSError, match="no Kafka broker answers") as refused:
+        open_source(f"kafka://127.0.0.1:1/t?{secret}")
+    assert "hush" not in str(refused.value) + caplog.text
+
+
+def test_leaders_of_a_mock_cluster_move_and_its_brokers_go_down(codec, tmp_path):
+    """Every message is read once, in the order of its partition, whichever broker leads it."""
+    with servers.mock_cluster() as cluster:
+        cluster.create("moving", 2)
+        producer = confluent_kafka.Producer({"bootstrap.servers": cluster.address, "log_level": 0})
+        source = open_source(f"kafka://{cluster.address}/moving")
+        found = []
+        for turn in range(4):
+            leader = turn % 3 + 1
+            for partition in range(2):
+                cluster.move_leader("moving", partition, leader)
+            cluster.set_down(leader % 3 + 1)
+            for partition in range(2):
+                for each in samples(1000 * partition + 10 * turn, 1000 * partition + 10 * turn + 10):
+                    producer.produce("moving", each, partition=partition)
+            assert producer.flush(30) == 0
+            found += read(source, 20)
+            cluster.set_up(leader % 3 + 1)
+        for partition in range(2):
+            own = [number for number in found if number // 1000 == partition]
+            assert own == list(range(1000 * partition, 1000 * partition + 40))
+        source.close()

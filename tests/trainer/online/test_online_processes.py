@@ -1,0 +1,272 @@
+"""Online training in several processes: what they train, publish and set aside equals what one process does."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cowrec.data_pipeline import SampleCodec
+from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.trainer.export.export import export_run
+from cowrec.trainer.publishing.blob import Change, decode, merged
+from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.serving.served_model import ServedModel
+from online_cases import DRIFT, make_case, online_case, online_in_processes, write_stream
+from run_comparison import same
+from trainer_cases import checkpoint, interrupted, tensors
+
+SAMPLES, BATCH = 10 * 51 + 1, 51
+"""Uneven slices for two and four processes; the last batch is one sample, none for most of them."""
+SOME = ["train.batch_size=51", "optimizer.base_batch_size=51", "train.log_every=3", "online.window='6h'"]
+TWICE = ["online.publish_seconds=1000", "online.dense_seconds=1000"]
+"""Publishes a full version after the first step and a delta at the end."""
+EXACT = ["optimizer.absent_rows=lazy", "id_table.expire_after=''"]
+"""Readers of publications have every row exactly."""
+MIXED = ['sharding.tables={C1 = "column_wise", C2 = "data_parallel", C3 = "row_wise"}']
+ADAGRAD = ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none", "id_table.expire_after=''"]
+
+CASES: dict[str, list[str]] = {
+    "expiry": ["id_table.expire_after='8h'", "optimizer.l2=1e-3"],
+    "eviction": [*EXACT, *MIXED, "id_table.capacity=60"],
+    "count": [*EXACT, "id_table.admission=count", "id_table.threshold=3", "id_table.window=1d"],
+    "probabilistic": [*ADAGRAD, "id_table.admission=probabilistic", "id_table.threshold=3"],
+    "shared": [*EXACT, 'id_table.tables={both = {fields = ["C1", "C3"], capacity = 90}}'],
+    "hash": [*EXACT, "id_table.kind=hash", "id_table.capacity=400", *MIXED],
+}
+OF_TWO = ("expiry", "eviction")
+"""Cases that two processes train as well as four."""
+
+NETWORK = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, config, front):
+        super().__init__()
+        self.front, self.out = front, nn.Linear(front.width, 1)
+    def forward(self, dense, sparse):
+        return self.out(self.front(dense, sparse).flat).squeeze(1) + (dense / 10).exp().mean(1)
+"""
+POISONED = 4
+"""Batch, from 0, with a sample whose prediction overflows; it is in the slice of the last process."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains ``runs1/NAME``, ``runs2/NAME`` and ``runs4/NAME``."""
+    folder = tmp_path_factory.mktemp("online_processes")
+    make_streams(folder)
+    for name in CASES:
+        assert online_case(case_of(folder, 1, name)) == "ok"
+    assert online_case(poisoned(folder, 1)) == online_case(first_part(folder, 1)) == "ok"
+    four = [case_of(folder, 4, name) for name in CASES]
+    four += [poisoned(folder, 4), idle(folder, 4), first_part(folder, 4), damaged(folder)]
+    for outcomes in online_in_processes(four, folder / "four", 4):
+        assert outcomes[:-1] == ["ok"] * (len(four) - 1)
+        assert "000002.parquet" in outcomes[-1], "the error of the first process, on all of them"
+    return folder
+
+
+def make_streams(folder: Path) -> None:
+    """Makes the case's data, and streams of the same samples: complete, parts of it, damaged, poisoned."""
+    make_case(folder)
+    (folder / "my_online_overflowing.py").write_text(NETWORK)
+    rows = pa.concat_tables(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=200)).sort_by("time")
+    parts = [rows.slice(0, 200), rows.slice(200, 200), rows.slice(400)]
+    write_stream(folder / "in", parts)
+    for name in ("first", "idle", "damaged"):
+        write_stream(folder / name, parts[:2], end=name == "first")
+    write_stream(folder / "damaged", [parts[2]], first=2, end=False)
+    file = folder / "damaged" / "000002.parquet"
+    file.write_bytes(file.read_bytes()[:-50])
+    for name in ("later1", "later2", "later4"):
+        write_stream(folder / name, [parts[2]], first=2)
+    numbers = rows["I1"].to_numpy().copy().astype(np.float64)
+    numbers[POISONED * BATCH + BATCH - 2] = 1e39
+    write_stream(folder / "poisoned", [rows.set_column(rows.column_names.index("I1"), "I1", [numbers])])
+
+
+def case_of(folder: Path, processes: int, name: str, *more: str, **given: Any) -> dict[str, Any]:
+    runs = folder / f"runs{processes}"
+    case = {"folder": str(folder), "source": str(folder / "in"), "run_dir": str(runs / name), "path": str(folder)}
+    settings = [*SOME, *TWICE, *CASES.get(name, []), *more]
+    return {**case, "publish": str(runs / f"{name}_published"), "set": settings, **given}
+
+
+def poisoned(folder: Path, processes: int) -> dict[str, Any]:
+    settings = [*EXACT, "model.name=my_online_overflowing:Net"]
+    return case_of(folder, processes, "poisoned", *settings, source=str(folder / "poisoned"))
+
+
+def idle(folder: Path, processes: int) -> dict[str, Any]:
+    """The stream stops for longer than a process may keep the others waiting."""
+    arrival = {"source": str(folder / "idle"), "later": str(folder / f"later{processes}"), "later_seconds": 9}
+    given = ["train.timeout_seconds=6", "online.max_wait_seconds=0"]
+    return case_of(folder, processes, "idle", *CASES["expiry"], *given, **arrival)
+
+
+def first_part(folder: Path, processes: int) -> dict[str, Any]:
+    """The first two files of the stream, which then ends, with a short batch; the run continues with the last one."""
+    settings = [*CASES["expiry"], "online.max_wait_seconds=0"]
+    return case_of(folder, processes, "resumed", *settings, source=str(folder / "first"), publish=None)
+
+
+def damaged(folder: Path) -> dict[str, Any]:
+    return case_of(folder, 4, "damaged", source=str(folder / "damaged"))
+
+
+@pytest.fixture(scope="module")
+def of_two(folder: Path) -> Path:
+    """Runs of two processes: some of the cases, one with all its snapshots, and the rest of ``resumed``."""
+    stream = folder / "first"
+    (stream / "_END").unlink()
+    for file in (folder / "later2").iterdir():
+        shutil.copy(file, stream)
+    every = [*CASES["expiry"], *MIXED, "online.snapshot_seconds=0", "checkpoint.keep_last=1000"]
+    whole = case_of(folder, 2, "whole", *every)
+    two = [case_of(folder, 2, name) for name in OF_TWO]
+    rest = [first_part(folder, processes) | {"resume": True} for processes in (1, 4)]
+    assert online_case(rest[0]) == "ok"
+    assert online_in_processes([*two, whole, rest[1]], folder / "two", 2) == [["ok"] * 4] * 2
+    steps = sorted(int(each.name[5:]) for each in (folder / "runs2" / "whole" / "checkpoints").iterdir())
+    copies = [
+        interrupted(folder / "runs2" / "whole", step, folder / "runs2" / f"at{step}") for step in (steps[0], steps[5])
+    ]
+    again = [whole | {"run_dir": str(copy), "publish": f"{copy}_published", "resume": True} for copy in copies]
+    assert online_in_processes(again, folder / "again", 2) == [["ok"] * 2] * 2
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_processes_equal_one(folder: Path, name: str) -> None:
+    assert_equal(folder / "runs1" / name, folder / "runs4" / name)
+    assert_published_alike(folder / "runs1" / f"{name}_published", folder / "runs4" / f"{name}_published")
+    if "C1" in str(CASES[name]):
+        sharding = json.loads((folder / "runs4" / name / "sharding.json").read_text())
+        assert sharding["ranks"] == 4
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_two_processes_equal_one(of_two: Path, name: str) -> None:
+    assert_equal(of_two / "runs1" / name, of_two / "runs2" / name)
+    assert_published_alike(of_two / "runs1" / f"{name}_published", of_two / "runs2" / f"{name}_published")
+
+
+def test_a_resumed_run_is_bit_identical(of_two: Path) -> None:
+    """From the first snapshot and from a later one, with replayed rows under a mixed plan."""
+    runs = of_two / "runs2"
+    copies = sorted(each for each in runs.glob("at*") if each.suffix == "" and "published" not in each.name)
+    assert len(copies) == 2
+    for copy in copies:
+        assert same(checkpoint(copy), checkpoint(runs / "whole"))
+        windows = [
+            [line for line in metrics(run) if line["kind"] in ("window", "ids")] for run in (copy, runs / "whole")
+        ]
+        assert windows[0] == windows[1]
+
+
+def test_fewer_processes_resume(of_two: Path) -> None:
+    """Four train the first part of the stream, two the rest."""
+    assert_equal(of_two / "runs1" / "resumed", of_two / "runs4" / "resumed")
+    assert json.loads((of_two / "runs4" / "resumed" / "report.json").read_text())["world_size"] == 2
+
+
+def test_a_quiet_stream_is_waited_for(folder: Path) -> None:
+    assert_equal(folder / "runs1" / "expiry", folder / "runs4" / "idle")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "expiry"])
+def test_readers_of_publications_equal_an_export(folder: Path, tmp_path: Path, name: str) -> None:
+    export_run(folder / "runs4" / name, tmp_path / "export")
+    served = ServedModel.load(folder / "runs4" / name / "base")
+    target = open_target(str(folder / "runs4" / f"{name}_published"))
+    for version, kind in target.blobs():
+        served.apply(decode(target.read(version, kind)))
+    exported, codec = ServedModel.load(tmp_path / "export"), SampleCodec.load(folder / "data")
+    block = codec.encode(codec.from_table(pq.read_table(folder / "in"))).block
+    np.testing.assert_array_equal(served.predict(block), exported.predict(block))
+    assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
+
+
+def test_a_batch_is_set_aside_by_all_processes(folder: Path) -> None:
+    """Only the last process has the sample that overflows, and all drop the batch; the first one saves it."""
+    runs = [folder / f"runs{processes}" / "poisoned" for processes in (1, 4)]
+    assert_equal(*runs)
+    name = f"batch_{POISONED + 1:09d}.parquet"
+    one, four = (pq.read_table(run / "quarantine" / name).drop(["reason", "logit"]) for run in runs)
+    assert four.equals(one)
+    assert len(four) == BATCH
+    logits = [pq.read_table(run / "quarantine" / name)["logit"].to_numpy() for run in runs]
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-5)
+    for run in runs:
+        assert json.loads((run / "report.json").read_text())["batches_set_aside"] == 1
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    """Compares two runs to the rounding of sums: weights, moments, windows; id tables and counts exactly."""
+    found, expected = tensors(checkpoint(other)), tensors(checkpoint(one))
+    compared = [key for key in expected if not key.startswith("/random")]
+    assert set(compared) == {key for key in found if not key.startswith("/random")}
+    for key in compared:
+        value = expected[key]
+        if value.is_floating_point():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+        else:
+            assert torch.equal(found[key], value), key
+    reports = [json.loads((run / "report.json").read_text()) for run in (one, other)]
+    for key in ("samples", "steps", "id_tables", "batches_set_aside"):
+        assert reports[0][key] == reports[1][key], key
+    windows = [{line["start"]: line for line in metrics(run) if line["kind"] == "window"} for run in (one, other)]
+    assert windows[0].keys() == windows[1].keys()
+    for start, window in windows[0].items():
+        for key in ("samples", "ctr", "auc", "logloss", "calibration"):
+            assert windows[1][start][key] == pytest.approx(window[key], abs=1e-5), key
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def published(folder: Path) -> Change:
+    """What a reader has after all versions."""
+    target = open_target(str(folder))
+    versions = [decode(target.read(version, kind)) for version, kind in target.blobs()]
+    assert [each.kind for each in versions] == ["full", "delta"]
+    return merged(*(each.change for each in versions))
+
+
+def assert_published_alike(one: Path, other: Path) -> None:
+    """Compares what was published: ids and deletions exactly, rows and dense weights to the rounding of sums.
+
+    Whether the first version is of the first step, or before it, depends on time; so does what the second one repeats,
+    and under replay the step that an absent row was published at.
+    """
+    expected, found = published(one), published(other)
+    assert (found.step, found.sample_time) == (expected.step, expected.sample_time)
+    assert rows_of(found).keys() == rows_of(expected).keys()
+    if one.name != "expiry_published":
+        assert_close(rows_of(found), rows_of(expected))
+    assert_close(found.dense, expected.dense)
+
+
+def rows_of(change: Change) -> dict[tuple[str, int, int], np.ndarray]:
+    """Rows by table, feature and id."""
+    rows = {}
+    for name, table in change.tables.items():
+        features = np.zeros_like(table.ids) if table.feature is None else table.feature
+        keys = [(name, *key) for key in zip(features.tolist(), table.ids.tolist(), strict=True)]
+        assert len(set(keys)) == len(keys)
+        rows |= dict(zip(keys, table.rows, strict=True))
+    return rows
+
+
+def assert_close(one: Mapping[Any, np.ndarray], other: Mapping[Any, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        np.testing.assert_allclose(other[key], value, rtol=0, atol=1e-6)

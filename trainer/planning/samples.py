@@ -1,0 +1,89 @@
+"""Global batches from the training samples of a data set, and each rank's slice."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.data_pipeline import Batch
+from cowrec.sparse_opt import id_bucket_rows
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runtime.processes import Process
+from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
+from cowrec.trainer.training.dataloading import even_slice, training_readers
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """A global batch of G samples, taken from as many samples of the data set as there are, which may be fewer.
+
+    Attributes:
+        samples: of the data set.
+        size: G.
+    """
+
+    samples: Batch
+    size: int
+
+    def slice_of(self, rank: int, world_size: int) -> Batch:
+        """The samples that a rank has of it, as in training; samples repeat where the data set has fewer than G."""
+        first, end = rank * self.size // world_size, (rank + 1) * self.size // world_size
+        return even_slice(
+            _taken(self.samples, torch.arange(first, end) % len(self.samples.label), self.size), world_size
+        )
+
+
+def global_batch(config: RunConfig, data_dir: Path, step: int = 0) -> GlobalBatch:
+    """Reads global batch ``step`` of the first epoch, in the order of training on CPU; if the samples are fewer, all.
+
+    Raises:
+        ValueError: the folder is not a data set that can be trained on, or the epoch has no such step.
+    """
+    alone = Process(0, 1, 1, False, torch.device("cpu"))
+    reader = training_readers(config, data_dir, alone).train
+    batch = next(iter(reader.epoch(0, step)))
+    rows = _rows_of_ids(batch.sparse, table_specs(reader.schema, config))
+    return GlobalBatch(dataclasses.replace(batch, sparse=rows), config.train.batch_size)
+
+
+def _rows_of_ids(sparse: KeyedJaggedTensor, specs: list[TableSpec]) -> KeyedJaggedTensor:
+    """Gives raw ids the rows of their hashes, of collisionless tables too: there ids come to be as evenly spread."""
+    hashed = {
+        field.name: (spec.ids.capacity, index)
+        for spec in specs
+        for index, field in enumerate(spec.fields)
+        if spec.ids.kind != "rows"
+    }
+    if not hashed:
+        return sparse
+    values = [
+        torch.from_numpy(id_bucket_rows(ids.numpy().astype(np.int64), *hashed[key])) if key in hashed else ids
+        for key, ids in zip(sparse.keys(), sparse.values().split(sparse.length_per_key()), strict=True)
+    ]
+    rows = torch.cat(values).to(torch.int32)
+    translated = KeyedJaggedTensor(sparse.keys(), rows, sparse.weights_or_none(), sparse.lengths())
+    translated.offsets()
+    return translated
+
+
+def _taken(batch: Batch, index: torch.Tensor, global_size: int) -> Batch:
+    """Samples ``index`` of a batch."""
+    sparse = batch.sparse
+    features, samples = len(sparse.keys()), len(batch.label)
+    lengths = sparse.lengths().view(features, samples)[:, index].flatten()
+    starts = sparse.offsets()[:-1].view(features, samples)[:, index].flatten()
+    before = lengths.cumsum(0) - lengths
+    place = torch.repeat_interleave(starts.long() - before, lengths.long()) + torch.arange(int(lengths.sum()))
+    weights = sparse.weights_or_none()
+    taken = KeyedJaggedTensor(
+        sparse.keys(),
+        sparse.values()[place],
+        None if weights is None else weights[place],
+        lengths,
+        length_per_key=lengths.view(features, -1).sum(1).tolist(),
+    )
+    weight = None if batch.weight is None else batch.weight[index]
+    return Batch(batch.dense[index], taken, batch.label[index], global_size, weight=weight)

@@ -1,0 +1,134 @@
+"""Inference of a network: for few samples by its recorded operations, whose Python would take longer than they do.
+
+Sizes: B samples, N dense features, F fields, P stored width, T tasks.
+"""
+
+import copy
+import functools
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cowrec.models.linear_relu import LinearRelu
+
+logger = logging.getLogger(__name__)
+
+_FEW_SAMPLES = 32
+"""Most samples for which operations are replayed; for more, oneDNN's fused layers gain more than Python costs."""
+_TOLERANCE = 1e-4
+"""Of probabilities, float32 of sums in another order."""
+
+
+class InferenceNetwork:
+    """Probabilities by a network: float32 [B], or [B, T] of T > 1 tasks, of dense features and looked-up rows.
+
+    Args:
+        network: as built; its weights stay as they are.
+        logit_shift: added to the logits.
+        sizes: N, F, P.
+    """
+
+    def __init__(self, network: nn.Module, logit_shift: float, sizes: tuple[int, int, int]) -> None:
+        self._computed = _Probabilities(network, logit_shift).eval().requires_grad_(False)
+        self._weights = _weights(self._computed)
+        with torch.inference_mode():
+            self._replay = _recorded(self._computed, sizes)
+
+    @property
+    def replays(self) -> bool:
+        """Whether operations are replayed for few samples."""
+        return self._replay is not None
+
+    def weights(self) -> dict[str, Tensor]:
+        """State dictionary of the network."""
+        return self._computed.network.state_dict()
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> "InferenceNetwork":
+        """The same network with the weights of another state dictionary.
+
+        Raises:
+            RuntimeError: their names or shapes are others.
+        """
+        other = copy.copy(self)
+        other._computed = copy.deepcopy(self._computed)
+        other._computed.network.load_state_dict(weights)
+        other._weights = _weights(other._computed)
+        for module in other._computed.modules():
+            if isinstance(module, LinearRelu):
+                module.pack()
+        return other
+
+    def __call__(self, dense: Tensor, rows: Tensor) -> Tensor:
+        """Of dense features [B, N] and rows [B, F, P].
+
+        Faster in a thread that is in inference mode already.
+        """
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self(dense, rows)
+        found: Tensor = (
+            self._replay(dense, rows, *self._weights)
+            if self._replay and dense.shape[0] <= _FEW_SAMPLES
+            else self._computed(dense, rows)
+        )
+        return found
+
+
+class _Probabilities(nn.Module):
+    def __init__(self, network: nn.Module, logit_shift: float) -> None:
+        super().__init__()
+        self.network, self._shift = network, logit_shift
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        logits: Tensor = self.network(dense, rows)
+        return (logits + self._shift if self._shift else logits).sigmoid()
+
+
+def _weights(computed: nn.Module) -> list[Tensor]:
+    return list(computed.state_dict(keep_vars=True).values())
+
+
+def _recorded(computed: nn.Module, sizes: tuple[int, int, int]) -> Any:
+    """The operations for one sample, of dense features, rows and the weights in the order of the state dictionary.
+
+    None if they may be others for other samples or weights, as those of a network of one's own. The weights are
+    arguments, so that all versions share one recording: TorchScript never frees one in which weights are constants.
+    """
+    num_dense, fields, width = sizes
+    shell = copy.deepcopy(computed)
+    holders = [_holder(shell, name) for name in computed.state_dict()]
+
+    drawn = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+
+    def inputs(samples: int) -> tuple[Tensor, ...]:
+        weights = (0.2 * drawn(*each.shape) if each.is_floating_point() else each for each in _weights(computed))
+        return drawn(samples, num_dense), drawn(samples, fields, width), *weights
+
+    def compute(dense: Tensor, rows: Tensor, *weights: Tensor) -> Any:
+        for (holder, name), weight in zip(holders, weights, strict=True):
+            holder[name] = weight  # torch.func.functional_call refuses to be traced
+        return shell(dense, rows)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            replay: Any = torch.jit.trace(compute, inputs(1), check_trace=False)
+            for given in map(inputs, (1, 3, _FEW_SAMPLES) * 2):  # the second time as the executor has optimised it
+                torch.testing.assert_close(replay(*given), compute(*given), atol=_TOLERANCE, rtol=0, equal_nan=True)
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            logger.debug("the operations of the network are not recorded: %s", error)
+            return None
+    if any(issubclass(each.category, torch.jit.TracerWarning) for each in warned):
+        return None  # a value is recorded as a constant
+    return replay
+
+
+def _holder(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The dictionary of parameters or buffers that has a weight, and the weight's name in it."""
+    path, _, name = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if name in owner._parameters else owner._buffers), name

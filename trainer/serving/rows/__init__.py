@@ -1,0 +1,1 @@
+"""Rows of a served model by field and id: stores, lookups, and changes."""

@@ -1,0 +1,268 @@
+"""The rows of all tables of a served model: lookups of one version while the next one is written.
+
+Sizes: B samples, F fields, n rows, m removed ids, P stored width.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS
+from cowrec.trainer.export.quantised_rows import Precision, quantise
+
+from .store import NO_OVERLAY, Store, Tables, copy_to_larger, find, insert, overlay_ids, rehash, remove, write_rows
+
+Ids = NDArray[np.int64]
+Allocate = Callable[[tuple[int, ...], Any], NDArray[Any]]
+"""Creates an array of a shape and a dtype, with any content."""
+
+_ROWS_AT_ONCE = 1 << 16
+"""Rows that are quantised together, which limits the memory that takes."""
+_MAX_LOAD = 0.6
+"""Share of the slots that may be in use, also by removed ids."""
+_LOAD_AFTER_REHASH = 0.5
+_STORED = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
+_NO_SCALES = np.empty(0, np.float32)
+_HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+class RowChange(NamedTuple):
+    """Changed rows of one table; for a table of numbered rows any field that it serves will do.
+
+    Attributes:
+        ids: distinct, int64 [n].
+        fields: numbers of their fields, int64 [n].
+        rows: float32 [n, P].
+        removed: ids that no longer have a row, int64 [m]; those that had none are ignored.
+        removed_fields: int64 [m].
+    """
+
+    ids: Ids
+    fields: Ids
+    rows: NDArray[np.float32]
+    removed: Ids
+    removed_fields: Ids
+
+
+class ServedRows:
+    """Rows by field and id, which one thread changes.
+
+    A version is applied in two steps. First its rows are written to an overlay, a small store that precedes the base;
+    lookups that begin from then on are given both. When no lookup uses the base alone any more, the overlay is merged
+    into it: no lookup reads what is being written, because it finds it in the overlay.
+
+    Args:
+        sizes: rows of each field's table, which fields may share by ``table_of``; -1 if it is collisionless.
+        table_of: number of each field's table.
+        widths: stored width of each field's rows, int64 [F].
+        precision: of the stored rows.
+        allocate: creates the arrays.
+
+    Attributes:
+        tables: those of each width, in ascending order; for lookups, see `RowLookup`.
+        removed: ids that versions have removed.
+    """
+
+    def __init__(
+        self, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision, allocate: Allocate = np.empty
+    ) -> None:
+        self.removed = 0
+        self._parts = {
+            width: _RowsOfWidth(sizes, table_of, widths == width, width, precision, allocate)
+            for width in np.unique(widths).tolist()
+        }
+        self.tables = tuple(each.tables for each in self._parts.values())
+
+    @property
+    def resident(self) -> int:
+        """Ids of collisionless tables that have a row."""
+        return sum(each.resident for each in self._parts.values())
+
+    def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
+        """Sets rows before there are lookups; for the arguments see `RowChange`.
+
+        They are in their stored form: [n, P], for int8 with scales [n].
+        """
+        part = self._parts[rows.shape[1]]
+        part.add(ids, fields, rows.numpy().view(part.dtype), _NO_SCALES if scale is None else scale.numpy())
+        self.tables = tuple(each.tables for each in self._parts.values())
+
+    def overlay(self, changes: Sequence[RowChange]) -> None:
+        """Changes ``tables`` to those with the changes; they must be merged before the next ones."""
+        self.tables = tuple(part.overlaid(own) for part, own in self._by_width(changes))
+
+    def merge(self, changes: Sequence[RowChange]) -> None:
+        """Merges the changes of the overlay; ``tables`` are again those without one.
+
+        No lookup may use any tables before those of the overlay.
+        """
+        for (part, own), tables in zip(self._by_width(changes), self.tables, strict=True):
+            part.merge(own, tables.overlay)
+            self.removed += sum(part.remove(each.removed, each.removed_fields) for each in own)
+        self.tables = tuple(each.tables for each in self._parts.values())
+
+    def replace(self, changes: Sequence[RowChange]) -> None:
+        """Changes ``tables`` to new ones, which have only these ids; numbered rows that are not among them remain."""
+        parts = {part: part.replaced(own) for part, own in self._by_width(changes)}
+        self.removed += sum(
+            part.resident - sum(part.resident_among(each.ids, each.fields) for each in own)
+            for part, own in self._by_width(changes)
+        )
+        self._parts = {width: parts[part] for width, part in self._parts.items()}
+        self.tables = tuple(each.tables for each in self._parts.values())
+
+    def _by_width(self, changes: Sequence[RowChange]) -> Iterator[tuple["_RowsOfWidth", list[RowChange]]]:
+        for width, part in self._parts.items():
+            yield part, [each for each in changes if each.rows.shape[1] == width]
+
+
+class _RowsOfWidth:
+    """Rows of the fields whose rows have one width, P."""
+
+    def __init__(
+        self,
+        sizes: Ids,
+        table_of: Ids,
+        served: NDArray[np.bool_],
+        width: int,
+        precision: Precision,
+        allocate: Allocate,
+    ) -> None:
+        self.dtype = _STORED[precision]
+        self._precision, self._width, self._allocate = precision, width, allocate
+        lengths: dict[int, int] = {}
+        for table, size in zip(table_of[served].tolist(), sizes[served].tolist(), strict=True):
+            lengths[table] = size if size >= 0 else RESERVED_ROWS
+        starts = dict(zip(lengths, np.cumsum([0, *lengths.values()]).tolist(), strict=False))
+        bases = np.array([starts.get(table, 0) for table in table_of.tolist()], np.int64)
+        self._numbered = sum(lengths.values())
+        self._free: Ids
+        none = Store(np.empty((0, 2), np.int64), self._rows(0), _NO_SCALES)
+        self.tables = Tables(bases, sizes, none, NO_OVERLAY, _HALVES)
+        self._clear(0)
+        for array in self.tables.base[1:]:
+            array[:] = 0
+        self._compile()
+
+    def add(self, ids: Ids, fields: Ids, rows: NDArray[Any], scales: NDArray[np.float32]) -> None:
+        """Sets rows, in their stored form, of distinct ids of one table."""
+        ids, found = np.array(ids), np.empty(len(ids), np.int64)  # kernels are compiled for writable arrays
+        missing = find(ids, fields, self.tables, found)
+        new = np.flatnonzero(found < 0)
+        found[new] = self._take_rows(missing)
+        write_rows(found, rows, scales, self.tables.base)
+        self._entries += insert(ids[new], fields[new], found[new], self.tables.base.slots)
+        self.resident += missing
+
+    def remove(self, ids: Ids, fields: Ids) -> int:
+        freed = np.empty(len(ids), np.int64)
+        count = remove(np.array(ids), fields, self.tables.base.slots, freed)
+        self._free = np.concatenate([self._free, freed[:count]])
+        self.resident -= count
+        return count
+
+    def overlaid(self, changes: Sequence[RowChange]) -> Tables:
+        """The tables with an overlay of the changes."""
+        if not changes:
+            return self.tables
+        written = sum(len(each.ids) for each in changes)
+        slots = self._slots(written + sum(len(each.removed) for each in changes))
+        overlay = Store(slots, self._rows(written), self._scales(written))
+        first = 0
+        for change in changes:
+            for start, rows, scales in self._quantised(change.rows):
+                part = slice(first + start, first + start + len(rows))
+                copy_to_larger(rows, overlay.rows[part])
+                copy_to_larger(scales, overlay.scales[part])
+            overlay_ids(np.array(change.ids), change.fields, first, self.tables, slots)
+            overlay_ids(np.array(change.removed), change.removed_fields, -1, self.tables, slots)
+            first += len(change.ids)
+        return self.tables._replace(overlay=overlay)
+
+    def merge(self, changes: Sequence[RowChange], overlay: Store) -> None:
+        first = 0
+        for change in changes:
+            part = slice(first, first + len(change.ids))
+            self.add(change.ids, change.fields, overlay.rows[part], overlay.scales[part])
+            first = part.stop
+
+    def replaced(self, changes: Sequence[RowChange]) -> "_RowsOfWidth":
+        """Other rows of the same tables, in arrays of their own."""
+        new = copy.copy(self)
+        new._clear(sum(len(each.ids) for each in changes))
+        for array, old in zip(new.tables.base[1:], self.tables.base[1:], strict=True):
+            copy_to_larger(old[: self._numbered], array[: self._numbered])
+        for change in changes:
+            for start, rows, scales in self._quantised(change.rows):
+                part = slice(start, start + len(rows))
+                new.add(change.ids[part], change.fields[part], rows, scales)
+        return new
+
+    def resident_among(self, ids: Ids, fields: Ids) -> int:
+        """How many of the ids have a row that is not numbered or reserved."""
+        found = np.empty(len(ids), np.int64)
+        find(np.array(ids), fields, self.tables, found)
+        return int((found >= self._numbered).sum())
+
+    def _clear(self, ids: int) -> None:
+        """New arrays with room for numbered rows and that many ids."""
+        capacity = self._numbered + ids
+        base = Store(self._slots(ids), self._rows(capacity), self._scales(capacity))
+        self.tables = self.tables._replace(base=base)
+        self.resident = self._entries = 0  # entries: slots in use, also those of removed ids
+        self._used = self._numbered  # rows from here on are free
+        self._free = np.empty(0, np.int64)
+
+    def _slots(self, ids: int, load: float = _MAX_LOAD) -> Ids:
+        """Empty slots, of which the ids will use at most that share."""
+        slots = self._allocate((1 << max(6, int(ids / load).bit_length()), 2), np.int64)
+        rehash(np.empty((0, 2), np.int64), slots)
+        return slots
+
+    def _rows(self, count: int) -> NDArray[Any]:
+        return self._allocate((count, self._width), self.dtype)
+
+    def _scales(self, count: int) -> NDArray[np.float32]:
+        return self._allocate((count if self._precision == "int8" else 0,), np.float32)
+
+    def _quantised(self, rows: NDArray[np.float32]) -> Iterator[tuple[int, NDArray[Any], NDArray[np.float32]]]:
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            stored = quantise(torch.tensor(rows[start : start + _ROWS_AT_ONCE]), self._precision)
+            scales = stored["scale"].numpy() if "scale" in stored else _NO_SCALES
+            yield start, stored["rows"].numpy().view(self.dtype), scales
+
+    def _take_rows(self, count: int) -> Ids:
+        """Rows for new ids, and slots for them."""
+        base = self.tables.base
+        if self._entries + count > _MAX_LOAD * len(base.slots):
+            # Room remains, so that the slots of removed ids are not cleared at every version.
+            slots = self._slots(self.resident + count, _LOAD_AFTER_REHASH)
+            rehash(base.slots, slots)
+            base, self._entries = base._replace(slots=slots), self.resident
+        reused, self._free = self._free[:count], self._free[count:]
+        fresh = np.arange(self._used, self._used + count - len(reused))
+        self._used += len(fresh)
+        available = len(base.rows)
+        if self._used > available:
+            capacity = max(self._used, available + available // 4)
+            rows, scales = self._rows(capacity), self._scales(capacity)
+            copy_to_larger(base.rows, rows)
+            copy_to_larger(base.scales, scales)
+            base = base._replace(rows=rows, scales=scales)
+        self.tables = self.tables._replace(base=base)
+        return np.concatenate([reused, fresh])
+
+    def _compile(self) -> None:
+        """Compiles every kernel for the types it will be called with, because compiling blocks all other threads."""
+        none, base = np.empty(0, np.int64), self.tables.base
+        find(none, none, self.tables, none)
+        write_rows(none, base.rows[:0], _NO_SCALES, base)
+        insert(none, none, none, base.slots)
+        overlay_ids(none, none, 0, self.tables, base.slots)
+        copy_to_larger(base.rows, base.rows.copy()), copy_to_larger(base.scales, base.scales.copy())
+        remove(none, none, base.slots, none)

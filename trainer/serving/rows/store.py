@@ -1,0 +1,191 @@
+"""Stores of rows by id, in which ids are found by open addressing; compiled, without the GIL.
+
+Sizes: F fields, V ids, n rows, P stored width.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from cowrec.sparse_opt.id_tables.kernels.hashing import id_hash
+
+EMPTY = -1
+_FIELD_SHIFT = 40
+NO_ROW = (1 << _FIELD_SHIFT) - 1
+"""Row of a removed id; as the row bits of EMPTY are the same, one comparison finds both."""
+RESERVED = 2
+
+
+class Store(NamedTuple):
+    """Rows and a hash table of their ids.
+
+    The id and the field of a slot never change once they are written, so a lookup of one id is correct while another
+    id is inserted or removed: it needs no lock, and no order of the writes.
+
+    Attributes:
+        slots: int64 [slots, 2], each an id and ``field << 40 | row``, or 0 and -1 if it is empty. No id 0 is looked up
+            in a table that changes. The row of a removed id is all ones.
+        rows: float32 [n, P], float16 viewed as uint16, or int8 with scales.
+        scales: float32 [n] for int8, else empty.
+    """
+
+    slots: np.ndarray
+    rows: np.ndarray
+    scales: np.ndarray
+
+
+class Tables(NamedTuple):
+    """All tables of one stored width.
+
+    Attributes:
+        bases: first row of each field's table, int64 [F].
+        sizes: rows of each field's table, int64 [F], or -1 if it is collisionless: then raw ids 0 and 1 are its first
+            two rows, and others are found in the slots.
+        base: the rows of all tables, one table's after the other's.
+        overlay: rows that take precedence over those of the base, and removed ids, or NO_OVERLAY, for which lookups are
+            compiled separately. Rows of the base that are numbered or reserved are entered by their number in place of
+            an id, and F in place of a field.
+        halves: every float16 number as float32, by its bits; as a global it would be a constant of every kernel.
+    """
+
+    bases: np.ndarray
+    sizes: np.ndarray
+    base: Store
+    overlay: Store
+    halves: np.ndarray
+
+
+NO_OVERLAY = Store(None, None, None)  # type: ignore[arg-type]
+
+
+@njit
+def _home_slot(identifier, field, mask):
+    """First slot to probe for an id."""
+    return np.int64(id_hash(identifier, field) & np.uint64(mask))
+
+
+@njit
+def slot_of(slots, identifier, field):
+    """Slot of an id, or the empty one in which it belongs."""
+    mask = len(slots) - 1
+    slot = _home_slot(identifier, field, mask)
+    while slots[slot, 1] != EMPTY and (slots[slot, 0] != identifier or slots[slot, 1] >> _FIELD_SHIFT != field):
+        slot = (slot + 1) & mask
+    return slot
+
+
+@njit
+def is_numbered(identifier, size):
+    """Whether the row of an id follows from its number."""
+    return size >= 0 or 0 <= identifier < RESERVED
+
+
+@njit
+def numbered_row(identifier, base, size):
+    return base + identifier if size < 0 or 0 <= identifier < size else base
+
+
+@njit
+def base_row(slots, identifier, field, base, size):
+    """Row of an id in the base, ``base`` if it is unknown."""
+    if is_numbered(identifier, size):
+        return numbered_row(identifier, base, size)
+    row = slots[slot_of(slots, identifier, field), 1] & NO_ROW
+    return base if row == NO_ROW else row
+
+
+@njit(nogil=True, cache=True)
+def find(ids, fields, tables, found):
+    """Writes the base's row of each id [V] of fields [V] to ``found`` [V], -1 if it has none.
+
+    Returns how many have none.
+    """
+    bases, sizes, slots = tables.bases, tables.sizes, tables.base.slots
+    missing = 0
+    for i in range(len(ids)):
+        base, size = bases[fields[i]], sizes[fields[i]]
+        row = base_row(slots, ids[i], fields[i], base, size)
+        known = is_numbered(ids[i], size) or row != base
+        found[i] = row if known else -1
+        missing += not known
+    return missing
+
+
+@njit(nogil=True, cache=True)
+def write_rows(indices, stored, scale, store):
+    """Copies stored rows [n, P], and for int8 their scales [n], to the rows with the indices [n]."""
+    rows, scales = store.rows, store.scales
+    for i in range(len(indices)):
+        rows[indices[i]] = stored[i]
+        if len(scale):
+            scales[indices[i]] = scale[i]
+
+
+@njit
+def _enter(slots, identifier, field, row):
+    """Enters an id with its row; returns whether it took an empty slot."""
+    slot = slot_of(slots, identifier, field)
+    fresh = slots[slot, 1] == EMPTY
+    if fresh:
+        slots[slot, 0] = identifier
+    slots[slot, 1] = field << _FIELD_SHIFT | row
+    return fresh
+
+
+@njit(nogil=True, cache=True)
+def insert(ids, fields, rows, slots):
+    """Inserts ids [n] of fields [n] with their rows [n]; there must be enough empty slots. Returns how many it took."""
+    taken = 0
+    for i in range(len(ids)):
+        taken += _enter(slots, ids[i], fields[i], rows[i])
+    return taken
+
+
+@njit(nogil=True, cache=True)
+def overlay_ids(ids, fields, first, tables, slots):
+    """Enters ids [n] of fields [n] in the slots of an overlay, with its rows from ``first`` on.
+
+    If ``first`` is -1 they are entered as removed, except for numbered and reserved rows, which always exist.
+    """
+    bases, sizes = tables.bases, tables.sizes
+    for i in range(len(ids)):
+        base, size = bases[fields[i]], sizes[fields[i]]
+        if not is_numbered(ids[i], size):
+            _enter(slots, ids[i], fields[i], NO_ROW if first < 0 else first + i)
+        elif first >= 0:
+            _enter(slots, numbered_row(ids[i], base, size), len(bases), first + i)
+
+
+@njit(nogil=True, cache=True)
+def rehash(old, slots):
+    """Empties the slots and inserts every id of the old ones that has a row."""
+    slots[:, 0] = 0
+    slots[:, 1] = EMPTY
+    for i in range(len(old)):
+        if old[i, 1] & NO_ROW != NO_ROW:
+            slots[slot_of(slots, old[i, 0], old[i, 1] >> _FIELD_SHIFT)] = old[i]
+
+
+@njit(nogil=True, cache=True)
+def copy_to_larger(old, new):
+    """Copies an array into the first part of a larger one and writes zeros to the remainder, so that its pages exist.
+
+    numpy would block other threads meanwhile.
+    """
+    new[: len(old)] = old
+    new[len(old) :] = 0
+
+
+@njit(nogil=True, cache=True)
+def remove(ids, fields, slots, freed):
+    """Removes ids [n] of fields [n]; returns how many were present, and writes their rows to ``freed`` [n]."""
+    count = 0
+    for i in range(len(ids)):
+        slot = slot_of(slots, ids[i], fields[i])
+        row = slots[slot, 1] & NO_ROW
+        if row != NO_ROW:
+            freed[count] = row
+            count += 1
+            slots[slot, 1] |= NO_ROW
+    return count

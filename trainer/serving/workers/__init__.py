@@ -1,0 +1,1 @@
+"""Worker processes of `cowrec serve --workers`, which answer requests from tables in shared memory."""
