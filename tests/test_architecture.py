@@ -94,7 +94,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "online": "config runtime signing sharded_model runs measures training export publishing",
         "serving": "runtime signing runs measures export publishing",
         "bench": "config runtime reports sharded_model runs training",
-        "planning": "config runtime reports sharded_model training",
+        "planning": "bench config runtime reports sharded_model training",
         "sweep": "config runtime reports sharded_model runs measures training",
         "tune": "config runtime reports sharded_model runs sweep",
         "cli": (

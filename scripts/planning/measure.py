@@ -3,11 +3,11 @@
     python scripts/planning/measure.py predict --output results/HARDWARE/plan.jsonl
     python scripts/planning/measure.py measure --output results/HARDWARE/plan.jsonl
 
-The first command calibrates and writes predictions, the second one trains and adds what it measured.
+The first command writes predictions, the second one trains and adds what it measured.
 
 Links are slowed by a token bucket on the loopback interface of a network namespace (root on Linux, `unshare` and
-`tc`), which all processes share. Calibration takes the time of a step on its own, in as many processes at once as the
-case has, each with one process's share of the batch, and the rates of gloo's all-to-all.
+`tc`), which all processes share. A prediction is that of `cowrec plan --timed`, with the latency and the rate of gloo's
+all-to-all as the cluster's links.
 """
 
 import argparse
@@ -32,9 +32,8 @@ import torch.distributed as dist
 from cowrec.data_pipeline import Schema, SynthesizeConfig, synthesize
 from cowrec.trainer.config.run import RunConfig, config_from, save_config
 from cowrec.trainer.planning.cluster import Cluster
-from cowrec.trainer.planning.plan import plan_batch
-from cowrec.trainer.planning.samples import global_batch
-from cowrec.trainer.planning.step_time import collective_time
+from cowrec.trainer.planning.plan import plan_batch, timed_plan
+from cowrec.trainer.planning.samples import first_batches, global_batch
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
@@ -65,7 +64,7 @@ def main() -> None:
     if given.what == "measure":
         for line in lines:
             name = f"{line['processes']}_{line['plan']}_{line['megabits']}"
-            config = _config(line["plan"], BATCH)
+            config = _config(line["plan"])
             line["measured_step_seconds"] = _train(
                 given.folder, data, name, config, line["processes"], line["megabits"]
             )
@@ -78,24 +77,19 @@ def main() -> None:
 
 def _predictions(folder: Path, data: Path) -> list[dict[str, Any]]:
     schema, lines = Schema.load(data), []
-    alone: dict[int, float] = {}
     links: dict[tuple[int, int], tuple[float, float]] = {}
     for processes, plan, megabits in CASES:
-        if processes not in alone:
-            alone[processes] = _alone(folder, data, processes)
         if (processes, megabits) not in links:
             links[processes, megabits] = _links(folder, processes, megabits)
         rate, latency = links[processes, megabits]
-        config, cluster = _config(plan, BATCH), _cluster(processes, rate, latency)
-        made = plan_batch(config, schema, global_batch(config, data), cluster, BATCH * STEPS)
-        sent = max(
-            sum(collective_time(each, cluster, kind.ranks[0]).seconds for each in kind.step.collectives)
-            for kind in made.kinds
-        )
-        line = {"processes": processes, "plan": plan, "megabits": megabits, "alone_seconds": alone[processes]}
-        line |= {"link_gb_per_second": rate, "latency_seconds": latency, "communication_seconds": sent}
-        line |= {"predicted_step_seconds": alone[processes] + sent, **environment(torch.device("cpu"))}
-        lines.append(line)
+        config, cluster = _config(plan), _cluster(processes, rate, latency)
+        calculated = plan_batch(config, schema, global_batch(config, data), cluster, BATCH * STEPS)
+        made = timed_plan(calculated, config, schema, first_batches(config, data))
+        slowest = max(made.kinds, key=lambda each: each.time.seconds).time
+        line = {"processes": processes, "plan": plan, "megabits": megabits}
+        line |= {"link_gb_per_second": rate, "latency_seconds": latency}
+        line |= {"work_seconds": slowest.parts["work"].seconds, "predicted_step_seconds": slowest.seconds}
+        lines.append(line | environment(torch.device("cpu")))
         print(aligned([_HEAD, _cells(line)]), flush=True)
     return lines
 
@@ -106,25 +100,15 @@ def _cluster(processes: int, rate: float, latency: float) -> Cluster:
     )
 
 
-def _config(plan: str, batch_size: int) -> RunConfig:
+def _config(plan: str) -> RunConfig:
     return config_from(
         {
-            "train": {"batch_size": batch_size, "device": "cpu", "epochs": 1, "log_every": STEPS},
+            "train": {"batch_size": BATCH, "device": "cpu", "epochs": 1, "log_every": STEPS},
             "model": {"embedding_dim": WIDTH},
             "optimizer": {"l2": 1e-5},
             "sharding": {"plan": plan},
         }
     )
-
-
-def _alone(folder: Path, data: Path, processes: int) -> float:
-    """Seconds of a step of one process with its share of the batch, while the others take theirs."""
-    config = _config("table_wise", BATCH // processes)
-    commands = [_command(folder, data, f"alone_{processes}_{n}", config, 1) for n in range(processes)]
-    running = [subprocess.Popen(command, env=_environment()) for _, command in commands]
-    assert not any(each.wait() for each in running)
-    reports = [json.loads((run / "report.json").read_text()) for run, _ in commands]
-    return max(BATCH // processes / each["samples_per_second"] for each in reports)
 
 
 def _train(folder: Path, data: Path, name: str, config: RunConfig, processes: int, megabits: int) -> float:
@@ -203,12 +187,12 @@ def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-_HEAD = ("plan", "processes", "Mbit/s", "alone ms", "communication", "predicted", "measured", "error")
+_HEAD = ("plan", "processes", "Mbit/s", "work ms", "communication", "predicted", "measured", "error")
 
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     predicted, measured = line["predicted_step_seconds"], line.get("measured_step_seconds")
-    times = (line["alone_seconds"], line["communication_seconds"], predicted)
+    times = (line["work_seconds"], predicted - line["work_seconds"], predicted)
     found = (f"{1e3 * measured:.1f}", f"{100 * (predicted / measured - 1):+.0f} %") if measured else ("", "")
     rate = str(line["megabits"] or "-")
     return (line["plan"], str(line["processes"]), rate, *(f"{1e3 * each:.1f}" for each in times), *found)

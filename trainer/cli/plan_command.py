@@ -24,6 +24,14 @@ def plan(
     compare: Annotated[
         bool, typer.Option(help="Also try the other kinds of sharding; done anyway if something does not fit.")
     ] = False,
+    timed: Annotated[
+        bool,
+        typer.Option(
+            "--timed",
+            help="Time the work of a rank's step on this machine, which is like the cluster's, rather than calculate"
+            " it; on CPU that of all processes of a host.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", parser=parse_local, help="Also write the plan as JSON.")
     ] = None,
@@ -39,8 +47,8 @@ def plan(
     from cowrec.data_pipeline import Schema
     from cowrec.trainer.config.run import with_defaults
     from cowrec.trainer.planning.cluster import load_cluster
-    from cowrec.trainer.planning.plan import alternatives, plan_batch
-    from cowrec.trainer.planning.samples import global_batch
+    from cowrec.trainer.planning.plan import alternatives, plan_batch, timed_plan
+    from cowrec.trainer.planning.samples import first_batches, global_batch
     from cowrec.trainer.planning.text import alternatives_text, plan_text, plan_values
 
     described = load_cluster(cluster)
@@ -50,6 +58,8 @@ def plan(
     loaded = with_defaults(dataclasses.replace(loaded, data=dataclasses.replace(loaded.data, dir=str(folder))), samples)
     batch = global_batch(loaded, folder)
     made = plan_batch(loaded, schema, batch, described, samples)
+    if timed:
+        made = timed_plan(made, loaded, schema, first_batches(loaded, folder))
     print(plan_text(made))
     values = plan_values(made)
     if compare or made.misfits:

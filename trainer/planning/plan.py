@@ -18,11 +18,13 @@ from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import unsharded_task
 from cowrec.trainer.sharded_model.hyperparameters import fused_params
 from cowrec.trainer.sharded_model.sharding import sharding_plan
+from cowrec.trainer.sharded_model.tables import table_specs
 
 from .cluster import Cluster
 from .rank_step import RankStep, fake_group, letters, rehearse
 from .samples import GlobalBatch, global_batch
 from .step_time import StepTime, step_time
+from .timed_step import TimedRank, time_work
 
 MOST_KINDS = 8
 """Kinds of ranks, by the shapes of their shards, that are rehearsed: those with the most bytes of tables."""
@@ -131,7 +133,7 @@ def plan_batch(
     chosen = [ranks for _, ranks in kinds[:most_kinds]]
     first = [ranks[0] for ranks in chosen]
     with fake_group(_rank(cluster, 0)):
-        mails = letters(config, schema, _rank(cluster, 0), batch, first, tables)
+        (mails,) = letters(config, schema, _rank(cluster, 0), [batch], first, tables)
     plans = []
     for ranks in chosen:
         process = _rank(cluster, ranks[0])
@@ -142,6 +144,38 @@ def plan_batch(
     kind = f"{config.sharding.plan}, {config.sharding.memory}"
     size = config.train.batch_size
     return Plan(cluster, kind, size, samples, plans, left_out, _misfits(plans, kinds[most_kinds:], cluster))
+
+
+def timed_plan(plan: Plan, config: RunConfig, schema: Schema, batches: Sequence[GlobalBatch]) -> Plan:
+    """The same plan with the time of the slowest rank's work, measured on this machine, for that of every rank.
+
+    On CPU all processes of its host run at the same time, as they share its cores.
+
+    Raises:
+        ValueError: the run has collisionless id tables.
+        ProcessFailed: the rank's step does not run here, for example for want of memory.
+    """
+    if any(spec.ids.kind == "collisionless" for spec in table_specs(schema, config)):
+        raise ValueError(
+            "a step with collisionless id tables cannot be timed without the peers that its ids are exchanged with;"
+            ' leave out --timed, or plan with id_table.kind = "hash"'
+        )
+    cluster, in_uvm = plan.cluster, config.sharding.memory != "device"
+    slowest = max(plan.kinds, key=lambda each: each.time.seconds).ranks[0]
+    first = slowest // cluster.devices * cluster.devices
+    together = range(first, first + cluster.devices) if cluster.device == "cpu" else range(slowest, slowest + 1)
+    tables = sharding_of(config, schema, cluster)
+    with fake_group(_rank(cluster, 0)):
+        mails = letters(config, schema, _rank(cluster, 0), batches, together, tables)
+    ranks = []
+    for rank in together:
+        process = dataclasses.replace(_rank(cluster, rank, cluster.device), device=torch.device(cluster.device))
+        slices = [each.slice_of(rank, cluster.ranks) for each in batches]
+        ranks.append(TimedRank(process, slices, [each[rank] for each in mails]))
+    work = time_work(config, schema, ranks)
+    times = [step_time(each.step, cluster, in_uvm=in_uvm, work_seconds=work) for each in plan.kinds]
+    kinds = [dataclasses.replace(each, time=time) for each, time in zip(plan.kinds, times, strict=True)]
+    return dataclasses.replace(plan, kinds=kinds)
 
 
 def _rank(cluster: Cluster, rank: int, kind: str = "cpu") -> Process:

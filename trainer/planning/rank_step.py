@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -148,15 +149,15 @@ def letters(
     config: RunConfig,
     schema: Schema,
     process: Process,
-    batch: GlobalBatch,
+    batches: Sequence[GlobalBatch],
     ranks: Sequence[int],
     plan: ShardingPlan | None = None,
-) -> dict[int, Mail]:
-    """What the first ``SENDERS`` ranks send to each of ``ranks`` in the exchange of a batch's ids, by TorchRec's code.
+) -> list[dict[int, Mail]]:
+    """What the first ``SENDERS`` ranks send to each of ``ranks`` in the exchange of ids of batches, by TorchRec's code.
 
     ``process`` is any rank, of a :func:`fake_group`: which ids go where does not depend on the sender.
     """
-    mails = {rank: Mail() for rank in ranks}
+    posted = []
     mode = Rehearsal(process.rank, Mail())
     task = unsharded_task(config, schema, process)
     _make_fake(task, mode)
@@ -169,10 +170,13 @@ def letters(
             for spec in table_specs(schema, config)
             if kinds[spec.name].sharding_type == "data_parallel"
         }
-        for sender in range(min(process.world_size, SENDERS)):
-            sparse = batch.slice_of(sender, process.world_size).sparse
-            _post(mode, collection, sender, sparse, replicated, mails)
-    return mails
+        for batch in batches:
+            mails = {rank: Mail() for rank in ranks}
+            for sender in range(min(process.world_size, SENDERS)):
+                sparse = batch.slice_of(sender, process.world_size).sparse
+                _post(mode, collection, sender, sparse, replicated, mails)
+            posted.append(mails)
+    return posted
 
 
 def _post(
@@ -186,7 +190,9 @@ def _post(
     def sending(number: int, sent: Tensor, splits: list[int]) -> None:
         ends = torch.tensor([0, *splits]).cumsum(0).tolist()
         for rank, mail in mails.items():
-            mail.ids.setdefault(number, {})[sender] = sent[ends[rank] : ends[rank + 1]].clone()
+            chunks = mail.ids.setdefault(number, {})
+            if not isinstance(sent, FakeTensor):
+                chunks[sender] = sent[ends[rank] : ends[rank + 1]].clone()
 
     mode.sending = sending
     mode.start_exchange()

@@ -212,7 +212,7 @@ class Rehearsal(TorchDispatchMode):
     def _exchange(self, output: Tensor, sent: Tensor, splits: list[int], ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Fills in what the peers send in an all-to-all; returns the bytes for each rank."""
         splits = splits or [len(sent) // len(ranks)] * len(ranks)
-        if _frame_of("torchrec.distributed.dist_data") and not _frame_of("torchrec.distributed.comm_ops"):
+        if is_exchange_of_ids():
             number, self._exchanges = self._exchanges, self._exchanges + 1
             if self.sending is not None:
                 self.sending(number, sent, splits)
@@ -233,6 +233,11 @@ class Rehearsal(TorchDispatchMode):
         for rank, output in enumerate(tree_leaves(outputs)):
             own = rank == self._rank
             output.fill_(int(sent) if own else sum(self._mail.distinct[rank % SENDERS][table] for table in tables))
+
+
+def is_exchange_of_ids() -> bool:
+    """Whether the collective that runs now exchanges ids, their lengths or weights, rather than rows."""
+    return bool(_frame_of("torchrec.distributed.dist_data")) and not _frame_of("torchrec.distributed.comm_ops")
 
 
 def _part_of_collective() -> str:

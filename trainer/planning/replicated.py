@@ -50,6 +50,10 @@ def table_slice(
     return nn.Parameter(data.detach()[start_offset:end_offset].view(num_embeddings, embedding_dim))
 
 
+def keep_objects(objects: list[Any], *_: Any, **__: Any) -> None:
+    """Stands for the broadcast of objects: what another rank would send stays None, as TorchRec's settings are then."""
+
+
 @contextmanager
 def stand_ins(machine: int) -> Iterator[None]:
     """Replaces what a model without memory cannot have; groups of TorchRec's hosts last as long as the default group.
@@ -58,6 +62,7 @@ def stand_ins(machine: int) -> Iterator[None]:
         machine: ranks of a host.
     """
     with (
+        patch.object(dist, "broadcast_object_list", keep_objects),
         patch.object(embeddingbag, "DistributedDataParallel", Undistributed),
         patch.object(batched_embedding_kernel, "TableBatchedEmbeddingSlice", table_slice),
         patch.multiple(comm, _INTRA_PG=None, _CROSS_PG=None),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch
+from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
@@ -47,6 +47,12 @@ def global_batch(config: RunConfig, data_dir: Path, step: int = 0) -> GlobalBatc
     batch = next(iter(reader.epoch(0, step)))
     rows = _rows_of_ids(batch.sparse, table_specs(reader.schema, config))
     return GlobalBatch(dataclasses.replace(batch, sparse=rows), config.train.batch_size)
+
+
+def first_batches(config: RunConfig, data_dir: Path, most: int = 8) -> list[GlobalBatch]:
+    """Reads the first global batches of the first epoch, as :func:`global_batch` does."""
+    steps = Schema.load(data_dir).split("train").rows // config.train.batch_size
+    return [global_batch(config, data_dir, step) for step in range(max(1, min(most, steps)))]
 
 
 def _rows_of_ids(sparse: KeyedJaggedTensor, specs: list[TableSpec]) -> KeyedJaggedTensor:

@@ -19,7 +19,7 @@ class PartTime:
     Attributes:
         seconds: that it takes.
         bound: what bounds it: "products", "memory", "host memory", "operators", "links within a host", "network" or
-            "latency".
+            "latency"; "this machine", where it was timed.
     """
 
     seconds: float
@@ -38,8 +38,27 @@ class StepTime:
         return sum(each.seconds for each in self.parts.values())
 
 
-def step_time(step: RankStep, cluster: Cluster, *, in_uvm: bool = False) -> StepTime:
-    """Time of a rank's step; ``in_uvm`` if its tables are in host memory."""
+def step_time(step: RankStep, cluster: Cluster, *, in_uvm: bool = False, work_seconds: float | None = None) -> StepTime:
+    """Time of a rank's step.
+
+    Args:
+        step: rehearsed.
+        cluster: that it is for.
+        in_uvm: whether its tables are in host memory.
+        work_seconds: that its work takes, where that was timed; by default it is calculated.
+    """
+    if work_seconds is None:
+        parts = _work_times(step, cluster, in_uvm)
+    else:
+        parts = {"work": PartTime(work_seconds, "this machine")}
+    for each in step.collectives:
+        name, time = f"{each.part} ({each.kind})", collective_time(each, cluster, step.rank)
+        earlier = parts.get(name, PartTime(0.0, time.bound))
+        parts[name] = PartTime(earlier.seconds + time.seconds, time.bound)
+    return StepTime(parts)
+
+
+def _work_times(step: RankStep, cluster: Cluster, in_uvm: bool) -> dict[str, PartTime]:
     parts = {}
     for name, work in step.work.items():
         rows_in_uvm = in_uvm and name in ("lookup", "embedding_update")
@@ -52,11 +71,7 @@ def step_time(step: RankStep, cluster: Cluster, *, in_uvm: bool = False) -> Step
         parts[name] = _longest(times)
     network = step.memory["network"] / 4 * 7  # weights, gradient and two moments are read, all but one written
     parts["dense_update"] = PartTime(network / cluster.memory_gb_per_second / 1e9, "memory")
-    for each in step.collectives:
-        name, time = f"{each.part} ({each.kind})", collective_time(each, cluster, step.rank)
-        earlier = parts.get(name, PartTime(0.0, time.bound))
-        parts[name] = PartTime(earlier.seconds + time.seconds, time.bound)
-    return StepTime(parts)
+    return parts
 
 
 def collective_time(collective: Collective, cluster: Cluster, rank: int) -> PartTime:

@@ -53,6 +53,18 @@ def test_plan_names_what_does_not_fit_and_what_does(
     assert json.loads((folder / "plan.json").read_text())["misfits"]
 
 
+def test_the_work_of_a_step_is_timed_here(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "cpus.toml").write_text('preset = "cpu"\nhosts = 2\n')
+    command = ("plan", folder / "run.toml", "--data", folder / "data", "--cluster", folder / "cpus.toml", "--timed")
+    assert exit_code(monkeypatch, *command, "--output", folder / "plan.json") == 0
+    assert re.search(r"work +[0-9.]+ +this machine", capsys.readouterr().out)
+    for each in json.loads((folder / "plan.json").read_text())["ranks"]:
+        assert each["time"]["work"]["seconds"] > 0
+        assert "ids (all_to_all)" in each["time"]
+
+
 def test_fused_optimizers_are_refused(
     monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

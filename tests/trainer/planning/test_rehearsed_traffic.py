@@ -1,9 +1,11 @@
 """A rehearsed step sends as many bytes, in each kind of collective, as real processes do on the same batches."""
 
 import json
+import math
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from cowrec.data_pipeline import Schema
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.planning.rank_step import fake_group, letters, rehearse
 from cowrec.trainer.planning.samples import global_batch
+from cowrec.trainer.planning.timed_step import TimedRank, training_alone
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.training.batch_ramp import BatchRamp
@@ -44,7 +47,7 @@ def _train(rank: int, folder: Path, port: int, processes: int) -> None:
             (folder / f"{name}.{rank}").write_text(json.dumps(found))
 
 
-def _take_steps(config: RunConfig, data: Path, process: Process) -> dict[str, dict[str, int]]:
+def _take_steps(config: RunConfig, data: Path, process: Process) -> dict[str, dict[str, Any]]:
     reader = training_readers(config, data, process).train
     schedule = Schedule.of_epochs(config.optimizer, len(reader), len(reader), BatchRamp.of(config))
     state = TrainState(config, reader.schema, process, schedule)
@@ -62,7 +65,23 @@ def _take_steps(config: RunConfig, data: Path, process: Process) -> dict[str, di
         "last_steps": sum(each.replay.last_step.nbytes for each in lookups if each.replay),
         "network": 4 * sum(each.nbytes for each in dense_parameters(state.model).values()),
     }
-    return {"sent": traffic.sent, "memory": memory}
+    return {"sent": traffic.sent, "memory": memory, "touched": _touched(state)}
+
+
+def _touched(state: TrainState) -> dict[str, list[int]]:
+    """Last steps of the rows of each lookup, in replay."""
+    lookups = state.adam.lookups if state.adam else []
+    return {str(number): each.replay.last_step.tolist() for number, each in enumerate(lookups) if each.replay}
+
+
+def _train_alone(_: int, folder: Path, name: str, rank: TimedRank) -> None:
+    config, schema = load_config(folder / "run.toml", CASES[name]), Schema.load(folder / "data")
+    with training_alone(config, schema, rank) as state:
+        batches = iter(rank.batches)
+        for _ in range(STEPS):
+            loss = float(state.step(batches).loss)
+            assert math.isfinite(loss)
+        (folder / f"{name}.alone").write_text(json.dumps(_touched(state)))
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
@@ -84,9 +103,27 @@ def test_bytes_are_those_of_real_processes(trained: tuple[Path, int], name: str)
         for step in range(STEPS):
             batch = global_batch(config, folder / "data", step)
             with fake_group(process):
-                mail = letters(config, schema, process, batch, [rank])[rank]
+                mail = letters(config, schema, process, [batch], [rank])[0][rank]
                 rehearsed = rehearse(config, schema, process, batch, mail)
             for each in rehearsed.collectives:
                 sent[each.kind] += each.sent
             assert rehearsed.memory | real["memory"] == rehearsed.memory
         assert sent == Counter(real["sent"]), (name, rank)
+
+
+@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise", "table_row_wise"])
+def test_a_rank_without_peers_trains_the_rows_that_it_trains_with_them(trained: tuple[Path, int], name: str) -> None:
+    folder, processes = trained
+    config, schema, rank = load_config(folder / "run.toml", CASES[name]), Schema.load(folder / "data"), processes - 1
+    process = Process(rank, processes, processes, False, torch.device("cpu"))
+    batches = [global_batch(config, folder / "data", step) for step in range(STEPS)]
+    with fake_group(process):
+        mails = [each[rank] for each in letters(config, schema, process, batches, [rank])]
+    slices = [each.slice_of(rank, processes) for each in batches]
+    in_processes(_train_alone, (folder, name, TimedRank(process, slices, mails)), 1)
+    real = json.loads((folder / f"{name}.{rank}").read_text())["touched"]
+    alone = json.loads((folder / f"{name}.alone").read_text())
+    assert real.keys() == alone.keys()
+    for lookup, steps in real.items():
+        assert any(steps)
+        assert steps == alone[lookup], lookup
