@@ -24,6 +24,7 @@ from typing import Any
 
 from cowrec.trainer.runtime.environment import prepare_process
 
+os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it, for one process too
 prepare_process()  # before torch is loaded
 
 import torch
@@ -146,7 +147,7 @@ def _limited(command: Sequence[str], megabits: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _links(folder: Path, processes: int, megabits: int) -> tuple[float, float]:

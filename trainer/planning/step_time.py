@@ -92,7 +92,9 @@ def collective_time(collective: Collective, cluster: Cluster, rank: int) -> Part
             "network": between / cluster.between_gb_per_second / 1e9,
         }
     else:
-        moved = collective.sent * ring_factor(collective.kind, size)
+        # gloo adds up everything on every rank, of which each keeps its part: its links carry as much as an all-reduce.
+        of_gloo = cluster.device == "cpu" and collective.kind == "reduce_scatter"
+        moved = collective.sent * ring_factor("all_reduce" if of_gloo else collective.kind, size)
         # A ring leaves each host once; as many rings as devices use the links of all of them.
         of_host = cluster.between_gb_per_second * size / len(hosts)
         slower = several and of_host < cluster.within_gb_per_second
