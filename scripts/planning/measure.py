@@ -39,7 +39,7 @@ from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
 
-BATCH, STEPS, WIDTH = 4096, 30, 15
+BATCH, STEPS, WIDTH, _BUFFERS = 4096, 30, 15, 16
 CASES = [(1, "table_wise", 0), *((n, plan, 0) for n in (2, 4) for plan in ("table_wise", "row_wise", "column_wise"))]
 CASES += [(2, plan, rate) for rate in (1000, 200) for plan in ("table_wise", "row_wise", "column_wise")]
 """Processes, plan, and megabits per second of the link that they share; 0: unlimited."""
@@ -167,9 +167,10 @@ def _measure_links(output: Path) -> None:
     size = dist.get_world_size()
 
     def seconds(elements: int, repeats: int) -> float:
-        sent, times = torch.zeros(elements), []
-        received = torch.empty_like(sent)
-        for _ in range(repeats):
+        # Numbers come from memory, as in training, not from a cache.
+        buffers, times = torch.rand(2, _BUFFERS, elements), []
+        for repeat in range(repeats):
+            received, sent = buffers[:, repeat % _BUFFERS]
             dist.barrier()
             started = time.perf_counter()
             dist.all_to_all_single(received, sent)

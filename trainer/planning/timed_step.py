@@ -1,7 +1,7 @@
 """Time of a rank's work in a step, measured on this machine: the step of training, in a process group without peers.
 
 Everything that the rank computes is real, kernels and pipeline included, on its slices of real batches and on the ids
-that its peers would send. Their floating point numbers are zeros, and collectives take no time.
+that its peers would send. Their floating point numbers are this rank's own, and collectives take no time.
 """
 
 import os
@@ -121,7 +121,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class Peers(_ProcessGroup):
-    """A process group whose collectives return at once: with the ids that peers send, else with zeros or own values."""
+    """A process group whose collectives return at once: with the ids that peers send, else with this rank's numbers."""
 
     def __init__(self, rank: int, size: int, deliveries: _Deliveries) -> None:
         super().__init__(rank, size)
@@ -142,10 +142,12 @@ class Peers(_ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, sent: Tensor, output_splits: Any, splits: Any, opts: Any = None
     ) -> dist.Work:
-        """Exchanges ids, or rows, which are zeros."""
+        """Exchanges ids, or rows, which peers have like this rank."""
         if is_exchange_of_ids():
             even = [len(sent) // self.size()] * self.size()
             self._deliveries.fill(output, sent, splits or even, dist.get_process_group_ranks(self))
+        elif len(sent):
+            output.copy_(sent.repeat(-(-len(output) // len(sent)), *[1] * (sent.dim() - 1))[: len(output)])
         else:
             output.zero_()
         return _done([output])
