@@ -207,10 +207,12 @@ def _plot(lines: Sequence[dict[str, Any]], path: Path) -> None:
         own = [line for line in lines if bool(line["megabits"]) == limited]
         points = [[1e3 * line[f"{each}_step_seconds"] for line in own] for each in ("predicted", "measured")]
         axes.plot(*points, marker, label="limited links" if limited else "one machine")
-    ends = [0, 1.1e3 * max(line["measured_step_seconds"] for line in lines)]
+    times = [1e3 * line["measured_step_seconds"] for line in lines]
+    ends = [0.7 * min(times), 1.4 * max(times)]
     axes.plot(ends, ends, "k-", linewidth=0.8)
-    axes.fill_between(ends, [0, 0.85 * ends[1]], [0, 1.15 * ends[1]], color="k", alpha=0.1, label="15 %")
-    axes.set(xlabel="predicted, ms a step", ylabel="measured, ms a step", xlim=(0, ends[1]), ylim=(0, None))
+    axes.fill_between(ends, [0.85 * each for each in ends], [1.15 * each for each in ends], color="k", alpha=0.1)
+    axes.set(xlabel="predicted, ms a step", ylabel="measured, ms a step (grey: within 15 %)")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
