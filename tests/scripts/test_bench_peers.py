@@ -33,6 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple
     return int(ended.value.code or 0), [json.loads(line) for line in lines]
 
 
+@pytest.mark.thorough
 def test_lines_and_table_of_a_tiny_run(tmp_path, monkeypatch, capsys):
     what = ["--rows", "1000", "--batch-sizes", "32", "--epoch-share", "1e-4", "--rounds", "2", "--seconds", "0"]
     code, lines = run(monkeypatch, tmp_path, "--only", ",".join(NEED_NO_VENV), *what)

@@ -104,6 +104,7 @@ def test_a_closed_loop_sends_after_answers(open_loop: Any) -> None:
     assert found.client_cpu > 0
 
 
+@pytest.mark.thorough
 def test_runtimes_are_asked_for_the_same_predictions(tmp_path: Path) -> None:
     output = tmp_path / "lines.jsonl"
     options = ["--runtimes", "cowrec,torch.export,no such", "--samples", "1,3", "--rounds", "1", "--seconds", "0.1"]

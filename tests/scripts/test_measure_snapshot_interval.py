@@ -27,6 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("scripts.measure_snapshot_interval")
 
 
+@pytest.mark.thorough
 def test_lines_of_a_tiny_year(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "RUNS", ["never", "1h", "20d"])
     output = tmp_path / "snapshots.jsonl"

@@ -79,6 +79,7 @@ def rows(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in found}
 
 
+@pytest.mark.thorough
 def test_a_stopped_script_continues(paper_settings: ModuleType, tmp_path: Path) -> None:
     """Stopped in the second of two runs; the first is not repeated, and other settings are refused. On real lines."""
     raw, output = tmp_path / "train.txt", tmp_path / "out"

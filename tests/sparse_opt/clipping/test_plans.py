@@ -89,8 +89,8 @@ def expected() -> dict[str, dict[str, np.ndarray]]:
 def test_all_plans_train_the_same(
     processes: int, expected: dict[str, dict[str, np.ndarray]], pytestconfig: pytest.Config
 ) -> None:
-    """Two processes train what four do, of batches of one kind; with --thorough of all."""
-    few = processes == 2 and not pytestconfig.getoption("--thorough")
+    """Four processes train what two do, of batches of one kind; with --thorough of all."""
+    few = processes == 4 and not pytestconfig.getoption("--thorough")
     kinds = list(KINDS)[: 1 if few else None]
     these = [case for case in cases(kinds) if processes >= PROCESSES.get(case.sharding, 1)]
     states = states_in_processes([(case, attach) for case in these], processes)

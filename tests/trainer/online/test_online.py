@@ -239,7 +239,7 @@ def test_a_run_that_cannot_start_leaves_nothing_behind(case: Path, tmp_path: Pat
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("when_full", ["oldest", "least_frequent"])
+@pytest.mark.parametrize("when_full", ["oldest", pytest.param("least_frequent", marks=pytest.mark.thorough)])
 def test_a_year_of_drifting_ids_in_a_bounded_table(tmp_path: Path, when_full: str) -> None:
     """The table stays within its capacity, a fifth of the ids seen, and its AUC within 0.1 % of an unbounded table's.
 
