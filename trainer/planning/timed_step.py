@@ -85,7 +85,7 @@ def training_alone(config: RunConfig, schema: Schema, rank: TimedRank) -> Iterat
     process, deliveries = rank.process, _Deliveries(rank.process.rank, rank.mails)
 
     def create(store: Any, number: int, size: int, timeout: Any) -> Peers:
-        return Peers(number, size, deliveries)
+        return Peers(number, size, deliveries, process.device.type)
 
     dist.Backend.register_backend(_BACKEND, create, devices=["cpu", "cuda"])
     dist.init_process_group(_BACKEND, rank=process.rank, world_size=process.world_size, store=FakeStore())
@@ -123,9 +123,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 class Peers(_ProcessGroup):
     """A process group whose collectives return at once: with the ids that peers send, else with this rank's numbers."""
 
-    def __init__(self, rank: int, size: int, deliveries: _Deliveries) -> None:
+    def __init__(self, rank: int, size: int, deliveries: _Deliveries, device: str) -> None:
         super().__init__(rank, size)
-        self._deliveries = deliveries
+        self._deliveries, self._device = deliveries, device
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -134,6 +134,11 @@ class Peers(_ProcessGroup):
     def group_name(self) -> str:
         """Name that torch gave it, which it would otherwise keep in a backend of its own."""
         return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Kind of the rank's device, which TorchRec 1.6 takes from here."""
+        return [torch.device(self._device)]
 
     def getBackendName(self) -> str:
         """Name that it was registered under."""
