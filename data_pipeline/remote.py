@@ -138,7 +138,7 @@ class RemoteFolder:
             if not wanted(name) or (target.is_file() and _stamp(target) == (found.size, found.mtime_ns)):
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(target.name + PARTIAL)
+            partial = target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}")  # processes may copy the same file
             with (
                 _named(f"{self.uri}/{name}"),
                 self._files.open_input_stream(str(self._path / name)) as source,
@@ -148,11 +148,11 @@ class RemoteFolder:
             os.utime(partial, ns=(found.mtime_ns, found.mtime_ns))
             partial.replace(target)
 
-    def upload(self, folder: Path, names: Sequence[str]) -> None:
-        """Copies files of a local folder, in order. Raises OSError."""
+    def upload(self, folder: Path, names: Sequence[str], *, within: str = "") -> None:
+        """Copies files of a local folder, in order, to this folder or below `within`. Raises OSError."""
         for name in names:
-            path = self._path / name
-            with _named(f"{self.uri}/{name}"):
+            path = self._path / within / name
+            with _named(f"{self.uri}/{path.relative_to(self._path)}"):
                 self._files.create_dir(str(path.parent), recursive=True)
                 # A stream that is closed by an error would leave the part that was written.
                 pafs.copy_files(

@@ -142,7 +142,7 @@ def train_case(case: dict[str, Any]) -> str:
 
     try:
         config = load_config(Path(case["config"]), case["set"])
-        train(config, Path(case["data"]), Path(case["run_dir"]), resume=case.get("resume", False))
+        train(config, case["data"], case["run_dir"], resume=case.get("resume", False))
     except ValueError as error:
         return str(error)
     return "ok"

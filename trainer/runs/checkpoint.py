@@ -1,7 +1,7 @@
 """Checkpoints: the complete state of a run, written through torch.distributed.checkpoint while training continues."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runtime.processes import Process, on_first
 
-from .checkpoint_folder import Progress, remove_unfinished, seal, unfinished
+from .checkpoint_folder import Files, Progress, remove_unfinished, seal, unfinished
 from .checkpoint_reader import cause
+from .remote_run import RunPlace
 
 _ABANDON_SECONDS = 20.0
 """Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part."""
@@ -40,13 +41,12 @@ class Checkpoints:
 
     Attributes:
         latest: the newest checkpoint known to be complete.
-        on_sealed: called, on the first process and while training continues, when a checkpoint is complete; an error
-            counts as one of writing it.
+        place: of the run, to which checkpoints are uploaded while training continues; None: the local folder alone.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, process: Process, say: Callable[[str], None]):
         self.latest: Path | None = None
-        self.on_sealed: Callable[[], None] = lambda: None
+        self.place: RunPlace | None = None
         self._folder, self._config, self._process, self.say = folder, config, process, say
         # The writing threads need their own group: their collectives must not interleave with the model's.
         self._group = dist.new_group(backend="gloo") if process.world_size > 1 else None
@@ -82,9 +82,16 @@ class Checkpoints:
         def finish(done: Future[Any]) -> None:
             try:
                 done.result()
-                if write_files and self._process.is_first:
+                elsewhere = self._upload_shards(partial)
+                if not self._process.is_first:
+                    sealed.set_result(None)
+                    return
+                if write_files:
                     write_files(partial)
-                sealed.set_result(self._sealed(partial, progress, about) if self._process.is_first else None)
+                path = seal(partial, progress, about, self._config, elsewhere)
+                if self.place:
+                    self.place.push()
+                sealed.set_result(path)
             except BaseException as error:  # CheckpointException is not an Exception; the waiter needs every error
                 shutil.rmtree(partial, ignore_errors=True)
                 sealed.set_exception(error)
@@ -93,10 +100,23 @@ class Checkpoints:
         if not self._config.asynchronous:
             self._settle()
 
-    def _sealed(self, partial: Path, progress: Progress, about: dict[str, Any]) -> Path:
-        path = seal(partial, progress, about, self._config)
-        self.on_sealed()
-        return path
+    def _upload_shards(self, partial: Path) -> Files:
+        """Uploads this process's shards if hosts share no folder; returns those of all, on the first process."""
+        if self.place is None or self.place.is_shared:
+            return {}
+        uploaded: Files | OSError
+        try:
+            uploaded = self.place.upload_shards(partial, self._process.rank)
+        except OSError as error:
+            uploaded = error
+        of_all: list[Files | OSError] = [uploaded] * self._process.world_size
+        dist.gather_object(uploaded, of_all if self._process.is_first else None, group=self._group)
+        found: dict[str, Sequence[Any]] = {}
+        for each in of_all:
+            if isinstance(each, OSError):
+                raise each
+            found |= each
+        return found
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written.

@@ -1,13 +1,15 @@
 """Checkpoints of a run on disk: their manifests, the check of their files, and which of them are kept.
 
-step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp ...     step_000002000.partial/  (unfinished)
+step_000001000/  checkpoint.json (the manifest)  .metadata  __0_0.distcp (a shard, of rank 0) ...
+step_000002000.partial/  (unfinished)
 """
 
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -18,6 +20,10 @@ from cowrec.trainer.config.sections import CheckpointConfig
 
 FORMAT = 3
 MANIFEST, _PREFIX, _PARTIAL = "checkpoint.json", "step_", ".partial"
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+
+Files = Mapping[str, Sequence[Any]]
+"""Size and SHA-256 of files, by name."""
 
 
 class Damaged(ValueError):
@@ -74,13 +80,31 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(each for each in folder.glob(f"{_PREFIX}*") if each.suffix != _PARTIAL)
 
 
-def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: CheckpointConfig) -> Path:
+def rank_of(name: str) -> int | None:
+    """The process that wrote a file of a checkpoint, if it is a shard; None for another file."""
+    found = _SHARD.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def checksums(files: Iterable[Path]) -> Files:
+    """Computes what a manifest lists of files."""
+    return {each.name: [each.stat().st_size, checksum(each)] for each in sorted(files)}
+
+
+def seal(partial: Path, progress: Progress, about: dict[str, Any], keep: CheckpointConfig, elsewhere: Files) -> Path:
     """Adds a manifest with checksums, gives the folder its final name and removes checkpoints that are not kept.
+
+    Args:
+        partial: folder of the checkpoint.
+        progress: of the run.
+        about: further entries of the manifest.
+        keep: which checkpoints are kept.
+        elsewhere: further files of the checkpoint.
 
     Raises:
         OSError: the disk is full or cannot be written; earlier checkpoints are not affected.
     """
-    files = {each.name: [each.stat().st_size, checksum(each)] for each in sorted(partial.iterdir())}
+    files = {**checksums(partial.iterdir()), **elsewhere}
     manifest = {"format": FORMAT, "progress": dataclasses.asdict(progress), **about, "files": files}
     manifest["sha256"] = _own_checksum(manifest)
     write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -98,12 +122,29 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(partial)
 
 
-def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progress] | None:
+def check_files(path: Path, files: Files) -> None:
+    """Raises Damaged if files of a checkpoint are missing or do not match their sizes and checksums."""
+    for name, (size, sha256) in files.items():
+        file = path / name
+        if not file.is_file():
+            raise Damaged(f"{path} is damaged: it has no {name}")
+        if file.stat().st_size != size:
+            raise Damaged(f"{path} is damaged: {name} has {file.stat().st_size:,} bytes instead of {size:,}")
+        if checksum(file) != sha256:
+            raise Damaged(f"{path} is damaged: {name} has another checksum than when it was written")
+
+
+Check = Callable[[Path, Files], None]
+"""Does what :func:`check_files` does."""
+
+
+def newest_intact(folder: Path, say: Callable[[str], None], check: Check = check_files) -> tuple[Path, Progress] | None:
     """Newest checkpoint whose files match their checksums; None if there is no checkpoint at all.
 
     Args:
         folder: of a run's checkpoints.
         say: receives a message for each checkpoint that is skipped.
+        check: the files of a checkpoint.
 
     Raises:
         ValueError: all are damaged, or one has another format.
@@ -112,7 +153,7 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progr
     damaged = []
     for path in reversed(found):
         try:
-            return path, _verified(path)
+            return path, _verified(path, check)
         except Damaged as error:
             damaged.append(str(error))
             if path != found[0]:
@@ -122,41 +163,36 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> tuple[Path, Progr
     return None
 
 
-def best_intact(folder: Path, metric: str, say: Callable[[str], None]) -> tuple[Path, Progress] | None:
+def best_intact(
+    folder: Path, metric: str, say: Callable[[str], None], check: Check = check_files
+) -> tuple[Path, Progress] | None:
     """The checkpoint after the best epoch of the newest intact one's run; the newest itself before the first epoch has
     ended, and where the best one is damaged. Otherwise as :func:`newest_intact`."""
-    newest = newest_intact(folder, say)
+    newest = newest_intact(folder, say, check)
     best = best_epoch(newest[1].epochs, metric) if newest else None
     if newest is None or best is None or best["step"] == newest[1].step:
         return newest
     path = folder / checkpoint_name(best["step"])
     try:
-        return path, _verified(path)
+        return path, _verified(path, check)
     except Damaged as error:
         say(f"{error}; taking {newest[0]} instead of the checkpoint of the best epoch")
         return newest
 
 
-def step_intact(folder: Path, step: int) -> tuple[Path, Progress]:
+def step_intact(folder: Path, step: int, check: Check = check_files) -> tuple[Path, Progress]:
     """The checkpoint of a step. Raises ValueError if there is none, naming those that there are, or it is damaged."""
     path = folder / checkpoint_name(step)
     if not path.is_dir():
         steps = ", ".join(str(int(each.name.removeprefix(_PREFIX))) for each in list_checkpoints(folder))
         raise ValueError(f"{folder} has no checkpoint of step {step}; it has those of steps {steps or 'none'}")
-    return path, _verified(path)
+    return path, _verified(path, check)
 
 
-def _verified(path: Path) -> Progress:
-    """Verifies sizes and checksums of a checkpoint's files and returns its progress; raises Damaged."""
+def _verified(path: Path, check: Check) -> Progress:
+    """Checks a checkpoint's manifest and files and returns its progress; raises Damaged."""
     manifest = _manifest(path)
-    for name, (size, sha256) in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise Damaged(f"{path} is damaged: it has no {name}")
-        if file.stat().st_size != size:
-            raise Damaged(f"{path} is damaged: {name} has {file.stat().st_size:,} bytes instead of {size:,}")
-        if checksum(file) != sha256:
-            raise Damaged(f"{path} is damaged: {name} has another checksum than when it was written")
+    check(path, manifest["files"])
     return Progress(**manifest["progress"])
 
 

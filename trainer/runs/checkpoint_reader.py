@@ -6,7 +6,7 @@ accepts only the classes of such descriptions.
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,35 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
-from cowrec.trainer.runtime.processes import Process, on_first
+from cowrec.trainer.runtime.processes import Process, from_first
 
-from .checkpoint_folder import Progress, best_intact, newest_intact, step_intact
+from .checkpoint_folder import Damaged, Files, Progress, best_intact, check_files, newest_intact, rank_of, step_intact
 
 logger = logging.getLogger(__name__)
 
+Fetch = Callable[[Path, Collection[str]], None]
+"""Makes files of a checkpoint present in its folder, if there are such files."""
+
+
+def all_present(path: Path, names: Collection[str]) -> None:
+    """The :data:`Fetch` of a folder that has all files."""
+
 
 def find_checkpoint(
-    folder: Path, process: Process, say: Callable[[str], None], *, best_by: str | None = None, step: int | None = None
+    folder: Path,
+    process: Process,
+    say: Callable[[str], None],
+    *,
+    best_by: str | None = None,
+    step: int | None = None,
+    fetch: Fetch = all_present,
 ) -> tuple[Path, Progress] | None:
     """Newest intact checkpoint of a run, or another one; None where there is none. All processes call together.
 
-    The first process verifies the files for all.
+    Each process verifies a part of the files.
 
     Args:
         folder: of the run's checkpoints.
@@ -38,21 +53,26 @@ def find_checkpoint(
         say: receives a message for each checkpoint that is skipped.
         best_by: "auc" or "logloss": the checkpoint of the best epoch instead of the newest.
         step: the checkpoint of this step.
+        fetch: gets the files that this process verifies.
 
     Raises:
         ValueError: all checkpoints are damaged, or one is of another format; or that of the step is missing or damaged.
+        OSError: files cannot be fetched.
     """
-    found: list[tuple[Path, Progress] | None] = [None]
+    check = _CheckByAll(folder, process, fetch)
 
-    def look() -> None:
-        if step is not None:
-            found[0] = step_intact(folder, step)
-        else:
-            found[0] = best_intact(folder, best_by, say) if best_by else newest_intact(folder, say)
+    def look() -> tuple[str, Progress] | None:
+        with check.leading():
+            if step is not None:
+                found: tuple[Path, Progress] | None = step_intact(folder, step, check)
+            else:
+                found = best_intact(folder, best_by, say, check) if best_by else newest_intact(folder, say, check)
+        return (found[0].name, found[1]) if found else None
 
-    on_first(process, look)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    if not process.is_first:
+        check.follow()
+    found = from_first(process, look)
+    return (folder / found[0], found[1]) if found else None
 
 
 def choose_checkpoint(
@@ -94,9 +114,12 @@ def checkpoint_keys(path: Path) -> set[str]:
     return {key.partition(".")[0] for key in _TensorReader(path).read_metadata().state_dict_metadata}
 
 
-def read_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Reads a checkpoint into the tensors of ``state``, in place; they may be sharded in any way."""
-    reader = _TensorReader(path)
+def read_checkpoint(path: Path, state: dict[str, Any], fetch: Fetch = all_present) -> None:
+    """Reads a checkpoint into the tensors of ``state``, in place; they may be sharded in any way.
+
+    ``fetch`` gets the shards that this process reads.
+    """
+    reader = _TensorReader(path, fetch)
     reader.read_metadata()  # raises its own error first; older libraries would look for another file
     dcp.load(state, storage_reader=reader)
 
@@ -119,8 +142,64 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
+class _CheckByAll:
+    """Check of checkpoints' files, which the first process calls and the others follow: each checks a part of them."""
+
+    def __init__(self, folder: Path, process: Process, fetch: Fetch) -> None:
+        self._folder, self._process, self._fetch = folder, process, fetch
+
+    def __call__(self, path: Path, files: Files) -> None:
+        """As :func:`check_files`; an OSError of a process is raised before the damage that another one has found."""
+        _said((path.name, files))
+        errors = [each for each in self._errors(path.name, files) if each]
+        for error in sorted(errors, key=lambda each: isinstance(each, Damaged)):
+            raise error
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """On the first process, around its calls."""
+        try:
+            yield
+        finally:
+            _said(None)
+
+    def follow(self) -> None:
+        """On the others: checks their parts until the first process ends."""
+        while task := _said(None):
+            self._errors(*task)
+
+    def _errors(self, name: str, files: Files) -> list[Exception | None]:
+        """Checks this process's part; returns the errors of all processes."""
+        rank, count, path = self._process.rank, self._process.world_size, self._folder / name
+        own = {each: values for each, values in files.items() if (rank_of(each) or 0) % count == rank}
+        error: Exception | None = None
+        try:
+            self._fetch(path, own)
+            check_files(path, own)
+        except (Damaged, OSError) as failure:
+            error = failure
+        errors: list[Exception | None] = [None] * count
+        dist.all_gather_object(errors, error)
+        return errors
+
+
+def _said(task: tuple[str, Files] | None) -> tuple[str, Files] | None:
+    """What the first process says to all."""
+    said = [task]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
 class _TensorReader(FileSystemReader):
     """Reads tensors and refuses every other object."""
+
+    def __init__(self, path: Path, fetch: Fetch = all_present) -> None:
+        super().__init__(path)
+        self._folder, self._fetch = path, fetch
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._fetch(self._folder, {self.storage_data[each.storage_index].relative_path for each in plan.items})
+        return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:

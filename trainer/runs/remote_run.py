@@ -1,18 +1,19 @@
-"""Folders of runs and exports in object stores: copies for reading, and the copy that a training run uploads."""
+"""Folders of runs and exports in object stores: copies for reading, and the copies that a training run uploads."""
 
 import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cowrec.data_pipeline.files import PARTIAL, locked_folder
 from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
 
-from .checkpoint_folder import MANIFEST
+from .checkpoint_folder import MANIFEST, Files, checksums, rank_of
 
 
 def local_copy(place: Place, what: str = "folder") -> Path:
@@ -79,34 +80,37 @@ class RunPlace:
     """Folder of a training run: a local one, or one in an object store, of which a local copy is trained in.
 
     The copy is uploaded after every checkpoint, each checkpoint's manifest last, so that an interrupted upload leaves
-    the checkpoint before it. The object store cannot lock the folder: two machines must not train in one.
+    the checkpoint before it. The object store cannot lock the folder: two runs must not train in one.
+
+    On several hosts each host has a copy, without the shards of checkpoints: a process uploads those that it wrote, and
+    fetches those that it reads.
 
     Args:
         place: a path or a URI.
         resume: continue the run that is there; otherwise there must be none.
 
     Attributes:
+        name: the place, for messages.
         folder: the local folder.
+        is_shared: whether all processes of the run have this folder.
 
     Raises:
-        ValueError: the folder in the object store is not empty and not resumed, is in use on this machine, or the run
-            has processes on other machines, whose parts of checkpoints would be missing.
+        ValueError: the folder in the object store is not empty and not resumed, or is in use on this machine.
         OSError: the object store does not answer.
     """
 
     def __init__(self, place: Place, *, resume: bool) -> None:
         self._remote: RemoteFolder | None = None
         self._uploaded: dict[str, tuple[int, int]] = {}
+        self.name, self.is_shared = os.fspath(place), True
         if not is_remote(place):
             self.folder = local_path(place)
             return
-        uri = os.fspath(place)
-        self.folder, self._remote = cache_folder(uri, "training-"), RemoteFolder(uri)
-        if os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
-            raise ValueError(
-                f"--run-dir {uri}: all processes of a run in an object store must be on one machine; with several"
-                " machines use a folder that they share, for example on NFS"
-            )
+        uri = self.name
+        self.is_shared = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+        # Hosts may share the folder of the cache, as where the home folder is on NFS.
+        purpose = "training-" if self.is_shared else f"training-{socket.gethostname()}-"
+        self.folder, self._remote = cache_folder(uri, purpose), RemoteFolder(uri)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return  # the first process of the machine copies, before it joins the others
         with locked_folder(self.folder):
@@ -114,8 +118,8 @@ class RunPlace:
                 raise ValueError(
                     f"run folder {uri} is not empty; continue its run with --resume, or choose another with --run-dir"
                 )
-            _mirror(self._remote, self.folder)
-        self._uploaded = dict(_files(self.folder))
+            _mirror(self._remote, self.folder, self._is_copied)
+        self._uploaded = self._copied_files()
 
     def push(self) -> None:
         """Uploads what has changed since the last call, and removes checkpoints that are no longer kept.
@@ -125,25 +129,72 @@ class RunPlace:
         """
         if self._remote is None:
             return
-        files = dict(_files(self.folder))
+        files = self._copied_files()
         changed = [name for name, stamp in files.items() if self._uploaded.get(name) != stamp]
         self._remote.upload(self.folder, sorted(changed, key=lambda name: (_is_manifest(name), name)))
         gone = self._uploaded.keys() - files.keys()
+        if not self.is_shared:
+            shards = {name for name in self._remote.list() if _is_shard(name)}
+            gone |= {name for name in shards if not (self.folder / name).with_name(MANIFEST).exists()}
         self._remote.remove(sorted(gone, key=lambda name: (not _is_manifest(name), name)))
         self._uploaded = files
+
+    def upload_shards(self, checkpoint: Path, rank: int) -> Files:
+        """Uploads the shards that a process wrote, and removes them from this host; returns what a manifest lists.
+
+        Args:
+            checkpoint: unfinished folder of a checkpoint of this run, whose processes are on several hosts.
+            rank: of the process.
+
+        Raises:
+            OSError: the object store does not answer.
+        """
+        assert self._remote
+        own = list(checkpoint.glob(f"__{rank}_*"))
+        within = str(checkpoint.relative_to(self.folder).with_suffix(""))
+        try:
+            files = checksums(own)
+            self._remote.upload(checkpoint, list(files), within=within)
+        finally:
+            for each in own:
+                each.unlink()
+            with suppress(OSError):  # other processes of this host have files in it
+                checkpoint.rmdir()
+        return files
+
+    def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
+        """Downloads files of a checkpoint that this host does not have, if they exist.
+
+        Raises:
+            OSError: the object store does not answer.
+        """
+        if self._remote and not self.is_shared:
+            within = checkpoint.relative_to(self.folder)
+            wanted = {str(within / name) for name in names}
+            self._remote.download(self.folder, wanted.__contains__)
+
+    def _is_copied(self, name: str) -> bool:
+        return self.is_shared or not _is_shard(name)
+
+    def _copied_files(self) -> dict[str, tuple[int, int]]:
+        return {name: stamp for name, stamp in _files(self.folder) if self._is_copied(name)}
+
+
+def _is_shard(name: str) -> bool:
+    return rank_of(Path(name).name) is not None
 
 
 def _is_manifest(name: str) -> bool:
     return name.endswith(MANIFEST)
 
 
-def _mirror(remote: RemoteFolder, folder: Path) -> bool:
-    """Makes a local folder equal to a remote one; returns whether that has files."""
+def _mirror(remote: RemoteFolder, folder: Path, copied: Callable[[str], bool] = lambda _: True) -> bool:
+    """Makes a local folder equal to the copied files of a remote one; returns whether that has files."""
     wanted = remote.list()
     for name, _ in list(_files(folder)):
         if name not in wanted:
             (folder / name).unlink()
-    remote.download(folder)
+    remote.download(folder, copied)
     for each in sorted(folder.rglob("*"), reverse=True) if folder.is_dir() else ():
         if each.suffix == PARTIAL:
             shutil.rmtree(each) if each.is_dir() else each.unlink()

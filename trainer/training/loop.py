@@ -60,12 +60,13 @@ def train(
     data = dataclasses.replace(config.data, dir=str(local_copy(data_dir, "data set")))
     config = dataclasses.replace(config, data=data)
     place = RunPlace(run_dir, resume=resume)
-    begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
-    config = with_defaults(config, Schema.load(data.dir).split("train").rows, begun)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
+        # Read after the first process of the machine, which all wait for here, has copied the run.
+        begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
+        config = with_defaults(config, Schema.load(data.dir).split("train").rows, begun)
         require_run_dir(place.folder, config, process, resume)
         run = _EpochRun(config, place.folder, process, after_epoch)
-        run.trainer.checkpoints.on_sealed = place.push
+        run.trainer.checkpoints.place = place
         with run.trainer.running(resume):
             on_first(process, lambda: save_sharding(place.folder, run.sharding))
             report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
@@ -103,7 +104,7 @@ class _EpochRun:
         """Runs from the first step, or from the newest checkpoint, to the report."""
         self.say(self.summary())
         if not (resume and self.resume()) and self.config.train.warm_start:
-            warm_start(self.config, self.trainer.run_dir, self.trainer.schema, self.state, self.process)
+            warm_start(self.config, self.trainer.schema, self.state, self.process)
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:
             while self.epoch < self.config.train.epochs and not self.ends_early():
                 self.train_epoch(log, stop)

@@ -20,6 +20,7 @@ from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.checkpoint_reader import (
+    all_present,
     checkpoint_keys,
     choose_checkpoint,
     find_checkpoint,
@@ -225,7 +226,8 @@ class TrainState:
         Raises:
             ValueError: all checkpoints are damaged, of another format, or do not fit the run.
         """
-        found = find_checkpoint(folder, self._process, checkpoints.say)
+        fetch = checkpoints.place.fetch if checkpoints.place else all_present
+        found = find_checkpoint(folder, self._process, checkpoints.say, fetch=fetch)
         if found is None:
             return None
         path, progress = found
@@ -234,7 +236,7 @@ class TrainState:
             keys = checkpoint_keys(path)
             random = {key: value for key, value in random_state(self._process).items() if key in keys}
             state = self._everything() | random
-            read_checkpoint(path, state)
+            read_checkpoint(path, state, fetch)
             self._load(state)
             if self.adam:
                 self.adam.load_state_dict({"state": state["embedding_optimizer"]})

@@ -158,8 +158,9 @@ class Trainer:
     def interrupted(self) -> Interrupted:
         """Error for a run that was asked to stop and has saved a checkpoint."""
         self.checkpoints.finish()
+        place = self.checkpoints.place.name if self.checkpoints.place else self.run_dir
         return Interrupted(
-            f"stopped at step {self.steps}; saved {self.checkpoints.latest}; to continue, add --run-dir {self.run_dir}"
+            f"stopped at step {self.steps}; saved {self.checkpoints.latest}; to continue, add --run-dir {place}"
             " --resume to the command"
         )
 

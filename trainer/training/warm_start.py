@@ -25,7 +25,7 @@ from .state import TrainState
 logger = logging.getLogger(__name__)
 
 
-def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainState, process: Process) -> None:
+def warm_start(config: RunConfig, schema: Schema, state: TrainState, process: Process) -> None:
     """Copies the weights of an earlier run's newest checkpoint; ids that it did not have keep their initial values.
 
     Ids are matched by their strings in the vocabularies. Collisionless tables are copied with their ids. Moments and
@@ -33,7 +33,6 @@ def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainSta
 
     Args:
         config: of this run; ``train.warm_start`` is the folder of the earlier run.
-        run_dir: folder of this run, with its vocabularies.
         schema: of this run's data.
         state: of this run; changed in place.
         process: this process.
@@ -58,7 +57,7 @@ def warm_start(config: RunConfig, run_dir: Path, schema: Schema, state: TrainSta
     for spec, earlier_spec in zip(specs, earlier_specs, strict=True):
         rows = torch.arange(spec.num_embeddings)
         if spec.ids.kind == "rows":
-            rows = _earlier_rows(spec.fields[0], earlier_spec.fields[0], source, run_dir)
+            rows = _earlier_rows(spec.fields[0], earlier_spec.fields[0], source, Path(config.data.dir))
         kept += int((rows >= RESERVED_ROWS).sum())
         _fill(new_tables[spec.name], gathered_table(old_tables[spec.name], process), rows)
     if state.id_tables and old.id_tables:
@@ -93,7 +92,7 @@ def _require_same_fields(source: Path, earlier: Schema, schema: Schema) -> None:
             raise ValueError(f"train.warm_start = {str(source)!r} has other fields ({', '.join(different)})")
 
 
-def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, run_dir: Path) -> Tensor:
+def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, data_dir: Path) -> Tensor:
     """Earlier row of the id of each row of a field's table, int64 [rows]; -1 for new ids."""
     if field.encoding != "vocabulary" or earlier.encoding != "vocabulary":
         if (field.encoding, field.num_embeddings) != (earlier.encoding, earlier.num_embeddings):
@@ -104,7 +103,7 @@ def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, run_di
         return torch.arange(field.num_embeddings)
     file = Path(VOCABULARY) / f"{field.name}.parquet"
     old, new = (
-        pq.read_table(folder / file, columns=["value"])["value"].combine_chunks() for folder in (source, run_dir)
+        pq.read_table(folder / file, columns=["value"])["value"].combine_chunks() for folder in (source, data_dir)
     )
     index = pc.fill_null(pc.index_in(new, value_set=old), -1).to_numpy().astype(np.int64)
     rows = np.where(index >= 0, index + RESERVED_ROWS, -1)

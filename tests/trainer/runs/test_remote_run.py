@@ -107,10 +107,3 @@ def test_an_export_is_copied_with_its_manifest_last(folder: Path, server: S3Serv
         export_run(folder / "local", "s3://bucket/exports/one")
     with pytest.raises(ValueError, match=r"export s3://bucket/exports/none does not exist, or is empty"):
         local_copy("s3://bucket/exports/none", "export")
-
-
-def test_processes_on_several_machines_are_refused(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"must be on one machine; with several machines use a folder that they share"):
-        RunPlace("s3://bucket/runs/several", resume=False)
