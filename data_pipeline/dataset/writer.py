@@ -132,7 +132,7 @@ def write_shard(path: Path, table: pa.Table, labels: Sequence[str]) -> ShardSize
     """
     # One chunk per column: chunk boundaries would otherwise change the pages of the file.
     table = table.combine_chunks()
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
+    partial = path.with_name(f"{path.name}{PARTIAL}{os.getpid()}-{threading.get_ident()}")
     # LZ4 decodes up to three times as fast as zstd, at a third more bytes.
     pq.write_table(table, partial, row_group_size=table.num_rows, compression="lz4", use_dictionary=True)
     partial.replace(path)

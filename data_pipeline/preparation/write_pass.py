@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from cowrec.data_pipeline.dataset.schema import Schema, Split
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
-from cowrec.data_pipeline.dataset.writer import ShardSize, size_of_split, write_shard
+from cowrec.data_pipeline.dataset.writer import PARTIAL, ShardSize, size_of_split, write_shard
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.bad_rows import BadRow, BadRowLedger
 from cowrec.data_pipeline.raw.layouts import Layout
@@ -65,6 +65,8 @@ def write_splits(
                 shards[name].append(size)
             report(partition.file_bytes)
     warn_of(doubts)
+    for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
+        unfinished.unlink()
     return {
         name: size_of_split(sizes, _fields(plan), labelled=_labelled(plan.layout)) for name, sizes in shards.items()
     }

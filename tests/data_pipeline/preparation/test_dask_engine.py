@@ -119,6 +119,8 @@ def test_a_killed_worker_changes_nothing(cluster, tmp_path, share):
         if done > share * work_bytes([tmp_path / "raw"]) and not killed:
             killed.append(pids[0])
             os.kill(pids[0], signal.SIGKILL)
+            for split in tmp_path.glob("there.partial-*/train"):  # what it was writing
+                (split / f"00000.parquet.partial-{pids[0]}-1").write_bytes(b"PAR1")
 
     raw, config = [tmp_path / "raw"], PrepareConfig(shard_rows=50)
     prepare("criteo", raw, tmp_path / "here", config)

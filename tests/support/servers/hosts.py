@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 _NUMBERS = itertools.count()
+_IMPAIRED_LINK = Path(__file__).with_name("impaired_link.py")
 
 
 class Hosts:
@@ -27,8 +28,9 @@ class Hosts:
         self.names = [f"host{number + 1}" for number in range(count)]
         self._id = f"c{os.getpid() % 100_000}{chr(97 + next(_NUMBERS) % 26)}"
         self._folder, self._started = folder, dict[str, subprocess.Popen[bytes]]()
+        self._links: list[subprocess.Popen[bytes]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        addresses = [f"10.77.0.{number + 1}" for number in range(count)]
+        addresses = [self._address(name) for name in self.names]
         entries = "".join(f"{address} {name}\n" for address, name in zip(addresses, self.names, strict=True))
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{entries}")
         # The bridge is in a namespace of its own, so that the machine's network does not know it.
@@ -46,18 +48,26 @@ class Hosts:
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
         """Starts a command on a host; its output is appended to :meth:`log`."""
+        with self.log_file(name).open("ab") as log:
+            entering = [*self._entering(name), *command]
+            self._started[name] = subprocess.Popen(entering, env=environment, stdout=log, stderr=log)
+
+    def _entering(self, name: str) -> list[str]:
         inside = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
         entering = ["ip", "netns", "exec", self._space(name), "unshare", "--uts", "--mount", "sh", "-ec", inside, "sh"]
-        with self.log_file(name).open("ab") as log:
-            process = subprocess.Popen(
-                [*entering, str(self._folder / "hosts"), name, *command], env=environment, stdout=log, stderr=log
-            )
-        self._started[name] = process
+        return [*entering, str(self._folder / "hosts"), name]
 
-    def wait(self, seconds: float) -> dict[str, int]:
-        """Waits for the last command of every host; returns their exit codes."""
+    def run(self, name: str, command: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
+        """Runs a command on a host to its end; returns its output."""
+        entering = [*self._entering(name), *command]
+        ran = subprocess.run(entering, env=environment, check=False, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    def wait(self, seconds: float, names: Sequence[str] = ()) -> dict[str, int]:
+        """Waits for the last command of every host, or of these; returns their exit codes."""
         end = time.monotonic() + seconds
-        return {name: each.wait(max(0.0, end - time.monotonic())) for name, each in self._started.items()}
+        return {name: self._started[name].wait(max(0.0, end - time.monotonic())) for name in names or self._started}
 
     def log_file(self, name: str) -> Path:
         return self._folder / f"{name}.log"
@@ -89,11 +99,33 @@ class Hosts:
         """Takes the link of a host up again."""
         self._in_switch("link", "set", name, "up")
 
+    def block(self, name: str, other: str) -> None:
+        """Loses what a host sends to another; its other connections work."""
+        nobody = ["lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent"]
+        _ip("-n", self._space(name), "neigh", "replace", self._address(other), *nobody)
+
+    def unblock(self, name: str, other: str) -> None:
+        _ip("-n", self._space(name), "neigh", "del", self._address(other), "dev", "eth0")
+
     def limit(self, name: str, megabits: float) -> None:
         """Limits what a host sends and receives, in megabits per second each."""
         bucket = ["tbf", "rate", f"{megabits:g}mbit", "burst", "64kb", "latency", "200ms"]
         for space, device in ((self._id, name), (self._space(name), "eth0")):
             subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", device, "root", *bucket], check=True)
+
+    def impair(self, name: str, *, delay: float = 0.0, loss: float = 0.0) -> None:
+        """Delays what a host sends and receives, by seconds each, or loses a share of it.
+
+        A process carries its frames, since many kernels have no netem.
+        """
+        near, far = f"{name}-near", f"{name}-far"
+        self._in_switch("link", "add", near, "type", "veth", "peer", "name", far)
+        self._in_switch("link", "set", name, "nomaster")
+        self._in_switch("link", "set", far, "master", "bridge", "up")
+        self._in_switch("link", "set", near, "up")
+        relay = [sys.executable, str(_IMPAIRED_LINK), name, near, str(delay), str(loss)]
+        with self.log_file("links").open("ab") as log:
+            self._links.append(subprocess.Popen(["ip", "netns", "exec", self._id, *relay], stdout=log, stderr=log))
 
     def received(self, name: str) -> int:
         """Bytes that a host has received from the others."""
@@ -104,10 +136,15 @@ class Hosts:
         for name in self.names:
             self.send(name, signal.SIGCONT)
             self.send(name, signal.SIGKILL)
-        for each in self._started.values():
+        for each in self._links:
+            each.kill()
+        for each in [*self._links, *self._started.values()]:
             each.wait()
         for space in [*map(self._space, self.names), self._id]:
             _ip("netns", "del", space)
+
+    def _address(self, name: str) -> str:
+        return f"10.77.0.{self.names.index(name) + 1}"
 
     def _space(self, name: str) -> str:
         return f"{self._id}-{name}"
