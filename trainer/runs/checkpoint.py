@@ -21,8 +21,11 @@ from .checkpoint_folder import Files, Progress, remove_unfinished, seal, unfinis
 from .checkpoint_reader import cause
 from .remote_run import RunPlace
 
-_ABANDON_SECONDS = 20.0
-"""Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part."""
+_ABANDON_SECONDS = 10.0
+"""Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part.
+
+With the search for lost processes it is less than the half minute after which torchrun kills.
+"""
 
 WriteFiles = Callable[[Path], None]
 """Writes further files into the folder of a checkpoint."""
@@ -49,7 +52,8 @@ class Checkpoints:
         self.place: RunPlace | None = None
         self._folder, self._config, self._process, self.say = folder, config, process, say
         # The writing threads need their own group: their collectives must not interleave with the model's.
-        self._group = dist.new_group(backend="gloo") if process.world_size > 1 else None
+        alone = process.world_size == 1
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=process.timeout)
         self._pending: tuple[int, Future[Path | None]] | None = None
         self._failure: str | None = None
 
@@ -145,6 +149,8 @@ class Checkpoints:
         self._pending = self._failure = None
         try:
             self.latest = sealed.result() or self.latest
+        except RuntimeError:  # the processes cannot communicate; an error of one of them is a CheckpointException
+            raise
         except (CheckpointException, Exception) as error:
             last = f"the last good checkpoint is {self.latest}" if self.latest else "there is no earlier one"
             self._failure = f"the checkpoint of step {step} could not be written ({cause(error)}); {last}"

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from .errors import NonFiniteLoss, ProcessLost
 from .processes import Process
+from .stopping import ignoring_sigterm
 
 _PERIOD = 1.0
 _SILENT_FOR = 4.0
@@ -48,7 +49,8 @@ class Heartbeat:
         except NonFiniteLoss:  # raised by all processes
             raise
         except RuntimeError as error:
-            lost = self._lost() if self._process.world_size > 1 else ""
+            with ignoring_sigterm():
+                lost = self._lost() if self._process.world_size > 1 else ""
             if not lost:
                 raise
             raise ProcessLost(
@@ -89,7 +91,7 @@ class Heartbeat:
             time.sleep(_SILENT_FOR)
             now = self._read()
         except RuntimeError:
-            return f"rank 0{_named(_first_machine())} has ended"
+            return f"rank 0{_named(_first_machine())} has ended, or its machine does not answer"
         lost = [
             f"rank {rank}{_named(host)} (last heartbeat at step {int(step):,})"
             for rank, (count, step, host) in now.items()

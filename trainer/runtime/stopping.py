@@ -109,3 +109,19 @@ def stop_requests(process: Process) -> Iterator[StopRequest]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def ignoring_sigterm() -> Iterator[None]:
+    """Ignores SIGTERM while a failed run finds out why it failed.
+
+    torchrun sends it when it fails for the same reason, and SIGKILL half a minute later. Only in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)

@@ -18,7 +18,7 @@ from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flatten
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.heartbeat import Heartbeat
 from cowrec.trainer.runtime.processes import Process, on_first
-from cowrec.trainer.runtime.stopping import LossWatch
+from cowrec.trainer.runtime.stopping import LossWatch, ignoring_sigterm
 from cowrec.trainer.sharded_model.build import describe
 from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
 
@@ -88,7 +88,8 @@ class Trainer:
                 with self._heartbeat.names_the_lost():
                     yield
             except Exception:
-                self.checkpoints.abandon()
+                with ignoring_sigterm():
+                    self.checkpoints.abandon()
                 raise
 
     def open_log(self, max_bytes: int = 0) -> MetricsLog:

@@ -16,6 +16,17 @@ import pytest
 from trainer_cases import free_port
 
 
+def client_environment(endpoint: str) -> dict[str, str]:
+    """What leads clients to a server."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
 class S3Server:
     """An S3 server with a bucket "bucket"; `environment` leads clients to it."""
 
@@ -24,13 +35,7 @@ class S3Server:
         self.endpoint = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.environment = {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
+        self.environment = client_environment(self.endpoint)
         deadline = time.monotonic() + 60
         while not self._answers():
             assert time.monotonic() < deadline, "the S3 server did not start"
