@@ -139,7 +139,7 @@ def train_cowrec(
             for _ in range(read.train.steps(epoch)):
                 state.step(batches)
             for name in found:
-                samples = predicted_samples(state, getattr(read, name))
+                samples = predicted_samples(state, getattr(read, name)).own
                 found[name].append(measures(samples.logits, samples.label))
     return found
 

@@ -1,4 +1,4 @@
-"""Area under the ROC curve, exact, of weighted samples and of groups of them.
+"""Area under the ROC curve, exact, of groups of weighted samples.
 
 N samples, G groups.
 """
@@ -10,11 +10,6 @@ from torch import Tensor
 def ascending(logits: Tensor) -> Tensor:
     """Indices that put logits, float [N], in ascending order; numpy's sort is several times as fast as torch's."""
     return logits.argsort() if logits.is_cuda else torch.from_numpy(logits.numpy().argsort())
-
-
-def auc(logits: Tensor, label: Tensor, weight: Tensor) -> float:
-    """AUC of all samples, in ascending order of logits; see :func:`aucs`. NaN where they have one class only."""
-    return float(aucs(logits, label, weight, torch.zeros_like(logits, dtype=torch.long), 1)[0])
 
 
 def aucs(logits: Tensor, label: Tensor, weight: Tensor, groups: Tensor, count: int) -> Tensor:

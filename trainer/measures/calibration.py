@@ -1,12 +1,16 @@
 """Calibration of click probabilities: by bins of equal weight, and the expected calibration error.
 
-N samples, K bins.
+U blocks of samples with equal predictions.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from .exact_sums import ExactSums
 
 BINS = 20
 
@@ -39,34 +43,51 @@ class CalibrationBins:
         return sum(abs(p - y) * w for p, y, w in rows) / sum(self.weight)
 
 
-def calibration_bins(prediction: Tensor, label: Tensor, weight: Tensor, count: int = BINS) -> CalibrationBins:
-    """Puts samples into at most ``count`` bins, each of 1 / count of the weight as nearly as equal predictions allow.
+class BinnedSamples:
+    """Puts blocks of equal scores into at most ``BINS`` bins of equal weight, as nearly as the blocks allow.
 
     Args:
-        prediction: float64 [N], in ascending order.
-        label: 0 or 1, float [N].
-        weight: float64 [N], at least 0, not all 0.
-        count: most bins.
+        total: weight of all samples, in units of ``unit``.
+        unit: of the weights.
+        device: of the blocks.
     """
-    kept = weight > 0
-    prediction, label, weight = (each[kept] for each in (prediction, label.double(), weight))
-    middle = weight.cumsum(0) - weight / 2
-    bins = (middle * (count / weight.sum())).long().clamp_max(count - 1)
-    first = torch.ones_like(bins, dtype=torch.bool)
-    first[1:] = prediction[1:] != prediction[:-1]
-    bins = bins[first][first.cumsum(0) - 1]  # of the first of equal predictions
-    _, bins, sizes = bins.unique_consecutive(return_inverse=True, return_counts=True)
-    stops = sizes.cumsum(0)
 
-    def summed(values: Tensor) -> Tensor:
-        return torch.zeros(len(sizes), dtype=torch.float64, device=values.device).index_add_(0, bins, values)
+    def __init__(self, total: int, unit: float, device: torch.device) -> None:
+        self._total, self._unit = total, unit
+        self._sums = ExactSums(BINS, device)
+        self._weights = torch.zeros(2, BINS, dtype=torch.int64, device=device)
+        self._ends = torch.full((2, BINS), inf, dtype=torch.float64, device=device)
 
-    total = summed(weight)
-    columns = (
-        prediction[stops - sizes],
-        prediction[stops - 1],
-        summed(weight * prediction) / total,
-        summed(weight * label) / total,
-        total,
-    )
-    return CalibrationBins(*(tuple(each.tolist()) for each in columns))
+    def add(self, prediction: Tensor, clicks: Tensor, weight: Tensor, below: Tensor) -> None:
+        """Adds blocks.
+
+        Args:
+            prediction: of each block, float64 [U], in ascending order.
+            clicks: weight of its samples that were clicked, int64 [U].
+            weight: of all its samples, int64 [U], above 0.
+            below: weight of all samples of lower scores, int64 [U].
+        """
+        bins = ((below.double() + weight.double() / 2) * (BINS / self._total)).long().clamp_max(BINS - 1)
+        self._sums.add(prediction * weight.double(), bins)
+        for sums, own in zip(self._weights, (weight, clicks), strict=True):
+            sums.index_add_(0, bins, own)
+        for ends, own in zip(self._ends, (prediction, -prediction), strict=True):
+            ends.scatter_reduce_(0, bins, own, "amin")
+
+    def add_other_processes(self) -> None:
+        """Adds the blocks of all other processes; all call together."""
+        self._sums.add_other_processes()
+        dist.all_reduce(self._weights)
+        dist.all_reduce(self._ends, dist.ReduceOp.MIN)
+
+    def bins(self) -> CalibrationBins:
+        """The bins that have samples."""
+        sums = self._sums.floats()
+        rows = [
+            (lower, -upper, total / weight, clicks / weight, weight * self._unit)
+            for lower, upper, total, weight, clicks in zip(
+                *self._ends.tolist(), sums, *self._weights.tolist(), strict=True
+            )
+            if weight
+        ]
+        return CalibrationBins(*zip(*rows, strict=True))

@@ -6,18 +6,18 @@ R samples.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
+from math import frexp, fsum, nan
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.data_pipeline.synthetic.metrics import expected_auc
-
-from .auc import ascending, auc
-from .calibration import CalibrationBins, calibration_bins
+from .calibration import BinnedSamples, CalibrationBins
+from .exact_sums import ExactSums
 from .samples import Samples
+from .score_blocks import PART, Masses, score_blocks, total_masses
 
 
 @dataclass(frozen=True)
@@ -78,43 +78,137 @@ class Quality:
         return values
 
 
-def measure(samples: Samples) -> Quality:
-    """Measures predictions of one task; samples whose label is unknown are left out."""
-    samples = samples.where(~samples.label.isnan())
-    samples = samples.where(ascending(samples.logits))
-    logits, label, weight = samples.logits.double(), samples.label.double(), samples.weights()
-    total = weight.sum().item()
+def measure(samples: Samples, together: bool = False) -> Quality:
+    """Measures predictions of one task, as float32; samples whose label is unknown are left out.
+
+    The result depends neither on the order of the samples nor on how processes share them: AUC and means are computed
+    from the number (the weight, rounded to 2 ** -35 of the largest or less) of clicks and of other samples at each
+    score, and summed without rounding.
+
+    Args:
+        samples: of this process.
+        together: measures the samples of all processes, which call together.
+    """
+    device = samples.label.device
+    labelled = _Labelled(samples, together)
+    clicks, others = total_masses(len(samples.label), labelled, device, together).tolist()
+    total = clicks + others
     if not total:
-        return Quality(nan, nan, len(label))
-    losses, prediction = cross_entropies(logits, label), logits.sigmoid()
-    bins = calibration_bins(prediction, label, weight)
-    logloss, ctr, mean = ((weight * each).sum().item() / total for each in (losses, label, prediction))
+        return Quality(nan, nan, labelled.rows)
+    bins = BinnedSamples(total, labelled.unit, device)
+    pairs, losses = _pairs_and_losses(samples.logits, labelled, together, bins)
+    found = bins.bins()
+    logloss, ctr = losses / total, clicks / total
+    mean = fsum(p * w for p, w in zip(found.prediction, found.weight, strict=True)) / fsum(found.weight)
     quality = Quality(
-        auc(samples.logits, label, weight),
+        pairs / (clicks * others) if clicks and others else nan,
         logloss,
-        len(label),
-        logloss / entropy(ctr) if 0 < ctr < 1 else nan,
-        mean / ctr if ctr else nan,
-        bins.error,
+        labelled.rows,
+        logloss / entropy(ctr) if clicks and others else nan,
+        mean / ctr if clicks else nan,
+        found.error,
         ctr,
-        bins,
+        found,
     )
-    if samples.true_logit is None:
-        return quality
-    truth = samples.true_logit.double()
-    p = truth.sigmoid()
-    expected, least = (cross_entropies(each, p).mean().item() for each in (logits, truth))
+    return quality if samples.true_logit is None else _with_expected(quality, samples, labelled, together)
+
+
+class _Labelled:
+    """Weights of labelled samples as integers: the masses of clicks and of other samples.
+
+    Attributes:
+        rows: samples whose label is known.
+        unit: of the integers, a power of two; so small that their sum over all samples is below 2 ** 62.
+    """
+
+    def __init__(self, samples: Samples, together: bool) -> None:
+        self._samples = samples
+        self.unit = 1.0
+        rows = (~samples.label.isnan()).sum()
+        if together:
+            dist.all_reduce(rows)
+        self.rows = int(rows)
+        if samples.weight is not None:
+            largest = samples.weight.max() if len(samples.weight) else samples.weight.new_zeros(())
+            if together:
+                dist.all_reduce(largest, dist.ReduceOp.MAX)
+            self.unit = 2.0 ** (frexp(float(largest))[1] + self.rows.bit_length() - 62)
+
+    def __call__(self, indices: Tensor) -> Tensor:
+        label = self._samples.label[indices]
+        weight = (~label.isnan()).long()
+        if self._samples.weight is not None:
+            weight *= (self._samples.weight[indices].double() / self.unit).round().long()
+        clicked = label == 1
+        return torch.stack([weight * clicked, weight * ~clicked], 1)
+
+
+def _with_expected(quality: Quality, samples: Samples, labelled: _Labelled, together: bool) -> Quality:
+    """Adds the expected values, under the true probabilities p; see :func:`expected_auc` for the formula of the AUC."""
+    truth, label, device = samples.true_logit, samples.label, samples.label.device
+    assert truth is not None
+    one = 1 << (62 - labelled.rows.bit_length())  # probabilities are integers too, so that any order has the same sum
+
+    def masses(indices: Tensor) -> Tensor:
+        p = _losses_and_probability(truth[indices])[2]
+        positive = (p * one).round().long()
+        known = (~label[indices].isnan()).long()
+        return torch.stack([positive, one - positive, (p * (1 - p) * one).round().long()], 1) * known[:, None]
+
+    positive, negative, own = total_masses(len(label), masses, device, together).tolist()
+    pairs, losses = _pairs_and_losses(samples.logits, lambda indices: masses(indices)[:, :2], together)
+    least = ExactSums(1, device)
+    for part, known in zip(truth.split(PART), label.isnan().logical_not().split(PART), strict=True):
+        of_click, of_other, p = _losses_and_probability(part[known])
+        least.add(p * of_click + (1 - p) * of_other)
+    if together:
+        least.add_other_processes()
+    expected = losses / (labelled.rows * one)
     return dataclasses.replace(
         quality,
-        expected_auc=expected_auc(logits.cpu().numpy(), truth.cpu().numpy()),
+        expected_auc=(pairs - own * one / 2) / (positive * negative - own * one) if labelled.rows > 1 else nan,
         expected_logloss=expected,
-        excess_logloss=expected - least,
+        excess_logloss=expected - least.floats()[0] / labelled.rows,
     )
 
 
-def cross_entropies(logits: Tensor, p: Tensor) -> Tensor:
-    """Cross-entropy of the predictions of logits and of probabilities p, in nats; both float64 [R]."""
-    return F.binary_cross_entropy_with_logits(logits, p, reduction="none")
+def _pairs_and_losses(
+    logits: Tensor, masses: Masses, together: bool, bins: BinnedSamples | None = None
+) -> tuple[float, float]:
+    """Pairs in the right order, of equal logits half of them, and losses: by the masses of clicks and of others."""
+    pairs, losses = ExactSums(1, logits.device), ExactSums(1, logits.device)
+    for blocks in score_blocks(logits.float(), masses, together):
+        clicks, others = blocks.masses.double().unbind(1)
+        of_click, of_other, p = _losses_and_probability(blocks.scores)
+        pairs.add(clicks * (blocks.below[:, 1].double() + others / 2))
+        losses.add(clicks * of_click + others * of_other)
+        if bins:
+            bins.add(p, blocks.masses[:, 0], blocks.masses.sum(1), blocks.below.sum(1))
+    if together:
+        pairs.add_other_processes()
+        losses.add_other_processes()
+        if bins:
+            bins.add_other_processes()
+    return pairs.floats()[0], losses.floats()[0]
+
+
+def _losses_and_probability(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of a click, loss of another sample, and the probability of a click, of each logit: float64.
+
+    On the CPU by numpy: torch's results depend on the place of a number in a vector register.
+    """
+    library: Any = torch if logits.is_cuda else np
+    x: Any = logits.double() if logits.is_cuda else logits.double().numpy()
+    size = library.abs(x)
+    small = library.exp(-size)
+    least = library.log1p(small)
+    columns = (
+        (size - x) / 2 + least,
+        (size + x) / 2 + least,
+        library.where(x >= 0, 1 / (1 + small), small / (1 + small)),
+    )
+    of_click, of_other, p = columns if logits.is_cuda else map(torch.from_numpy, columns)
+    return of_click, of_other, p
 
 
 def entropy(p: float) -> float:

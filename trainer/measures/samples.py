@@ -3,7 +3,6 @@
 R samples, B of them in a batch, T tasks.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,25 +36,45 @@ class Samples(NamedTuple):
         return torch.ones_like(self.label, dtype=torch.float64) if self.weight is None else self.weight.double()
 
 
-class SampleCollector:
-    """Collects the samples of a split batch by batch; keeps 16 bytes of each, on every process in the end."""
+class CollectedSamples:
+    """Samples of a split that this process has predicted, batch by batch: 8 bytes of each, 12 with weights.
 
-    def __init__(self) -> None:
-        self._positions: list[Tensor] = []
-        self._samples: list[Samples] = []
+    Args:
+        count: of samples that will be added.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._positions: list[slice] = []
+        self._columns: list[Tensor | None] = []
+        self._filled = 0
 
     def add(self, positions: slice, samples: Samples) -> None:
-        """Adds this process's samples of a batch, at their positions in the split; does not wait for the device."""
-        self._positions.append(torch.arange(positions.start, positions.stop, device=samples.label.device))
-        self._samples.append(samples)
+        """Adds the samples of a batch, at their positions in the split; does not wait for the device."""
+        if not self._positions:
+            self._columns = [None if each is None else each.new_empty(self._count, *each.shape[1:]) for each in samples]
+        self._positions.append(positions)
+        stop = self._filled + positions.stop - positions.start
+        for column, added in zip(self._columns, samples, strict=True):
+            if column is not None and added is not None:
+                column[self._filled : stop] = added
+        self._filled = stop
 
-    def samples(self) -> Samples:
-        """The samples of all processes, in the order of their positions; all processes call together."""
-        positions = _gathered(self._positions)
-        columns: list[Any] = [None if each[0] is None else _gathered(each) for each in zip(*self._samples, strict=True)]
-        return Samples(*columns).where(positions.argsort())
+    @property
+    def own(self) -> Samples:
+        """The samples of this process, in the order in which they were added."""
+        columns: list[Any] = [None if each is None else each[: self._filled] for each in self._columns]
+        return Samples(*columns)
 
+    @property
+    def positions(self) -> Tensor:
+        """Positions of these samples in the split, int64."""
+        device = self.own.label.device
+        return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self._positions])
 
-def _gathered(parts: Sequence[Tensor]) -> Tensor:
-    own = torch.cat(list(parts))
-    return own if dist.get_world_size() == 1 else torch.cat(gather_all_tensors(own))
+    def of_all_processes(self) -> Samples:
+        """The samples of all processes in the order of their positions, 16 bytes of each on every process; all call."""
+        if dist.get_world_size() == 1:
+            return self.own
+        columns: list[Any] = [None if each is None else torch.cat(gather_all_tensors(each)) for each in self.own]
+        return Samples(*columns).where(torch.cat(gather_all_tensors(self.positions)).argsort())

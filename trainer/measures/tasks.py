@@ -36,11 +36,11 @@ class Tasks:
         """The samples with logits and labels of the main task, [R]."""
         return _of_task(samples, self.main) if len(self.labels) > 1 else samples
 
-    def measure(self, samples: Samples) -> Quality:
-        """Measures the main task, and of several tasks each."""
+    def measure(self, samples: Samples, together: bool = False) -> Quality:
+        """Measures the main task, and of several tasks each; see :func:`measure` for ``together``."""
         if len(self.labels) == 1:
-            return measure(samples)
-        by_task = {label: measure(_of_task(samples, task)) for task, label in enumerate(self.labels)}
+            return measure(samples, together)
+        by_task = {label: measure(_of_task(samples, task), together) for task, label in enumerate(self.labels)}
         of_tasks = {label: dataclasses.replace(each, calibration_bins=None) for label, each in by_task.items()}
         return dataclasses.replace(by_task[self.labels[self.main]], by_task=of_tasks)
 

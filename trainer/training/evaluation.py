@@ -12,7 +12,7 @@ from cowrec.data_pipeline import Batch, Reader
 from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.measures.id_count_groups import GROUPS, IdCountGroups
 from cowrec.trainer.measures.quality import Quality, measure
-from cowrec.trainer.measures.samples import SampleCollector, Samples
+from cowrec.trainer.measures.samples import CollectedSamples, Samples
 
 from .dataloading import even_slices
 from .state import TrainState
@@ -26,24 +26,25 @@ def evaluate(state: TrainState, reader: Reader | RandomSample, groups: IdCountGr
         reader: not shuffled.
         groups: of the split's samples, to be measured by themselves too; the reader then reads the complete split.
     """
-    samples = predicted_samples(state, reader)
-    quality = state.tasks.measure(samples)
+    collected = predicted_samples(state, reader)
+    quality = state.tasks.measure(collected.own, together=True)
     if not groups:
         return quality
-    samples = state.tasks.main_of(samples)
-    of_groups = [measure(samples.where(groups.of_samples == number)) for number in range(len(GROUPS))]
+    samples, of_samples = state.tasks.main_of(collected.own), groups.of_samples[collected.positions]
+    of_groups = [measure(samples.where(of_samples == number), together=True) for number in range(len(GROUPS))]
     by_id_counts = dict(
         zip(GROUPS, (dataclasses.replace(each, calibration_bins=None) for each in of_groups), strict=True)
     )
     return dataclasses.replace(quality, by_id_counts=by_id_counts)
 
 
-def predicted_samples(state: TrainState, reader: Reader | RandomSample) -> Samples:
-    """Predictions of all samples of a reader, in its order, on every process; all processes call together."""
-    collector = SampleCollector()
-    for step, predicted in enumerate(predictions(state, reader)):
-        collector.add(reader.positions(step), predicted)
-    return collector.samples()
+def predicted_samples(state: TrainState, reader: Reader | RandomSample) -> CollectedSamples:
+    """Predictions of this process's samples of a reader, in its order; all processes call together."""
+    positions = [reader.positions(step) for step in range(len(reader))]
+    collected = CollectedSamples(sum(each.stop - each.start for each in positions))
+    for each, predicted in zip(positions, predictions(state, reader), strict=True):
+        collected.add(each, predicted)
+    return collected
 
 
 def predictions(state: TrainState, reader: Reader | RandomSample) -> Iterator[Samples]:

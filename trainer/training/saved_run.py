@@ -64,9 +64,12 @@ def evaluate_run(
     with _saved_run(run_dir, data_dir, split, checkpoint) as (state, reader, progress):
         require_labels(reader.schema, split, data_dir)
         segments = {column: Segments.of(data_dir, split, column) for column in by}
-        samples = predicted_samples(state, reader)
-        by_column = {column: groups.measure(state.tasks.main_of(samples), top) for column, groups in segments.items()}
-        quality = state.tasks.measure(samples)
+        collected = predicted_samples(state, reader)
+        quality = state.tasks.measure(collected.own, together=True)
+        by_column = {}
+        if segments:
+            samples = state.tasks.main_of(collected.of_all_processes())
+            by_column = {column: groups.measure(samples, top) for column, groups in segments.items()}
         if launched_rank() == 0:
             logger.info("%s samples of %s: %s", f"{quality.rows:,}", split, quality)
         return quality.values() | {"step": progress.step} | ({"by": by_column} if by else {})
