@@ -34,23 +34,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="10,30,90", help="millions of samples")
     parser.add_argument("--processes", default="1,2")
+    parser.add_argument("--logits", default="float32", help="float32, bfloat16 or both")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines to write")
     given = parser.parse_args()
+    rows, processes = ([int(n) for n in each.split(",")] for each in (given.rows, given.processes))
     lines = []
     with given.output.open("w", encoding="utf-8", buffering=1) as file:
-        for line in measured([int(n) for n in given.rows.split(",")], [int(n) for n in given.processes.split(",")]):
+        for line in measured(rows, given.logits.split(","), processes):
             file.write(json.dumps(line) + "\n")
             lines.append(line)
     print(aligned([list(lines[0])[:10], *([str(each) for each in list(line.values())[:10]] for line in lines)]))
 
 
-def measured(millions: list[int], processes: list[int]) -> Iterator[dict[str, Any]]:
+def measured(millions: list[int], kinds: list[str], processes: list[int]) -> Iterator[dict[str, Any]]:
     """Yields a line for each number of samples, kind of logits and number of processes."""
     torch.set_num_threads(1)
     machine = environment(torch.device("cpu"))
     with tempfile.TemporaryDirectory() as name:
         for rows in millions:
-            for dtype in ("float32", "bfloat16"):
+            for dtype in kinds:
                 expected = Path(name) / "expected.json"
                 torch.multiprocessing.spawn(_expected, (rows, dtype, str(expected)), 1)
                 auc = json.loads(expected.read_text())
@@ -60,7 +62,7 @@ def measured(millions: list[int], processes: list[int]) -> Iterator[dict[str, An
                     ranks = [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in range(size)]
                     assert len({each["auc"] for each in ranks}) == 1
                     assert abs(ranks[0]["auc"] - auc) < 1e-11, (ranks[0]["auc"], auc)
-                    most = {key: round(max(each[key] for each in ranks), 1) for key in ranks[0] if key not in ("auc",)}
+                    most = {key: round(max(each[key] for each in ranks), 1) for key in ranks[0] if key != "auc"}
                     head = {"rows": rows * CHUNK, "logits": dtype, "processes": size}
                     yield {**head, **most, "auc": ranks[0]["auc"], "expected_auc": auc, **machine}
 
