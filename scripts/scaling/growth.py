@@ -2,7 +2,7 @@
 
     python -m scripts.scaling.growth --output results/HARDWARE/growth.jsonl
 
-The data are synthetic, in Criteo's shape, with a tenth of its ids, all, and ten (or three) times as many. Each case
+The data are synthetic, in Criteo's shape, with a tenth of its ids, all, and ten times as many ("sgd"). Each case
 trains in one process, and resumes in a second one. DeepFM with embeddings of width 3, so that a row has four columns:
 "sgd" stores them alone (16 bytes), "adam" with replay also moments and the last step (52). Training
 continues after "checkpoint: copy"; "checkpoint: files" is the rest of the time until the checkpoint is complete.
@@ -37,7 +37,7 @@ from cowrec.trainer.training.trainer import Trainer
 from .meter import metered
 
 BATCH, STEPS, FIRST, TEST_ROWS = 1024, 40, 5, 65536
-SCALES = {"sgd": (0.1, 1.0, 10.0), "adam": (0.1, 1.0, 3.0)}
+SCALES = {"sgd": (0.1, 1.0, 10.0), "adam": (0.1, 1.0)}
 """Shares of Criteo's 33.8 million ids, by optimizer: as much as 16 GB hold, with a checkpoint's copy."""
 PHASES = ("start", "first steps", "steps", "evaluate", "checkpoint: copy", "checkpoint: files", "resume")
 
