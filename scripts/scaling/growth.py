@@ -136,7 +136,7 @@ def _table(lines: list[dict[str, Any]]) -> str:
 
 
 def _plot(lines: list[dict[str, Any]], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True, layout="constrained")
     for column, (key, label) in enumerate((("cpu_seconds", "CPU seconds"), ("peak_mb", "peak memory, MB"))):
         for number, phase in enumerate(PHASES):
             for optimizer, line in (("sgd", "-o"), ("adam", "--s")):
@@ -146,8 +146,8 @@ def _plot(lines: list[dict[str, Any]], path: Path) -> None:
                 axes[column].plot(*points, line, color=f"C{number}", label=name, linewidth=1, markersize=3)
         axes[column].set(xscale="log", yscale="log", xlabel="rows of all tables", ylabel=label)
         axes[column].grid(alpha=0.3)
-    axes[0].legend(fontsize=7, title="solid: sgd, dashed: adam", title_fontsize=7)
-    figure.tight_layout()
+    entries = axes[0].get_legend_handles_labels()
+    figure.legend(*entries, loc="outside right upper", fontsize=8, title="solid: sgd\ndashed: adam", title_fontsize=8)
     figure.savefig(path, dpi=120)
 
 
