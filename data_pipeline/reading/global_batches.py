@@ -1,7 +1,9 @@
 """Global batches of an epoch: which positions of the epoch's order each of them has, and each rank's part."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+
+from .shuffle import Window
 
 
 class GlobalBatches:
@@ -49,6 +51,8 @@ class GlobalBatches:
 
     def in_passes(self, passes: int) -> "GlobalBatches":
         """Splits each batch into consecutive parts whose sizes differ by at most one."""
+        if passes == 1:
+            return self
         sizes, shares = list[int](), list[float]()
         for step in range(len(self)):
             size, number = self.start(step + 1) - self.start(step), self.passes(step, passes)
@@ -65,3 +69,30 @@ class GlobalBatches:
         first = self.start(step)
         size = self.start(step + 1) - first
         return first + rank * size // world_size, first + (rank + 1) * size // world_size, size
+
+    def within(self, window: Window, step: int, rank: int, world_size: int) -> list[slice]:
+        """Returns the positions in the window of ``rank``'s slices of the batches from ``step`` on.
+
+        The last slice is that of the batch that ends in a later window, as far as it is in this one.
+        """
+        slices = []
+        for each in range(step, len(self)):
+            start, stop, _ = self.of_rank(each, rank, world_size)
+            slices.append(slice(*(min(max(end - window.start, 0), window.samples) for end in (start, stop))))
+            if stop > window.stop:
+                break
+        return slices
+
+    def turns(
+        self, windows: Iterable[Window], step: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Window, int, list[slice]]]:
+        """Yields consecutive windows, the batch that ``rank`` continues in each, and its slices :meth:`within`.
+
+        In the first window that is batch ``step``.
+        """
+        for window in windows:
+            slices = self.within(window, step, rank, world_size)
+            yield window, step, slices
+            step += len(slices)
+            if slices and self.of_rank(step - 1, rank, world_size)[1] > window.stop:
+                step -= 1

@@ -2,16 +2,18 @@
 
 Global batch k of an epoch has the same samples in the same order for any number of ranks, streamed or resident. Readers
 for CUDA draw another order than those for CPU, one that the GPU can compute.
+
+An epoch is streamed window by window. Where ranks can exchange samples, each loads its share of a window's shards
+(`shared_windows`), and holds of a window that share and its own slices of the global batches. Otherwise it loads all.
 Sizes: G samples of a global batch, W ranks.
 """
 
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,10 +21,13 @@ from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 
+from .exchange import Exchange
 from .global_batches import GlobalBatches
+from .gpu_copies import copied_to_gpu
 from .memory import check_fits
 from .prefetch import prefetched
 from .row_range import parts_within, positions
+from .shared_windows import SharedWindows, WindowSource
 from .shuffle import Window, epoch_windows
 
 if TYPE_CHECKING:
@@ -31,8 +36,18 @@ if TYPE_CHECKING:
 WINDOW_ROWS = 1 << 20
 """Samples shuffled together by default: about 170 MB for Criteo's 39 fields."""
 
+
+class _Loaded(NamedTuple):
+    """A window in memory, in which batches are slices of an order of the block's samples."""
+
+    window: Window
+    slices: list[slice]
+    block: SampleBlock
+    order: torch.Tensor
+
+
 Batches: TypeAlias = Generator["Batch", None, None]
-Windows: TypeAlias = Generator[tuple[Window, SampleBlock, torch.Tensor], None, None]
+Windows: TypeAlias = Generator[_Loaded, None, None]
 
 
 class Reader:
@@ -59,6 +74,8 @@ class Reader:
         resident: store the samples on `device` and gather batches there.
         window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
         true_logits: also read the logits of the true click probabilities, where the data set has them; for evaluation.
+        exchange: transport to the readers of the other ranks, made in the same order there. Without it, each rank loads
+            all shards.
 
     Raises:
         ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.
@@ -82,6 +99,7 @@ class Reader:
         resident: bool = False,
         window_rows: int = WINDOW_ROWS,
         true_logits: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -96,8 +114,7 @@ class Reader:
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
         self.schema = Schema.load(data_dir).of_batches(true_logits=true_logits)
-        self.split = split
-        self.batch_size = batch_size
+        self.split, self.batch_size = split, batch_size
         self.device = torch.device(device)
         size = self.schema.split(split)
         rows = range(size.rows) if rows is None else rows
@@ -107,16 +124,20 @@ class Reader:
         self._sizes = [part.samples for part in self._parts]
         self._data_dir = Path(data_dir)
         self._rank, self._world_size = rank, world_size
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self._seed, self._window_rows, self._passes = shuffle, seed, window_rows, passes
         if sum(first_batches) > self.num_rows:
             raise ValueError(
                 f"first_batches take {sum(first_batches):,} samples, but the rows are {self.num_rows:,}; pass fewer"
             )
         self._global_batches = GlobalBatches(self.num_rows, batch_size, drop_last=drop_last)
         self._first_epoch = GlobalBatches(self.num_rows, batch_size, first_batches, drop_last=drop_last)
-        self._passes = passes
-        self._window_rows = window_rows
+        self._in_passes = [each.in_passes(passes) for each in (self._first_epoch, self._global_batches)]
         self._keyed_order = self.device.type == "cuda"
+        self._latest: tuple[int, dict[int, Window]] = (-1, {})
+        self._shared: SharedWindows | None = None
+        if exchange:
+            read = WindowSource(self._drawn, self._slices, self._starts, self._index, self._load)
+            self._shared = SharedWindows(exchange, rank, world_size, self.schema, read)
         self._resident_block: SampleBlock | None = None
         if resident:
             self.make_resident()
@@ -135,7 +156,7 @@ class Reader:
         check_fits(self.schema, self.split, self.device)
         starts = self._starts(range(len(self._parts)))
         windows = epoch_windows(self._sizes, self._window_rows, shuffle=False, seed=0, epoch=0)
-        parts = ((starts[each.shards[0]], self._load(each)) for each in windows)
+        parts = ((starts[each.shards[0]], self._load(each.shards)) for each in windows)
         self._resident_block = SampleBlock.assemble(self.schema, starts[-1], parts, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -178,51 +199,31 @@ class Reader:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start_step <= self.steps(epoch):
             raise ValueError(f"start_step must be in [0, {self.steps(epoch)}], got {start_step}")
-        on_gpu, of_epoch, first = self.device.type == "cuda", self._of_epoch(epoch), start_step
-        if self._passes > 1:
-            first = sum(of_epoch.passes(step, self._passes) for step in range(start_step))
-            of_epoch = of_epoch.in_passes(self._passes)
-        if self._resident_block is not None:
-            if on_gpu:
-                return self._batches(of_epoch, self._resident(epoch, start_step), first)
-            return prefetched(lambda: self._batches(of_epoch, self._resident(epoch, start_step), first))
-        streamed = partial(self._streamed, epoch, start_step)
-        batches = prefetched(lambda: self._batches(of_epoch, streamed(), first, pin=on_gpu))
-        return self._copied_to_gpu(batches) if on_gpu else batches
-
-    def _copied_to_gpu(self, batches: Batches) -> Batches:
-        """Copies page-locked batches to the GPU on a separate stream, each during the step of the batch before."""
-        stream = torch.cuda.Stream(self.device)
-
-        def copy(batch: "Batch") -> tuple["Batch", torch.cuda.Event]:
-            with torch.cuda.stream(stream):
-                return batch.to(self.device, non_blocking=True), stream.record_event()
-
-        def hand_over(batch: "Batch", copied: torch.cuda.Event) -> "Batch":
-            consumer = torch.cuda.current_stream(self.device)
-            consumer.wait_event(copied)
-            batch.record_stream(consumer)
-            return batch
-
-        with closing(batches):
-            ahead: tuple[Batch, torch.cuda.Event] | None = None
-            for batch in batches:
-                following = copy(batch)
-                if ahead:
-                    yield hand_over(*ahead)
-                ahead = following
-            if ahead:
-                yield hand_over(*ahead)
+        on_gpu, of_epoch, first = self.device.type == "cuda", self._yielded(epoch), self._first(epoch, start_step)
+        if self._resident_block is None:
+            streamed = prefetched(lambda: self._batches(of_epoch, self._streamed(epoch, start_step), first, pin=on_gpu))
+            return copied_to_gpu(streamed, self.device) if on_gpu else streamed
+        if on_gpu:
+            return self._batches(of_epoch, self._resident(epoch, start_step), first)
+        return prefetched(lambda: self._batches(of_epoch, self._resident(epoch, start_step), first))
 
     def _of_epoch(self, epoch: int) -> GlobalBatches:
         return self._global_batches if epoch else self._first_epoch
 
+    def _yielded(self, epoch: int) -> GlobalBatches:
+        """Returns what an epoch yields: its global batches, or their passes."""
+        return self._in_passes[min(epoch, 1)]
+
+    def _first(self, epoch: int, start_step: int) -> int:
+        """Returns the number of batches that an epoch yields before a step."""
+        return start_step if self._passes == 1 else sum(self.passes(epoch, step) for step in range(start_step))
+
     def _batches(self, of_epoch: GlobalBatches, windows: Windows, step: int, pin: bool = False) -> Batches:
-        """Splits windows into this rank's slices; concatenates the parts of a slice that spans several windows."""
+        """Makes batches of this rank's slices; concatenates the parts of a slice that spans several windows."""
         parts: list[SampleBlock] = []
         with closing(windows):
-            for window, block, order in windows:
-                for part in block.take_each(order, self._slices_within(of_epoch, window, step)):
+            for window, slices, block, order in windows:
+                for part in block.take_each(order, slices):
                     if len(part) or not parts:
                         parts.append(part)
                     _, stop, size = of_epoch.of_rank(step, self._rank, self._world_size)
@@ -234,48 +235,57 @@ class Reader:
                     parts = []
                     step += 1
 
-    def _slices_within(self, of_epoch: GlobalBatches, window: Window, step: int) -> list[slice]:
-        """Returns the positions in the window of this rank's slices of the batches from `step` on.
-
-        The last slice is that of the batch that ends in a later window, as far as it is in this one.
-        """
-        slices = []
-        for each in range(step, len(of_epoch)):
-            start, stop, _ = of_epoch.of_rank(each, self._rank, self._world_size)
-            slices.append(slice(*(min(max(end - window.start, 0), window.samples) for end in (start, stop))))
-            if stop > window.stop:
-                break
-        return slices
-
     def _windows(self, epoch: int, start_step: int) -> list[Window]:
-        windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
         of_epoch = self._of_epoch(epoch)
         first, end = of_epoch.start(start_step), of_epoch.start(len(of_epoch))
-        return [each for each in windows if each.stop > first and each.start < end]
+        return [each for each in self._drawn(epoch).values() if each.stop > first and each.start < end]
+
+    def _drawn(self, epoch: int) -> dict[int, Window]:
+        """Returns the windows of an epoch by where they start; several threads read those of the same epoch."""
+        latest = self._latest
+        if latest[0] != epoch:
+            windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
+            latest = self._latest = epoch, {each.start: each for each in windows}
+        return latest[1]
+
+    def _slices(self, epoch: int, window: Window, step: int, rank: int) -> list[slice]:
+        return self._yielded(epoch).within(window, step, rank, self._world_size)
+
+    def _turns(self, epoch: int, start_step: int) -> Iterator[tuple[Window, int, list[slice]]]:
+        windows, first = self._windows(epoch, start_step), self._first(epoch, start_step)
+        return self._yielded(epoch).turns(windows, first, self._rank, self._world_size)
 
     def _streamed(self, epoch: int, start_step: int) -> Windows:
         def load() -> Windows:
-            for window in self._windows(epoch, start_step):
-                block = self._load(window)
-                yield window, block, self._order(window, self._starts(window.shards), block.label.device)
+            for window, step, slices in self._turns(epoch, start_step):
+                if self._shared:
+                    block, order = self._shared.load(epoch, window, step)
+                    ends = [0, *accumulate(each.stop - each.start for each in slices)]
+                    slices = [slice(*each) for each in pairwise(ends)]
+                else:
+                    block, order = self._load(window.shards), self._index(window)
+                yield _Loaded(window, slices, block, order)
 
         return prefetched(load, capacity=1)
 
     def _resident(self, epoch: int, start_step: int) -> Windows:
         assert self._resident_block is not None
         starts, device = self._starts(range(len(self._parts))), self._resident_block.label.device
-        for window in self._windows(epoch, start_step):
-            first = [starts[each] for each in window.shards]
-            yield window, self._resident_block, self._order(window, first, device)
+        for window, _, slices in self._turns(epoch, start_step):
+            order = self._order(window, [starts[each] for each in window.shards], device)
+            yield _Loaded(window, slices, self._resident_block, order)
 
-    def _load(self, window: Window) -> SampleBlock:
-        """Loads the complete shards of a window's parts."""
-        numbers = tuple(self._parts[each].number for each in window.shards)
+    def _load(self, shards: Sequence[int]) -> SampleBlock:
+        """Loads the complete shards of parts."""
+        numbers = tuple(self._parts[each].number for each in shards)
         return load_shards(self._data_dir, self.schema, self.split, numbers)
 
     def _starts(self, parts: Sequence[int]) -> list[int]:
         """Returns where the complete shards of parts start in a block of them, and where the last one ends."""
         return [0, *accumulate(self._parts[each].shard_samples for each in parts)]
+
+    def _index(self, window: Window) -> torch.Tensor:
+        return self._order(window, self._starts(window.shards), torch.device("cpu"))
 
     def _order(self, window: Window, starts: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns the index for each position of the window in a block whose shards start at `starts`."""

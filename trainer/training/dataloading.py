@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
+from cowrec.data_pipeline.reading.exchange import Exchange
 from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runtime.gloo_exchange import exchange_between
 from cowrec.trainer.runtime.processes import Process
 
 from .batch_ramp import BatchRamp
@@ -32,7 +35,14 @@ class Readers(NamedTuple):
     test: Reader
 
 
-def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Readers:
+@contextmanager
+def open_readers(config: RunConfig, data_dir: Path, process: Process) -> Iterator[Readers]:
+    """Opens :func:`training_readers` that share the reading with those of the other processes in the block."""
+    with exchange_between(process) as exchange:
+        yield training_readers(config, data_dir, process, exchange)
+
+
+def training_readers(config: RunConfig, data_dir: Path, process: Process, exchange: Exchange | None = None) -> Readers:
     """Opens the readers of a run. All stream.
 
     Raises:
@@ -52,7 +62,8 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process) -> Rea
             f"train.patience = {config.train.patience} needs validation samples; prepare the data with a validation"
             " split, or set train.validation_fraction, for example to 0.1"
         )
-    reader = partial(Reader, data_dir, rank=process.rank, world_size=process.world_size, device=process.device)
+    ranks = partial(Reader, rank=process.rank, world_size=process.world_size, exchange=exchange)
+    reader = partial(ranks, data_dir, device=process.device)
     rows = schema.split("train").rows
     validation_rows = round(rows * config.train.validation_fraction)
     if config.train.validation_fraction and not 0 < validation_rows < rows:

@@ -21,7 +21,7 @@ from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .batch_ramp import BatchRamp
-from .dataloading import even_slices, keep_resident, training_readers
+from .dataloading import Readers, even_slices, keep_resident, open_readers
 from .epoch_quality import EpochQuality
 from .schedule import Schedule
 from .trainer import Trainer, require_run_dir
@@ -65,22 +65,24 @@ def train(
         begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
         config = with_defaults(config, Schema.load(data.dir).split("train").rows, begun)
         require_run_dir(place.folder, config, process, resume)
-        run = _EpochRun(config, place.folder, process, after_epoch)
-        run.trainer.checkpoints.place = place
-        with run.trainer.running(resume):
-            on_first(process, lambda: save_sharding(place.folder, run.sharding))
-            report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
-            on_first(process, lambda: write_report(place.folder, report))
-            on_first(process, place.push)
+        with open_readers(config, Path(data.dir), process) as readers:
+            run = _EpochRun(config, place.folder, process, readers, after_epoch)
+            run.trainer.checkpoints.place = place
+            with run.trainer.running(resume):
+                on_first(process, lambda: save_sharding(place.folder, run.sharding))
+                report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
+                on_first(process, lambda: write_report(place.folder, report))
+                on_first(process, place.push)
         return report
 
 
 class _EpochRun:
     """A run over epochs of a data set: its readers, its trainer, its position and its measurements."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, process: Process, after_epoch: AfterEpoch | None) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, process: Process, readers: Readers, after_epoch: AfterEpoch | None
+    ) -> None:
         self.config, self.process, self.after_epoch = config, process, after_epoch
-        readers = training_readers(config, Path(config.data.dir), process)
         self.train_reader, self.validation_reader = readers.train, readers.validation
         self.trainer = Trainer(
             config, self.train_reader.schema, run_dir, process, self._schedule(), config.train.on_nonfinite
