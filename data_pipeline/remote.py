@@ -1,5 +1,6 @@
 """Files and folders in object stores and other file systems that pyarrow opens by URI: s3://, gs://, hdfs://, file://."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -135,18 +136,42 @@ class RemoteFolder:
         """
         for name, found in self.list().items():
             target = folder / name
-            if not wanted(name) or (target.is_file() and _stamp(target) == (found.size, found.mtime_ns)):
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}")  # processes may copy the same file
-            with (
-                _named(f"{self.uri}/{name}"),
-                self._files.open_input_stream(str(self._path / name)) as source,
-                partial.open("wb") as copy,
-            ):
-                shutil.copyfileobj(source, copy, 1 << 22)
-            os.utime(partial, ns=(found.mtime_ns, found.mtime_ns))
-            partial.replace(target)
+            if wanted(name) and not (target.is_file() and stamp(target) == (found.size, found.mtime_ns)):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                # Other processes may copy the same file.
+                self._copy(name, found, target, target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}"))
+
+    def fetch(self, name: str, folder: Path) -> None:
+        """Copies a file that a local folder lacks, unless another process is copying it; then waits for that one.
+
+        Does nothing if there is no such file.
+
+        Raises:
+            OSError: the store does not answer, or the disk is full.
+        """
+        with _named(f"{self.uri}/{name}"):
+            found = self._files.get_file_info(str(self._path / name))
+        if found.type != pafs.FileType.File:
+            return
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(target.name + PARTIAL)
+        with partial.open("ab") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if target.exists():
+                partial.unlink(missing_ok=True)  # made by this process, after the other one had finished
+            else:
+                self._copy(name, found, target, partial)
+
+    def _copy(self, name: str, found: pafs.FileInfo, target: Path, partial: Path) -> None:
+        with (
+            _named(f"{self.uri}/{name}"),
+            self._files.open_input_stream(str(self._path / name)) as source,
+            partial.open("wb") as copy,
+        ):
+            shutil.copyfileobj(source, copy, 1 << 22)
+        os.utime(partial, ns=(found.mtime_ns, found.mtime_ns))
+        partial.replace(target)
 
     def upload(self, folder: Path, names: Sequence[str], *, within: str = "") -> None:
         """Copies files of a local folder, in order, to this folder or below `within`. Raises OSError."""
@@ -164,7 +189,8 @@ class RemoteFolder:
                 )
 
 
-def _stamp(file: Path) -> tuple[int, int]:
+def stamp(file: Path) -> tuple[int, int]:
+    """Returns size and time of a file, which a copy has of its original."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 

@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
+from cowrec.data_pipeline.remote_data import fetch_missing
+
 from .sample_block import Bags, SampleBlock, id_dtype
 from .schema import (
     KEPT_PREFIX,
@@ -53,6 +55,7 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
     Raises:
         ValueError: a shard is missing or damaged, differs from the schema in columns, types or size, or has an id
             outside [0, num_embeddings); the message names the file, the column and the value.
+        OSError: the data set is a copy of one in an object store, which does not answer.
     """
     sizes = [schema.split(split).shards[number] for number in numbers]
     for number, size in zip(numbers, sizes, strict=True):  # before allocating memory for the sizes in schema.json
@@ -122,6 +125,7 @@ def _read(path: Path, schema: Schema, size: int) -> pa.Table:
 
 @contextmanager
 def _opened(path: Path, schema: Schema) -> Iterator[pq.ParquetFile]:
+    fetch_missing(path.parents[1], f"{path.parent.name}/{path.name}")
     try:
         with pq.ParquetFile(path) as file:
             yield file

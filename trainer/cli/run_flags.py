@@ -39,12 +39,12 @@ LogBackups = Annotated[int, typer.Option(help="Number of renamed log files to ke
 def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:
     """Loads a run's configuration; also returns its data set. Raises ValueError if one is missing or wrong."""
     from cowrec.trainer.config.run import load_config
-    from cowrec.trainer.runs.remote_run import local_copy
+    from cowrec.trainer.runs.remote_run import local_data
 
     loaded = load_config(config, overrides or ())
     if data is None and not loaded.data.dir:
         raise ValueError("no data set: pass --data DIR or set data.dir in the TOML")
-    return loaded, local_copy(data or loaded.data.dir, "data set")
+    return loaded, local_data(data or loaded.data.dir)
 
 
 def new_run_dir(config: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Folders of runs and exports in object stores: copies for reading, and the copies that a training run uploads."""
+"""Folders of runs, exports and data in object stores: copies for reading, and the copies that a run uploads."""
 
 import fcntl
 import hashlib
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cowrec.data_pipeline.files import PARTIAL, locked_folder
 from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
+from cowrec.data_pipeline.remote_data import copy_without_shards
 
 from .checkpoint_folder import MANIFEST, Files, checksums, rank_of
 
@@ -36,6 +37,26 @@ def local_copy(place: Place, what: str = "folder") -> Path:
     with _one_at_a_time(folder):
         if not _mirror(RemoteFolder(uri), folder):
             raise ValueError(f"{what} {uri} does not exist, or is empty")
+    return folder
+
+
+def local_data(place: Place) -> Path:
+    """Returns the local folder of a data set; shards of one in an object store are copied there when they are read.
+
+    Args:
+        place: a path or a URI.
+
+    Raises:
+        ValueError: there is no such data set in the object store.
+        OSError: the object store does not answer.
+    """
+    if not is_remote(place):
+        return local_path(place)
+    uri = os.fspath(place)
+    folder = cache_folder(uri)
+    with _one_at_a_time(folder):
+        if not copy_without_shards(uri, folder):
+            raise ValueError(f"data set {uri} does not exist, or is empty")
     return folder
 
 

@@ -12,7 +12,7 @@ from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import RunConfig, load_config, with_defaults
 from cowrec.trainer.runs.checkpoint_folder import Progress, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.runs.remote_run import RunPlace, local_copy
+from cowrec.trainer.runs.remote_run import RunPlace, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, write_report
 from cowrec.trainer.runtime.console import ProgressDisplay, Speed
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
@@ -42,7 +42,7 @@ def train(
 
     Args:
         config: of the run.
-        data_dir: prepared data set; a path, or a URI, of which a local copy is read (:func:`local_copy`).
+        data_dir: prepared data set; a path, or a URI, of which a local copy is read (:func:`local_data`).
         run_dir: folder of the run, new or empty unless it is resumed; a path or the URI of a folder in an object store,
             see :class:`RunPlace`.
         resume: continue from the newest checkpoint in that folder, or start if there is none. On the same number of
@@ -57,7 +57,7 @@ def train(
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     started = time.perf_counter()
-    data = dataclasses.replace(config.data, dir=str(local_copy(data_dir, "data set")))
+    data = dataclasses.replace(config.data, dir=str(local_data(data_dir)))
     config = dataclasses.replace(config, data=data)
     place = RunPlace(run_dir, resume=resume)
     with process_group(config.train.device, config.train.timeout_seconds) as process:

@@ -19,7 +19,7 @@ from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.own_code import find_code, load_record, warn_if_changed
-from cowrec.trainer.runs.remote_run import local_copy
+from cowrec.trainer.runs.remote_run import local_copy, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.gloo_exchange import exchange_between
@@ -61,7 +61,7 @@ def evaluate_run(
     """
     if top < 0:
         raise ValueError(f"the number of groups to list must be at least 0, got {top}")
-    run_dir, data_dir = local_copy(run_dir, "run"), local_copy(data_dir, "data set")
+    run_dir, data_dir = local_copy(run_dir, "run"), local_data(data_dir)
     with _saved_run(run_dir, data_dir, split, checkpoint) as (state, reader, progress):
         require_labels(reader.schema, split, data_dir)
         segments = {column: Segments.of(data_dir, split, column) for column in by}
@@ -91,7 +91,7 @@ def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "te
     """
     if launched_world_size() > 1:
         raise ValueError("predict runs in one process; start it without torchrun")
-    data_dir = local_copy(data_dir, "data set")
+    data_dir = local_data(data_dir)
     with _saved_run(local_copy(run_dir, "run"), data_dir, split, checkpoint) as (state, reader, _):
         beside = _Beside(data_dir, split)
         names = state.tasks.named("prediction")
