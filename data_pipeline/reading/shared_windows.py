@@ -1,8 +1,8 @@
 """Windows that several ranks read together: each loads some of a window's shards and answers what the others ask of it.
 
-The shards of an epoch are dealt out in its order, one to each rank in turn, so that each rank decodes 1/W of them. For
-the samples of its slices a rank asks the owners of a window's shards. Ranks ask by window, and answer in a thread of
-their own: a rank may be windows ahead, close an epoch early or have started another one.
+Each rank owns a run of consecutive shards of a window, and decodes 1/W of an epoch: where the shards of a window cannot
+be divided evenly, the longer runs are other ranks' in the next. A rank asks the owners for the samples of its slices.
+Ranks ask by window, and answer in a thread: a rank may be windows ahead, close an epoch early or have started another.
 Sizes: W ranks, R samples of a window, N of them in this rank's shards, B in this rank's slices.
 """
 
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -71,7 +70,7 @@ class SharedWindows:
             RuntimeError: another rank has ended, or does not answer.
         """
         part, question = self._part(epoch, window.start), (epoch, window.start, step)
-        others = [rank for rank in sorted(set(part.owners)) if rank != self._rank]
+        others = [rank for rank in part.owners if rank != self._rank]
         if part.error:
             with suppress(ValueError, OSError, RuntimeError):
                 self._exchange.ask(self._number, question, others)
@@ -83,14 +82,14 @@ class SharedWindows:
             self._wait_for_questions(part)
             raise
         slices = self._read.slices(epoch, window, step, self._rank)
-        owner = torch.cat([part.owner[each] for each in slices]) if slices else part.owner[:0]
-        blocks = {self._rank: part.samples(slices)}
+        run, blocks = part.runs(slices), {self._rank: part.samples(slices)}
+        samples = torch.bincount(run, minlength=len(part.owners)).tolist()
         for rank, answer in zip(others, answers, strict=True):
-            blocks[rank] = unpacked(answer, self._schema, int((owner == rank).sum()))
+            blocks[rank] = unpacked(answer, self._schema, samples[part.owners.index(rank)])
         self._taken(epoch, window.start, self._rank)
-        order = torch.empty(len(owner), dtype=torch.int64)
-        order[torch.argsort(owner, stable=True)] = torch.arange(len(owner))
-        return SampleBlock.concat([blocks[rank] for rank in sorted(blocks)]), order
+        order = torch.empty(len(run), dtype=torch.int64)
+        order[torch.argsort(run, stable=True)] = torch.arange(len(run))
+        return SampleBlock.concat([blocks[rank] for rank in part.owners] or [blocks[self._rank]]), order
 
     def answer(self, rank: int, question: Sequence[int]) -> torch.Tensor:
         """Returns the bytes of the samples in this rank's shards that another rank's slices of a window have."""
@@ -134,29 +133,33 @@ class _Part:
     """This rank's shards of a window.
 
     Attributes:
-        owners: the rank of each shard.
-        owner: the rank whose shards have the sample of each position, int16 [R].
+        owners: the rank of each run of shards.
         to_ask: ranks that have not taken their samples.
         error: why the shards cannot be read, or None.
     """
 
     def __init__(self, window: Window, rank: int, world_size: int, read: WindowSource) -> None:
-        self.owners = [(window.first + each) % world_size for each in range(len(window.shards))]
-        self.to_ask = set(range(world_size)) if rank in self.owners else {rank}
-        starts, index = read.starts(window.shards), read.index(window)
-        shard = torch.bucketize(index, torch.tensor(starts[1:]), right=True)
-        self.owner = torch.tensor(self.owners, dtype=torch.int16)[shard]
-        self._positions = (self.owner == rank).nonzero().flatten()
-        own = [owner == rank for owner in self.owners]
-        sizes = [stop - start for start, stop in pairwise(starts)]
-        own_starts = [0, *accumulate(size * each for size, each in zip(sizes, own, strict=True))]
-        moved = torch.tensor(own_starts[:-1]) - torch.tensor(starts[:-1])
-        self._rows = (index + moved[shard])[self._positions]
+        number = len(window.shards)
+        owners = [(each * world_size // number + window.number) % world_size for each in range(number)]
+        self.owners = list(dict.fromkeys(owners))
+        self.to_ask = set(range(world_size)) if rank in owners else {rank}
+        starts = read.starts(window.shards)
+        self._ends = torch.tensor([starts[number - owners[::-1].index(owner)] for owner in self.owners])
+        self._index = read.index(window)
+        own = [each for each, owner in enumerate(owners) if owner == rank]
+        start, stop = (starts[own[0]], starts[own[-1] + 1]) if own else (0, 0)
+        self._positions = ((self._index >= start) & (self._index < stop)).nonzero().flatten()
+        self._rows = self._index[self._positions] - start
         self.error: ValueError | OSError | None = None
         try:
-            self._block = read.load([number for number, each in zip(window.shards, own, strict=True) if each])
+            self._block = read.load([window.shards[each] for each in own])
         except (ValueError, OSError) as error:
             self.error = error
+
+    def runs(self, slices: Sequence[slice]) -> torch.Tensor:
+        """Returns the run of shards that each sample at positions of the window is in, int32 [B]."""
+        index = torch.cat([self._index[:0], *(self._index[each] for each in slices)])
+        return torch.bucketize(index, self._ends, right=True, out_int32=True)
 
     def samples(self, slices: Sequence[slice]) -> SampleBlock:
         """Returns the samples in this rank's shards at positions of the window, in their order."""
