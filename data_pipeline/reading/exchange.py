@@ -22,7 +22,7 @@ class Exchange(Protocol):
     def serve(self, answering: Answering) -> int:
         """Registers who answers; returns its number, which is that of its counterparts on the other ranks.
 
-        All ranks register in the same order.
+        All ranks register together.
         """
 
     def ask(self, number: int, question: Sequence[int], ranks: Sequence[int]) -> list[torch.Tensor]:

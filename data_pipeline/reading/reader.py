@@ -74,8 +74,8 @@ class Reader:
         resident: store the samples on `device` and gather batches there.
         window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
         true_logits: also read the logits of the true click probabilities, where the data set has them; for evaluation.
-        exchange: transport to the readers of the other ranks, made in the same order there. Without it, each rank loads
-            all shards.
+        exchange: transport to the readers of the other ranks; all ranks make theirs together. Without it, each rank
+            loads all shards.
 
     Raises:
         ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.

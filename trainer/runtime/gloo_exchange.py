@@ -41,17 +41,22 @@ class GlooExchange:
         # The next question may be long in coming, and gloo closes its connections after a timeout.
         self._group: Any = dist.new_group(backend="gloo", timeout=_EVER)
         self._answering: list[Answering] = []
-        self._registered, self._asking = threading.Condition(), threading.Lock()
+        self._asking = threading.Lock()
         self._sent: dict[int, Any] = {}
         self._thread = threading.Thread(target=self._serve, name="cowrec-answers", daemon=True)
         self._thread.start()
 
     def serve(self, answering: Answering) -> int:
-        """Registers who answers; returns its number, which is that of its counterparts in the other processes."""
-        with self._registered:
-            self._answering.append(answering)
-            self._registered.notify_all()
-            return len(self._answering) - 1
+        """Registers who answers; returns its number, which is that of its counterparts in the other processes.
+
+        All processes register together, so that no question comes before its answerer.
+
+        Raises:
+            RuntimeError: a process has ended, or does not register within the timeout.
+        """
+        self._answering.append(answering)
+        _wait(dist.barrier(self._group, async_op=True), self._timeout)
+        return len(self._answering) - 1
 
     def ask(self, number: int, question: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
         """Asks ranks, other than this one, three numbers; returns their answers, uint8 [n], in the order of `ranks`.
@@ -100,9 +105,7 @@ class GlooExchange:
     def _answer(self, rank: int, number: int, question: list[int]) -> None:
         """Sends a header, which the other process awaits already, then the answer, without a wait: the other process
         may receive those of others first."""
-        with self._registered:
-            self._registered.wait_for(lambda: number < len(self._answering))
-            answering = self._answering[number]
+        answering = self._answering[number]
         answer, kind, text = torch.empty(0, dtype=torch.uint8), -1, b""
         try:
             answer = answering.answer(rank, question)

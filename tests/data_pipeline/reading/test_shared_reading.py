@@ -98,6 +98,7 @@ def read_drawn(rank, world_size, folder, data, cases):
         for _ in range(cases):
             options = drawn_options(rng) | {"rank": rank, "world_size": world_size}
             shared, alone = (make_reader(data, **options, exchange=each) for each in (exchange, None))
+            torch.distributed.barrier()  # all readers are keyed, or none
             for epoch in (0, rng.randint(1, 5)):
                 step = rng.randint(0, alone.steps(epoch))
                 assert same(shared.epoch(epoch, step), alone.epoch(epoch, step)), (options, epoch, step)
