@@ -2,8 +2,9 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from .checkpoint_folder import Files, Progress, remove_unfinished, seal, unfinis
 from .checkpoint_reader import cause
 from .remote_run import RunPlace
 
+_LONGEST_SKEW = timedelta(minutes=30)
+"""Longest wait of a process that has written its part for those that have not; see `Checkpoints.lost`."""
 _ABANDON_SECONDS = 10.0
 """Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part.
 
@@ -45,15 +48,17 @@ class Checkpoints:
     Attributes:
         latest: the newest checkpoint known to be complete.
         place: of the run, to which checkpoints are uploaded while training continues; None: the local folder alone.
+        lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, process: Process, say: Callable[[str], None]):
         self.latest: Path | None = None
         self.place: RunPlace | None = None
+        self.lost: Callable[[], str] = lambda: ""
         self._folder, self._config, self._process, self.say = folder, config, process, say
         # The writing threads need their own group: their collectives must not interleave with the model's.
         alone = process.world_size == 1
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=process.timeout)
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW))
         self._pending: tuple[int, Future[Path | None]] | None = None
         self._failure: str | None = None
 
@@ -148,6 +153,9 @@ class Checkpoints:
         step, sealed = self._pending
         self._pending = self._failure = None
         try:
+            while not wait([sealed], self._process.timeout.total_seconds()).done:
+                if lost := self.lost():
+                    raise RuntimeError(f"the checkpoint of step {step} could not be written: {lost}")
             self.latest = sealed.result() or self.latest
         except RuntimeError:  # the processes cannot communicate; an error of one of them is a CheckpointException
             raise

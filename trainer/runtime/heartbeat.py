@@ -50,7 +50,7 @@ class Heartbeat:
             raise
         except RuntimeError as error:
             with ignoring_sigterm():
-                lost = self._lost() if self._process.world_size > 1 else ""
+                lost = self.lost()
             if not lost:
                 raise
             raise ProcessLost(
@@ -64,8 +64,10 @@ class Heartbeat:
             self._stop.set()
             self._thread.join(_PERIOD)  # it may wait for a machine that no longer answers
 
-    def _lost(self) -> str:
-        """Which processes have stopped sending heartbeats; empty if none has."""
+    def lost(self) -> str:
+        """Which processes have stopped sending heartbeats, which takes seconds to find out; empty if none has."""
+        if self._process.world_size == 1:
+            return ""
         found: list[str] = []
         reading = threading.Thread(target=lambda: found.append(self._silent()), name="cowrec-lost", daemon=True)
         reading.start()
@@ -85,7 +87,7 @@ class Heartbeat:
         self._store.set(str(self._process.rank), f"{count} {self.step} {socket.gethostname()}")
 
     def _silent(self) -> str:
-        """What :meth:`_lost` returns, from the store. Beats are counted, since clocks of machines differ."""
+        """What :meth:`lost` returns, from the store. Beats are counted, since clocks of machines differ."""
         try:
             before = self._read()
             time.sleep(_SILENT_FOR)

@@ -69,6 +69,7 @@ class Trainer:
         self.set_aside = self._set_aside_in_a_row = 0
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.warn)
         self._heartbeat = Heartbeat(process)
+        self.checkpoints.lost = self._heartbeat.lost
         self._losses = LossWatch(process)
 
     @property
