@@ -21,8 +21,9 @@ from .exchange import Exchange
 from .shuffle import Window
 
 _MOST_KEPT = 8
-"""Parts of windows that some ranks have not asked for; no more than W. A part that is not kept is loaded again."""
-_OTHERS_ASK_WITHIN = 60.0
+"""Parts of windows that some ranks have not asked for; no more than W + 2, as ranks read up to three windows ahead. A
+part that is not kept is loaded again."""
+_OTHERS_ASK_WITHIN = 20.0
 """Seconds that an error waits for ranks that have not asked yet, so that each of them reports it."""
 
 
@@ -122,7 +123,7 @@ class SharedWindows:
     def _part(self, epoch: int, start: int) -> "_Part":
         with self._asked:  # also so that it is loaded once
             if (epoch, start) not in self._parts:
-                while len(self._parts) >= min(self._world_size, _MOST_KEPT):
+                while len(self._parts) >= min(self._world_size + 2, _MOST_KEPT):
                     del self._parts[next(iter(self._parts))]
                 window = self._read.windows(epoch)[start]
                 self._parts[epoch, start] = _Part(window, self._rank, self._world_size, self._read)

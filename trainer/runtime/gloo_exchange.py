@@ -3,6 +3,7 @@
 Who asks waits for its own answers only, so that processes need not ask at the same time or equally often.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from torch import Tensor
 from cowrec.data_pipeline.reading.exchange import Answering
 
 from .processes import Process
+
+logger = logging.getLogger(__name__)
 
 _QUESTION, _ANSWER = 1, 2
 """Tags of messages."""
@@ -87,7 +90,7 @@ class GlooExchange:
         _wait(dist.barrier(self._group, async_op=True), self._timeout)
         end, following = torch.full((_NUMBERS,), -1), (self._rank + 1) % self._world_size
         _wait(dist.isend(end, following, self._group, _QUESTION), self._timeout)
-        self._thread.join()
+        self._thread.join(self._timeout.total_seconds())
 
     def _serve(self) -> None:
         question = torch.empty(_NUMBERS, dtype=torch.int64)
@@ -165,8 +168,17 @@ def exchange_between(process: Process) -> Iterator[GlooExchange | None]:
     """Opens the exchange of a run for the block; None for a process alone.
 
     After an error it is left to the end of the process, since the others may not come to close theirs.
+
+    Raises:
+        RuntimeError: a process does not come to open it.
     """
-    exchange = GlooExchange(process) if process.world_size > 1 else None
+    if process.world_size == 1:
+        yield None
+        return
+    dist.barrier()  # bounded by the run's timeout, as making a group whose own timeout is this long is not
+    exchange = GlooExchange(process)
     yield exchange
-    if exchange:
+    try:
         exchange.close()
+    except RuntimeError as error:  # what the processes did together is done
+        logger.warning("the processes did not close their exchange: %s", str(error).partition("\n")[0])
