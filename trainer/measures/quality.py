@@ -129,7 +129,8 @@ class _Labelled:
             dist.all_reduce(rows)
         self.rows = int(rows)
         if samples.weight is not None:
-            largest = samples.weight.max() if len(samples.weight) else samples.weight.new_zeros(())
+            known = samples.weight.where(~samples.label.isnan(), 0.0)
+            largest = known.max() if len(known) else known.new_zeros(())
             if together:
                 dist.all_reduce(largest, dist.ReduceOp.MAX)
             self.unit = 2.0 ** (frexp(float(largest))[1] + self.rows.bit_length() - 62)
@@ -147,6 +148,11 @@ def _with_expected(quality: Quality, samples: Samples, labelled: _Labelled, toge
     """Adds the expected values, under the true probabilities p; see :func:`expected_auc` for the formula of the AUC."""
     truth, label, device = samples.true_logit, samples.label, samples.label.device
     assert truth is not None
+    unknown = (truth.isnan() & ~label.isnan()).sum()
+    if together:
+        dist.all_reduce(unknown)
+    if int(unknown):
+        return dataclasses.replace(quality, expected_auc=nan, expected_logloss=nan, excess_logloss=nan)
     one = 1 << (62 - labelled.rows.bit_length())  # probabilities are integers too, so that any order has the same sum
 
     def masses(indices: Tensor) -> Tensor:
@@ -202,11 +208,12 @@ def _losses_and_probability(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = library.abs(x)
     small = library.exp(-size)
     least = library.log1p(small)
-    columns = (
-        (size - x) / 2 + least,
-        (size + x) / 2 + least,
-        library.where(x >= 0, 1 / (1 + small), small / (1 + small)),
-    )
+    with np.errstate(invalid="ignore"):  # an infinite logit has a NaN for the class that it excludes
+        columns = (
+            (size - x) / 2 + least,
+            (size + x) / 2 + least,
+            library.where(x >= 0, 1 / (1 + small), small / (1 + small)),
+        )
     of_click, of_other, p = columns if logits.is_cuda else map(torch.from_numpy, columns)
     return of_click, of_other, p
 

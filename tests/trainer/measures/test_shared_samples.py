@@ -45,6 +45,7 @@ def cases() -> Iterator[tuple[str, Samples]]:
     weighted = draw.normal(0, 1, 2500).round(2)
     weight = draw.choice([0, 0.1, 1 / 3, 1, 70], 2500)
     unknown = np.where(draw.random(2500) < 0.1, np.nan, labels(weighted))
+    weight[np.isnan(unknown)] = 1e30  # of samples that do not count
     truth = weighted + draw.normal(0, 1, 2500)
     yield "weights, truth, unknown labels", Samples(*floats(weighted, unknown, weight, truth))
     yield "one class", Samples(*floats(draw.normal(0, 1, 500), np.zeros(500)))
@@ -134,3 +135,11 @@ def _collect(rank: int, folder: str) -> None:
 
 def test_samples_of_all_processes_are_in_the_order_of_the_split(tmp_path: Path) -> None:
     in_processes(_collect, (str(tmp_path),), 2)
+
+
+def test_a_true_logit_that_is_not_a_number_has_no_expectation() -> None:
+    logits, label = torch.tensor([1.0, -1.0, 0.5]), torch.tensor([1.0, 0.0, 1.0])
+    quality = measure(Samples(logits, label, true_logit=torch.tensor([1.0, math.nan, 0.0])))
+    assert quality.auc == 1
+    assert math.isnan(quality.expected_auc or 0)
+    assert math.isnan(quality.expected_logloss or 0)
