@@ -1,14 +1,16 @@
 """Global batches from the training samples of a data set, and each rank's slice."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch, Schema
+from cowrec.data_pipeline import Batch, Reader
 from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
@@ -42,17 +44,25 @@ def global_batch(config: RunConfig, data_dir: Path, step: int = 0) -> GlobalBatc
     Raises:
         ValueError: the folder is not a data set that can be trained on, or the epoch has no such step.
     """
-    alone = Process(0, 1, 1, False, torch.device("cpu"))
-    reader = training_readers(config, data_dir, alone).train
-    batch = next(iter(reader.epoch(0, step)))
-    rows = _rows_of_ids(batch.sparse, table_specs(reader.schema, config))
-    return GlobalBatch(dataclasses.replace(batch, sparse=rows), config.train.batch_size)
+    reader, batches = _opened(config, data_dir, step)
+    return _with_rows(next(batches), reader, config)
 
 
 def first_batches(config: RunConfig, data_dir: Path, most: int = 8) -> list[GlobalBatch]:
-    """Reads the first global batches of the first epoch, as :func:`global_batch` does."""
-    steps = Schema.load(data_dir).split("train").rows // config.train.batch_size
-    return [global_batch(config, data_dir, step) for step in range(max(1, min(most, steps)))]
+    """Reads the first complete global batches of the first epoch, or the first one, as :func:`global_batch` does."""
+    reader, batches = _opened(config, data_dir)
+    found = [_with_rows(each, reader, config) for each in islice(batches, most)]
+    return [each for each in found if len(each.samples.label) == len(found[0].samples.label)]
+
+
+def _opened(config: RunConfig, data_dir: Path, step: int = 0) -> tuple[Reader, Iterator[Batch]]:
+    reader = training_readers(config, data_dir, Process(0, 1, 1, False, torch.device("cpu"))).train
+    return reader, iter(reader.epoch(0, step))
+
+
+def _with_rows(batch: Batch, reader: Reader, config: RunConfig) -> GlobalBatch:
+    rows = _rows_of_ids(batch.sparse, table_specs(reader.schema, config))
+    return GlobalBatch(dataclasses.replace(batch, sparse=rows), config.train.batch_size)
 
 
 def _rows_of_ids(sparse: KeyedJaggedTensor, specs: list[TableSpec]) -> KeyedJaggedTensor:
