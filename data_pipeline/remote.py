@@ -141,18 +141,25 @@ class RemoteFolder:
                 # Other processes may copy the same file.
                 self._copy(name, found, target, target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}"))
 
-    def fetch(self, name: str, folder: Path) -> None:
+    def fetch(self, name: str, folder: Path, expected: Sequence[int] | None = None) -> None:
         """Copies a file that a local folder lacks, unless another process is copying it; then waits for that one.
 
         Does nothing if there is no such file.
 
+        Args:
+            name: of the file.
+            folder: that it is copied to.
+            expected: its size, and time in nanoseconds; by default any.
+
         Raises:
-            OSError: the store does not answer, or the disk is full.
+            OSError: the store does not answer, the file is not as expected, or the disk is full.
         """
         with _named(f"{self.uri}/{name}"):
             found = self._files.get_file_info(str(self._path / name))
         if found.type != pafs.FileType.File:
             return
+        if expected and [found.size, found.mtime_ns] != list(expected):
+            raise OSError(f"{self.uri}/{name} has changed since this run began; start a new run on the changed data")
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + PARTIAL)

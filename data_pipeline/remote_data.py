@@ -1,5 +1,6 @@
 """Local copies of data sets in object stores, without their shards: a shard is fetched when it is read."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from .files import PARTIAL
 from .remote import RemoteFolder, stamp
 
 _SOURCE = ".source"
-"""File in a copy with the URI that it is a copy of."""
+"""File in a copy with the URI that it is a copy of, and size and time of each shard when the copy was made."""
 _SHARD = re.compile(r"(?!vocabulary/)[^/]+/\d+\.parquet")
 
 
@@ -29,7 +30,8 @@ def copy_without_shards(uri: str, folder: Path) -> bool:
             each.unlink()
     remote.download(folder, lambda name: not _SHARD.fullmatch(name))
     if found:
-        (folder / _SOURCE).write_text(uri, encoding="utf-8")
+        shards = {name: [each.size, each.mtime_ns] for name, each in found.items() if _SHARD.fullmatch(name)}
+        (folder / _SOURCE).write_text(json.dumps({"uri": uri, "shards": shards}), encoding="utf-8")
     return bool(found)
 
 
@@ -37,7 +39,8 @@ def fetch_missing(folder: Path, name: str) -> None:
     """Fetches a file that a copy of a data set lacks; does nothing if the folder is no copy, or the store lacks it too.
 
     Raises:
-        OSError: the object store does not answer, or the disk is full.
+        OSError: the object store does not answer, the file has changed there since, or the disk is full.
     """
     if not (folder / name).exists() and (folder / _SOURCE).exists():
-        RemoteFolder((folder / _SOURCE).read_text(encoding="utf-8")).fetch(name, folder)
+        source = json.loads((folder / _SOURCE).read_text(encoding="utf-8"))
+        RemoteFolder(source["uri"]).fetch(name, folder, source["shards"].get(name))
