@@ -296,6 +296,5 @@ class _EpochRun:
 
     def _ramp_text(self) -> str:
         ramp = BatchRamp.of(self.config)
-        sizes = ", ".join(map(str, ramp.sizes))
-        plural = "s" if ramp.steps_per_size > 1 else ""
+        sizes, plural = ", ".join(map(str, ramp.sizes)), "s" if ramp.steps_per_size > 1 else ""
         return f"; the first epoch begins with {ramp.steps_per_size} step{plural} each at {sizes}" if sizes else ""

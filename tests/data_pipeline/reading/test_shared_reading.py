@@ -38,9 +38,9 @@ def numbered(tmp_path_factory):
 
 
 @contextmanager
-def exchange_of(rank, world_size, folder) -> Iterator[Exchange]:
+def exchange_of(rank, world_size, folder, seconds=SECONDS_TO_WAIT) -> Iterator[Exchange]:
     with process_group(rank, world_size, str(folder)):
-        process = Process(rank, world_size, world_size, False, torch.device("cpu"), timedelta(seconds=SECONDS_TO_WAIT))
+        process = Process(rank, world_size, world_size, False, torch.device("cpu"), timedelta(seconds=seconds))
         with exchange_between(process) as exchange:
             assert exchange
             yield exchange
@@ -164,7 +164,7 @@ def close_early(rank, world_size, folder, data):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_ends_or_hangs_ends_the_others(numbered, tmp_path, end):
-    """A hung one after the timeout, of 3 seconds here."""
+    """A hung one after the timeout, of 20 seconds here."""
     processes = start_in_processes(lose_a_process, [(3, tmp_path, numbered, end)] * 3)
     try:
         for process in processes[:2]:
@@ -177,12 +177,11 @@ def test_a_process_that_ends_or_hangs_ends_the_others(numbered, tmp_path, end):
 
 
 def lose_a_process(rank, world_size, folder, data, end):
-    with exchange_of(rank, world_size, folder) as exchange:
+    with exchange_of(rank, world_size, folder, seconds=20) as exchange:
         options = {"batch_size": 4, "window_rows": 10, "shuffle": True, "rank": rank, "world_size": world_size}
         batches = Reader(data, "train", **options, exchange=exchange).epoch(0)
         next(batches)
         torch.distributed.barrier()
-        exchange._timeout = timedelta(seconds=3)  # only now, as a busy machine may take longer to begin
         if rank == 2:
             os.kill(os.getpid(), end)
         with pytest.raises(RuntimeError, match=r"rank \d did not send its samples"):

@@ -95,15 +95,19 @@ def test_a_shard_that_has_changed_is_copied_again(uri: str, tmp_path: Path) -> N
 
 
 def test_a_missing_or_damaged_shard_is_refused_as_in_a_folder(uri: str, tmp_path: Path) -> None:
+    """And so is one that has changed in the store since the copy was made, which would mix two data sets."""
+    RemoteFolder(uri).write("train/00004.parquet", b"PAR1 and no more")
     copy = local_data(uri)
     RemoteFolder(uri).remove(["train/00002.parquet"])
-    RemoteFolder(uri).write("train/00004.parquet", b"PAR1 and no more")
+    RemoteFolder(uri).write("train/00001.parquet", RemoteFolder(uri).read("train/00003.parquet"))
     for rows, number, problem in (
         (range(20, 30), 2, "is missing, though 'test''s schema.json"),
         (range(40, 50), 4, "is damaged"),
     ):
         with pytest.raises(ValueError, match=f"{shard_path(copy, 'train', number)} {problem}"):
             list(Reader(copy, "train", rows=rows, batch_size=10).epoch(0))
+    with pytest.raises(OSError, match=r"train/00001\.parquet has changed since this run began"):
+        list(Reader(copy, "train", rows=range(10, 20), batch_size=10).epoch(0))
     with pytest.raises(ValueError, match=r"data set s3://bucket/none does not exist, or is empty"):
         local_data("s3://bucket/none")
     assert not (cache_folder("s3://bucket/none") / "train").exists()
