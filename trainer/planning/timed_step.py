@@ -102,18 +102,26 @@ class _Deliveries:
         self._rank, self._mails, self._exchanges = rank, mails, 0
 
     def fill(self, output: Tensor, sent: Tensor, splits: Sequence[int], ranks: Sequence[int]) -> None:
-        """Fills in what a rank receives in the next exchange: its own ids, and those of its peers."""
-        batch, number = divmod(self._exchanges, len(self._mails[0].ids))
-        self._exchanges += 1
-        chunks = self._mails[batch % len(self._mails)].ids[number]
-        if not chunks:  # weights of ids, which were not recorded
-            output.fill_(1)
-            return
+        """Fills in what a rank receives in the next exchange: its own ids, and those of its peers.
+
+        TorchRec's pipeline exchanges the sizes for all kinds of sharding at once, its modules one after the other.
+        """
         place = ranks.index(self._rank)
-        first = sum(splits[:place])
-        received = {**chunks, self._rank: sent[first : first + splits[place]]}
-        parts = [received[each if each in received else each % SENDERS] for each in ranks]
-        output.copy_(torch.cat([each.to(output.device) for each in parts]))
+        own = sent[sum(splits[:place]) :][: splits[place]]
+        received: list[list[Tensor]] = [[own] if rank == self._rank else [] for rank in ranks]
+        while True:
+            batch, number = divmod(self._exchanges, len(self._mails[0].ids))
+            self._exchanges += 1
+            chunks = self._mails[batch % len(self._mails)].ids[number]
+            if not chunks:  # weights of ids, which were not recorded
+                output.fill_(1)
+                return
+            for rank, parts in zip(ranks, received, strict=True):
+                if rank != self._rank:
+                    parts.append(chunks[rank if rank in chunks else rank % SENDERS].to(output.device))
+            if sum(len(part) for parts in received for part in parts) >= len(output):
+                break
+        output.copy_(torch.cat([part for parts in received for part in parts]))
 
 
 _ProcessGroup: Any = dist.ProcessGroup

@@ -34,6 +34,11 @@ CASES = {
     "table_row_wise": ["sharding.plan=table_row_wise"],
     "data_parallel": ["sharding.plan=data_parallel"],
     "mixed": ["sharding.plan=table_wise", MIXED, "model.embedding_dim=15"],
+    "three kinds": [
+        "sharding.plan=table_wise",
+        'sharding.tables={city="row_wise",tags="column_wise"}',
+        "model.embedding_dim=15",
+    ],
     "mixed, no clip": ["sharding.plan=table_wise", MIXED, "model.embedding_dim=15", "clip.rule=none"],
     "lazy": ["sharding.plan=row_wise", "optimizer.absent_rows=lazy"],
 }
@@ -111,7 +116,7 @@ def test_bytes_are_those_of_real_processes(trained: tuple[Path, int], name: str)
         assert sent == Counter(real["sent"]), (name, rank)
 
 
-@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise", "table_row_wise"])
+@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise", "table_row_wise", "three kinds"])
 def test_a_rank_without_peers_trains_the_rows_that_it_trains_with_them(trained: tuple[Path, int], name: str) -> None:
     folder, processes = trained
     config, schema, rank = load_config(folder / "run.toml", CASES[name]), Schema.load(folder / "data"), processes - 1
