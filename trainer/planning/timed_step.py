@@ -4,6 +4,7 @@ Everything that the rank computes is real, kernels and pipeline included, on its
 that its peers would send. Their floating point numbers are this rank's own, and collectives take no time.
 """
 
+import logging
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,7 @@ def training_alone(config: RunConfig, schema: Schema, rank: TimedRank) -> Iterat
     dist.Backend.register_backend(_BACKEND, create, devices=["cpu", "cuda"])
     dist.init_process_group(_BACKEND, rank=process.rank, world_size=process.world_size, store=FakeStore())
     os.environ["LOCAL_WORLD_SIZE"] = str(process.local_world_size)
+    logging.getLogger("torchrec").setLevel(logging.ERROR)  # it has a line for each data-parallel table
     with patch.object(dist, "broadcast_object_list", keep_objects), quiet_libraries():
         schedule = Schedule.of_epochs(config.optimizer, _MOST_STEPS, _MOST_STEPS, BatchRamp.of(config))
         yield TrainState(config, schema, process, schedule)
