@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constr
 # The tests start hundreds of processes: none compiles modules again, even where the environment forbids to keep them.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 2 --dist loadfile
 PACKAGES := trainer models sparse_opt data_pipeline
-SOURCES := $(PACKAGES) scripts tests docs
+SOURCES := $(PACKAGES) scripts tests docs setup.py
 LINT := ruff-check ruff-format mypy codespell links
 MATRIX := $(foreach torch,2.13 2.11,$(foreach python,3.11 3.12,test-python-$(python)-torch-$(torch)))
 
