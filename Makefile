@@ -13,17 +13,18 @@ CONSTRAINTS := scripts/constraints.txt scripts/constraints_torch_$(TORCH).txt
 # No warning about conflicts: torchrec's metadata misses fbgemm-gpu wherever the CPU build stands in for it.
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constraint ,$(CONSTRAINTS))
 # The tests start hundreds of processes: none compiles modules again, even where the environment forbids to keep them.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 2 --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 2 --dist worksteal
 PACKAGES := trainer models sparse_opt data_pipeline
 SOURCES := $(PACKAGES) scripts tests docs setup.py
 LINT := ruff-check ruff-format mypy codespell links
 MATRIX := $(foreach torch,2.13 2.11,$(foreach python,3.11 3.12,test-python-$(python)-torch-$(torch)))
 
-.PHONY: help demo test lint $(LINT) links-to-packages docs suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
+.PHONY: help demo test test-all lint $(LINT) links-to-packages docs suite coverage test-matrix $(MATRIX) test-without-gpu setup clean
 
 help:
 	@echo 'make demo         set up .venv if needed, then train a small model end to end and show the result'
-	@echo 'make test         set up .venv if needed, then run the linters and pytest'
+	@echo 'make test         set up .venv if needed, then run the linters and the first two tiers of tests'
+	@echo 'make test-all     the same with the third tier and the other Python and matched set'
 	@echo 'make lint         only the linters, as pre-commit runs them: $(LINT)'
 	@echo 'make suite        only pytest; TESTS=tests/models chooses tests, here and below'
 	@echo 'make coverage     the same with a coverage report'
@@ -39,6 +40,11 @@ demo: $(READY)
 
 test: lint
 	@$(PYTEST) $(TESTS)
+
+# The third tier: faults of hosts, scripts, documents, long grids, and the first two tiers in the environments of the matrix.
+test-all: lint
+	@$(PYTEST) --thorough $(TESTS)
+	@$(MAKE) --no-print-directory test-matrix
 
 lint: $(LINT)
 

@@ -8,7 +8,11 @@ import pytest
 hypothesis.settings.register_profile("without a deadline", deadline=None)  # no test depends on time
 hypothesis.settings.load_profile("without a deadline")
 
-DEFAULT_DIR = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden"
+TESTS = Path(__file__).resolve().parents[1]
+THIRD_TIER = {("scripts",), ("docs",), ("test_documents.py",), ("test_dockerfile.py",)}
+"""Folders and files of tests whose subject changes seldom."""
+
+DEFAULT_DIR = TESTS.parents[1] / "shared" / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,15 +32,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="train N problems, drawn anew, in each of test_random_problems.py's tests (default: the same few)",
     )
     parser.addoption(
-        "--thorough", action="store_true", help="also run the tests that take a minute, as before a release"
+        "--thorough", action="store_true", help="also run the third tier: hosts, scripts, documents, long grids"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--thorough"):
-        for item in items:
-            if item.get_closest_marker("thorough"):
-                item.add_marker(pytest.mark.skip(reason="takes a minute; run it with --thorough"))
+    """Leaves out the third tier (make test-all), unless the command line names its files or tests."""
+    if config.getoption("--thorough") or any("::" in argument for argument in config.args):
+        return
+
+    def is_third(path: Path) -> bool:
+        return path.is_relative_to(TESTS) and path.relative_to(TESTS).parts[:1] in THIRD_TIER
+
+    asked_for = [path for path in (Path(argument).resolve() for argument in config.args) if is_third(path)]
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("thorough")
+        or (is_third(item.path) and not any(item.path.is_relative_to(path) for path in asked_for))
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
