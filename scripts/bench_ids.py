@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from cowrec.data_pipeline.parallel import available_cores
 from cowrec.sparse_opt import IdTableConfig, IdTables
-from cowrec.trainer.cli.flag_values import parse_list, parse_names, parse_number
+from cowrec.trainer.cli.flag_values import parse_count, parse_counts, parse_names
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.errors import ProcessFailed
@@ -165,8 +165,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         names = parse_names("only", arguments.only, SUBJECTS)
-        sizes = [parse_number(each, "--resident takes numbers") for each in parse_list(arguments.resident)]
-        batch = parse_number(arguments.batch, "--batch takes a number")
+        sizes = parse_counts(arguments.resident, "--resident")
+        batch = parse_count(arguments.batch, "--batch")
     except ValueError as error:
         sys.exit(str(error))
     machine = {**environment(torch.device("cpu")), "cores": available_cores()}

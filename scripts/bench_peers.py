@@ -28,7 +28,7 @@ from cowrec.trainer.bench.case_runner import run_ids, speed
 from cowrec.trainer.bench.settings import Bench, cases
 from cowrec.trainer.bench.steady_state import Case, measure
 from cowrec.trainer.bench.timing import LEAST_STEPS
-from cowrec.trainer.cli.flag_values import parse_batch_size, parse_list, parse_names, parse_table_rows
+from cowrec.trainer.cli.flag_values import parse_count, parse_list, parse_names, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
@@ -98,7 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         names = parse_names("only", arguments.only, DOES)
-        sizes = [parse_batch_size(each) for each in parse_list(arguments.batch_sizes)]
+        sizes = [parse_count(each, "a batch size") for each in parse_list(arguments.batch_sizes)]
         rows = parse_table_rows(arguments.rows)
         flags = {"max_rows": rows, "epoch_share": arguments.epoch_share, "seconds": arguments.seconds}
         settings = Bench(modes=("replay",), batch_sizes=sizes, **flags)

@@ -49,6 +49,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "optim": "algorithm kernels tbe clipping id_tables",
     },
     "data_pipeline": {
+        "counts": "",
         "files": "",
         "rotated_file": "",
         "urls": "",
@@ -59,7 +60,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "dataset": "files remote_data",
         "reading": "dataset",
         "raw_files": "remote",
-        "raw": "dataset raw_files",
+        "raw": "counts dataset raw_files",
         "encoding": "hashing dataset raw",
         "preparation": "hashing parallel remote dataset raw_files raw encoding",
         "schema_inference": "dataset raw_files raw",

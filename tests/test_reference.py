@@ -27,7 +27,8 @@ This page is made from the docstrings of the code.
   `--set section.key=value` overrides a key. [training.md](training.md) explains how the keys work together.
 * [Schema files](#schema-files), for `cowrec prepare tabular`: [preparing.md](preparing.md) explains them.
 
-A key without a default has no effect unless it is set.
+A key without a default has no effect unless it is set. A whole number may be text with a unit: `"64K"` is 65,536,
+`"1M"` is 1,024 K, `"1G"` 1,024 M; the same units, without quotes, are those of `--set` and of flags that are counts.
 
 ## Run files
 """

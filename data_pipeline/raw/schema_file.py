@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.dataset.schema import LABEL
 
 from .labels import RawLabel
@@ -49,7 +50,7 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         null = ["-1"]                    # for this field instead of the file's
         transform = "log"                # numeric: quantile (default), minmax, log, buckets or none
         min_count = 5                    # ids: seen less often than this in training, they share one row
-        max_ids = 10000                  # ids: only so many, the most frequent ones, have their own row
+        max_ids = "64K"                  # ids: only so many, the most frequent ones, have their own row
 
     An empty value is a missing one. Of several labels, a missing one is unknown; a sample without its only label is a
     bad row. A time is Unix seconds (rounded down) or ISO 8601 text ("2014-10-21T07:00:00Z", or
@@ -79,7 +80,11 @@ def _layout_of(content: dict[str, Any]) -> Layout:
     for number, field in enumerate(content.get("fields", []), start=1):
         if not isinstance(field, dict) or not {"name", "kind"} <= field.keys():
             raise ValueError(f"fields entry {number} needs a name and a kind")
-        _check_types(f"fields entry {number}: ", field, _FIELD_TYPES)
+        where = f"fields entry {number}: "
+        for key in ("min_count", "max_ids"):
+            if isinstance(field.get(key), str):
+                field[key] = parse_count(field[key], where + key)
+        _check_types(where, field, _FIELD_TYPES)
         fields.append(RawField(**_with_texts({"null": content.get("null", ()), **field})))
     layout = Layout(
         "tabular", content.get("delimiter", ","), content.get("quote", '"'), header, tuple(columns),

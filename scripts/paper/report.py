@@ -16,7 +16,7 @@ import torch
 from matplotlib.axes import Axes
 
 from cowrec.data_pipeline import Schema
-from cowrec.trainer.cli.flag_values import parse_batch_size, parse_list
+from cowrec.trainer.cli.flag_values import parse_count, parse_list
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.runs.provenance import environment
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--baseline", required=True, help="scaling rules without the clip")
     arguments = parser.parse_args()
     output: Path = arguments.output
-    batches = [parse_batch_size(each) for each in arguments.batches.split()]
+    batches = [parse_count(each, "a batch size") for each in arguments.batches.split()]
     methods = [("on", "cowclip"), *(("off", rule) for rule in parse_list(arguments.baseline))]
     cells = [
         Cell(model, *method, batch) for batch, model, method in product(batches, arguments.models.split(), methods)
@@ -102,7 +102,9 @@ def read_published() -> Published:
     file = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     rows = [dict(zip(file["columns"], row, strict=True)) for row in file["results"]]
     return {
-        (row["model"], row["clip"], parse_batch_size(row["batch"])): Values(row["auc"], row["logloss"], row["minutes"])
+        (row["model"], row["clip"], parse_count(row["batch"], "a batch size")): Values(
+            row["auc"], row["logloss"], row["minutes"]
+        )
         for row in rows
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 from cowrec.data_pipeline.files import replace_file
 from cowrec.models import MODELS
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.cli.flag_values import parse_batch_size, parse_list
+from cowrec.trainer.cli.flag_values import parse_count, parse_list
 
 SETTINGS = "settings.json"
 
@@ -44,7 +44,7 @@ def _named(names: list[str], known: Collection[str]) -> bool:
 
 def _batch_sizes(text: str) -> bool:
     try:
-        sizes = [parse_batch_size(each) for each in text.split()]
+        sizes = [parse_count(each, "a batch size") for each in text.split()]
     except ValueError:
         return False
     return _different(sizes) and min(sizes) >= 1

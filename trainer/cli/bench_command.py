@@ -7,7 +7,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_world_size
 
-from .flag_values import parse_batch_size, parse_list, parse_local, parse_number, parse_table_rows
+from .flag_values import parse_counts, parse_list, parse_local, parse_table_rows
 
 app = typer.Typer()
 
@@ -30,10 +30,10 @@ def bench(
     absent_rows: Annotated[str, typer.Option(help="Values of optimizer.absent_rows to compare.")] = "replay,lazy,dense",
     batch_sizes: Annotated[
         str | None,
-        typer.Option(help="Batch sizes; K is 1024. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process."),
+        typer.Option(help="Batch sizes. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process."),
     ] = None,
     model: Annotated[str, typer.Option(help="Network, as model.name: deepfm, dcnv2 and others.")] = "deepfm",
-    rows: Annotated[str, typer.Option(help="Most rows of a table, such as 100000. full: the published ones.")] = "full",
+    rows: Annotated[str, typer.Option(help="Most rows of a table, such as 100K. full: the published ones.")] = "full",
     spacing: Annotated[str, typer.Option(help="Distance of two ids' rows; tables are that many times larger.")] = "1",
     epoch_share: Annotated[float, typer.Option(help="Share of an epoch after which the measurement starts.")] = 0.9,
     seconds: Annotated[float, typer.Option(help="Seconds to measure each combination; at least 5 steps.")] = 20.0,
@@ -63,10 +63,10 @@ def bench(
     sizes = batch_sizes or (str(BATCH_SIZE_OF_GPU * launched_world_size()) if mlperf else "1K,8K,64K")
     settings = Bench(
         parse_list(absent_rows),
-        [parse_batch_size(each) for each in parse_list(sizes)],
+        parse_counts(sizes, "--batch-sizes"),
         model,
         parse_table_rows(rows),
-        [parse_number(each, "--spacing must be a whole number, such as 10") for each in parse_list(spacing)],
+        parse_counts(spacing, "--spacing"),
         epoch_share,
         seconds,
         parse_list(clip),

@@ -12,7 +12,7 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperCommand
 
-from .flag_values import parse_local
+from .flag_values import count_flag, parse_local
 
 app = typer.Typer()
 
@@ -93,7 +93,7 @@ def prepare(
     ] = False,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="prepare.key=value, overrides the TOML file; repeatable."),
+        typer.Option("--set", help="prepare.key=value, overrides the TOML file; 64K is 65,536; repeatable."),
     ] = None,
     scheduler: Scheduler = None,
 ) -> None:
@@ -137,8 +137,8 @@ def prepare(
 @app.command()
 def synthesize(
     output: Output,
-    rows: Annotated[int, typer.Option(help="Training samples.")] = 1_000_000,
-    test_rows: Annotated[int, typer.Option(help="Test samples.")] = 100_000,
+    rows: Annotated[int, count_flag("Training samples.")] = 1_000_000,
+    test_rows: Annotated[int, count_flag("Test samples.")] = 100_000,
     seed: Annotated[int, typer.Option(help="Seed of model and samples.")] = 0,
     vocabulary_scale: Annotated[
         float | None, typer.Option(help="Share of Criteo's 33.8 million ids; not with --days. [0.01]")
@@ -152,9 +152,9 @@ def synthesize(
     By default the data have Criteo's shape and one fixed distribution. With --days, preferences drift in time, ids
     appear and disappear, and the data set has raw ids and times; `cowrec stream` sends the samples that follow.
 
-    Example: `cowrec synthesize --output data/synthetic --rows 1000000`
+    Example: `cowrec synthesize --output data/synthetic --rows 1M`
 
-    Example: `cowrec synthesize --output data/drifting --rows 1000000 --days 10`
+    Example: `cowrec synthesize --output data/drifting --rows 1M --days 10`
     """
     from cowrec.data_pipeline import SynthesizeConfig, synthesize_drifting
     from cowrec.data_pipeline import synthesize as run
@@ -184,7 +184,7 @@ def stream(
         typer.Option(help="Days of sample time to skip since the data set's start. [its training samples]"),
     ] = None,
     rate: Annotated[float, typer.Option(help="Samples per second; 0 is unlimited.")] = 0.0,
-    chunk: Annotated[int, typer.Option(help="Samples per message batch or file.")] = 1000,
+    chunk: Annotated[int, count_flag("Samples per message batch or file.")] = 1000,
     end: Annotated[bool, typer.Option("--end", help="Mark the end of the stream; for folders.")] = False,
 ) -> None:
     """Sends the samples that follow the training samples of a drifting data set, in the order of time.

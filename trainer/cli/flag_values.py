@@ -1,8 +1,8 @@
-"""Values of flags: lists with commas, known names, numbers, of batch sizes with K, and paths."""
+"""Values of flags: counts, lists with commas, known names, ranges and paths."""
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,30 @@ KeyFile = Annotated[
     Path | None,
     typer.Option(help="File of the secret key that exports, versions and pins are signed with. [they are not signed]"),
 ]
+
+
+def count_flag(help: str) -> Any:
+    """A flag whose value is a count such as 512, 64K or 1M."""
+    return typer.Option(parser=_count, metavar="COUNT", help=help)
+
+
+def _count(text: str | int) -> int:
+    try:
+        return text if isinstance(text, int) else parse_count(text, "a count")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_count(text: str, key: str) -> int:
+    """Reads a count as :func:`cowrec.data_pipeline.counts.parse_count` does."""
+    from cowrec.data_pipeline.counts import parse_count as parse  # loads torch, which --help does without
+
+    return parse(text, key)
+
+
+def parse_counts(text: str, flag: str) -> list[int]:
+    """Splits ``1K, 8K`` into [1024, 8192]."""
+    return [parse_count(each, flag) for each in parse_list(text)]
 
 
 def parse_list(text: str) -> list[str]:
@@ -29,17 +53,9 @@ def parse_names(flag: str, text: str, known: Collection[str]) -> list[str]:
     return names
 
 
-def parse_batch_size(text: str) -> int:
-    """Reads a batch size; 8K is 8192. Raises ValueError for any other text."""
-    digits, factor = (text[:-1], 1024) if text[-1:] in ("K", "k") else (text, 1)
-    return factor * parse_number(digits, "a batch size must be a number, with K for 1024, such as 512 or 8K", text)
-
-
 def parse_table_rows(text: str) -> int | None:
     """Reads the most rows of a table; full is None. Raises ValueError for any other text."""
-    if text == "full":
-        return None
-    return parse_number(text, "--rows must be full or a number, such as 100000")
+    return None if text == "full" else parse_count(text, "--rows, if not full,")
 
 
 def parse_range(flag: str, text: str) -> tuple[float, float] | None:
@@ -51,13 +67,6 @@ def parse_range(flag: str, text: str) -> tuple[float, float] | None:
     except ValueError:
         raise ValueError(f"{flag} must be fixed or LOWEST,HIGHEST, such as 1e-5,1e-3; got {text!r}") from None
     return low, high
-
-
-def parse_number(digits: str, what: str, text: str | None = None) -> int:
-    """Reads a whole number. Raises ValueError, which starts with ``what`` and ends with ``text``, what was written."""
-    if not digits.isdecimal():
-        raise ValueError(f"{what}; got {text or digits!r}")
-    return int(digits)
 
 
 def key_of(path: Path | None) -> SigningKey | None:

@@ -66,7 +66,10 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
     ] = False,
 ) -> None:
-    """Trains click-through-rate models at large batch sizes with CowClip."""
+    """Trains click-through-rate models at large batch sizes with CowClip.
+
+    Counts may have a unit, in flags, in --set and as text in TOML: 64K is 65,536, and 1M is 1,024 K.
+    """
 
 
 def main() -> None:

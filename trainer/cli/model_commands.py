@@ -9,7 +9,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_rank
 
-from .flag_values import KeyFile, parse_local
+from .flag_values import KeyFile, count_flag, parse_local
 
 app = typer.Typer()
 
@@ -37,7 +37,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Field or kept column; measures each group of samples with the same value. Repeatable."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Groups of --by to list, those with most samples.")] = 20,
+    top: Annotated[int, count_flag("Groups of --by to list, those with most samples.")] = 20,
     checkpoint: Checkpoint = "",
 ) -> None:
     """Evaluates a checkpoint of a run on a data set; prints the measures as JSON.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .flag_values import parse_local
+from .flag_values import count_flag, parse_local
 from .run_flags import Overrides, RunToml, TrainData, load_run
 
 app = typer.Typer()
@@ -20,7 +20,7 @@ def plan(
         str, typer.Option(help="TOML file of the cluster, or a preset with a number of hosts, such as dgx-h100:8.")
     ],
     data: TrainData = None,
-    samples: Annotated[int, typer.Option(help="Samples of an epoch, where the data set is a sample. [its own]")] = 0,
+    samples: Annotated[int, count_flag("Samples of an epoch, where the data set is a sample. [its own]")] = 0,
     compare: Annotated[
         bool, typer.Option(help="Also try the other kinds of sharding; done anyway if something does not fit.")
     ] = False,
@@ -42,7 +42,7 @@ def plan(
     The model is built and sharded as in training, and one step is taken, without memory for the tables and without
     peers, on the ids of the first batch of the data set, which may be a sample.
 
-    Example: `cowrec plan run.toml --data data/criteo --cluster dgx-h100:8 --samples 4400000000`
+    Example: `cowrec plan run.toml --data data/criteo --cluster dgx-h100:8 --samples 4G`
     """
     from cowrec.data_pipeline import Schema
     from cowrec.trainer.config.run import with_defaults

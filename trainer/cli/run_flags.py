@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .flag_values import parse_local
+from .flag_values import count_flag, parse_local
 
 RunToml = Annotated[Path, typer.Argument(help="The run's TOML file.")]
 TrainData = Annotated[
@@ -17,7 +17,8 @@ NewRunDir = Annotated[
     str | None, typer.Option(help="Folder of the run, new or empty; a path or s3://BUCKET/RUN. [runs/NAME-DATE]")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value, overrides the TOML file; repeatable.")
+    list[str] | None,
+    typer.Option("--set", help="section.key=value, overrides the TOML file; 64K is 65,536; repeatable."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; start one if there is none.")]
 
@@ -32,8 +33,8 @@ LogFile = Annotated[
     Path | None,
     typer.Option("--log-file", parser=parse_local, help="File for the log, which rotates. [standard error]"),
 ]
-LogMaxBytes = Annotated[int, typer.Option(help="Size at which the log file is renamed to FILE.1; 0: never.")]
-LogBackups = Annotated[int, typer.Option(help="Number of renamed log files to keep.")]
+LogMaxBytes = Annotated[int, count_flag("Size at which the log file is renamed to FILE.1; 0: never.")]
+LogBackups = Annotated[int, count_flag("Number of renamed log files to keep.")]
 
 
 def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:

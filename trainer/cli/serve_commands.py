@@ -8,7 +8,7 @@ import typer
 
 from cowrec.trainer.runtime.service_log import LogSettings, open_log
 
-from .flag_values import KeyFile, key_of, parse_local
+from .flag_values import KeyFile, count_flag, key_of, parse_local
 from .run_flags import LogBackups, LogFile, LogForm, LogFormName, LogMaxBytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ HealthPort = Annotated[
     typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /health, /metrics. [none]"),
 ]
 ClientConnections = Annotated[
-    int, typer.Option(help="Most open connections from one address; a proxy in front is one address.")
+    int, count_flag("Most open connections from one address; a proxy in front is one address.")
 ]
 TimeoutMs = Annotated[
     float, typer.Option(help="Time from a request's arrival to its prediction; a request may ask for less.")
@@ -50,7 +50,7 @@ ShadowShare = Annotated[float, typer.Option(help="Share of the requests that the
 ShadowLog = Annotated[
     Path | None, typer.Option(parser=parse_local, help="File for both predictions of each sample, as JSON lines.")
 ]
-ShadowLogBytes = Annotated[int, typer.Option(help="Most bytes of that file and the one before, FILE.1.")]
+ShadowLogBytes = Annotated[int, count_flag("Most bytes of that file and the one before, FILE.1.")]
 
 
 @app.command()
@@ -63,10 +63,10 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     health_port: HealthPort = None,
-    max_request_bytes: Annotated[int, typer.Option(help="Largest body of a request.")] = 1 << 20,
-    max_samples: Annotated[int, typer.Option(help="Most samples in a request.")] = 1000,
-    max_concurrent: Annotated[int, typer.Option(help="Most concurrent requests; further ones are refused.")] = 256,
-    max_connections: Annotated[int, typer.Option(help="Most open connections.")] = 512,
+    max_request_bytes: Annotated[int, count_flag("Largest body of a request.")] = 1 << 20,
+    max_samples: Annotated[int, count_flag("Most samples in a request.")] = 1000,
+    max_concurrent: Annotated[int, count_flag("Most concurrent requests; further ones are refused.")] = 256,
+    max_connections: Annotated[int, count_flag("Most open connections.")] = 512,
     max_client_connections: ClientConnections = 256,
     request_seconds: Annotated[float, typer.Option(help="Time for a request to arrive.")] = 10.0,
     timeout_ms: TimeoutMs = 1000.0,
@@ -79,7 +79,7 @@ def serve(
     shadow_share: ShadowShare = 1.0,
     shadow_log: ShadowLog = None,
     shadow_log_bytes: ShadowLogBytes = 1 << 30,
-    workers: Annotated[int, typer.Option(help="Processes that answer; the limits are those of each.")] = 1,
+    workers: Annotated[int, count_flag("Processes that answer; the limits are those of each.")] = 1,
 ) -> None:
     """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).
 

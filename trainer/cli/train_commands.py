@@ -8,7 +8,7 @@ import typer
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.service_log import LogSettings, open_log
 
-from .flag_values import parse_batch_size, parse_list, parse_local
+from .flag_values import count_flag, parse_counts, parse_list, parse_local
 from .run_flags import (
     LogBackups,
     LogFile,
@@ -108,7 +108,7 @@ def online(
 @app.command()
 def sweep(
     config: RunToml,
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, such as 1K,8K,64K; K is 1024.")],
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, such as 1K,8K,64K.")],
     data: TrainData = None,
     output: Annotated[
         Path | None,
@@ -124,7 +124,7 @@ def sweep(
         typer.Option(help="Scaling rules, separated by commas. [the TOML file's rule, and cowclip,linear,none]"),
     ] = None,
     clip: Annotated[str, typer.Option(help="on (the TOML file's clip rule), off, or both.")] = "on,off",
-    seeds: Annotated[int, typer.Option(help="Runs of each combination; seeds count up from train.seed.")] = 3,
+    seeds: Annotated[int, count_flag("Runs of each combination; seeds count up from train.seed.")] = 3,
     overrides: Overrides = None,
 ) -> None:
     """Trains a grid of batch sizes, scaling rules, clip on and off; writes sweep.jsonl and sweep.png, prints a table.
@@ -143,7 +143,7 @@ def sweep(
         raise ValueError("sweep starts its own processes; start it without torchrun")
     loaded, data_dir = load_run(config, overrides, data)
     grid = Grid(
-        [parse_batch_size(each) for each in parse_list(batch_sizes)],
+        parse_counts(batch_sizes, "--batch-sizes"),
         default_rules(loaded) if rules is None else parse_list(rules),
         parse_list(clip),
         seeds,

@@ -8,7 +8,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_world_size
 
-from .flag_values import parse_batch_size, parse_local, parse_range
+from .flag_values import count_flag, parse_local, parse_range
 from .run_flags import Overrides, RunToml, TrainData, load_run
 
 app = typer.Typer()
@@ -19,7 +19,7 @@ _RANGE = "LOWEST,HIGHEST, or fixed. [a tenth to ten times the configuration's va
 @app.command()
 def tune(
     config: RunToml,
-    batch_size: Annotated[str, typer.Option(help="Batch size to tune at, such as 256 or 1K; K is 1024.")],
+    batch_size: Annotated[int, count_flag("Batch size to tune at, such as 256 or 1K.")],
     data: TrainData = None,
     output: Annotated[
         Path | None,
@@ -27,7 +27,7 @@ def tune(
             "--output", "-o", parser=parse_local, help="Folder of the study, or one to continue. [tunings/NAME]"
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(help="Trials of the study, pruned and failed ones included.")] = 20,
+    trials: Annotated[int, count_flag("Trials of the study, pruned and failed ones included.")] = 20,
     embedding_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
     dense_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,
     l2: Annotated[str | None, typer.Option(help=_RANGE)] = None,
@@ -36,7 +36,8 @@ def tune(
         float, typer.Option(help="Share of the training split to validate on, where nothing else sets any samples.")
     ] = 0.1,
     patience: Annotated[
-        int, typer.Option(help="Epochs without improvement that end a trial, where train.patience is 0; 0: never.")
+        int,
+        count_flag("Epochs without improvement that end a trial, where train.patience is 0; 0: never."),
     ] = 1,
     prune: Annotated[bool, typer.Option(help="End trials that are worse than the median of the others.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the search; all trials have the seed of the TOML file.")] = 0,
@@ -63,7 +64,7 @@ def tune(
         raise ValueError("tune starts its own processes; start it without torchrun")
     texts = dict(zip(VALUES, (embedding_lr, dense_lr, l2), strict=True))
     ranges = {name: parse_range(f"--{name.replace('_', '-')}", text) for name, text in texts.items() if text}
-    search = Search(parse_batch_size(batch_size), metric, ranges, validation_fraction, patience, prune, seed)
+    search = Search(batch_size, metric, ranges, validation_fraction, patience, prune, seed)
     loaded, data_dir = load_run(config, overrides, data)
     folder = output or Path("tunings") / config.stem
     found = run(loaded, data_dir, folder, search, trials, timeout)

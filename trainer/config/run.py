@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline import PrepareConfig
+from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.files import replace_file
 from cowrec.models import ModelConfig, loss_of, require_model
 from cowrec.models.import_path import is_import_path, require_beside, search_also
@@ -188,7 +189,7 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
     _check_keys(RunConfig, values, "")
     # Strict JSON mode requires exact types, but accepts a list for a tuple and an int for a float. Values that JSON
     # lacks (TOML's dates) become strings, which the message shows.
-    text = json.dumps(_without_none(values), default=str)
+    text = json.dumps(_without_none(_with_counts(RunConfig, values, "")), default=str)
     try:
         return _adapter().validate_json(text, strict=True)
     except ValidationError as error:
@@ -200,6 +201,22 @@ def config_from(values: Mapping[str, Any]) -> RunConfig:
             named = not key or f"{key}." in str(cause)
             raise ValueError(str(cause) if named else f"[{key}] {cause}") from None
         raise ValueError(f"{key} = {first['input']!r}: {_lower(first['msg'])}") from None
+
+
+def _with_counts(hint: Any, value: Any, key: str) -> Any:
+    """Values in which the texts of counts, such as "64K", are numbers, where a whole number is asked for."""
+    if isinstance(value, Mapping):
+        hints = get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        inner = get_args(hint)[1] if get_origin(hint) is dict else None
+        return {
+            name: _with_counts(hints.get(name, inner), each, f"{key}.{name}" if key else name)
+            for name, each in value.items()
+        }
+    if isinstance(value, list) and get_origin(hint) is tuple:
+        return [_with_counts(get_args(hint)[0], each, key) for each in value]
+    if isinstance(value, str) and hint in (int, int | None):
+        return parse_count(value, key)
+    return value
 
 
 @cache

@@ -15,7 +15,7 @@ OWN_DATA = "own-data"
 _WIDTH = 110
 _HEAD = """\
 A run file of cowrec. Keys that are commented out have their default; remove the # to change one.
-A key without a value has no effect unless it is set.
+A key without a value has no effect unless it is set. Counts may have a unit, in quotes: "64K" is 65,536, "1M" 1,024 K.
 """
 _OWN_DATA = """\
   cowrec prepare tabular --schema columns.toml --config run.toml --input clicks.parquet --output data/clicks

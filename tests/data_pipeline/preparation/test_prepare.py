@@ -47,7 +47,7 @@ def write_mixed(folder, rows, name="raw.csv"):
         writer = csv.DictWriter(file, MIXED_HEADER, lineterminator=random.choice(["\n", "\r\n"]))
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "schema.toml").write_text(NULLS_SCHEMA + "min_count = 2\nmax_ids = 3\n")  # of the history
+    (folder / "schema.toml").write_text(NULLS_SCHEMA + "min_count = '2'\nmax_ids = 3\n")  # of the history
     return folder / name
 
 

@@ -110,6 +110,15 @@ def test_every_help_has_an_example(command: list[str]) -> None:
     assert f"Example: cowrec {' '.join(command)}" in result.output
 
 
+def test_every_count_may_have_a_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "synthesize", "-o", tmp_path / "data", "--rows", "2K", "--test-rows", "1_000") == 0
+    assert "2,048 train samples, 1,000 test samples" in capsys.readouterr().out
+    assert exit_code(monkeypatch, "synthesize", "-o", tmp_path / "data", "--rows", "2Q") == 2
+    assert "Invalid value for '--rows': a count must be a whole number such as" in capsys.readouterr().err
+
+
 def test_the_help_of_prepare_lists_all_its_settings() -> None:
     output = CliRunner().invoke(app, ["prepare", "--help"], terminal_width=200).output
     assert all(re.search(rf"\b{each.name}\b", output) for each in dataclasses.fields(PrepareConfig))

@@ -38,7 +38,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[train]\nlearning_rate = 1", "did you mean optimizer.embedding_lr or optimizer.dense_lr?"),
         ("[sharding]\nxyzzy = 1", "unknown key sharding.xyzzy (= 1); known here: memory, plan, tables"),
         ("train = 5", "train = 5 must be a section"),
-        ('[train]\nbatch_size = "8K"', "train.batch_size = '8K': input should be a valid integer"),
+        ('[train]\nbatch_size = "8Q"', "train.batch_size must be a whole number such as 512, 64K or 1M (K is 1,024"),
         ("[train]\nbatch_size = 1.5", "train.batch_size = 1.5: input should be a valid integer"),
         ("[train]\nbatch_size = true", "train.batch_size = True: input should be a valid integer"),
         ("[train]\nseed = 1979-05-27", "train.seed = '1979-05-27': input should be a valid integer"),
@@ -92,6 +92,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("train.batch_size=64", {"batch_size": 64}),
+        ("train.batch_size=64K", {"batch_size": 65536}),
+        ("train.batch_size='1m'", {"batch_size": 1 << 20}),
         ("train.device=cpu", {"device": "cpu"}),
         ('train.device="cpu"', {"device": "cpu"}),
         (" train.drop_last = true ", {"drop_last": True}),

@@ -249,7 +249,10 @@ def test_the_default_rules_include_the_configurations_own(folder: Path) -> None:
 
 
 REFUSED = {
-    "no number": (["--batch-sizes", "8Q"], "must be a number, with K for 1024, such as 512 or 8K; got '8Q'"),
+    "no number": (
+        ["--batch-sizes", "8Q"],
+        "--batch-sizes must be a whole number such as 512, 64K or 1M (K is 1,024, M is 1,024 K), got '8Q'",
+    ),
     "no rows": (["--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
     "twice": (["--batch-sizes", "1K,1024"], "--batch-sizes needs one value or several different ones"),
     "rule": (["--batch-sizes", "1K", "--rules", "cubic"], "--rules 'cubic' is not known; known: half_life, none"),

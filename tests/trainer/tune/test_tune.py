@@ -171,7 +171,7 @@ def test_the_command_prints_the_best_trials(
 
 
 REFUSED = {
-    "no number": (["--batch-size", "8Q"], "must be a number, with K for 1024, such as 512 or 8K; got '8Q'"),
+    "no number": (["--batch-size", "8Q"], "Invalid value for '--batch-size': a count must be a whole number"),
     "no trials": (["--batch-size", "51", "--trials", "0"], "--trials must be at least 1, got 0"),
     "metric": (["--batch-size", "51", "--metric", "f1"], "--metric 'f1' is not known; known: logloss, auc"),
     "no range": (
