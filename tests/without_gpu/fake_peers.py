@@ -13,7 +13,7 @@ from torchrec.distributed.planner import planners
 from torchrec.sparse import jagged_tensor
 
 from cowrec.trainer.training import state
-from cowrec.trainer.training.sequential_steps import SequentialSteps
+from cowrec.trainer.training.pipeline import SequentialSteps
 from device_watch import site
 
 _IDS_OF_A_KEY = 256

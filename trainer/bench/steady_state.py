@@ -24,9 +24,7 @@ from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
-from cowrec.trainer.training.captured_steps import why_not_captured
-from cowrec.trainer.training.pipeline import Pipeline, pipeline_of
-from cowrec.trainer.training.sequential_steps import SequentialSteps
+from cowrec.trainer.training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
 
 from .absence import last_steps
 from .roofline import Rates, flops_per_sample, measure_rates

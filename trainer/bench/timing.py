@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from cowrec.trainer.training.captured_steps import CapturedSteps
-from cowrec.trainer.training.pipeline import Pipeline
+from cowrec.trainer.training.pipeline import CapturedSteps, Pipeline
 
 WARMUP_STEPS = {"cpu": 3, "cuda": 10}
 """Steps before those that are timed. On CUDA the first ones compile kernels and capture a graph."""

@@ -31,7 +31,7 @@ from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.run_dir import write_report
 from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
-from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding, sharding_table
+from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
 from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.trainer import Trainer, require_run_dir
 

@@ -27,10 +27,9 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
 from .hyperparameters import derived_clip, derived_hyperparameters, fused_params
-from .mean_loss import MeanLoss
 from .sharding import sharding_plan
 from .tables import embedding_tables, fill_tables, require_tables, table_specs
-from .task import TrainTask
+from .task import MeanLoss, TrainTask
 
 
 def build_sharded(config: RunConfig, schema: Schema, process: Process) -> DistributedModelParallel:

@@ -1,11 +1,12 @@
-"""Guard of a training step: the updates wait until the loss and the gradients of the step are known to be finite."""
+"""Guards against a state that is not finite: of a training step before its updates, and of a state to save."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
@@ -114,3 +115,37 @@ def _reason(names: list[str], values: list[float]) -> str:
     wrong = [f"{name} is {value:g}" for name, value in zip(names, values, strict=True) if not value <= LARGEST_GRADIENT]
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return "; ".join(wrong[:3]) + more if wrong else "a loss or gradient on another process is not finite"
+
+
+def random_state(process: Process) -> dict[str, Any]:
+    """State of this process's random generators, keyed by its rank."""
+    state = {"cpu": torch.get_rng_state()}
+    if process.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(process.device)
+    return {f"random_{process.rank}_of_{process.world_size}": state}
+
+
+def not_finite(state: Mapping[str, Any], process: Process) -> str:
+    """Name of a weight or moment that is not finite on some process; "" if all are finite, on every process.
+
+    Reads all of the state once, and copies none of it. All processes call it together.
+    """
+    # A float64 sum of float32 numbers is finite only where they are; it needs no mask as large as the table.
+    found = next((name for name, each in _floating(state) if not each.sum(dtype=torch.float64).isfinite()), "")
+    if process.world_size == 1:
+        return found
+    names: list[str] = [""] * process.world_size
+    dist.all_gather_object(names, found)
+    return next(filter(None, names), "")
+
+
+def _floating(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the floating point tensors of a state, of sharded ones this process's shards."""
+    for key, value in state.items():
+        name = f"{path} {key}".strip()
+        if isinstance(value, dict):
+            yield from _floating(value, name)
+        elif isinstance(value, ShardedTensor):
+            yield from ((name, shard.tensor) for shard in value.local_shards())
+        elif isinstance(value, Tensor) and value.is_floating_point():
+            yield name, value

@@ -17,15 +17,15 @@ from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, write_report
 from cowrec.trainer.runtime.console import ProgressDisplay, Speed
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
-from cowrec.trainer.sharded_model.report import describe_sharding, save_sharding, sharding_table
+from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .batch_ramp import BatchRamp
 from .dataloading import Readers, even_slices, keep_resident, open_readers
-from .epoch_quality import EpochQuality
+from .evaluation import EpochQuality
+from .saved_run import warm_start
 from .schedule import Schedule
 from .trainer import Trainer, require_run_dir
-from .warm_start import warm_start
 
 AfterEpoch = Callable[[dict[str, Any]], bool]
 """Takes the measurements after an epoch, as the report lists them, and decides whether the run ends there."""

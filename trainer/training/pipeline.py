@@ -1,21 +1,45 @@
-"""Choice of the pipeline that takes the steps of training and evaluation, for one process and for several."""
+"""Pipelines that take the steps of training and evaluation: of several processes, of one, and captured as CUDA graphs.
 
-from typing import TypeAlias
+``progress(batches)`` takes a step on the next batch and returns (loss, logits [B], label [B]), detached; ``reset()``
+comes before new batches. The capture has run on no GPU of this project's tests, which use a stand-in.
+"""
 
-from torch import nn
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch
-from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.data_pipeline import Batch, Schema
+from cowrec.sparse_opt import EmbeddingAdam, LookupsHandle
+from cowrec.sparse_opt.kernels.profiling import profiled
+from cowrec.sparse_opt.tbe.discovery import sharded_collections
+from cowrec.sparse_opt.tbe.one_process import only_exchanges
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.tables import table_specs
 
-from .captured_steps import CapturedSteps
-from .sequential_steps import Output, SequentialSteps
+WARMUP_STEPS = 3
+"""Steps before the capture: they compile kernels, and let libraries choose and allocate what they need."""
+_SYNCHRONIZES = "synchronizing CUDA operation"
+"""Part of torch's warning under ``torch.cuda.set_sync_debug_mode``."""
+_SURVIVES_FAILED_CAPTURES = (2, 13)
+"""Version from which torch cleans up after a capture that failed; see pytorch's issues 176752 and 180395."""
+_logger = logging.getLogger(__name__)
 
-Pipeline: TypeAlias = SequentialSteps | CapturedSteps | TrainPipelineSparseDist[Batch, Output]
-"""``progress(batches)`` takes a step and returns (loss, logits [B], label [B]); call ``reset()`` before new batches."""
+Output: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""(loss, logits [B], label [B]) of a step, detached."""
+Step: TypeAlias = Callable[[], Output]
 
 
 def pipeline_of(
@@ -26,7 +50,7 @@ def pipeline_of(
     may_read_ahead: bool = True,
     captured: EmbeddingAdam | None = None,
     batch_size: int = 0,
-) -> Pipeline:
+) -> "Pipeline":
     """Chooses the pipeline for the number of processes.
 
     Several processes exchange the ids of the next batch while this one is computed. The sizes of that exchange come
@@ -47,3 +71,303 @@ def pipeline_of(
     if captured is not None and isinstance(optimizer, DenseAdam):
         return CapturedSteps(model, optimizer, captured, process.device, batch_size)
     return SequentialSteps(model, optimizer, process.device)
+
+
+def why_not_captured(
+    config: RunConfig,
+    schema: Schema,
+    process: Process,
+    model: nn.Module,
+    optimizer: EmbeddingAdam | LookupsHandle | None,
+) -> str:
+    """Why the steps of a run cannot be captured as a CUDA graph; "" if they can.
+
+    Args:
+        config: of the run.
+        schema: of its data.
+        process: this process.
+        model: a TrainTask, sharded.
+        optimizer: of its tables.
+    """
+    several = [field.name for field in schema.sparse if field.kind != "categorical"]
+    if not config.train.cuda_graph:
+        return "train.cuda_graph = false"
+    if config.train.accumulation > 1:
+        return f"train.accumulation = {config.train.accumulation} takes several passes in a step"
+    if process.device.type != "cuda":
+        return "CUDA graphs exist on CUDA only"
+    if process.world_size > 1:
+        return "the sizes of the exchange between processes vary"
+    if several:
+        return f"the number of ids of field {several[0]!r} varies"
+    if any(spec.ids.kind == "collisionless" for spec in table_specs(schema, config)):
+        return "id tables give ids their rows between steps"
+    if config.sharding.memory == "uvm_caching":
+        return 'sharding.memory = "uvm_caching" counts its steps on the host'
+    if not isinstance(optimizer, EmbeddingAdam):
+        return f'optimizer.embedding = "{config.optimizer.embedding}" counts its steps on the host'
+    if not optimizer.is_capturable:
+        return f'optimizer.absent_rows = "{optimizer.config.absent_rows}" with clip.rule = "{config.clip.rule}"'
+    if not all(map(only_exchanges, sharded_collections(model).values())):
+        return "column-wise tables are joined by TorchRec"
+    return ""
+
+
+class SequentialSteps:
+    """Runs each step to its end before it takes the next batch.
+
+    Ranges of torch's profiler are named as in TorchRec's pipelines.
+
+    Args:
+        model: a TrainTask, sharded.
+        optimizer: of its dense parameters; used in training mode only.
+        device: of the model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+
+    def progress(self, batches: Iterator[Batch]) -> Output:
+        """Takes a step on the next batch; raises StopIteration if there is none."""
+        with profiled("## load batch ##"):
+            batch = next(batches)
+        return self.take(batch)
+
+    def take(self, batch: Batch) -> Output:
+        """Takes a step on a batch."""
+        with profiled("## load batch ##"):
+            if batch.dense.device != self._device:
+                batch = batch.to(self._device, non_blocking=True)
+        if self._model.training:
+            with profiled("## zero_grad ##"):
+                self._optimizer.zero_grad()
+        with profiled("## forward ##"):
+            loss, output = self._model(batch)
+        if self._model.training:
+            with profiled("## backward ##"):
+                loss.backward()
+            with profiled("## optimizer ##"):
+                self._optimizer.step()
+        result: Output = output
+        return result
+
+    def reset(self) -> None:
+        """Does nothing, since no batch is read ahead."""
+
+
+class CapturedSteps:
+    """Takes the training steps of full batches as a CUDA graph, and all other steps one operation after another.
+
+    The first steps, short batches and evaluation run as in :class:`SequentialSteps`, on the same model and optimizers.
+    If these steps wait for the device, or the capture fails, so do all later steps, and a warning says why; no step is
+    lost or taken twice. Results do not depend on which steps were captured.
+
+    A replayed step copies the batch to fixed memory, launches the graph and copies its results out. All that changes
+    from step to step is in tensors that the graph reads: see :meth:`DenseAdam.prepare` and
+    :meth:`EmbeddingAdam.prepare_step`.
+
+    Args:
+        model: a TrainTask, sharded, on one process; every sample has one id in each field.
+        optimizer: of its dense parameters.
+        adam: of its tables; ``adam.is_capturable`` holds.
+        device: of the model.
+        batch_size: samples of a full batch.
+        capture: records a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: DenseAdam,
+        adam: EmbeddingAdam,
+        device: torch.device,
+        batch_size: int,
+        capture: "Capture | None" = None,
+    ) -> None:
+        self._model, self._optimizer, self._adam, self._device = model, optimizer, adam, device
+        self._batch_size = batch_size
+        self._capture = capture or CudaGraphCapture()
+        self._sequential = SequentialSteps(model, optimizer, device)
+        self._warmup_left, self._failed = WARMUP_STEPS, False
+        self._graph: _Graph | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps of full batches are taken as a graph by now."""
+        return self._graph is not None
+
+    def progress(self, batches: Iterator[Batch]) -> Output:
+        """Takes a step on the next batch; raises StopIteration if there is none."""
+        with record_function("## load batch ##"):
+            batch = next(batches)
+        if self._failed or not self._model.training or len(batch.label) != self._batch_size:
+            return self._sequential.take(batch)
+        if self._warmup_left:
+            self._warmup_left -= 1
+            output = self._capture.warm_up(partial(self._sequential.take, batch))
+            if not self._warmup_left and self._capture.wait:
+                self._give_up(self._capture.wait)
+            return output
+        self._adam.prepare_step()
+        addresses = (*self._optimizer.addresses(), *self._adam.addresses())
+        if self._graph is None or self._graph.addresses != addresses:
+            self._graph = None  # frees its memory before the next capture
+            self._graph = self._captured_on(batch, addresses)
+            if self._graph is None:
+                return self._sequential.take(batch)
+        with record_function("## captured step ##"):
+            output = self._graph.take(batch)
+        self._adam.count_step()
+        return output
+
+    def reset(self) -> None:
+        """Does nothing, since no batch is read ahead."""
+
+    def _captured_on(self, batch: Batch, addresses: tuple[int, ...]) -> "_Graph | None":
+        """Captures the step with the shapes of a batch; None, and a warning, if that fails."""
+        inputs = _copied(batch.to(self._device))
+        try:
+            with self._optimizer.capturing(), self._adam.capturing():
+                replay = self._capture.capture(partial(self._sequential.take, inputs))
+        except CaptureFailed as error:
+            self._give_up(str(error))
+            return None
+        return _Graph(inputs, replay, addresses)
+
+    def _give_up(self, reason: str) -> None:
+        self._failed = True
+        _logger.warning("the training step cannot be captured as a CUDA graph, which makes it slower: %s", reason)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured step.
+
+    Attributes:
+        inputs: batch that it reads.
+        replay: takes the step.
+        addresses: of tensors of the optimizers that it reads and writes.
+    """
+
+    inputs: Batch
+    replay: Step
+    addresses: tuple[int, ...]
+
+    def take(self, batch: Batch) -> Output:
+        """Takes the step on a batch of the same shapes."""
+        for own, given in zip(_read_by_step(self.inputs), _read_by_step(batch), strict=True):
+            own.copy_(given, non_blocking=True)
+        loss, logits, label = self.replay()
+        return loss.clone(), logits.clone(), label.clone()
+
+
+def _copied(batch: Batch) -> Batch:
+    """A batch with memory of its own, except for lengths and offsets, which all batches of one id a field share."""
+    sparse = KeyedJaggedTensor(
+        batch.sparse.keys(),
+        batch.sparse.values().clone(),
+        lengths=batch.sparse.lengths(),
+        offsets=batch.sparse.offsets(),
+        stride=batch.sparse.stride(),
+        length_per_key=batch.sparse.length_per_key(),
+    )
+    weight = None if batch.weight is None else batch.weight.clone()
+    return Batch(batch.dense.clone(), sparse, batch.label.clone(), batch.global_batch_size, weight=weight)
+
+
+def _read_by_step(batch: Batch) -> list[torch.Tensor]:
+    """The tensors of a batch that a training step reads, except for lengths and offsets."""
+    tensors = [batch.dense, batch.label, batch.sparse.values()]
+    return tensors if batch.weight is None else [*tensors, batch.weight]
+
+
+class CaptureFailed(RuntimeError):
+    """A step could not be captured. It has not been taken, and can be taken without a graph."""
+
+
+class Capture(Protocol):
+    """Way to record a step.
+
+    Attributes:
+        wait: why the latest warm-up step waited for the device; "" if it did not.
+    """
+
+    wait: str
+
+    def warm_up(self, step: Step) -> Output:
+        """Takes a step, as preparation of the capture."""
+
+    def capture(self, step: Step) -> Step:
+        """Records a step without taking it; returns a function that takes it and returns the same tensors each time.
+
+        Raises:
+            CaptureFailed: the step cannot be recorded.
+        """
+
+
+class CudaGraphCapture:
+    """Records steps as CUDA graphs, after warm-up steps on the same stream, as torch demands.
+
+    A step that waits for the device cannot be captured. Such steps are recognised in the warm-up, because a failed
+    capture leaves earlier versions of torch in a state in which training cannot go on.
+    """
+
+    def __init__(self) -> None:
+        self.wait = ""
+        self._stream = torch.cuda.Stream()
+
+    def warm_up(self, step: Step) -> Output:
+        current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+        self._stream.wait_stream(current)
+        with warnings.catch_warnings(record=True) as caught, torch.cuda.stream(self._stream):
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                output = step()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        current.wait_stream(self._stream)
+        self.wait = ""
+        for each in caught:
+            if _SYNCHRONIZES in str(each.message):
+                self.wait = f"it waits for the device ({each.filename}:{each.lineno})"
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        return output
+
+    def capture(self, step: Step) -> Step:
+        """Records a step as in :class:`Capture`.
+
+        Raises:
+            CaptureFailed: as there.
+            ValueError: the capture has failed in a version of torch that cannot go on.
+        """
+        gc.collect()  # what is left of earlier steps' backward passes would bring their streams into the capture
+        graph, stream, cause = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
+        try:
+            # Not "global": the reader's thread may allocate page-locked memory meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    output = step()
+                except Exception as error:
+                    cause = error  # the end of the capture raises an error of its own
+                    raise
+        except Exception as error:
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own
+            why = str(cause or error).strip().partition("\n")[0] or type(cause or error).__name__
+            version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+            if version < _SURVIVES_FAILED_CAPTURES and not isinstance(cause, torch.cuda.OutOfMemoryError):
+                raise ValueError(
+                    f"the training step cannot be captured as a CUDA graph: {why}; set train.cuda_graph = false (and"
+                    " continue with --resume)"
+                ) from (cause or error)
+            raise CaptureFailed(why) from (cause or error)
+
+        def replay() -> Output:
+            graph.replay()
+            return output
+
+        return replay
+
+
+Pipeline: TypeAlias = SequentialSteps | CapturedSteps | TrainPipelineSparseDist[Batch, Output]

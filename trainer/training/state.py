@@ -33,12 +33,10 @@ from cowrec.trainer.sharded_model.build import adam_config, build_sharded, dense
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.hyperparameters import derived_clip, derived_hyperparameters
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
-from cowrec.trainer.sharded_model.state_tensors import not_finite, random_state
-from cowrec.trainer.sharded_model.step_guard import StepGuard
+from cowrec.trainer.sharded_model.step_guard import StepGuard, not_finite, random_state
 from cowrec.trainer.sharded_model.tables import table_specs
 
-from .captured_steps import CapturedSteps, why_not_captured
-from .pipeline import pipeline_of
+from .pipeline import CapturedSteps, pipeline_of, why_not_captured
 from .schedule import Schedule
 
 

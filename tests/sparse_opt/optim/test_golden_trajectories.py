@@ -30,9 +30,8 @@ from cowrec.trainer.config.sections import ShardingConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.mean_loss import MeanLoss
 from cowrec.trainer.sharded_model.sharding import sharding_plan
-from cowrec.trainer.sharded_model.task import TrainTask
+from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
 from cowrec.trainer.training.schedule import Schedule
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
 from process_groups import in_processes, process_group

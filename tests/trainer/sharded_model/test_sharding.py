@@ -16,8 +16,7 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.hyperparameters import fused_params
-from cowrec.trainer.sharded_model.report import sharding_table
-from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan
+from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan, sharding_table
 from run_comparison import assert_same_measures
 from sharded_case import process_group
 from trainer_cases import checkpoint, config_file, make_data, train_case, train_in_processes

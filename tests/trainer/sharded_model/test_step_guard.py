@@ -11,8 +11,7 @@ from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.state_tensors import not_finite
-from cowrec.trainer.sharded_model.step_guard import LARGEST_GRADIENT
+from cowrec.trainer.sharded_model.step_guard import LARGEST_GRADIENT, not_finite
 from cowrec.trainer.training.loop import train
 from run_comparison import assert_same
 from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data, tensors, train_in_processes

@@ -6,8 +6,7 @@ from torch import nn
 
 from cowrec.data_pipeline import Batch
 from cowrec.models import LOSSES
-from cowrec.trainer.sharded_model.mean_loss import MeanLoss
-from cowrec.trainer.sharded_model.task import TrainTask
+from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
 
 
 class OneLogit(nn.Module):

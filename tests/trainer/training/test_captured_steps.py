@@ -26,10 +26,16 @@ from cowrec.trainer.config.sections import CheckpointConfig, ShardingConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.training.captured_steps import WARMUP_STEPS, CapturedSteps, why_not_captured
-from cowrec.trainer.training.cuda_graph import Capture, CaptureFailed, Step
+from cowrec.trainer.training.pipeline import (
+    WARMUP_STEPS,
+    Capture,
+    CapturedSteps,
+    CaptureFailed,
+    Output,
+    Step,
+    why_not_captured,
+)
 from cowrec.trainer.training.schedule import Schedule
-from cowrec.trainer.training.sequential_steps import Output
 from cowrec.trainer.training.state import TrainState
 from trainer_cases import config_file, tensors
 

@@ -16,10 +16,10 @@ import torch
 from sklearn.metrics import log_loss, roc_auc_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import cowrec.trainer.training.epoch_quality as epoch_quality
 from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import NonFiniteLoss
+from cowrec.trainer.training import evaluation
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, checkpoint, config_file, make_data, raw_rows
@@ -208,14 +208,14 @@ def test_a_non_finite_loss_keeps_the_last_good_checkpoint(
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(folder / "data", data)
-    good: Callable = epoch_quality.evaluate
+    good: Callable = evaluation.evaluate
 
     def evaluate_then_poison(*arguments: Any) -> Any:
         quality = good(*arguments)
         poison(data)
         return quality
 
-    monkeypatch.setattr(epoch_quality, "evaluate", evaluate_then_poison)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate_then_poison)
     with pytest.raises(NonFiniteLoss, match=r"not finite at step \d+ \(epoch 2\); the last good .*step_000000005\. "):
         retrain("run", data=data)
     assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000005"]
