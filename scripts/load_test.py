@@ -3,7 +3,7 @@
     python -m scripts.load_test --output serve.jsonl
 
 Requests are sent at a constant rate regardless of earlier answers; their latency starts at the scheduled time. Client
-and publisher share the machine with the server, but not its cores, one for each worker, where there are more. The knee
+and publisher share the machine with the server, but not its core, where there are more. The knee
 is the highest rate that the server sustains with at most one request in a hundred above KNEE_SECONDS. A last step sends
 OVERLOAD times as many, from more connections, by clients that give a request up after PATIENCE seconds, while a probe
 asks for the server's health.
@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each rate")
     parser.add_argument("--rows", type=int, default=CONFIG.rows, help="samples whose ids have a row in the model")
     parser.add_argument("--delta-rows", type=int, default=30_000, help="maximum rows per published delta")
-    parser.add_argument("--workers", type=int, default=1, help="processes of the server; see `cowrec serve`")
     parser.add_argument("--delta-seconds", type=float, default=2.0, help="interval between deltas")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, arguments.output.open("w", encoding="utf-8", buffering=1) as file:
@@ -67,7 +66,6 @@ def main() -> None:
                 "delta_rows": arguments.delta_rows,
                 "delta_seconds": arguments.delta_seconds,
                 "connections": CONNECTIONS,
-                "workers": arguments.workers,
             },
             **environment(torch.device("cpu")),
             "cores": available_cores(),
@@ -76,8 +74,8 @@ def main() -> None:
         rates = [float(rate) for rate in parse_list(arguments.rates)]
         for samples in map(int, parse_list(arguments.samples)):
             with (
-                on_other_cores(arguments.workers) as cores,
-                served(folder, arguments.workers, cores),
+                on_other_cores(1) as cores,
+                served(folder, cores),
                 publishing(config, folder, arguments.delta_rows, arguments.delta_seconds),
             ):
                 wait_until(PORT, lambda health: health["status"] == "ok" and health["version"] > 1)
@@ -172,12 +170,11 @@ def measured(outcome: Outcome, samples: int, rate: float) -> Line:
 
 
 @contextmanager
-def served(folder: Path, workers: int, cores: set[int]) -> Iterator[None]:
+def served(folder: Path, cores: set[int]) -> Iterator[None]:
     """Runs `cowrec serve` on the export, following publications, on some cores."""
     command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
     command += ["--follow", f"{folder}/published", "--health-port", str(HEALTH_PORT)]
     command += [each for flag in ("--max-connections", "--max-client-connections") for each in (flag, "1000")]
-    command += ["--workers", str(workers)] if workers > 1 else []
     process = subprocess.Popen(command)
     os.sched_setaffinity(process.pid, cores)
     try:

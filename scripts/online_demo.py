@@ -13,7 +13,6 @@ import argparse
 import http.client
 import http.server
 import json
-import secrets
 import shutil
 import subprocess
 import sys
@@ -44,7 +43,6 @@ from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.serving.served_model import ServedModel
-from cowrec.trainer.signing import read_key
 
 CONFIG = Path(__file__).resolve().parents[1] / "trainer" / "configs" / "online.toml"
 DRIFT = DriftConfig(
@@ -77,22 +75,12 @@ def main() -> None:
     (folder / "incoming").mkdir(parents=True)
     synthesize_drifting(folder / "data", DRIFT, test_rows=1000)
     (folder / "index.html").write_text(PAGE)
-    key_file = folder / "key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(secrets.token_hex(32))
     with ExitStack() as running:
         running.enter_context(page(folder, arguments.port))
         print(f"page: http://127.0.0.1:{arguments.port}", flush=True)
         running.enter_context(command(folder, "online", *online_arguments(folder)))
         wait_for(lambda: list((folder / "published").glob("*.cow")), "the trainer's first version")
-        serve = (
-            "serve",
-            str(folder / "live" / "base"),
-            "--follow",
-            str(folder / "published"),
-            "--key-file",
-            str(key_file),
-        )
+        serve = ("serve", str(folder / "live" / "base"), "--follow", str(folder / "published"))
         running.enter_context(command(folder, *serve, "--port", str(arguments.port + 1)))
         server = http.client.HTTPConnection("127.0.0.1", arguments.port + 1)
         wait_for(partial(ready, server), "the server")
@@ -167,10 +155,9 @@ class LaggingModel:
     """Copy of the model that applies published versions on request."""
 
     def __init__(self, folder: Path):
-        key = read_key(folder / "key")
-        self.served = ServedModel.load(folder / "live" / "base", key)
+        self.served = ServedModel.load(folder / "live" / "base")
         self._target: Target = open_target(str(folder / "published"))
-        self._follower = VersionReader(self._target, key=key)
+        self._follower = VersionReader(self._target)
 
     def catch_up(self) -> None:
         newest, stop = self._target.blobs()[-1][0], threading.Event()
@@ -183,12 +170,7 @@ def online_arguments(folder: Path) -> list[str]:
     given = ["--data", "data", "--source", "incoming", "--run-dir", "live", "--publish", "published"]
     for flag in range(1, len(given), 2):
         given[flag] = str(folder / given[flag])
-    settings = (
-        "online.publish_seconds=0.5",
-        "online.dense_seconds=0.5",
-        "online.lateness=''",
-        f"online.key_file={folder / 'key'}",
-    )
+    settings = ("online.publish_seconds=0.5", "online.dense_seconds=0.5", "online.lateness=''")
     return [str(CONFIG), *given, *(part for each in settings for part in ("--set", each))]
 
 

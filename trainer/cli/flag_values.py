@@ -2,17 +2,11 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from cowrec.trainer.config.nearest_name import hint
-from cowrec.trainer.signing import SigningKey, read_key
-
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(help="File of the secret key that exports, versions and pins are signed with. [they are not signed]"),
-]
 
 
 def count_flag(help: str) -> Any:
@@ -67,11 +61,6 @@ def parse_range(flag: str, text: str) -> tuple[float, float] | None:
     except ValueError:
         raise ValueError(f"{flag} must be fixed or LOWEST,HIGHEST, such as 1e-5,1e-3; got {text!r}") from None
     return low, high
-
-
-def key_of(path: Path | None) -> SigningKey | None:
-    """Reads the key of --key-file, if it is given."""
-    return None if path is None else read_key(path)
 
 
 def parse_local(text: str) -> Path:

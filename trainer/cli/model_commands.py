@@ -9,7 +9,7 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_rank
 
-from .flag_values import KeyFile, count_flag, parse_local
+from .flag_values import count_flag, parse_local
 
 app = typer.Typer()
 
@@ -90,7 +90,6 @@ def export(
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a path or s3://BUCKET/EXPORT.")],
     precision: Annotated[PrecisionName, typer.Option(help="Precision of the tables.")] = PrecisionName.float32,
     checkpoint: Checkpoint = "",
-    key_file: KeyFile = None,
 ) -> None:
     """Exports a run's model for serving: tables, network, schema, vocabularies, and a manifest of these files.
 
@@ -100,6 +99,6 @@ def export(
     """
     from cowrec.trainer.export.export import export_run
 
-    manifest = export_run(run_dir, output, precision.value, checkpoint=checkpoint, key_file=key_file)
+    manifest = export_run(run_dir, output, precision.value, checkpoint=checkpoint)
     size = sum(each[0] for each in manifest.files.values())
     print(f"{output}: step {manifest.step}, {size:,} bytes, logits within {manifest.logits_error:.2g}")

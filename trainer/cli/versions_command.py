@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .flag_values import KeyFile, key_of
-
 if TYPE_CHECKING:
     from cowrec.trainer.publishing.version_list import Versions
 
@@ -19,7 +17,6 @@ def versions(
     target: Annotated[str, typer.Argument(help="Publication: folder, s3://BUCKET/FOLDER or redis://HOST:PORT.")],
     pin: Annotated[int | None, typer.Option(help="Version that all servers go to, and stay at until --unpin.")] = None,
     unpin: Annotated[bool, typer.Option("--unpin", help="Lets servers go to the newest version again.")] = False,
-    key_file: KeyFile = None,
 ) -> None:
     """Lists what a trainer has published. --pin N makes all servers that follow it go back to version N.
 
@@ -31,7 +28,7 @@ def versions(
 
     if pin is not None and unpin:
         raise ValueError("--pin and --unpin exclude each other")
-    with closing(Versions(target, key_of(key_file))) as found:
+    with closing(Versions(target)) as found:
         if unpin:
             found.release_pin()
             print("released: servers go to the newest version")
@@ -48,7 +45,7 @@ def _print_table(found: "Versions") -> None:
     listed, pin = found.listed(), found.pin()
     rows = [["version", "kind", "step", "newest sample", "published", "bytes", "lineage", "state"]]
     for each in listed:
-        state = "cannot be read" if each.problem else "signed" if each.signed else ""
+        state = "cannot be read" if each.problem else ""
         if pin and each.version == pin.version:
             state = f"{state} pinned".strip()
         about = ["", "", ""] if each.problem else [str(each.step), _date(each.sample_time), _date(each.created)]

@@ -39,8 +39,6 @@ class OnlineConfig:
         dense_seconds: time between two publications of the dense weights.
         keep_full_versions: full versions that a publication keeps, with the deltas after the oldest of them; servers
             can be pinned to any of these.
-        key_file: file of a secret key that publications and the export in the run are signed with; the servers need the
-            same. Empty: they are not signed.
     """
 
     lateness: str = ""
@@ -61,7 +59,6 @@ class OnlineConfig:
     publish_seconds: float = 5.0
     dense_seconds: float = 60.0
     keep_full_versions: int = 2
-    key_file: str = ""
 
     def __post_init__(self) -> None:
         for key in ("lateness", "ahead", "window"):

@@ -29,7 +29,6 @@ from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
 from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, table_specs, tables_of
-from cowrec.trainer.signing import SigningKey, read_key
 from cowrec.trainer.training.saved_run import run_of, trained_state
 
 from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
@@ -67,24 +66,21 @@ def export_run(
     precision: Precision = "float32",
     *,
     checkpoint: str = "",
-    key_file: str | Path | None = None,
 ) -> Manifest:
     """Exports a run's model with the weights of a checkpoint, as :func:`evaluate_run` takes it, in one process.
 
-    ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last. It is signed if
-    ``key_file`` is the file of a key, see :func:`read_key`.
+    ``output`` is a path, or the URI of a folder in an object store, in which the manifest appears last.
 
     Returns:
         The manifest.
 
     Raises:
         ValueError: ``run_dir`` is not a run or has no usable checkpoint, ``output`` is not empty, a weight cannot be
-            represented in the precision, the key cannot be read, or there are several processes.
+            represented in the precision, or there are several processes.
         OSError: the disk is full; no file is left behind.
     """
     if launched_world_size() > 1:
         raise ValueError("export supports a single process only; start it without torchrun")
-    key = read_key(key_file) if key_file else None
     run_dir = local_copy(run_dir, "run")
     config, schema = run_of(run_dir)
     with process_group(config.train.device) as process:
@@ -103,7 +99,7 @@ def export_run(
         dense, vocabulary = dense_weights(state.model), run_dir / VOCABULARY
         with written_folder(output, last=MANIFEST) as folder:
             model = (config.model, schema, vocabulary, dense, tables, precision)
-            return write_export(folder, *model, step=progress.step, key=key)
+            return write_export(folder, *model, step=progress.step)
 
 
 def rows_and_ids(spec: TableSpec, id_tables: IdTables, *, reserved: bool = True) -> Tensor:
@@ -153,7 +149,6 @@ def write_export(
     *,
     step: int,
     sample_time: int | None = None,
-    key: SigningKey | None = None,
 ) -> Manifest:
     """Writes an export; the folder appears complete or not at all.
 
@@ -166,7 +161,6 @@ def write_export(
         tables: consumed one by one, so that only one has to be in memory.
         precision: of the tables.
         step, sample_time: see :class:`Manifest`.
-        key: to sign the manifest with.
 
     Returns:
         The manifest.
@@ -199,7 +193,7 @@ def write_export(
             library_versions() | {"torch": torch.__version__},
             own_code("model.name", config.name) if is_import_path(config.name) else None,
         )
-        manifest.save(folder, key)
+        manifest.save(folder)
     sync_folder(output.absolute().parent)
     return manifest
 

@@ -1,10 +1,9 @@
-"""Manifest of an export: the description of the model, and a checksum of every other file; it may be signed.
+"""Manifest of an export: the description of the model, and a checksum of every other file.
 
-manifest.json  manifest.sig  schema.json  vocabulary/  dense.safetensors  network.pt2  tables/NAME.safetensors
+manifest.json  schema.json  vocabulary/  dense.safetensors  network.pt2  tables/NAME.safetensors
 """
 
 import dataclasses
-import hmac
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from cowrec.data_pipeline.files import checksum, write_file
 from cowrec.models import ModelConfig
 from cowrec.trainer.runs.own_code import OwnCode
-from cowrec.trainer.signing import BadSignature, SigningKey
 
 from .quantised_rows import Precision
 
 FORMAT = 1
-SIGNATURE, _PURPOSE = "manifest.sig", b"cowrec-manifest"
 MANIFEST, DENSE, NETWORK, TABLES = "manifest.json", "dense.safetensors", "network.pt2", "tables"
 
 
@@ -73,38 +70,25 @@ class Manifest:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
 
-    def save(self, folder: Path, key: SigningKey | None = None) -> None:
-        """Writes the manifest, after its signature if there is a key. Raises OSError if the disk is full."""
-        content = self.to_json().encode()
-        if key:
-            write_file(folder / SIGNATURE, key.sign(_PURPOSE, content).hex().encode())
-        write_file(folder / MANIFEST, content)
+    def save(self, folder: Path) -> None:
+        """Writes the manifest. Raises OSError if the disk is full."""
+        write_file(folder / MANIFEST, self.to_json().encode())
 
     @staticmethod
-    def load(folder: Path, key: SigningKey | None = None) -> "Manifest":
+    def load(folder: Path) -> "Manifest":
         """Reads ``folder/manifest.json`` and verifies the checksum of every other file.
 
-        Args:
-            folder: of the export.
-            key: that the manifest must be signed with, which is verified before anything else; then the folder has no
-                file that is not in the manifest.
-
         Raises:
-            BadSignature: the manifest is not signed with the key, or signed and there is none.
             ValueError: the manifest is missing, damaged or of another format, or another file is damaged.
         """
         path = folder / MANIFEST
         try:
-            written = path.read_bytes()
-            _verify(folder, written, key)
-            text = written.decode()
+            text = path.read_bytes().decode()
             content = json.loads(text)
         except FileNotFoundError:
             raise ValueError(
                 f"{folder} is not an export: it has no {MANIFEST}; create one with cowrec export"
             ) from None
-        except BadSignature:
-            raise
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read ({error}); export the model again") from error
         version = content.get("format") if isinstance(content, dict) else None
@@ -117,8 +101,6 @@ class Manifest:
             place = ".".join(str(part) for part in first["loc"])
             raise ValueError(f"{path} is invalid ({place}: {first['msg']}); export the model again") from error
         manifest._check_files(folder)
-        if key:
-            manifest._check_no_others(folder)
         return manifest
 
     def _check_files(self, folder: Path) -> None:
@@ -127,22 +109,3 @@ class Manifest:
             if not file.is_file() or file.stat().st_size != size or checksum(file) != sha256:
                 problem = "does not match its checksum" if file.is_file() else "is missing"
                 raise ValueError(f"{folder} is damaged: {name} {problem}; export the model again")
-
-    def _check_no_others(self, folder: Path) -> None:
-        found = {str(each.relative_to(folder)) for each in folder.rglob("*") if not each.is_dir()}
-        others = sorted(found - self.files.keys() - {MANIFEST, SIGNATURE})
-        if others:
-            raise BadSignature(f"{folder} has a file that its signed manifest does not list, {others[0]}; remove it")
-
-
-def _verify(folder: Path, manifest: bytes, key: SigningKey | None) -> None:
-    """Raises BadSignature unless the bytes of a manifest are signed with the key, or there is neither."""
-    path = folder / SIGNATURE
-    if not path.exists():
-        if key:
-            raise BadSignature(f"{folder} is not signed, but a key is given; export it with --key-file")
-        return
-    if key is None:
-        raise BadSignature(f"{folder} is signed; give the file of the key as --key-file, which verifies it")
-    if not hmac.compare_digest(path.read_bytes(), key.sign(_PURPOSE, manifest).hex().encode()):
-        raise BadSignature(f"the signature of {folder} is wrong: {MANIFEST} is altered, or signed with another key")

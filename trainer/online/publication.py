@@ -31,7 +31,6 @@ from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.peers import CHUNK, Peers
 from cowrec.trainer.runtime.processes import Process, from_first, on_first
 from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
-from cowrec.trainer.signing import SigningKey, read_key
 from cowrec.trainer.training.state import TrainState
 
 from .known_ids import KnownIds
@@ -94,18 +93,14 @@ class OnlinePublication:
         self._version, self._written_at = 0, time.monotonic()
         self._publisher: Publisher | None = None
 
-        key: SigningKey | None = None
-
         def open_publisher() -> None:
-            nonlocal key
-            key = read_key(config.online.key_file) if config.online.key_file else None
             kept = PublicationConfig(keep_full=config.online.keep_full_versions)
-            self._publisher = Publisher(open_target(url, publishing=True), kept, key)
+            self._publisher = Publisher(open_target(url, publishing=True), kept)
 
         on_first(process, open_publisher)
         if not from_first(process, (run_dir / BASE).exists):
             vocabulary = Path(config.data.dir) / VOCABULARY
-            self._export(partial(write_export, run_dir / BASE, config.model, schema, vocabulary, key=key), process)
+            self._export(partial(write_export, run_dir / BASE, config.model, schema, vocabulary), process)
 
     def _export(self, write: Callable[..., object], process: Process) -> None:
         dense, tables = dense_weights(self._state.model), (self._table(spec) for spec in self._specs)

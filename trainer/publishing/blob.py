@@ -1,9 +1,8 @@
-"""Binary format of published versions: changes of a model in one blob of bytes, protected by a checksum or signed.
+"""Binary format of published versions: changes of a model in one blob of bytes, protected by a checksum.
 
-A blob is MAGIC, the SHA-256 of its content, and the content; or SIGNED, its signature, and the content. That is a
-safetensors file with the header in its metadata and the tensors `TABLE.ids`, `TABLE.rows`, `TABLE.deleted`, for a table
-that fields share `TABLE.feature` and `TABLE.deleted_feature`, and `dense/NAME`. Sizes: n rows, m deleted ids, P stored
-width of a table.
+A blob is MAGIC, the SHA-256 of its content, and the content: a safetensors file with the header in its metadata and the
+tensors `TABLE.ids`, `TABLE.rows`, `TABLE.deleted`, for a table that fields share `TABLE.feature` and
+`TABLE.deleted_feature`, and `dense/NAME`. Sizes: n rows, m deleted ids, P stored width of a table.
 """
 
 import hashlib
@@ -16,10 +15,8 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from cowrec.trainer.signing import BadSignature, SigningKey
-
-FORMAT = 2
-MAGIC, SIGNED = b"cowrec-published", b"cowrec-signature"  # their length keeps the tensors aligned
+FORMAT = 1
+MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created")
 _DTYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32}
@@ -32,10 +29,6 @@ Kind = Literal["full", "delta"]
 
 class DamagedBlob(ValueError):
     """Raised for bytes that differ from what was published."""
-
-
-class UnverifiedBlob(DamagedBlob, BadSignature):
-    """Raised for bytes whose signature is missing or wrong, or cannot be verified."""
 
 
 class OtherFormat(ValueError):
@@ -118,8 +111,8 @@ class Blob:
     change: Change
 
 
-def encode(blob: Blob, key: SigningKey | None = None) -> bytes:
-    """Encodes a blob, signed if there is a key. Raises ValueError for a table name that a blob cannot have."""
+def encode(blob: Blob) -> bytes:
+    """Encodes a blob. Raises ValueError for a table name that a blob cannot have."""
     tensors: dict[str, NDArray[Any]] = {_DENSE + name: value for name, value in blob.change.dense.items()}
     for name, table in blob.change.tables.items():
         if name.startswith(_DENSE):
@@ -132,31 +125,19 @@ def encode(blob: Blob, key: SigningKey | None = None) -> bytes:
     about |= {"format": FORMAT, "step": blob.change.step, "sample_time": blob.change.sample_time}
     metadata = {key: json.dumps(value) for key, value in about.items()}
     content = safetensors.numpy.save({key: np.ascontiguousarray(each) for key, each in tensors.items()}, metadata)
-    if key:
-        return b"".join([SIGNED, key.sign(SIGNED, content), content])
     return b"".join([MAGIC, hashlib.sha256(content).digest(), content])
 
 
-def is_signed(blob: bytes) -> bool:
-    """Whether the bytes of a blob say that they are signed."""
-    return blob.startswith(SIGNED)
-
-
-def decode(blob: bytes, key: SigningKey | None = None) -> Blob:
+def decode(blob: bytes) -> Blob:
     """Decodes the bytes of :func:`encode`; the arrays share their memory.
 
-    Nothing of the content is read before its signature, or checksum, is verified.
-
-    Args:
-        blob: the bytes.
-        key: that they must be signed with; without one, signed bytes are refused too, since nothing else shows damage.
+    Nothing of the content is read before its checksum is verified.
 
     Raises:
-        UnverifiedBlob: bytes that are not signed with the key, or signed and there is none.
         DamagedBlob: bytes are missing or differ from what was published.
         OtherFormat: another format.
     """
-    content = _verified(blob, key)
+    content = _verified(blob)
     try:
         length = int.from_bytes(content[:8], "little")
         header = json.loads(bytes(content[8 : 8 + length]))
@@ -190,21 +171,15 @@ def merged(older: Change, newer: Change) -> Change:
     return Change(newer.step, newer.sample_time, tables, {**older.dense, **newer.dense})
 
 
-def _verified(blob: bytes, key: SigningKey | None) -> memoryview:
+def _verified(blob: bytes) -> memoryview:
     """The content of a blob."""
-    about = f"a published version of {len(blob):,} bytes"
-    if not blob.startswith((MAGIC, SIGNED)):
+    if not blob.startswith(MAGIC):
         raise DamagedBlob(f"not a published version: {len(blob):,} bytes that begin with {blob[: len(MAGIC)]!r}")
-    content, found = memoryview(blob)[_HEADER:], blob[len(MAGIC) : _HEADER]
-    if key is None and is_signed(blob):
-        raise UnverifiedBlob(f"{about} is signed, and cannot be verified without the key; give its file as --key-file")
-    if key is None:
-        if hashlib.sha256(content).digest() != found:
-            raise DamagedBlob(f"{about} is truncated or altered: its checksum does not match")
-    elif not is_signed(blob):
-        raise UnverifiedBlob(f"{about} is not signed, but a key is given; publish with that key")
-    elif not key.signed(found, SIGNED, content):
-        raise UnverifiedBlob(f"{about} has a wrong signature: it is altered, or signed with another key")
+    content = memoryview(blob)[_HEADER:]
+    if hashlib.sha256(content).digest() != blob[len(MAGIC) : _HEADER]:
+        raise DamagedBlob(
+            f"a published version of {len(blob):,} bytes is truncated or altered: its checksum does not match"
+        )
     return content
 
 

@@ -1,17 +1,14 @@
 """Pins: a target is pinned to a version, which all its readers go back to and stay at until the pin is released."""
 
 import hashlib
-import hmac
 import json
 from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
-from cowrec.trainer.signing import SigningKey
+from .blob import DamagedBlob, Kind
 
-from .blob import DamagedBlob, Kind, UnverifiedBlob
-
-MAGIC, SIGNED = b"cowrec-pin", b"cowrec-signed-pin"
+MAGIC = b"cowrec-pin"
 
 
 @dataclass(frozen=True)
@@ -37,30 +34,17 @@ class Pin:
         return (self.first, "full") <= (version, kind) <= (self.version, "full")
 
 
-def encode_pin(pin: Pin, key: SigningKey | None = None) -> bytes:
-    """Encodes a pin: a line with MAGIC and the SHA-256 of what follows, or SIGNED and its signature; and JSON."""
+def encode_pin(pin: Pin) -> bytes:
+    """Encodes a pin: a line with MAGIC and the SHA-256 of what follows; and JSON."""
     content = json.dumps(asdict(pin)).encode()
-    magic, proof = (SIGNED, key.sign(SIGNED, content)) if key else (MAGIC, hashlib.sha256(content).digest())
-    return b"%s %s\n%s" % (magic, proof.hex().encode(), content)
+    return b"%s %s\n%s" % (MAGIC, hashlib.sha256(content).hexdigest().encode(), content)
 
 
-def decode_pin(record: bytes, key: SigningKey | None = None) -> Pin:
-    """Decodes the bytes of :func:`encode_pin`.
-
-    Raises:
-        UnverifiedBlob: they are not signed with the key, or signed and there is none.
-        DamagedBlob: they differ from what was written.
-    """
+def decode_pin(record: bytes) -> Pin:
+    """Decodes the bytes of :func:`encode_pin`. Raises DamagedBlob: they differ from what was written."""
     head, _, content = record.partition(b"\n")
-    magic, _, proof = head.partition(b" ")
-    if magic == SIGNED and key is None:
-        raise UnverifiedBlob("the pin is signed, and cannot be verified without the key; give its file as --key-file")
-    if magic == MAGIC and key:
-        raise UnverifiedBlob("the pin is not signed, but a key is given; pin again with --key-file")
-    expected = key.sign(SIGNED, content) if key else hashlib.sha256(content).digest()
-    if magic not in (MAGIC, SIGNED) or not hmac.compare_digest(proof, expected.hex().encode()):
-        problem = "or signed with another key, its signature" if key else "its checksum"
-        raise DamagedBlob(f"the pin is damaged, {problem} does not match: {record[:80]!r}")
+    if head != b"%s %s" % (MAGIC, hashlib.sha256(content).hexdigest().encode()):
+        raise DamagedBlob(f"the pin is damaged, its checksum does not match: {record[:80]!r}")
     try:
         return TypeAdapter(Pin).validate_json(content, strict=True)
     except ValidationError as error:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cowrec.data_pipeline.files import NO_SPACE
-from cowrec.trainer.signing import SigningKey
 
 from .blob import Blob, Change, DamagedBlob, Kind, decode, encode, merged
 from .folder_targets import PinChanged
@@ -54,11 +53,11 @@ class Publisher:
     """Publishes to a target in the background; a context manager.
 
     Versions before the second-to-last full one are removed, unless more are kept or a pin needs them, so a reader has
-    until the next full version to catch up. All are signed if there is a key.
+    until the next full version to catch up.
     """
 
-    def __init__(self, target: Target, config: PublicationConfig | None = None, key: SigningKey | None = None) -> None:
-        self._target, self._config, self._key = target, config or PublicationConfig(), key
+    def __init__(self, target: Target, config: PublicationConfig | None = None) -> None:
+        self._target, self._config = target, config or PublicationConfig()
         self._state = threading.Condition()
         self._pending: Change | None = None
         self._everything: Change | None = None  # never older than the pending changes
@@ -189,7 +188,7 @@ class Publisher:
     def _write(self, kind: Kind, change: Change) -> None:
         # A full version that starts a lineage has a number of its own, any other the number of the last delta.
         version = self._version + (kind == "delta" or self._starts_lineage)
-        blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change), self._key)
+        blob = encode(Blob(version, version - 1, kind, self._lineage, time.time(), change))
         try:
             self._store(version, kind, blob)
         except FileExistsError:
@@ -209,7 +208,7 @@ class Publisher:
 
     def _is_own(self, version: int, kind: Kind) -> bool:
         try:
-            return decode(self._target.read(version, kind), self._key).lineage == self._lineage
+            return decode(self._target.read(version, kind)).lineage == self._lineage
         except ValueError:
             return False
 
@@ -238,7 +237,7 @@ class Publisher:
         while True:
             record, blobs = self._target.pin(), self._target.blobs()
             try:
-                pin = decode_pin(record, self._key) if record else None
+                pin = decode_pin(record) if record else None
             except DamagedBlob as error:  # which it needs is not known
                 logger.warning("no old version is removed: %s; pin again with cowrec versions", error)
                 return removed

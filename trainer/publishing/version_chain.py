@@ -7,8 +7,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from cowrec.trainer.signing import SigningKey
-
 from .blob import Blob, Change, DamagedBlob, Kind, decode, merged
 from .target import Target
 
@@ -29,14 +27,14 @@ class Version(Protocol):
 AnyVersion = TypeVar("AnyVersion", bound=Version)
 
 
-def read_blob(target: Target, version: int, kind: Kind, key: SigningKey | None = None) -> Blob:
+def read_blob(target: Target, version: int, kind: Kind) -> Blob:
     """Reads a version. Raises what :meth:`Target.read` and :func:`decode_as` do."""
-    return decode_as(version, kind, target.read(version, kind), key)
+    return decode_as(version, kind, target.read(version, kind))
 
 
-def decode_as(version: int, kind: Kind, content: bytes, key: SigningKey | None = None) -> Blob:
+def decode_as(version: int, kind: Kind, content: bytes) -> Blob:
     """Decodes the bytes of a version as :func:`decode` does. Raises DamagedBlob too if they are those of another."""
-    blob = decode(content, key)
+    blob = decode(content)
     if (blob.version, blob.kind) != (version, kind):
         raise DamagedBlob(f"in place of {kind} {version} there is {blob.kind} {blob.version}")
     return blob

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from cowrec.data_pipeline.urls import without_credentials
-from cowrec.trainer.signing import SigningKey
 
 from .blob import Blob
 from .target import open_target
@@ -28,7 +27,7 @@ class VersionFollower:
         url: of the publication target.
         apply: updates the model to a version. Raises ValueError if the version does not fit the model.
         on_refused: called for each version that was not applied.
-        obeys_pin, key: see :class:`VersionReader`.
+        obeys_pin: see :class:`VersionReader`.
 
     Raises:
         ValueError: the URL is not that of a target.
@@ -48,13 +47,12 @@ class VersionFollower:
         on_refused: Callable[[], None],
         *,
         obeys_pin: bool = True,
-        key: SigningKey | None = None,
     ) -> None:
         self.url = without_credentials(url)
         self.applied_time = self.created_time = math.nan
         self.caught_up = False
         self._target = open_target(url)
-        self._reader = VersionReader(self._target, self._after_poll, obeys_pin=obeys_pin, key=key)
+        self._reader = VersionReader(self._target, self._after_poll, obeys_pin=obeys_pin)
         self._said, self._said_pin = "", 0
         self._apply, self._on_refused = apply, on_refused
         self._error = ""

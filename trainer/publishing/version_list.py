@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cowrec.data_pipeline.urls import without_credentials
-from cowrec.trainer.signing import SigningKey
 
-from .blob import Blob, DamagedBlob, Kind, OtherFormat, UnverifiedBlob, is_signed
+from .blob import Blob, DamagedBlob, Kind, OtherFormat
 from .pin import Pin, decode_pin, encode_pin
 from .target import open_target
 from .version_chain import chains, decode_as, read_blob
@@ -21,15 +20,13 @@ class ListedVersion:
         version, previous, kind, lineage, created: see :class:`Blob`.
         step, sample_time: see :class:`Change`.
         size: in bytes.
-        signed: whether it says that it is signed.
-        problem: why it cannot be read; the attributes other than version, kind, size and signed are then empty.
+        problem: why it cannot be read; the attributes other than version, kind and size are then empty.
         pinnable: whether the target can be pinned to this version.
     """
 
     version: int
     kind: Kind
     size: int
-    signed: bool
     previous: int = 0
     lineage: str = ""
     created: float = 0.0
@@ -44,19 +41,18 @@ class Versions:
 
     Args:
         url: of the target, see :func:`open_target`.
-        key: that versions and the pin are signed with; None if they are not.
 
     Raises:
         ValueError: the URL is not that of a target.
     """
 
-    def __init__(self, url: str, key: SigningKey | None = None) -> None:
-        self._shown, self._target, self._key = without_credentials(url), open_target(url), key
+    def __init__(self, url: str) -> None:
+        self._shown, self._target = without_credentials(url), open_target(url)
 
     def pin(self) -> Pin | None:
         """Reads the pin; None if there is none, or it was released. Raises DamagedBlob, OSError."""
         record = self._target.pin()
-        pin = decode_pin(record, self._key) if record else None
+        pin = decode_pin(record) if record else None
         return pin if pin and pin.version else None
 
     def listed(self) -> list[ListedVersion]:
@@ -82,7 +78,7 @@ class Versions:
             if chain[-1].version != version:
                 continue
             pin = Pin(version, chain[0].version, chain[0].lineage, time.time())
-            encoded = encode_pin(pin, self._key)
+            encoded = encode_pin(pin)
             try:
                 self._target.set_pin(encoded, [(each.version, each.kind) for each in chain])
             except FileNotFoundError:  # removed since it was read
@@ -102,16 +98,11 @@ class Versions:
         """Releases the pin: readers go to the newest version.
 
         Raises:
-            ValueError: there is nothing published, or the pin is signed and there is no key.
+            ValueError: there is nothing published.
             OSError: the target cannot be reached.
         """
         self._blobs()
-        try:
-            self.pin()
-        except DamagedBlob as error:  # any pin may be replaced, by who has the key
-            if isinstance(error, UnverifiedBlob) and self._key is None:
-                raise
-        self._target.set_pin(encode_pin(Pin(0, 0, "", time.time()), self._key), [])
+        self._target.set_pin(encode_pin(Pin(0, 0, "", time.time())), [])
 
     def close(self) -> None:
         self._target.close()
@@ -124,7 +115,7 @@ class Versions:
 
     def _read(self, version: int, kind: Kind) -> Blob | None:
         try:
-            return read_blob(self._target, version, kind, self._key)
+            return read_blob(self._target, version, kind)
         except (FileNotFoundError, DamagedBlob, OtherFormat):
             return None
 
@@ -133,13 +124,12 @@ class Versions:
             content = self._target.read(version, kind)
         except FileNotFoundError:  # removed since it was listed
             return None
-        signed = is_signed(content)
         try:
-            blob = decode_as(version, kind, content, self._key)
+            blob = decode_as(version, kind, content)
         except (DamagedBlob, OtherFormat) as error:
-            return ListedVersion(version, kind, len(content), signed, problem=str(error))
+            return ListedVersion(version, kind, len(content), problem=str(error))
         about = (blob.previous, blob.lineage, blob.created, blob.change.step, blob.change.sample_time)
-        return ListedVersion(version, kind, len(content), signed, *about)
+        return ListedVersion(version, kind, len(content), *about)
 
 
 def _chain_of(

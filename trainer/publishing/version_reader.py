@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from cowrec.trainer.signing import SigningKey
-
 from .blob import Blob, DamagedBlob, Kind
 from .pin import Pin, decode_pin
 from .target import Target
@@ -26,7 +24,6 @@ class VersionReader:
         target: to read from.
         after_poll: called after each look at the target.
         obeys_pin: whether to stay at the version that the target is pinned to.
-        key: that versions and the pin must be signed with; None if they are not signed.
 
     A delta that is missing, damaged or of another lineage is never skipped: reading continues with the newest full
     version that is ahead, and waits until there is one.
@@ -37,7 +34,7 @@ class VersionReader:
     Attributes:
         version, lineage: of the last version that was read; 0 and "" before the first.
         gaps: times that the next delta was missing or did not fit.
-        damaged: blobs whose bytes differ from what was published, or whose signature is missing or wrong.
+        damaged: blobs whose bytes differ from what was published.
         damaged_because: the problem of the last one, since a version was read.
         unreachable: polls that the target did not answer.
         unreachable_because: its error since it last answered; empty if it answered the last poll.
@@ -54,13 +51,12 @@ class VersionReader:
         after_poll: Callable[[], None] = lambda: None,
         *,
         obeys_pin: bool = True,
-        key: SigningKey | None = None,
     ) -> None:
         self.gaps = self.damaged = self.unreachable = 0
         self.unreachable_because = self.damaged_because = self._bad_record = self._unreachable_pin = ""
         self.is_empty = self.caught_up = self.waits_for_full = self._is_newest = False
         self.pin: Pin | None = None
-        self._target, self._after_poll, self._obeys_pin, self._key = target, after_poll, obeys_pin, key
+        self._target, self._after_poll, self._obeys_pin = target, after_poll, obeys_pin
         self._record: bytes | None = None  # of the pin
         self._released = False  # since the last version was read
         self.restart()
@@ -131,7 +127,7 @@ class VersionReader:
         if record is None or record == self._record:
             return
         try:
-            pin = decode_pin(record, self._key)
+            pin = decode_pin(record)
         except DamagedBlob as error:
             self._bad_record = str(error)
             return
@@ -179,7 +175,7 @@ class VersionReader:
 
     def _read(self, version: int, kind: Kind) -> Blob | None:
         try:
-            return read_blob(self._target, version, kind, self._key)
+            return read_blob(self._target, version, kind)
         except FileNotFoundError:  # removed since it was listed
             return None
         except DamagedBlob as error:

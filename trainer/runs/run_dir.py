@@ -48,7 +48,6 @@ _MAY_CHANGE = {
         "damaged_files",
         "on_nonfinite",
         "keep_full_versions",
-        "key_file",
     ),
     "sharding": ("plan", "tables"),
 }

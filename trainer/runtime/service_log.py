@@ -5,7 +5,7 @@ import logging
 import logging.handlers
 import re
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -68,13 +68,6 @@ def open_log(settings: LogSettings, text: str = "%(message)s") -> None:
     else:
         show_lines(formatter, libraries=owns_process)
     _opened[:] = [settings]
-
-
-def log_of(name: str) -> LogSettings:
-    """Settings for the log of another process of this command: the same, with ``name`` in the name of its file."""
-    settings = _opened[0] if _opened else LogSettings()
-    file = settings.file
-    return replace(settings, file=file.with_name(f"{file.stem}.{name}{file.suffix}")) if file else settings
 
 
 def log_end(level: int, text: str, error: BaseException | None = None) -> bool:

@@ -1,12 +1,10 @@
 """Prometheus metrics of a prediction service."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -29,17 +27,6 @@ COUNTERS = {
 }
 
 
-def share_metrics(folder: str, process: str) -> None:
-    """Adds the counts of all processes that call this, before they create their metrics.
-
-    Args:
-        folder: that of all processes.
-        process: name of this one; one that takes the place of another has its name, and counts on.
-    """
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-    values.ValueClass = values.MultiProcessValue(lambda: process)
-
-
 class ServiceMetrics:
     """Metrics of one service, in their own registry.
 
@@ -51,7 +38,6 @@ class ServiceMetrics:
 
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         self._registry = registry = CollectorRegistry()
-        self.more: Callable[[], bytes] = lambda: b""  # further metrics, as text
         self.latency = Histogram(
             "cowrec_request_seconds",
             "Time from a request's header to its response.",
@@ -65,22 +51,16 @@ class ServiceMetrics:
             "cowrec_batch_samples", "Samples computed together.", buckets=SAMPLES, registry=registry
         )
         self.rejected = Counter("cowrec_rejected_requests", "Rejected requests.", ["reason"], registry=registry)
-        self.shadow_dropped = Counter(
-            "cowrec_shadow_dropped_requests", "Requests not sent to the shadow.", ["reason"], registry=registry
-        )
         self.deltas_applied = Counter("cowrec_deltas_applied", "Published versions applied.", registry=registry)
         self.deltas_refused = Counter("cowrec_deltas_refused", "Published versions refused.", registry=registry)
         self.delta_seconds = Histogram(
             "cowrec_delta_apply_seconds", "Time to apply a published version.", buckets=SECONDS, registry=registry
         )
-        if values.ValueClass is not values.MutexValue:
-            self._registry = CollectorRegistry()
-            MultiProcessCollector(self._registry)
         self._registry.register(_ServiceValues(read))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry) + self.more()
+        return generate_latest(self._registry)
 
 
 class _ServiceValues(Collector):

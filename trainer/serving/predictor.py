@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 import orjson
@@ -13,9 +13,6 @@ import orjson
 from .micro_batcher import Late
 from .request_samples import NOTHING, RequestSample, SharedProblem, parts_of
 from .service import Answer, Service, shown_text
-
-if TYPE_CHECKING:
-    from .shadow.sender import Shadow
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +56,10 @@ class Predictor:
 
     Args:
         service: that predicts.
-        shadow: that gets the requests after their answers; None for none.
     """
 
-    def __init__(self, service: Service, shadow: "Shadow | None" = None) -> None:
-        self._service, self._shadow, self._active = service, shadow, 0
+    def __init__(self, service: Service) -> None:
+        self._service, self._active = service, 0
         self._latency = functools.cache(lambda status: service.metrics.latency.labels("/predict", str(status)))
         self._rejected = functools.cache(service.metrics.rejected.labels)
 
@@ -101,7 +97,7 @@ class Predictor:
             self._answer(request, 200, {"version": self._service.version, "probabilities": []})
             return
         self._active += 1
-        done = functools.partial(self._finish, request, body, many, timeout)
+        done = functools.partial(self._finish, request, many, timeout)
         self._service.predict(samples, done, read_at + timeout / 1000, read_at)
 
     def _check_queue(self, seconds: float) -> None:
@@ -112,9 +108,7 @@ class Predictor:
         if wait > seconds:
             raise _busy("queue", f"the requests before it take {1000 * wait:.0f} ms", wait)
 
-    def _finish(
-        self, request: Exchange, body: bytes, many: bool, timeout: float, answers: Sequence[Answer] | Exception
-    ) -> None:
+    def _finish(self, request: Exchange, many: bool, timeout: float, answers: Sequence[Answer] | Exception) -> None:
         self._active -= 1
         try:
             if isinstance(answers, Late):
@@ -128,8 +122,6 @@ class Predictor:
                     raise Rejected(400, "bad_sample", f"sample {index}: {result}" if named else result)
             found = {"probabilities": results} if many else {"probability": results[0]}
             self._answer(request, 200, {"version": version, **found})
-            if self._shadow:
-                self._shadow.offer(body, results, version)
         except Exception as error:
             self._answer_error(request, error)
 

@@ -19,12 +19,11 @@ from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
 from cowrec.trainer.publishing.blob import Blob, TableChange
 from cowrec.trainer.runs.own_code import find_code, warn_if_changed
-from cowrec.trainer.signing import SigningKey
 
 from .current import Current
 from .inference_network import InferenceNetwork
 from .rows.row_lookup import RowLookup
-from .rows.served_rows import Allocate, RowChange, ServedRows
+from .rows.served_rows import RowChange, ServedRows
 from .rows.store import Tables
 
 
@@ -53,14 +52,10 @@ class ServedModel:
     Args:
         manifest: of the export.
         schema: of the samples.
-        current: what predictions use.
-        allocate: creates the arrays of the tables; None if another process has them and applies the versions.
     """
 
-    def __init__(
-        self, manifest: Manifest, schema: Schema, current: Current[ModelState], allocate: Allocate | None = np.empty
-    ) -> None:
-        self.manifest, self.schema, self._current = manifest, schema, current
+    def __init__(self, manifest: Manifest, schema: Schema) -> None:
+        self.manifest, self.schema, self._current = manifest, schema, Current[ModelState]()
         self._number = {field.name: number for number, field in enumerate(schema.sparse)}
         table_of, sizes = np.full(len(schema.sparse), -1), np.empty(len(schema.sparse), np.int64)
         for number, table in enumerate(manifest.tables.values()):
@@ -81,8 +76,7 @@ class ServedModel:
         self._widths = [physical_dim(width) for width in manifest.model.widths(self._fields_served)]
         widths = np.array(self._widths)
         self._lookup = RowLookup(schema, widths)
-        if allocate:
-            self._rows = ServedRows(sizes, table_of, widths, manifest.precision, allocate)
+        self._rows = ServedRows(sizes, table_of, widths, manifest.precision)
         network = build_network(manifest.model, self._fields_served, len(schema.dense), len(schema.labels)).eval()
         self._inference = InferenceNetwork(
             network, schema.logit_shift, (len(schema.dense), len(schema.sparse), max(self._widths))
@@ -91,26 +85,20 @@ class ServedModel:
         self._unknown_ids = self._applied_rows = 0
 
     @staticmethod
-    def load(
-        export_dir: Path,
-        key: SigningKey | None = None,
-        current: Current[ModelState] | None = None,
-        allocate: Allocate = np.empty,
-    ) -> "ServedModel":
+    def load(export_dir: Path) -> "ServedModel":
         """Loads an export. No code from the folder runs: the network is cowrec's own, or a class that is on Python's
         path here or in the current folder, and only its weights are read.
 
         Args:
             export_dir: its folder.
-            key: that it must be signed with; None if it is not signed.
-            current, allocate: see :class:`ServedModel`; a `Current` of its own by default.
 
         Raises:
-            BadSignature: it is not signed with the key, or signed and there is none; nothing of it was read.
             ValueError: the folder is not an export, a file in it is damaged, or the network cannot be imported.
         """
-        model = ServedModel._of(export_dir, key, Current() if current is None else current, allocate)
-        manifest, network = model.manifest, model.network(safetensors.torch.load_file(export_dir / DENSE))
+        manifest = Manifest.load(export_dir)
+        find_code([manifest.code] if manifest.code else [], export_dir, trusted=False)
+        model = ServedModel(manifest, Schema.load(export_dir))
+        network = model._network(safetensors.torch.load_file(export_dir / DENSE))
         if manifest.code:
             warn_if_changed([manifest.code], export_dir)
         for name, table in manifest.tables.items():
@@ -118,30 +106,9 @@ class ServedModel:
             ids = stored["ids"].numpy() if "ids" in stored else np.arange(table.rows)
             feature = stored["feature"].numpy() if "feature" in stored else None
             model._rows.load(ids, model._fields(name, len(ids), feature), stored["rows"], stored.get("scale"))
-        model.use(ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time))
+        model._lookup.compile(model._rows.tables)
+        model._current.replace(ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time))
         return model
-
-    @staticmethod
-    def attached(export_dir: Path, key: SigningKey | None = None) -> "ServedModel":
-        """A model whose first state is still to be set, by :meth:`use`. Raises as :meth:`load` does."""
-        return ServedModel._of(export_dir, key, Current(), None)
-
-    @staticmethod
-    def _of(
-        export_dir: Path, key: SigningKey | None, current: Current[ModelState], allocate: Allocate | None
-    ) -> "ServedModel":
-        manifest = Manifest.load(export_dir, key)
-        find_code([manifest.code] if manifest.code else [], export_dir, trusted=False)
-        return ServedModel(manifest, Schema.load(export_dir), current, allocate)
-
-    def use(self, state: ModelState) -> None:
-        """Uses the first state, or another process's newer one, and compiles for its tables."""
-        self._lookup.compile(state.tables)
-        self._current.replace(state)
-
-    def wait_for_older(self) -> None:
-        """Waits until no prediction uses an earlier state."""
-        self._current.wait_for_older()
 
     @property
     def _state(self) -> ModelState:
@@ -229,7 +196,7 @@ class ServedModel:
                 column.copy_(torch.from_numpy(id_bucket_rows(column.numpy().astype(np.int64), *bucketing)))
         return dataclasses.replace(samples, ids=ids, bags=bags)
 
-    def network(self, dense: Mapping[str, Tensor]) -> InferenceNetwork:
+    def _network(self, dense: Mapping[str, Tensor]) -> InferenceNetwork:
         """The network with these weights. Raises ValueError if they do not fit, or are not finite."""
         try:
             network = self._inference.with_weights(dense)
@@ -267,7 +234,7 @@ class ServedModel:
             self._check(name, table)
         if not change.dense:
             return now.network
-        return self.network({name: torch.tensor(each) for name, each in change.dense.items()})
+        return self._network({name: torch.tensor(each) for name, each in change.dense.items()})
 
     def _check(self, name: str, change: TableChange) -> None:
         """Raises ValueError if a change does not fit this model's table."""

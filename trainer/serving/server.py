@@ -8,16 +8,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from cowrec.trainer.signing import SigningKey
 
 from .limited_protocol import limited_protocol
 from .limits import Limits
@@ -25,11 +22,6 @@ from .predict_protocol import predict_protocol
 from .predictor import Predictor
 from .routes import health_app, service_app
 from .service import Service
-from .shadow.config import ShadowConfig
-from .workers.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from .shadow.sender import Shadow
 
 logger = logging.getLogger(__name__)
 
@@ -44,65 +36,37 @@ def serve(
     limits: Limits | None = None,
     max_age: float | None = None,
     obeys_pin: bool = True,
-    key: SigningKey | None = None,
-    shadow: ShadowConfig | None = None,
-    workers: int = 1,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT; requests in progress are finished. Logs where it listens.
 
     Args:
-        export_dir, follow, max_age, obeys_pin, key: see :class:`Service`.
+        export_dir, follow, max_age, obeys_pin: see :class:`Service`.
         limits: see :class:`Limits`.
         host: address to listen on; by default the loopback address, which other machines cannot reach.
         port: to listen on; 0 chooses a free one.
-        shadow: a second model that predicts the same requests, to be compared; None for none.
-        workers: processes that answer requests; limits are those of each.
         health_port: another port, on which a thread of its own answers everything except predictions; None for none.
 
     Raises:
         ValueError: ``export_dir`` has no exported model or a damaged one, or ``follow`` is not a publication target.
         OSError: it cannot listen there.
     """
-    if workers < 1:
-        raise ValueError(f"--workers must be at least 1, got {workers}")
-    if workers > 1 and shadow:
-        raise ValueError(f"--shadow needs one process that answers, got --workers {workers}; shadow another server")
-    served = (export_dir, follow, limits, max_age)
-    supervisor = Supervisor(workers, *served, obeys_pin=obeys_pin, key=key) if workers > 1 else None
-    service = supervisor.service if supervisor else Service(*served, obeys_pin=obeys_pin, key=key)
+    service = Service(export_dir, follow, limits, max_age, obeys_pin=obeys_pin)
     listener = _listen(host, port)
     health = None if health_port is None else _listen(host, health_port, "--health-port")
-    compared = None
-    if shadow:
-        from .shadow.sender import Shadow  # what compares takes a second to import
-
-        compared = Shadow(shadow, service.metrics.shadow_dropped)
-        service.metrics.more = compared.metrics_text
     logger.info("listening on %s: POST /predict, GET /health, /livez, /readyz, /metrics", _shown(listener))
-    with ExitStack() as running:
-        if compared:
-            running.callback(compared.close)
-        if health:
-            logger.info("listening on %s: GET /health, /livez, /readyz, /metrics", _shown(health))
-            running.enter_context(_health_server(service, health))
-        if supervisor:
-            supervisor.run(listener)
-        else:
-            answer(service, listener, shadow=compared)
+    if health:
+        logger.info("listening on %s: GET /health, /livez, /readyz, /metrics", _shown(health))
+    with _health_server(service, health) if health else nullcontext():
+        _answer(service, listener)
 
 
-def answer(
-    service: Service,
-    listener: socket.socket,
-    kind: type[uvicorn.Server] = uvicorn.Server,
-    shadow: "Shadow | None" = None,
-) -> None:
+def _answer(service: Service, listener: socket.socket) -> None:
     """Answers requests in this process, until SIGTERM or SIGINT. Raises what prevents the model from being loaded."""
     _allow_open_files(service.limits.connections + 512)
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
     app = service_app(service, lambda: setattr(server, "should_exit", True))
-    server = _server(service, app, predict_protocol(Predictor(service, shadow)), kind)
+    server = _server(service, app, predict_protocol(Predictor(service)))
     # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
     with torch.inference_mode():  # entering it takes as long as several operations of a prediction
@@ -115,7 +79,6 @@ def _server(
     service: Service,
     app: Starlette,
     protocol: type[HttpToolsProtocol] = HttpToolsProtocol,
-    kind: type[uvicorn.Server] = uvicorn.Server,
 ) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
@@ -129,7 +92,7 @@ def _server(
         server_header=False,
         proxy_headers=False,
     )
-    return kind(config)
+    return uvicorn.Server(config)
 
 
 @contextmanager

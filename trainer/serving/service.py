@@ -6,14 +6,13 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.trainer.publishing.blob import Blob
 from cowrec.trainer.publishing.version_follower import VersionFollower
-from cowrec.trainer.signing import SigningKey
 
 from .limits import Limits
 from .metrics import ServiceMetrics
@@ -36,21 +35,6 @@ Answer = tuple[Result, int]
 """A result and the version that made it."""
 
 
-class Following(Protocol):
-    """What is known of the publication that is followed, see `VersionFollower`."""
-
-    @property
-    def applied_time(self) -> float: ...
-    @property
-    def created_time(self) -> float: ...
-    @property
-    def caught_up(self) -> bool: ...
-    @property
-    def problem(self) -> str: ...
-    @property
-    def pinned(self) -> int: ...
-
-
 class Service:
     """Answers prediction requests; routes.py is its HTTP interface, and server.py runs both.
 
@@ -61,7 +45,6 @@ class Service:
         max_age: seconds since the publication of the served version, after which the service is not ready, unless the
             target is pinned; None for any age.
         obeys_pin: whether to stay at the version that the target is pinned to.
-        key: that the export, the versions and the pin must be signed with; None if they are not signed.
 
     Raises:
         ValueError: ``follow`` is not the URL of a publication target, or ``max_age`` is not above 0 or without it.
@@ -69,7 +52,6 @@ class Service:
     Attributes:
         loaded: whether the model is loaded and compiled.
         failure: exception raised while it was loaded, if any.
-        following: None if no publication is followed.
     """
 
     def __init__(
@@ -80,7 +62,6 @@ class Service:
         max_age: float | None = None,
         *,
         obeys_pin: bool = True,
-        key: SigningKey | None = None,
     ) -> None:
         if max_age is not None and not (follow and max_age > 0):
             raise ValueError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
@@ -91,9 +72,8 @@ class Service:
         self._export_dir = export_dir
         self._model: ServedModel
         self._batcher: MicroBatcher[RequestSample, Answer] = MicroBatcher(self.compute, max(BATCH, self.limits.samples))
-        self._key, refused = key, self.metrics.deltas_refused.inc
-        self._follower = VersionFollower(follow, self._apply, refused, obeys_pin=obeys_pin, key=key) if follow else None
-        self.following: Following | None = self._follower
+        refused = self.metrics.deltas_refused.inc
+        self._follower = VersionFollower(follow, self._apply, refused, obeys_pin=obeys_pin) if follow else None
 
     def load(self) -> None:
         """Loads the model and predicts, so that everything is compiled before the service is ready.
@@ -103,7 +83,7 @@ class Service:
         if self.loaded:
             return
         try:
-            self._model = self._load_model(self._export_dir)  # verifies the export's signature
+            self._model = ServedModel.load(self._export_dir)
             self._codec = SampleCodec.load(self._export_dir)
             for samples in (1, 1, _MANY_SAMPLES):  # few are encoded and computed in another way than many
                 self._computed([RequestSample(dict.fromkeys(self._codec.columns))] * samples)
@@ -119,13 +99,6 @@ class Service:
         logger.info("%s is served: step %d%s", self._export_dir, self._model.step, following)
         if self._follower:
             self._follower.start()
-
-    def _load_model(self, export_dir: Path) -> ServedModel:
-        return ServedModel.load(export_dir, self._key)
-
-    def counters(self) -> dict[str, int]:
-        """Values of metrics.py's COUNTERS and resident_ids."""
-        return self._model.counters()
 
     def close(self) -> None:
         """Stops following."""
@@ -153,8 +126,8 @@ class Service:
         """Why requests cannot be answered yet; empty if they can."""
         if not self.loaded:
             return "the model is still loading"
-        if self.following and not self.following.caught_up:
-            return f"the published versions have not been applied yet. {self.following.problem}".rstrip()
+        if self._follower and not self._follower.caught_up:
+            return f"the published versions have not been applied yet. {self._follower.problem}".rstrip()
         return ""
 
     def not_ready(self) -> str:
@@ -166,29 +139,29 @@ class Service:
         if not self.loaded:
             return {"status": "loading", "ready": False}
         not_ready = self.not_ready()
-        problem = not_ready or (self.following.problem if self.following else "")
+        problem = not_ready or (self._follower.problem if self._follower else "")
         return {
             "status": "waiting" if self.cannot_predict() else "degraded" if problem else "ok",
             "ready": not not_ready,
             "problem": shown_text(problem),
             "version": self.version,
-            "pinned": (self.following.pinned or None) if self.following else None,
+            "pinned": (self._follower.pinned or None) if self._follower else None,
             "step": self._model.step,
             "sample_time": self._model.sample_time,
             "age_seconds": _seconds_since(self._model.sample_time),
         }
 
     def _too_old(self) -> str:
-        if self._max_age is None or self.following is None or self.following.pinned:
+        if self._max_age is None or self._follower is None or self._follower.pinned:
             return ""
-        age = _seconds_since(self.following.created_time)
+        age = _seconds_since(self._follower.created_time)
         if age <= self._max_age:
             return ""
         return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
 
     def _values(self) -> dict[str, float]:
         """Values of metrics.py's GAUGES and COUNTERS."""
-        follower = self.following
+        follower = self._follower
         ages = {
             "ready": float(not self.not_ready()),
             "model_age_seconds": _seconds_since(self._model.sample_time if self.loaded else None),
@@ -198,7 +171,7 @@ class Service:
         }
         if not self.loaded:
             return ages
-        return {**ages, "model_version": self.version, "model_step": self._model.step, **self.counters()}
+        return {**ages, "model_version": self.version, "model_step": self._model.step, **self._model.counters()}
 
     def compute(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
         """The result of each sample, computed in the caller's thread, and the version, which is the same for all."""

@@ -14,7 +14,6 @@ from cowrec.trainer.publishing.blob import Blob, Change, TableChange
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.publishing.version_reader import VersionReader
-from cowrec.trainer.signing import SigningKey
 from servers.redis_server import redis_server
 from servers.s3_server import s3_clients
 
@@ -100,9 +99,9 @@ class Model:
 class ReaderThread:
     """Applies the versions of a target to a model in a thread."""
 
-    def __init__(self, url: str, *, obeys_pin: bool = True, key: SigningKey | None = None) -> None:
+    def __init__(self, url: str, *, obeys_pin: bool = True) -> None:
         self.model, self.seen = Model(), list[Blob]()
-        self.versions = VersionReader(open_target(url), obeys_pin=obeys_pin, key=key)
+        self.versions = VersionReader(open_target(url), obeys_pin=obeys_pin)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

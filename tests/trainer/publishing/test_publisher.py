@@ -52,11 +52,11 @@ def test_a_blob_is_decoded_exactly_or_rejected() -> None:
 
 
 def test_a_blob_of_another_format_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cowrec.trainer.publishing.blob.FORMAT", 1)
+    monkeypatch.setattr("cowrec.trainer.publishing.blob.FORMAT", 2)
     blob = encode(blob_of(Change(0, None, {})))
     monkeypatch.undo()
     assert blob.startswith(MAGIC)
-    with pytest.raises(ValueError, match="has format 1, but this cowrec reads 2"):
+    with pytest.raises(ValueError, match="has format 2, but this cowrec reads 1"):
         decode(blob)
 
 

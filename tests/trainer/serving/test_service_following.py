@@ -20,7 +20,6 @@ from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.signing import read_key
 from cowrec.trainer.training.loop import train
 from servers.redis_server import redis_server
 from serving import DEADLINE, Serving, predictions, raw_samples, serving, trained_and_exported
@@ -196,31 +195,6 @@ def test_servers_go_back_to_a_pinned_version(folder: Path, tmp_path: Path, monke
         assert f"{target} is pinned to version 1" in printed
         assert f"{target} is no longer pinned" in printed
     assert exit_code(monkeypatch, "versions", target, "--pin", "9") == 2
-
-
-def test_a_server_with_a_key_serves_what_is_signed(folder: Path, tmp_path: Path) -> None:
-    """An unsigned version of another publisher changes nothing, and an unsigned export is refused."""
-    key_file, target = tmp_path / "key", tmp_path / "published"
-    key_file.write_text("well-kept-" * 4)
-    key_file.chmod(0o600)
-    given, key = ("--follow", str(target), "--key-file", str(key_file)), read_key(key_file)
-    export_run(folder / "run", tmp_path / "signed", key_file=key_file)
-    refused = Serving(folder / "export", *given)
-    with serving(tmp_path / "signed", *given, status="waiting") as server:
-        with Publisher(open_target(str(target), publishing=True), key=key) as publisher:
-            version = published(publisher, everything(folder / "longer-export", 10))
-            server.wait_for("status", "ok")
-        with Publisher(open_target(str(target), publishing=True)) as publisher:
-            published(publisher, everything(folder / "export", 5))
-            health = server.wait_for("status", "degraded")
-            assert "is not signed, but a key is given" in health["problem"]
-        answers_as(server, folder, "longer", version)
-        printed = str(health) + server.send(signal.SIGTERM)[1]
-        assert "is not signed" in printed
-        assert "well-kept" not in printed
-    stderr = refused.process.communicate(timeout=DEADLINE)[1]
-    assert refused.process.returncode == 2
-    assert f"{folder / 'export'} is not signed, but a key is given; export it with --key-file" in stderr
 
 
 def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Sizes: B samples, F fields, n rows, m removed ids, P stored width.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,6 @@ from cowrec.trainer.export.quantised_rows import Precision, quantise
 from .store import NO_OVERLAY, Store, Tables, copy_to_larger, find, insert, overlay_ids, rehash, remove, write_rows
 
 Ids = NDArray[np.int64]
-Allocate = Callable[[tuple[int, ...], Any], NDArray[Any]]
-"""Creates an array of a shape and a dtype, with any content."""
 
 _ROWS_AT_ONCE = 1 << 16
 """Rows that are quantised together, which limits the memory that takes."""
@@ -61,19 +59,16 @@ class ServedRows:
         table_of: number of each field's table.
         widths: stored width of each field's rows, int64 [F].
         precision: of the stored rows.
-        allocate: creates the arrays.
 
     Attributes:
         tables: those of each width, in ascending order; for lookups, see `RowLookup`.
         removed: ids that versions have removed.
     """
 
-    def __init__(
-        self, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision, allocate: Allocate = np.empty
-    ) -> None:
+    def __init__(self, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision) -> None:
         self.removed = 0
         self._parts = {
-            width: _RowsOfWidth(sizes, table_of, widths == width, width, precision, allocate)
+            width: _RowsOfWidth(sizes, table_of, widths == width, width, precision)
             for width in np.unique(widths).tolist()
         }
         self.tables = tuple(each.tables for each in self._parts.values())
@@ -124,17 +119,9 @@ class ServedRows:
 class _RowsOfWidth:
     """Rows of the fields whose rows have one width, P."""
 
-    def __init__(
-        self,
-        sizes: Ids,
-        table_of: Ids,
-        served: NDArray[np.bool_],
-        width: int,
-        precision: Precision,
-        allocate: Allocate,
-    ) -> None:
+    def __init__(self, sizes: Ids, table_of: Ids, served: NDArray[np.bool_], width: int, precision: Precision) -> None:
         self.dtype = _STORED[precision]
-        self._precision, self._width, self._allocate = precision, width, allocate
+        self._precision, self._width = precision, width
         lengths: dict[int, int] = {}
         for table, size in zip(table_of[served].tolist(), sizes[served].tolist(), strict=True):
             lengths[table] = size if size >= 0 else RESERVED_ROWS
@@ -220,15 +207,15 @@ class _RowsOfWidth:
 
     def _slots(self, ids: int, load: float = _MAX_LOAD) -> Ids:
         """Empty slots, of which the ids will use at most that share."""
-        slots = self._allocate((1 << max(6, int(ids / load).bit_length()), 2), np.int64)
+        slots = np.empty((1 << max(6, int(ids / load).bit_length()), 2), np.int64)
         rehash(np.empty((0, 2), np.int64), slots)
         return slots
 
     def _rows(self, count: int) -> NDArray[Any]:
-        return self._allocate((count, self._width), self.dtype)
+        return np.empty((count, self._width), self.dtype)
 
     def _scales(self, count: int) -> NDArray[np.float32]:
-        return self._allocate((count if self._precision == "int8" else 0,), np.float32)
+        return np.empty((count if self._precision == "int8" else 0,), np.float32)
 
     def _quantised(self, rows: NDArray[np.float32]) -> Iterator[tuple[int, NDArray[Any], NDArray[np.float32]]]:
         for start in range(0, len(rows), _ROWS_AT_ONCE):
