@@ -5,8 +5,6 @@ A closed loop sends each request when a connection is free. Serving beside peers
 
 import asyncio
 import importlib
-import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from trainer_cases import ENVIRONMENT
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -102,28 +98,3 @@ def test_a_closed_loop_sends_after_answers(open_loop: Any) -> None:
     assert (len(found.latencies), found.scheduled, found.statuses) == (50, 50, {})
     assert most <= 2
     assert found.client_cpu > 0
-
-
-@pytest.mark.thorough
-def test_runtimes_are_asked_for_the_same_predictions(tmp_path: Path) -> None:
-    output = tmp_path / "lines.jsonl"
-    options = ["--runtimes", "cowrec,torch.export,no such", "--samples", "1,3", "--rounds", "1", "--seconds", "0.1"]
-    command = [sys.executable, "-m", "scripts.peers.bench_serving", "--output", str(output), "--rows", "500", *options]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).resolve().parents[2],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "no such is left out, it is none of" in done.stdout
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    shown = [(line["runtime"], line["samples"], line["shared_fields"]) for line in lines]
-    each = [("cowrec", False), ("torch.export", False)]
-    assert shown == [(name, 1, shared) for name, shared in each] + [
-        (name, 3, shared) for name, shared in [*each, ("cowrec", True)]
-    ]
-    assert all(line["p99_ms"] >= line["p50_ms"] > 0 and line["difference"] < 1e-5 for line in lines)

@@ -32,7 +32,7 @@ ENTRY_POINTS = {
     ),
     **{
         name: f"import runpy; sys.argv = ['{name}']; runpy.run_path('{ROOT}/scripts/{name}', run_name='__main__')"
-        for name in ("compare_id_tables.py", "measure_snapshot_interval.py", "demo.py", "online_demo.py")
+        for name in ("demo.py", "online_demo.py")
     },
 }
 
