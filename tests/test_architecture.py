@@ -97,8 +97,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "bench": "config runtime reports sharded_model runs training",
         "planning": "bench config runtime reports sharded_model training",
         "sweep": "config runtime reports sharded_model runs measures training",
-        "tune": "config runtime reports sharded_model runs sweep",
-        "cli": ("config runtime reports runs training export publishing online serving bench planning sweep tune"),
+        "cli": ("config runtime reports runs training export publishing online serving bench planning sweep"),
         "__main__": "cli",
     },
 }

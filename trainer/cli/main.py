@@ -24,8 +24,8 @@ from . import (
     plot_command,
     schema_command,
     serve_commands,
+    sweep_commands,
     train_commands,
-    tune_command,
     versions_command,
 )
 
@@ -40,7 +40,7 @@ for commands in (
     schema_command,
     data_commands,
     train_commands,
-    tune_command,
+    sweep_commands,
     plan_command,
     model_commands,
     serve_commands,

@@ -1,6 +1,5 @@
-"""The commands that train: ``cowrec train | online | sweep``."""
+"""The commands that train: ``cowrec train | online``."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,7 +7,6 @@ import typer
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.service_log import LogSettings, open_log
 
-from .flag_values import count_flag, parse_counts, parse_list, parse_local
 from .run_flags import (
     LogBackups,
     LogFile,
@@ -103,52 +101,3 @@ def online(
     report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
     if launched_rank() == 0:
         print(f"{report['samples']:,} samples  {speed_text(report['samples_per_second'])}  run {folder}")
-
-
-@app.command()
-def sweep(
-    config: RunToml,
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, such as 1K,8K,64K.")],
-    data: TrainData = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            parser=parse_local,
-            help="Folder of the sweep; an interrupted sweep continues. [sweeps/NAME]",
-        ),
-    ] = None,
-    rules: Annotated[
-        str | None,
-        typer.Option(help="Scaling rules, separated by commas. [the TOML file's rule, and cowclip,linear,none]"),
-    ] = None,
-    clip: Annotated[str, typer.Option(help="on (the TOML file's clip rule), off, or both.")] = "on,off",
-    seeds: Annotated[int, count_flag("Runs of each combination; seeds count up from train.seed.")] = 3,
-    overrides: Overrides = None,
-) -> None:
-    """Trains a grid of batch sizes, scaling rules, clip on and off; writes sweep.jsonl and sweep.png, prints a table.
-
-    After an interruption the same command continues; with more values it adds runs to the sweep.
-
-    Example: `cowrec sweep run.toml --data data/criteo --batch-sizes 1K,8K,64K`
-    """
-    from cowrec.trainer.sweep.grid import Grid, default_rules
-    from cowrec.trainer.sweep.plot import PLOT, plot
-    from cowrec.trainer.sweep.sweep import clip_remark
-    from cowrec.trainer.sweep.sweep import sweep as run
-    from cowrec.trainer.sweep.table import table
-
-    if launched_world_size() > 1:
-        raise ValueError("sweep starts its own processes; start it without torchrun")
-    loaded, data_dir = load_run(config, overrides, data)
-    grid = Grid(
-        parse_counts(batch_sizes, "--batch-sizes"),
-        default_rules(loaded) if rules is None else parse_list(rules),
-        parse_list(clip),
-        seeds,
-    )
-    folder = output or Path("sweeps") / config.stem
-    lines = run(loaded, data_dir, folder, grid)
-    remark = clip_remark(lines)
-    print(f"{table(lines)}\n\n" + (f"{remark}\n" if remark else "") + f"{folder}, plot: {plot(lines, folder / PLOT)}")

@@ -1,1 +1,1 @@
-"""`cowrec sweep`: one configuration over a grid of batch sizes, scaling rules and seeds."""
+"""`cowrec sweep` and `cowrec tune`: runs of one configuration with other values, over a grid or as Optuna proposes."""

@@ -1,39 +1,110 @@
 """A sweep: one configuration trained over a grid of batch sizes, scaling rules, clip on and off, and seeds.
 
-Files of its folder: config.toml, sweep.jsonl, sweep.png, runs/RULE-BATCH-clip_on-seed0/ and so on.
+Files of its folder: config.toml, sweep.jsonl, sweep.png, runs/RULE-BATCH-clip_on-seed0/ and so on. The grid is a loop
+and needs no Optuna: its GridSampler shuffles the runs, so that an interrupted sweep would have covered no seed wholly,
+and forgets what has run when the grid grows.
 """
 
 import dataclasses
-import json
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.files import locked_folder
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.config.run import RunConfig, with_defaults
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.reports.text_table import speed_text
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY
 from cowrec.trainer.runtime.errors import ProcessFailed
-from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
 
-from .comparison import too_few_steps
-from .grid import Cell, Grid
-from .run_group import keep_config, read_lines, require_own, write_lines
-from .run_process import train_in
-from .table import few_steps_warning
+from .results import few_steps_warning, too_few_steps
+from .runs import Runs, on_data, open_runs, say
 
-RESULTS, RUNS = "sweep.jsonl", "runs"
-_MEASURES = ("expected_auc", "expected_logloss", "excess_logloss", "by_id_counts", "train")
-"""Further measures of a report's last epoch, where they are known."""
+RESULTS = "sweep.jsonl"
+COMPETITORS = ("cowclip", "linear", "none")
+"""Scaling rules with which a configuration's own rule is compared unless others are asked for."""
+_MEASURES = (
+    *("validation_auc", "validation_logloss", "best_epoch"),
+    *("expected_auc", "expected_logloss", "excess_logloss", "by_id_counts", "train"),
+)
+"""Measures of a report that not every run has."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid.
+
+    Attributes:
+        rule: scaling rule.
+        batch_size: samples per step.
+        clip: "on", the configuration's clip rule, or "off".
+        seed: of initial values and shuffling.
+    """
+
+    rule: str
+    batch_size: int
+    clip: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule}-{self.batch_size}-clip_{self.clip}-seed{self.seed}"
+
+    def config(self, shared: RunConfig) -> RunConfig:
+        """The run's configuration, made from the one that all runs share."""
+        return dataclasses.replace(
+            shared,
+            train=dataclasses.replace(shared.train, batch_size=self.batch_size, seed=self.seed),
+            optimizer=dataclasses.replace(shared.optimizer, scaling=self.rule),
+            clip=shared.clip if self.clip == "on" else dataclasses.replace(shared.clip, rule="none"),
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values that a sweep varies; each combination is one run.
+
+    Attributes:
+        batch_sizes: samples per step.
+        rules: scaling rules.
+        clips: "on", "off" or both.
+        seeds: number of seeds; they count up from the configuration's seed.
+
+    Raises:
+        ValueError: a value that is unknown, out of range or repeated.
+    """
+
+    batch_sizes: Sequence[int]
+    rules: Sequence[str]
+    clips: Sequence[str]
+    seeds: int
+
+    def __post_init__(self) -> None:
+        for what, values, known in (("rules", self.rules, SCALING_RULES), ("clip", self.clips, ("on", "off"))):
+            for value in values:
+                if value not in known:
+                    raise ValueError(f"--{what} {value!r} is not known; known: {', '.join(known)}")
+        for option, given in {"batch-sizes": self.batch_sizes, "rules": self.rules, "clip": self.clips}.items():
+            if not given or len(set(given)) < len(given):
+                raise ValueError(f"--{option} needs one value or several different ones, got {list(given)}")
+        for option, least in {"batch-sizes": min(self.batch_sizes), "seeds": self.seeds}.items():
+            if least < 1:
+                raise ValueError(f"--{option} must be at least 1, got {least}")
+
+    def cells(self, first_seed: int) -> list[Cell]:
+        """The runs, seed by seed, so that an interrupted sweep has covered the grid with some seeds."""
+        return [
+            Cell(rule, batch_size, clip, first_seed + seed)
+            for seed in range(self.seeds)
+            for batch_size in self.batch_sizes
+            for rule in self.rules
+            for clip in self.clips
+        ]
 
 
 def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[dict[str, Any]]:
@@ -58,24 +129,26 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     """
     if "on" in grid.clips and config.clip.rule == "none":
         raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
-    config = with_defaults(config, Schema.load(data_dir).split("train").rows)
+    config = on_data(config, data_dir, Schema.load(data_dir))
     cells = grid.cells(config.train.seed)
-    with locked_folder(output), Subprocess() as process:
-        require_own(output, "sweep")
-        config_hash = keep_config(config, output / CONFIG)
-        lines = read_lines(output / RESULTS)
+    with open_runs(output, config, RESULTS, "sweep") as runs:
         for number, cell in enumerate(cells, 1):
-            if _find(lines, cell):
+            if _find(runs.lines, cell):
                 continue
-            same = _same_run(lines, cell, config.optimizer.base_batch_size)
+            # At the base batch size no rule changes anything.
+            rules = SCALING_RULES if cell.batch_size == config.optimizer.base_batch_size else ()
+            twins = (_find(runs.lines, dataclasses.replace(cell, rule=rule)) for rule in rules)
+            same = next(filter(None, twins), None)
             is_same = f" is {same['rule']}'s run: all rules are equal at the base batch size" if same else ""
-            print(f"\nrun {number} of {len(cells)}: {cell.name}{is_same}", file=sys.stderr, flush=True)
-            result = same or _trained(process, cell.config(config), output / RUNS / cell.name)
-            lines.append({**result, **dataclasses.asdict(cell), "config_sha256": config_hash})
-            write_lines(output / RESULTS, lines)
-            print(_in_short(lines[-1]), file=sys.stderr, flush=True)
-    return [line for cell in cells if (line := _find(lines, cell))]
+            say(f"\nrun {number} of {len(cells)}: {cell.name}{is_same}")
+            runs.add({**(same or _trained(runs, cell.config(config), cell.name)), **dataclasses.asdict(cell)})
+            say(_in_short(runs.lines[-1]))
+        return [line for cell in cells if (line := _find(runs.lines, cell))]
+
+
+def default_rules(config: RunConfig) -> list[str]:
+    """The configuration's scaling rule and its main competitors."""
+    return list(dict.fromkeys((config.optimizer.scaling, *COMPETITORS)))
 
 
 def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -90,16 +163,8 @@ def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str, Any]:
-    """The values of a run's line. Trains the run, unless it has a report and only its line was lost."""
-    error = None
-    if not (run_dir / REPORT).exists():
-        try:
-            train_in(process, config, run_dir)
-        except ProcessFailed as failed:
-            error = str(failed)
-    for large in (CHECKPOINTS, VOCABULARY) if error is None else ():
-        shutil.rmtree(run_dir / large, ignore_errors=True)
+def _trained(runs: Runs, config: RunConfig, name: str) -> dict[str, Any]:
+    """Trains a run. Returns the values of its line."""
     derived = dataclasses.asdict(derived_hyperparameters(config))
     what = {
         "model": config.model.name,
@@ -108,49 +173,35 @@ def _trained(process: Subprocess, config: RunConfig, run_dir: Path) -> dict[str,
         **derived,
         "betas": list(derived["betas"]),  # as in the file
     }
-    if error is not None:
+    try:
+        report = runs.train(config, name)
+    except ProcessFailed as failed:
         on_cuda = config.train.device != "cpu" and torch.cuda.is_available()
-        return {"error": error, **what, **environment(torch.device("cuda" if on_cuda else "cpu"))}
-    report = json.loads((run_dir / REPORT).read_text(encoding="utf-8"))
+        return {"error": str(failed), **what, **environment(torch.device("cuda" if on_cuda else "cpu"))}
     clip_statistics = report["clip_statistics"]
     aucs = [epoch["auc"] for epoch in report["epochs"] if epoch.get("auc") is not None]
     return {
-        "auc": report["auc"],
-        "logloss": report["logloss"],
-        "best_epoch_auc": max(aucs, default=None),
-        **{key: report[key] for key in ("validation_auc", "validation_logloss", "best_epoch") if key in report},
-        "steps": report["steps"],
-        "epochs": len(report["epochs"]),
-        "samples_per_second": report["samples_per_second"],
-        "train_seconds": report["train_seconds"],
-        "clipped": clip_statistics["clipped"] if clip_statistics else None,
-        "clip_remark": report["clip_remark"],
+        **{key: report[key] for key in ("auc", "logloss", "steps", "samples_per_second", "train_seconds")},
+        **{key: report[key] for key in ("clip_remark", "best_possible")},
         **{key: report[key] for key in _MEASURES if key in report},
+        "best_epoch_auc": max(aucs, default=None),
+        "epochs": len(report["epochs"]),
         "by_epoch": report["epochs"],
-        "best_possible": report["best_possible"],
+        "clipped": clip_statistics["clipped"] if clip_statistics else None,
         **what,
         **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},
     }
 
 
-def _find(lines: list[dict[str, Any]], cell: Cell) -> dict[str, Any] | None:
+def _find(lines: Sequence[dict[str, Any]], cell: Cell) -> dict[str, Any] | None:
     wanted = dataclasses.asdict(cell)
     return next((line for line in lines if wanted.items() <= line.items()), None)
-
-
-def _same_run(lines: list[dict[str, Any]], cell: Cell, base_batch_size: int) -> dict[str, Any] | None:
-    """The line of another rule's equal run: at the base batch size no rule changes anything."""
-    if cell.batch_size != base_batch_size:
-        return None
-    twins = (dataclasses.replace(cell, rule=rule) for rule in SCALING_RULES)
-    return next((line for twin in twins if (line := _find(lines, twin))), None)
 
 
 def _in_short(line: dict[str, Any]) -> str:
     if "error" in line:
         return f"failed: {line['error']}"
-    shown = {key: float("nan") if line[key] is None else line[key] for key in ("auc", "logloss")}
-    text = "AUC {auc:.4f}  logloss {logloss:.4f}  ".format(**shown) + speed_text(line["samples_per_second"])
+    auc, logloss = (float("nan") if line[key] is None else line[key] for key in ("auc", "logloss"))
+    text = f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed_text(line['samples_per_second'])}"
     size, steps = line["batch_size"], line["steps"]
-    few = too_few_steps(size, steps, line.get("base_batch_size"))
-    return f"{text}\n{few_steps_warning(size, steps)}" if few else text
+    return f"{text}\n{few_steps_warning(size, steps)}" if too_few_steps(size, steps, line["base_batch_size"]) else text

@@ -19,10 +19,8 @@ from commands.command_line import exit_code
 from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import Interrupted
-from cowrec.trainer.sweep.grid import Grid, default_rules
-from cowrec.trainer.sweep.plot import plot
-from cowrec.trainer.sweep.sweep import clip_remark, sweep
-from cowrec.trainer.sweep.table import table
+from cowrec.trainer.sweep.results import plot_sweep, sweep_table
+from cowrec.trainer.sweep.sweep import Grid, clip_remark, default_rules, sweep
 from cowrec.trainer.training.loop import train
 from trainer_cases import config_file, make_data
 
@@ -163,7 +161,7 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     assert found == lines_of(output)
     assert [line["seed"] for line in found] == [0, 0, 1, 1]
     assert [line["steps"] for line in found[1:]] == [5 * epochs] * 3
-    assert "(1 of 2)" in table(found)
+    assert "(1 of 2)" in sweep_table(found)
 
 
 def test_ctrl_c_ends_the_run_and_says_how_to_continue(folder: Path, tmp_path: Path) -> None:
@@ -218,7 +216,7 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
     astray = ["optimizer.dense_lr=1e30", "optimizer.warmup_epochs=0"]
     (line,) = run_sweep(folder, tmp_path / "astray", *astray, grid=Grid([51], ["none"], ["off"], 1))
     assert line["error"].startswith("NonFiniteLoss: the loss was not finite")
-    assert plot([line], tmp_path / "empty.png").exists()
+    assert plot_sweep([line], tmp_path / "empty.png").exists()
 
 
 def test_remark_on_runs_whose_clip_had_no_effect() -> None:

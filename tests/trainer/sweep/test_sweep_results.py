@@ -10,9 +10,8 @@ from matplotlib.colors import same_color, to_rgba
 
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.reports.plotting import plt
-from cowrec.trainer.sweep.plot import plot
+from cowrec.trainer.sweep.results import plot_sweep, sweep_table
 from cowrec.trainer.sweep.sweep import _in_short
-from cowrec.trainer.sweep.table import table
 
 SHARED = {"model": "deepfm", "data": "clicks", "device": "a CPU", "best_possible": {"auc": 0.9, "logloss": 0.3}}
 BASE = [0.80, 0.81, 0.82]
@@ -42,7 +41,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], path: Pa
     """The figure that a plot saves."""
     with monkeypatch.context() as patched:
         patched.setattr(plt, "close", lambda figure: None)
-        image = plt.imread(plot(lines, path))
+        image = plt.imread(plot_sweep(lines, path))
         assert min(image.shape[:2]) > 400
         assert image.std() > 0
         figure = plt.gcf()
@@ -53,7 +52,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], path: Pa
 def test_values_are_mean_and_standard_deviation_over_seeds() -> None:
     on = lines_of({("cowclip", 8192): [0.81, 0.82, 0.84], ("cowclip", 100): [0.8, 0.8, 0.8]})
     lines = on + lines_of({("cowclip", 8192): [0.7]}, clip="off")
-    text = table(lines)
+    text = sweep_table(lines)
     assert text.splitlines()[0].split() == ["test", "AUC", "(%)", "100", "8K"]
     mean, spread = 100 * np.mean([0.81, 0.82, 0.84]), 100 * np.std([0.81, 0.82, 0.84], ddof=1)
     assert row(text, "test AUC (%)", "cowclip, clip on") == ["80.00 ± 0.00", f"{mean:.2f} ± {spread:.2f}"]
@@ -66,7 +65,7 @@ def test_differences_from_the_base_and_its_spread() -> None:
     """The base's deviation is one point: 81.5 is within it, 79.9 and 82.1 are outside."""
     aucs = {("cowclip", 64): BASE, ("cowclip", 8192): [0.799] * 3, ("cowclip", 16384): [0.821] * 3}
     aucs |= {("linear", 64): BASE[:2], ("linear", 8192): [0.815] * 3, ("linear", 16384): [0.5, 0.6, 0.7]}
-    text = table(lines_of(aucs))
+    text = sweep_table(lines_of(aucs))
     auc, logloss = "test AUC minus batch 64's in points", "test logloss minus batch 64's"
     assert row(text, auc, "cowclip") == ["-1.10 lost", "+1.10 better"]
     assert row(text, auc, "linear") == ["+0.50 within", "-21.00 lost"]
@@ -82,13 +81,13 @@ def test_each_clip_is_compared_with_its_own_base_and_one_seed_has_no_spread() ->
     lines = lines_of({("none", 64): [0.8], ("none", 8192): [0.7]})
     lines += lines_of({("none", 64): [0.6], ("none", 8192): [0.65]}, clip="off")
     lines.append({**lines[0], "rule": "linear", "batch_size": 8192, "auc": None})
-    text = table(lines)
+    text = sweep_table(lines)
     assert row(text, "test AUC minus", "none, clip on") == ["-10.00"]
     assert row(text, "test AUC minus", "none, clip off") == ["+5.00"]
     assert row(text, "test AUC minus", "linear, clip on") == []
     assert "its spread is unknown; give --seeds 3 or more" in text
     failed = [{key: line[key] for key in line if key != "auc"} for line in lines]
-    assert "No run of the base, batch 64, has an AUC" in table(failed)
+    assert "No run of the base, batch 64, has an AUC" in sweep_table(failed)
 
 
 def test_best_epoch_and_expected_logloss_are_shown_where_lines_have_them(
@@ -97,9 +96,9 @@ def test_best_epoch_and_expected_logloss_are_shown_where_lines_have_them(
     aucs = {("cowclip", 64): BASE, ("cowclip", 8192): BASE}
     lines = lines_of(aucs, expected_logloss=0.44)
     lines[0]["best_epoch_auc"] = lines[0]["auc"] + 0.0009
-    assert "best epoch" not in table(lines)
+    assert "best epoch" not in sweep_table(lines)
     lines[-1]["best_epoch_auc"] = 0.85
-    text = table(lines)
+    text = sweep_table(lines)
     expected = 100 * (np.mean([*BASE[:2], 0.85]) - np.mean([BASE[0] + 0.0009, *BASE[1:]]))
     assert row(text, "test AUC of the best epoch minus", "cowclip") == [f"{expected:+.2f} better"]
     assert row(text, "expected logloss minus", "cowclip") == ["+0.0000 within"]
@@ -127,20 +126,6 @@ def test_the_plot_has_the_band_of_the_base_and_a_style_for_every_rule(
         assert same_color(curve.get_color(), entries[rule].get_color())
     assert all(curve.get_xdata()[0] == 64 for curve in curves), "all curves start at the base"
     assert len({curve.get_xdata()[1] for curve in curves}) == 2 * len(SCALING_RULES), "curves are shifted sideways"
-
-
-def test_lines_without_a_base_batch_size_are_shown_without_differences(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    old = [
-        {key: line[key] for key in line if key not in ("base_batch_size", "steps")}
-        for line in lines_of({("none", 64): BASE, ("none", 8192): BASE})
-    ]
-    text = table(old)
-    assert "minus" not in text
-    assert len(text.split("\n\n")) == 2
-    figure = drawn(monkeypatch, old, tmp_path / "old.png")
-    assert not figure.axes[0].patches
 
 
 @pytest.mark.parametrize(("size", "steps", "warns"), [(8192, 199, True), (8192, 200, False), (64, 9, False)])

@@ -19,7 +19,7 @@ from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.serving.served_model import ServedModel
-from cowrec.trainer.sweep.run_process import train_in
+from cowrec.trainer.sweep.runs import train_in
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from run_comparison import same

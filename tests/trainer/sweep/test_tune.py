@@ -6,19 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from commands.command_line import exit_code
 from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
 from cowrec.trainer.training.loop import train
-from cowrec.trainer.tune.search import Search, hints
-from cowrec.trainer.tune.study import Study
-from cowrec.trainer.tune.tune import Outcome, tune
 from trainer_cases import config_file, make_data
 
 TRIALS = 6
@@ -49,12 +44,9 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "tune.jsonl").read_text().splitlines()]
 
 
-def read_study(output: Path) -> optuna.Study:
-    return optuna.load_study(study_name="tune", storage=JournalStorage(JournalFileBackend(f"{output}/tune.journal")))
-
-
-def test_optuna_reads_the_values_and_qualities_of_the_lines(folder: Path, found: Outcome) -> None:
-    study, lines = read_study(folder / "study"), lines_of(folder / "study")
+def test_optuna_learns_from_the_values_and_qualities_of_the_lines(folder: Path, found: Outcome) -> None:
+    lines = lines_of(folder / "study")
+    study = study_of(SEARCH, found.ranges, lines)
     assert lines == found.lines
     assert len(lines) == TRIALS
     states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
@@ -109,13 +101,9 @@ def test_a_killed_study_goes_on_as_if_it_had_not_been(folder: Path, found: Outco
             process.kill()
     assert process.wait() == -9, trial
     assert len(lines_of(output)) == 2
-    # What a kill within a write leaves: the journal's lock, half a line.
-    (output / "tune.journal.lock").touch()
-    with (output / "tune.journal").open("a") as file:
-        file.write('{"op_code": 6, "wor')
-    journal = (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns
+    written = (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns
     again = run(folder, output)
-    assert (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns == journal
+    assert (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns == written
     for one, other in zip(again.lines, found.lines, strict=True):
         assert {key: one[key] for key in ("trial", "state", *VALUES, "epochs")} == {
             key: other[key] for key in ("trial", "state", *VALUES, "epochs")
@@ -128,8 +116,6 @@ def test_more_trials_and_wider_ranges_continue(folder: Path, found: Outcome, tmp
     more = run(folder, folder / "study", search=wider, trials=TRIALS + 1)
     assert more.lines[:TRIALS] == found.lines
     assert len(more.lines) == TRIALS + 1
-    with pytest.raises(ValueError, match="is a study of logloss, not of auc; choose another --output"):
-        Study(folder / "study" / "tune.journal", dataclasses.replace(SEARCH, metric="auc"), {}, {})
     with pytest.raises(ValueError, match=r"another configuration: it has checkpoint.keep_best = 'logloss', but 'auc'"):
         run(folder, folder / "study", search=dataclasses.replace(SEARCH, metric="auc"))
 
@@ -142,7 +128,6 @@ def test_a_trial_whose_loss_is_not_finite_fails_and_the_study_goes_on(folder: Pa
     assert all(line["error"].startswith("NonFiniteLoss: the loss was not finite") for line in failed)
     assert outcome.best is not None
     assert outcome.best["validation_auc"] == max(line.get("validation_auc", 0) for line in outcome.lines)
-    assert [trial.state.is_finished() for trial in read_study(tmp_path / "out").trials] == [True] * 4
 
 
 def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
@@ -206,8 +191,7 @@ def test_invalid_studies_are_refused(
 def test_without_optuna_the_command_names_the_extra(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("tune", "study"):
-        monkeypatch.delitem(sys.modules, f"cowrec.trainer.tune.{module}")
+    monkeypatch.delitem(sys.modules, "cowrec.trainer.sweep.tune")
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert exit_code(monkeypatch, "tune", folder / "run.toml", "--batch-size", "51") == 2
     assert "tune requires optuna, which is not installed: pip install 'cowrec[tune]'" in capsys.readouterr().err

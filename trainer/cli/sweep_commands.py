@@ -1,4 +1,4 @@
-"""The command ``cowrec tune``."""
+"""The commands that compare runs: ``cowrec sweep | tune``."""
 
 import sys
 from pathlib import Path
@@ -8,12 +8,60 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_world_size
 
-from .flag_values import count_flag, parse_local, parse_range
+from .flag_values import count_flag, parse_counts, parse_list, parse_local, parse_range
 from .run_flags import Overrides, RunToml, TrainData, load_run
 
 app = typer.Typer()
 
 _RANGE = "LOWEST,HIGHEST, or fixed. [a tenth to ten times the configuration's value]"
+
+
+@app.command()
+def sweep(
+    config: RunToml,
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, such as 1K,8K,64K.")],
+    data: TrainData = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            parser=parse_local,
+            help="Folder of the sweep; an interrupted sweep continues. [sweeps/NAME]",
+        ),
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(help="Scaling rules, separated by commas. [the TOML file's rule, and cowclip,linear,none]"),
+    ] = None,
+    clip: Annotated[str, typer.Option(help="on (the TOML file's clip rule), off, or both.")] = "on,off",
+    seeds: Annotated[int, count_flag("Runs of each combination; seeds count up from train.seed.")] = 3,
+    overrides: Overrides = None,
+) -> None:
+    """Trains a grid of batch sizes, scaling rules, clip on and off; writes sweep.jsonl and sweep.png, prints a table.
+
+    After an interruption the same command continues; with more values it adds runs to the sweep.
+
+    Example: `cowrec sweep run.toml --data data/criteo --batch-sizes 1K,8K,64K`
+    """
+    from cowrec.trainer.sweep.results import SWEEP_PLOT, plot_sweep, sweep_table
+    from cowrec.trainer.sweep.sweep import Grid, clip_remark, default_rules
+    from cowrec.trainer.sweep.sweep import sweep as run
+
+    if launched_world_size() > 1:
+        raise ValueError("sweep starts its own processes; start it without torchrun")
+    loaded, data_dir = load_run(config, overrides, data)
+    grid = Grid(
+        parse_counts(batch_sizes, "--batch-sizes"),
+        default_rules(loaded) if rules is None else parse_list(rules),
+        parse_list(clip),
+        seeds,
+    )
+    folder = output or Path("sweeps") / config.stem
+    lines = run(loaded, data_dir, folder, grid)
+    remark = clip_remark(lines)
+    picture = plot_sweep(lines, folder / SWEEP_PLOT)
+    print(f"{sweep_table(lines)}\n\n" + (f"{remark}\n" if remark else "") + f"{folder}, plot: {picture}")
 
 
 @app.command()
@@ -52,13 +100,12 @@ def tune(
     Example: `cowrec tune run.toml --data data/criteo --batch-size 1K --trials 20`
     """
     try:
-        from cowrec.trainer.tune.plot import PLOT, plot, table
-        from cowrec.trainer.tune.search import VALUES, Search, hints
-        from cowrec.trainer.tune.tune import TUNED
-        from cowrec.trainer.tune.tune import tune as run
+        from cowrec.trainer.sweep.tune import TUNED, Search, hints
+        from cowrec.trainer.sweep.tune import tune as run
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[tune]'"
         raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
+    from cowrec.trainer.sweep.results import TUNE_PLOT, VALUES, plot_tune, tune_table
 
     if launched_world_size() > 1:
         raise ValueError("tune starts its own processes; start it without torchrun")
@@ -72,7 +119,7 @@ def tune(
         raise ValueError(
             f"no trial is complete; the lines of {folder} say why; lower the ranges, or give more --trials"
         )
-    picture = plot(found.lines, metric, found.ranges, folder / PLOT)
-    print(f"{table(found.lines, metric)}\n\n{folder / TUNED}, plot: {picture}")
+    picture = plot_tune(found.lines, metric, found.ranges, folder / TUNE_PLOT)
+    print(f"{tune_table(found.lines, metric)}\n\n{folder / TUNED}, plot: {picture}")
     for message in hints(found.best, found.ranges, loaded.train.epochs):
         print(f"cowrec: {message}", file=sys.stderr)

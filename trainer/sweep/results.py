@@ -1,0 +1,340 @@
+"""Results of sweeps and studies as tables and plots.
+
+A sweep's measures stand by batch size, as mean and deviation over seeds, beside the base: the runs at the base batch
+size, where all rules are one run. A study's trials stand by their values.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, isnan, log2, nan
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from cowrec.sparse_opt import SCALING_RULES
+from cowrec.trainer.reports.plotting import plt, size_name
+from cowrec.trainer.reports.text_table import aligned
+
+Lines = Sequence[dict[str, Any]]
+Range = tuple[float, float]
+
+SWEEP_PLOT, TUNE_PLOT = "sweep.png", "tune.png"
+VALUES = ("embedding_lr", "dense_lr", "l2")
+"""Keys of `[optimizer]` that a study searches."""
+
+FEW_STEPS = 200
+"""With fewer steps than this, a large batch shows how short the run is, not how good its scaling rule."""
+
+_CLEARLY = 0.001
+"""AUC by which the best epoch must exceed the last one to be shown: 0.1 points, which 100,000 test samples resolve."""
+
+_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "gold", "C8", "C9", "black")
+_MARKERS = "osD^vP*X<>hd"
+_BASE_COLOR = "0.45"
+_MOST = 5
+
+
+class Measure(NamedTuple):
+    """How a measure is shown: ``factor`` times the lines' values, in ``form``, with the value of the true
+    probabilities, whose key is ``best_possible``."""
+
+    label: str
+    unit: str
+    unit_of_difference: str
+    factor: float
+    form: str
+    best_possible: str
+    higher_is_better: bool
+
+
+MEASURES = {
+    "auc": Measure("test AUC", " (%)", " in points", 100, ".2f", "auc", True),
+    "best_epoch_auc": Measure("test AUC of the best epoch", " (%)", " in points", 100, ".2f", "auc", True),
+    "logloss": Measure("test logloss", "", "", 1, ".4f", "logloss", False),
+    "expected_logloss": Measure("expected logloss", "", "", 1, ".4f", "expected_logloss", False),
+}
+
+Curve = tuple[str, str]
+"""Scaling rule, and clip: "on" or "off"."""
+
+Series = dict[Curve, dict[int, list[float]]]
+"""Curve -> batch size -> values of the seeds whose runs succeeded."""
+
+
+def sweep_table(lines: Lines) -> str:
+    """Two tables for each measure, its values and their differences from the base, and notes on how to read them.
+
+    AUC is in percent, its differences are in points of 100 * AUC. Lines are curves, columns are batch sizes.
+    """
+    blocks = []
+    for number, measure in enumerate(_shown_measures(lines)):
+        blocks += [_values(lines, measure, with_steps=number == 0), _differences(lines, measure)]
+    return "\n\n".join(filter(None, [*blocks, _notes(lines)]))
+
+
+def tune_table(lines: Lines, metric: str) -> str:
+    """The best trials, a line each; then how many were pruned and failed."""
+    rows = [["trial", *VALUES, "validation logloss", "AUC", "epoch"]]
+    for line in ranked(lines, metric)[:_MOST]:
+        values = [f"{line[name]:.4g}" for name in VALUES]
+        quality = [f"{line['validation_logloss']:.5f}", f"{line['validation_auc']:.5f}", str(line["best_epoch"])]
+        rows.append([str(line["trial"] + 1), *values, *quality])
+    states = [line["state"] for line in lines]
+    counts = f"{len(lines)} trials, {states.count('pruned')} of them pruned, {states.count('failed')} failed"
+    return f"{aligned(rows)}\n\n{counts}"
+
+
+def ranked(lines: Lines, metric: str) -> list[dict[str, Any]]:
+    """The complete trials of a study, the best one first, the first of equal ones."""
+    complete = [line for line in lines if line["state"] == "complete"]
+    return sorted(complete, key=lambda line: line[f"validation_{metric}"], reverse=metric == "auc")
+
+
+def series(lines: Lines, measure: str) -> Series:
+    """A measure of a sweep's lines by curve and batch size; a batch size whose runs all failed has no values."""
+    found: Series = {}
+    for line in lines:
+        values = found.setdefault((line["rule"], line["clip"]), {}).setdefault(line["batch_size"], [])
+        if line.get(measure) is not None:
+            values.append(line[measure])
+    return found
+
+
+def base_values(lines: Lines, measure: str) -> dict[str, list[float]]:
+    """The base's values of a measure over seeds, for clip on and off. Empty if no run at the base batch succeeded."""
+    # The lines of all rules are copies of one run here.
+    by_seed = {
+        (line["clip"], line["seed"]): line[measure]
+        for line in lines
+        if line["batch_size"] == line["base_batch_size"] and line.get(measure) is not None
+    }
+    values: dict[str, list[float]] = {}
+    for (clip, _), value in by_seed.items():
+        values.setdefault(clip, []).append(value)
+    return values
+
+
+def steps_by_batch_size(lines: Lines) -> dict[int, int]:
+    """Training steps at each batch size; without those whose runs all failed."""
+    steps = dict.fromkeys(sorted({line["batch_size"] for line in lines}), 0)
+    for line in lines:
+        steps[line["batch_size"]] = max(steps[line["batch_size"]], line.get("steps") or 0)
+    return {size: number for size, number in steps.items() if number}
+
+
+def too_few_steps(batch_size: int, steps: int, base: int) -> bool:
+    """Whether a batch larger than the base has too few steps to judge a scaling rule."""
+    return steps < FEW_STEPS and batch_size > base
+
+
+def few_steps_warning(batch_size: int, steps: int) -> str:
+    return f"warning: batch {size_name(batch_size)} has {steps} steps, below {FEW_STEPS}: too few steps to judge a rule"
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation over seeds; NaN for a single one."""
+    return stdev(values) if len(values) > 1 else nan
+
+
+def _shown_measures(lines: Lines) -> list[str]:
+    """The measures worth showing: AUC and logloss, and the others if a run has them or differs in them."""
+    shown = ["auc", "logloss"]
+    if any((line.get("best_epoch_auc") or 0) > (line.get("auc") or 1) + _CLEARLY for line in lines):
+        shown.insert(1, "best_epoch_auc")
+    if any(line.get("expected_logloss") is not None for line in lines):
+        shown.append("expected_logloss")
+    return shown
+
+
+def _values(lines: Lines, measure: str, *, with_steps: bool) -> str:
+    """Mean and standard deviation over seeds of each curve and batch size."""
+    how, seeds = MEASURES[measure], len({line["seed"] for line in lines})
+    sizes = sorted({line["batch_size"] for line in lines})
+    rows = [[how.label + how.unit, *map(size_name, sizes)]]
+    if with_steps:
+        steps = steps_by_batch_size(lines)
+        rows.append(["steps", *(f"{steps[size]:,}" if size in steps else "" for size in sizes)])
+    for (rule, clip), by_size in series(lines, measure).items():
+        cells = [[how.factor * value for value in by_size.get(size, [])] for size in sizes]
+        rows.append([f"{rule}, clip {clip}", *(_with_spread(cell, how.form, seeds) for cell in cells)])
+    return aligned(rows)
+
+
+def _with_spread(values: Sequence[float], form: str, seeds: int) -> str:
+    """Text such as ``80.90 ± 0.02``, with the number of seeds if some failed."""
+    if not values:
+        return "failed"
+    spread = deviation(values)
+    text = f"{mean(values):{form}}" + (f" ± {spread:{form}}" if isfinite(spread) else "")
+    return text if len(values) == seeds else f"{text} ({len(values)} of {seeds})"
+
+
+def _differences(lines: Lines, measure: str) -> str:
+    """Mean of each curve and batch size minus the mean of the base with the same clip; empty without a base."""
+    how, base, values_of_base = MEASURES[measure], lines[0]["base_batch_size"], base_values(lines, measure)
+    sizes = sorted({line["batch_size"] for line in lines} - {base})
+    if not values_of_base or not sizes:
+        return ""
+
+    def cell(values: Sequence[float] | None, at_base: Sequence[float]) -> str:
+        if not values or not at_base:
+            return ""
+        difference, spread = mean(values) - mean(at_base), deviation(at_base)
+        verdict = "better" if (difference > 0) == how.higher_is_better else "lost"
+        if abs(difference) <= spread:
+            verdict = "within"
+        return f"{how.factor * difference:+{how.form}} {'' if isnan(spread) else verdict}".strip()
+
+    rows = [[f"{how.label} minus batch {size_name(base)}'s{how.unit_of_difference}", *map(size_name, sizes)]]
+    for (rule, clip), by_size in series(lines, measure).items():
+        rows.append(
+            [f"{rule}, clip {clip}", *(cell(by_size.get(size), values_of_base.get(clip, ())) for size in sizes)]
+        )
+    return aligned(rows)
+
+
+def _notes(lines: Lines) -> str:
+    base, at_base = lines[0]["base_batch_size"], base_values(lines, "auc")
+    steps = steps_by_batch_size(lines).items()
+    notes = [few_steps_warning(size, number) for size, number in steps if too_few_steps(size, number, base)]
+    if not any(line["batch_size"] == base for line in lines):
+        notes.append(f"The base, batch {size_name(base)}, is not in this sweep; add it to see what a batch loses.")
+    elif not at_base:
+        notes.append(f"No run of the base, batch {size_name(base)}, has an AUC, so there are no differences.")
+    else:
+        notes.append(f"At the base, batch {size_name(base)}, all rules are one run, trained once for each seed.")
+        notes.append(
+            "within: the mean is within one standard deviation of the base over its seeds, else lost or better"
+            if max(map(len, at_base.values())) > 1
+            else "The base has one seed, so its spread is unknown; give --seeds 3 or more to judge differences."
+        )
+    return "\n".join(notes)
+
+
+def plot_sweep(lines: Lines, path: Path) -> Path:
+    """Draws a panel for each measure. Colour and marker: scaling rule. Solid: clip on. Dashed: clip off.
+
+    Bars are one standard deviation over seeds, and so is the band, of the base: a mean below it, for logloss above it,
+    is lost to the base.
+    """
+    measures = _shown_measures(lines)
+    columns = 2 if len(measures) in (2, 4) else 3
+    height = len(measures) // columns
+    figure, axes = plt.subplots(
+        height, columns, figsize=(5.5 * columns, 0.8 + 4.4 * height), layout="constrained", squeeze=False
+    )
+    best: dict[str, float] = next((line["best_possible"] for line in lines if line.get("best_possible")), {})
+    for axis, measure in zip(axes.flat, measures, strict=True):
+        _draw(axis, lines, series(lines, measure))
+        # A line at the base's mean, and a band of one standard deviation around it.
+        for clip, values in base_values(lines, measure).items():
+            middle, spread = mean(values), deviation(values)
+            axis.axhline(middle, color=_BASE_COLOR, lw=0.8, ls="-" if clip == "on" else "--", zorder=0)
+            if len(values) > 1:
+                axis.axhspan(middle - spread, middle + spread, color=_BASE_COLOR, alpha=0.2, lw=0, zorder=0)
+        if MEASURES[measure].best_possible in best:
+            axis.axhline(best[MEASURES[measure].best_possible], color="gray", ls=":")
+        axis.set(xlabel="batch size", ylabel=MEASURES[measure].label)
+    handles = _legend(lines, has_best=bool(best))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 2 * columns), frameon=False)
+    seeds, first = len({line["seed"] for line in lines}), lines[0]
+    over = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    figure.suptitle(f"{first['model']} on {first['data']}, {over}, {first['device']}")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def style(rule: str, clip: str) -> dict[str, Any]:
+    """Colour, marker and line of a curve."""
+    number = list(SCALING_RULES).index(rule)
+    color = _COLORS[number % len(_COLORS)]
+    return {
+        "color": color,
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markersize": 5,
+        "mfc": color if clip == "on" else "white",
+        "ls": "-" if clip == "on" else "--",
+    }
+
+
+def _draw(axis: Axes, lines: Lines, curves: Series) -> None:
+    sizes, steps, base = (
+        sorted({line["batch_size"] for line in lines}),
+        steps_by_batch_size(lines),
+        lines[0]["base_batch_size"],
+    )
+    ticks = [size_name(size) + (f"\n{steps[size]:,} steps" if size in steps else "") for size in sizes]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, ticks, minor=False)
+    # Shifted sideways, since curves may coincide; at the base batch size all of them do.
+    width = 0.08 * max(log2(sizes[-1] / sizes[0]), 1)
+    for number, ((rule, clip), by_size) in enumerate(curves.items()):
+        shift = 2 ** (width * ((number + 0.5) / len(curves) - 0.5))
+        known = {size: values for size, values in sorted(by_size.items()) if values}
+        axis.errorbar(
+            [size if size == base else size * shift for size in known],
+            [mean(values) for values in known.values()],
+            [deviation(values) for values in known.values()],
+            capsize=3,
+            **style(rule, clip),
+        )
+    axis.grid(alpha=0.3)
+
+
+def _legend(lines: Lines, *, has_best: bool) -> list[Any]:
+    """An entry for each rule, and one for each other kind of line."""
+    rules = list(dict.fromkeys(line["rule"] for line in lines))
+    clips = list(dict.fromkeys(line["clip"] for line in lines))
+    handles: list[Any] = [Line2D([], [], **style(rule, clips[0]), label=rule) for rule in rules]
+    for clip in clips:
+        handles.append(Line2D([], [], color="black", ls="-" if clip == "on" else "--", label=f"clip {clip}"))
+    if any(line["batch_size"] == lines[0]["base_batch_size"] for line in lines):
+        handles.append(
+            Patch(
+                color=_BASE_COLOR,
+                alpha=0.3,
+                label=f"spread of the base, batch {size_name(lines[0]['base_batch_size'])}",
+            )
+        )
+    if has_best:
+        handles.append(Line2D([], [], color="gray", ls=":", label="best possible"))
+    return handles
+
+
+def plot_tune(lines: Lines, metric: str, ranges: Mapping[str, Range], path: Path) -> Path:
+    """Draws the quality of each trial against each searched value. Filled: complete; open: pruned; cross: the best."""
+    key = f"validation_{metric}"
+    figure, axes = plt.subplots(1, len(ranges), figsize=(4 * len(ranges), 3.8), sharey=True, squeeze=False)
+    best, measured = ranked(lines, metric)[0], [line for line in lines if key in line]
+    for axis, (name, bounds) in zip(axes[0], ranges.items(), strict=True):
+        for state, face in (("pruned", "none"), ("complete", "C0")):
+            shown = [line for line in measured if line["state"] == state]
+            x, y = [line[name] for line in shown], [line[key] for line in shown]
+            axis.scatter(x, y, facecolors=face, edgecolors="C0", label=state, s=24)
+        axis.scatter([best[name]], [best[key]], marker="x", color="C3", s=90, label="best")
+        for line in lines:
+            if line["state"] == "failed":
+                axis.axvline(line[name], color="gray", lw=0.8, ls=":")
+        axis.set(xscale="log", xlabel=name, xlim=(bounds[0] / 1.1, bounds[1] * 1.1))
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.grid(alpha=0.3)
+    if len(measured) > 3:  # a trial gone astray would hide the differences between the good ones
+        values = np.array([line[key] for line in measured])
+        low, high = np.quantile(values, [0, 0.75]) if metric == "logloss" else np.quantile(values, [0.25, 1])
+        margin = 0.1 * (high - low) or 1e-3
+        axes[0][0].set_ylim(low - margin, high + margin)
+    axes[0][0].set_ylabel(f"validation {metric}, best epoch")
+    axes[0][0].legend(frameon=False)
+    figure.suptitle(f"{len(lines)} trials at batch size {size_name(lines[0]['batch_size'])}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

@@ -1,0 +1,143 @@
+"""Runs that share a configuration: their folder, with a JSON line for each, and their training in a subprocess."""
+
+import dataclasses
+import gc
+import hashlib
+import json
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.files import locked_folder, replace_file
+from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain, with_defaults
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, REPORT, VOCABULARY, to_json
+from cowrec.trainer.runtime.environment import prepare_process
+from cowrec.trainer.runtime.errors import Interrupted
+from cowrec.trainer.runtime.subprocess_call import Subprocess
+from cowrec.trainer.training.loop import AfterEpoch, train
+
+RUNS = "runs"
+
+
+class Runs:
+    """The runs of a folder, trained one after the other.
+
+    Attributes:
+        lines: of the runs that have ended.
+    """
+
+    def __init__(self, folder: Path, results: str, process: Subprocess) -> None:
+        self._folder, self._results, self._process = folder, folder / results, process
+        self._hash = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
+        text = self._results.read_text(encoding="utf-8") if self._results.exists() else ""
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+
+    def folder_of(self, name: str) -> Path:
+        return self._folder / RUNS / name
+
+    def train(self, config: RunConfig, name: str, after_epoch: AfterEpoch | None = None) -> dict[str, Any]:
+        """Trains a run, from its latest checkpoint if there is one. Returns its report.
+
+        A run that has a report, and whose line was lost, is not trained again. The subprocess stays, so that the next
+        run needs no start, imports and compiled kernels; a run that fails ends it. What is large goes with success.
+
+        Raises:
+            ProcessFailed: the run failed; the message is its error.
+            Interrupted: the subprocess or this process was asked to stop, which is no failure of the run.
+        """
+        folder = self.folder_of(name)
+        if not (folder / REPORT).exists():
+            train_in(self._process, config, folder, after_epoch)
+        self.remove_checkpoints(name)
+        report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        return report
+
+    def remove_checkpoints(self, name: str) -> None:
+        for large in (CHECKPOINTS, VOCABULARY):
+            shutil.rmtree(self.folder_of(name) / large, ignore_errors=True)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Keeps the line of a run that has ended; the file is replaced at once, so that it never holds half a line."""
+        self.lines.append({**line, "config_sha256": self._hash})
+        replace_file(self._results, "".join(to_json(each) + "\n" for each in self.lines).encode())
+
+
+@contextmanager
+def open_runs(folder: Path, config: RunConfig, results: str, what: str) -> Iterator[Runs]:
+    """Opens the folder of a sweep or study, alone, and writes or checks the configuration that its runs share.
+
+    Raises:
+        ValueError: another process is at work there, or the folder has another configuration or other files.
+    """
+    with locked_folder(folder), Subprocess() as process:
+        file = folder / CONFIG
+        if file.exists():
+            # Loaded, so that a key that was left out has its default.
+            if difference := first_difference(to_plain(load_config(file)), to_plain(config)):
+                raise ValueError(f"{file} has another configuration: {difference}; choose another --output")
+        elif any(each.suffix != ".partial" for each in folder.iterdir()):
+            raise ValueError(f"{folder} is not empty and not the folder of a {what}; choose another --output")
+        else:
+            save_config(config, file)
+        yield Runs(folder, results, process)
+
+
+def on_data(config: RunConfig, data_dir: Path, schema: Schema) -> RunConfig:
+    """The configuration of runs on a data set, with the defaults that depend on its samples."""
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    return with_defaults(config, schema.split("train").rows)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def train_in(
+    process: Subprocess, config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None = None
+) -> dict[str, Any]:
+    """Trains a run in a subprocess, as :meth:`Runs.train` does. Returns its report."""
+    # The runs share their data, so that regression would reach the same beside each.
+    config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, logistic_regression_rows=0))
+    if not (run_dir / CONFIG).exists():
+        shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
+    try:
+        report = process.call(_train_here, config, run_dir, answer=after_epoch or _never)
+    except KeyboardInterrupt:
+        report = None
+    if report is None:
+        process.close()
+        raise Interrupted(f"stopped in run {run_dir.name}; the same command continues there")
+    return report
+
+
+def _never(epoch: dict[str, Any]) -> bool:
+    return False
+
+
+def _train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch) -> dict[str, Any] | None:
+    """Trains in this process. Returns the report, or None if the run was interrupted."""
+    # Before and after the training loop, which handles SIGTERM itself, the signal interrupts as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # tqdm's default lock includes a semaphore, which a killed run would leave behind.
+    tqdm.set_lock(threading.RLock())
+    prepare_process()
+    if not gc.get_freeze_count():
+        gc.freeze()  # what was imported is never garbage; looking through it would take longer than building a model
+    try:
+        return train(config, Path(config.data.dir), run_dir, resume=True, after_epoch=after_epoch)
+    except (Interrupted, KeyboardInterrupt):
+        return None
+    finally:
+        # The tables of this run would otherwise be in memory together with those of the next one.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

@@ -1,0 +1,376 @@
+"""A search for the learning rates and the L2 of one batch size, by validation quality; Optuna proposes the values.
+
+Files of its folder: config.toml, tune.jsonl, tuned.toml, tune.png, runs/trial-0/ and so on. The lines of tune.jsonl
+are all that a study is made from again: Optuna's own storage would be a second truth, which a kill could tear.
+"""
+
+import dataclasses
+import json
+import time
+import tomllib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import FloatDistribution
+from optuna.trial import Trial, TrialState, create_trial
+
+from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.rotated_file import read_lines
+from cowrec.trainer.config.run import RunConfig, save_config
+from cowrec.trainer.runs.checkpoint_folder import best_epoch
+from cowrec.trainer.runs.run_dir import CONFIG, METRICS
+from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
+from cowrec.trainer.sharded_model.hyperparameters import derived_clip, derived_hyperparameters
+
+from .results import VALUES, Range, ranked
+from .runs import Runs, on_data, open_runs, say
+
+RESULTS, TUNED = "tune.jsonl", "tuned.toml"
+_DEFAULT_FACTOR = 10.0
+_EDGE = 0.05
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings of a study.
+
+    Attributes:
+        batch_size: samples per step of all trials.
+        metric: of the validation samples, "logloss" or "auc"; a trial's value is that of its best epoch.
+        ranges: (lowest, highest) of a value; None: not searched. By default a tenth to ten times the configuration's
+            value, except for 0, which is not searched.
+        validation_fraction: of the training samples, where neither the data nor the configuration have any.
+        patience: epochs without a better value after which a trial ends, where the configuration has none; 0: never.
+        prune: from the second epoch on, end a trial that is worse than the median of the others at that epoch.
+        seed: of the search; all trials train with the configuration's seed.
+    """
+
+    batch_size: int
+    metric: str = "logloss"
+    ranges: Mapping[str, Range | None] = dataclasses.field(default_factory=dict)
+    validation_fraction: float = 0.1
+    patience: int = 1
+    prune: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}")
+        if self.metric not in ("logloss", "auc"):
+            raise ValueError(f"--metric {self.metric!r} is not known; known: logloss, auc")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"--validation-fraction must be above 0 and below 1, got {self.validation_fraction}")
+        for key, value in {"patience": self.patience, "seed": self.seed}.items():
+            if value < 0:
+                raise ValueError(f"--{key} must be at least 0, got {value}")
+        for name, bounds in self.ranges.items():
+            if bounds and not 0 < bounds[0] < bounds[1] < inf:
+                raise ValueError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")
+
+    def based_on(self, config: RunConfig) -> RunConfig:
+        """The configuration with base values for the study's batch size: its own, scaled by its own rule."""
+        at_size = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=self.batch_size))
+        clip: dict[str, Any] = vars(derived_clip(at_size))
+        derived = dataclasses.asdict(derived_hyperparameters(at_size))
+        values = {key: value for key, value in derived.items() if hasattr(config.optimizer, key)}
+        return dataclasses.replace(
+            at_size,
+            optimizer=dataclasses.replace(config.optimizer, base_batch_size=self.batch_size, **values),
+            clip=dataclasses.replace(config.clip, **clip),
+        )
+
+    def searched(self, base: RunConfig) -> dict[str, Range]:
+        """The ranges of the values that are searched.
+
+        Raises:
+            ValueError: nothing is searched, or a range does not include the configuration's value.
+        """
+        found = {}
+        for name in VALUES:
+            own = getattr(base.optimizer, name)
+            default = (own / _DEFAULT_FACTOR, own * _DEFAULT_FACTOR) if own else None
+            bounds = self.ranges.get(name, default)
+            if bounds is None:
+                continue
+            if not bounds[0] <= own <= bounds[1]:
+                raise ValueError(
+                    f"{_flag(name)} {bounds[0]:g},{bounds[1]:g} does not include the first trial's, the configuration's"
+                    f" optimizer.{name} = {own:g} at batch size {self.batch_size}; widen the range, or change the value"
+                    f" with --set optimizer.{name}=VALUE"
+                )
+            found[name] = bounds
+        if not found:
+            raise ValueError(f"nothing to search: give a range with {', '.join(map(_flag, VALUES))}")
+        return found
+
+    def of_trials(self, base: RunConfig, *, has_validation: bool) -> RunConfig:
+        """The configuration that all trials share: with validation samples, and as few checkpoints as possible."""
+        train, metric = base.train, self.metric
+        checkpoint: Any = {"keep_last": 1, "keep_best": metric}
+        return dataclasses.replace(
+            base,
+            train=dataclasses.replace(
+                train,
+                validation_fraction=train.validation_fraction or (0.0 if has_validation else self.validation_fraction),
+                # Where learning rates fall over the epochs, a trial that ends early says nothing about the whole run.
+                patience=train.patience or (0 if base.optimizer.rates_follow_epochs else self.patience),
+            ),
+            checkpoint=dataclasses.replace(base.checkpoint, **checkpoint),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a study has found so far.
+
+    Attributes:
+        lines: of the finished trials, in their order.
+        best: the line of the best complete trial; None if there is none.
+        ranges: that were searched last.
+    """
+
+    lines: list[dict[str, Any]]
+    best: dict[str, Any] | None
+    ranges: dict[str, Range]
+
+
+def tune(
+    config: RunConfig, data_dir: Path, output: Path, search: Search, trials: int, timeout: float | None = None
+) -> Outcome:
+    """Searches `[optimizer]`'s embedding_lr, dense_lr and l2 at one batch size, which becomes base_batch_size.
+
+    Each trial trains a run; its value is the validation quality of its best epoch. The test split is measured at the
+    end of a trial, but not looked at. The first trial has the configuration's own values. After an interruption the
+    same call continues, the trial in progress from its latest checkpoint; with more trials or other ranges it goes on
+    from the trials it has.
+
+    Args:
+        config: shared by all trials.
+        data_dir: prepared data set.
+        output: folder of the study.
+        search: what is searched.
+        trials: number of trials that the study shall have, pruned and failed ones included.
+        timeout: seconds after which no further trial starts.
+
+    Raises:
+        ValueError: settings that cannot work, or a folder with another study or other files.
+        ProcessFailed: a trial ended otherwise than by a loss that is not finite; the next call repeats it.
+        Interrupted: by Ctrl-C or SIGTERM.
+    """
+    started = time.monotonic()
+    if trials < 1:
+        raise ValueError(f"--trials must be at least 1, got {trials}")
+    schema = Schema.load(data_dir)
+    base = search.based_on(on_data(config, data_dir, schema))
+    ranges, shared = search.searched(base), search.of_trials(base, has_validation="validation" in schema.splits)
+    with open_runs(output, shared, RESULTS, "study") as runs:
+        study = study_of(search, ranges, runs.lines)
+        while len(runs.lines) < trials and (timeout is None or time.monotonic() - started < timeout):
+            number = len(runs.lines)
+            trial, values = _next_trial(study, search, ranges, base, runs.folder_of(f"trial-{number}"))
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            say(f"\ntrial {number + 1} of {trials}: {shown}")
+            line, value = _run(runs, trial, with_values(shared, values), search.metric)
+            study.tell(trial, value, state=TrialState.PRUNED if value is None else TrialState.COMPLETE)
+            runs.add({"trial": number, "batch_size": search.batch_size, **values, **line})
+            say(f"{line['state']}{_in_short(line)}  {line['seconds']:.0f} s")
+        best = next(iter(ranked(runs.lines, search.metric)), None)
+        if best:
+            comment = _comment(runs.lines, best, search, shared, ranges)
+            save_config(tuned_config(config, base, best), output / TUNED, comment)
+        return Outcome(runs.lines, best, ranges)
+
+
+def study_of(search: Search, ranges: Mapping[str, Range], lines: list[dict[str, Any]]) -> optuna.Study:
+    """Optuna's study of the trials that have ended; those without a value count as pruned, which it learns from."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Not after the first epoch, where values that learn fast and overfit look best.
+    median = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2)
+    study = optuna.create_study(
+        direction="minimize" if search.metric == "logloss" else "maximize",
+        pruner=median if search.prune else optuna.pruners.NopPruner(),
+    )
+    key = f"validation_{search.metric}"
+    for line in lines:
+        values = {name: line[name] for name in ranges}
+        # Ranges may have become narrower since.
+        wide = {name: (min(ranges[name][0], value), max(ranges[name][1], value)) for name, value in values.items()}
+        complete = line["state"] == "complete"
+        study.add_trial(
+            create_trial(
+                state=TrialState.COMPLETE if complete else TrialState.PRUNED,
+                value=line[key] if complete else None,
+                params=values,
+                distributions=_distributions(wide),
+                intermediate_values={each["epoch"]: each[key] for each in line.get("epochs", ()) if _finite(each[key])},
+            )
+        )
+    return study
+
+
+def _distributions(ranges: Mapping[str, Range]) -> dict[str, Any]:
+    return {name: FloatDistribution(*bounds, log=True) for name, bounds in ranges.items()}
+
+
+def _next_trial(
+    study: optuna.Study, search: Search, ranges: Mapping[str, Range], base: RunConfig, folder: Path
+) -> tuple[Trial, dict[str, float]]:
+    """The trial to run next and its values: the first has the configuration's own, an interrupted one keeps its own.
+
+    The random numbers depend on the seed and the trial's number, so that an interrupted study goes on as it would have:
+    a sampler that starts again from the same seed would repeat its first values.
+    """
+    number, values = len(study.trials), {name: getattr(base.optimizer, name) for name in VALUES}
+    begun = (folder / CONFIG).exists()
+    if begun:
+        saved = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))["optimizer"]
+        values = {name: saved[name] for name in VALUES}
+    if begun or not number:
+        fixed = {name: min(max(values[name], low), high) for name, (low, high) in ranges.items()}
+        study.enqueue_trial(fixed)
+    seed = int(np.random.SeedSequence((search.seed, number)).generate_state(1)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, multivariate=True)
+        trial = study.ask(_distributions(ranges))
+    if not begun:
+        values |= trial.params
+    elif (folder / METRICS).exists():
+        for line in map(json.loads, read_lines(folder / METRICS)):
+            if line["kind"] == "eval":  # an epoch before the interruption, which pruning looks at
+                _report(trial, line["epoch"] + 1, line[f"validation_{search.metric}"])
+    return trial, values
+
+
+def _run(runs: Runs, trial: Trial, config: RunConfig, metric: str) -> tuple[dict[str, Any], float | None]:
+    """Trains a trial. Returns the values of its line, and its quality if it is complete."""
+    started, pruned, key = time.perf_counter(), False, f"validation_{metric}"
+    name = f"trial-{trial.number}"
+
+    def after_epoch(epoch: dict[str, Any]) -> bool:
+        nonlocal pruned
+        _report(trial, epoch["epoch"], epoch[key])
+        pruned = trial.should_prune()
+        return pruned
+
+    value = None
+    try:
+        report = runs.train(config, name, after_epoch)
+    except ProcessFailed as error:
+        if not str(error).startswith(f"{NonFiniteLoss.__name__}: "):
+            raise ProcessFailed(f"trial {trial.number + 1}: {error}; the same command repeats it") from None
+        runs.remove_checkpoints(name)
+        line: dict[str, Any] = {"state": "failed", "error": str(error)}
+    else:
+        line = {"state": "pruned" if pruned else "complete", **_result(report, metric)}
+        for epoch in line["epochs"]:
+            _report(trial, epoch["epoch"], epoch[key])
+        value = None if pruned else line[key]
+    return line | {"seconds": time.perf_counter() - started}, value
+
+
+def _report(trial: Trial, epoch: int, value: float | None) -> None:
+    """Reports the value of an epoch, once."""
+    if _finite(value) and epoch not in trial.study.trials[trial.number].intermediate_values:
+        trial.report(float(value or 0), epoch)
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and isfinite(value)
+
+
+def _result(report: dict[str, Any], metric: str) -> dict[str, Any]:
+    """The entries of a line that a report gives; none of the test split."""
+    best = best_epoch(report["epochs"], metric)
+    if best is None:
+        raise ValueError(f"the validation samples have no {metric}, because they have one class; take more of them")
+    keys = ("validation_auc", "validation_logloss")
+    return {
+        **{key: best[key] for key in keys},
+        "best_epoch": best["epoch"],
+        "epochs": [{key: each[key] for key in ("epoch", "step", *keys)} for each in report["epochs"]],
+        **{key: report[key] for key in ("steps", "samples_per_second", "train_seconds", "wall_seconds")},
+        **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},
+    }
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A configuration with the values of a trial."""
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **values))
+
+
+def tuned_config(config: RunConfig, base: RunConfig, best: dict[str, Any]) -> RunConfig:
+    """The configuration with the best values, and with as many epochs as were best.
+
+    The epochs stay where a run ends early by itself, or where its learning rates depend on them.
+    """
+    train = base.train
+    if not train.patience and not base.optimizer.rates_follow_epochs:
+        train = dataclasses.replace(train, epochs=best["best_epoch"])
+    return dataclasses.replace(with_values(base, {key: best[key] for key in VALUES}), train=train, data=config.data)
+
+
+def hints(best: Mapping[str, Any], ranges: Mapping[str, Range], epochs: int) -> list[str]:
+    """Messages about where better values may be found.
+
+    For each value within a twentieth of its range, in logarithms, from an end of it, and where the last of several
+    epochs was the best.
+
+    Args:
+        best: line of the best trial.
+        ranges: that were searched.
+        epochs: most epochs of a trial.
+    """
+    found = []
+    for name, (low, high) in ranges.items():
+        share = log(best[name] / low) / log(high / low)
+        if _EDGE < share < 1 - _EDGE:
+            continue
+        wider = (low / _DEFAULT_FACTOR, high) if share <= _EDGE else (low, high * _DEFAULT_FACTOR)
+        found.append(
+            f"the best optimizer.{name} = {best[name]:.4g} is at the edge of the searched {low:g} to {high:g};"
+            f" continue with {_flag(name)} {wider[0]:g},{wider[1]:g} and more --trials"
+        )
+    if best["best_epoch"] == epochs > 1:
+        found.append(
+            f"the best epoch, {epochs}, was the last one; a study with more of them (--set train.epochs={2 * epochs},"
+            " another --output) may find better values"
+        )
+    return found
+
+
+def _comment(
+    lines: list[dict[str, Any]], best: dict[str, Any], search: Search, shared: RunConfig, ranges: dict[str, Range]
+) -> str:
+    states = [line["state"] for line in lines]
+    counts = ", ".join(f"{states.count(each)} {each}" for each in ("complete", "pruned", "failed"))
+    fraction = shared.train.validation_fraction
+    samples = f"the last {fraction:g} of the training samples" if fraction else "the validation split"
+    searched = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in ranges.items())
+    return (
+        f"found by cowrec tune at batch size {search.batch_size}: trial {best['trial'] + 1} of {len(lines)}"
+        f" ({counts})\n"
+        f"by the validation {search.metric}, on {samples}:"
+        f" logloss {best['validation_logloss']:.5f}, AUC {best['validation_auc']:.5f}\n"
+        f"after epoch {best['best_epoch']} of at most {shared.train.epochs}; searched {searched}; seed {search.seed};"
+        f" commit {best['git_commit']}"
+    )
+
+
+def _in_short(line: dict[str, Any]) -> str:
+    if "error" in line:
+        return f": {line['error']}"
+    return (
+        f"  validation logloss {line['validation_logloss']:.5f}  AUC {line['validation_auc']:.5f}  epoch"
+        f" {line['best_epoch']}"
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,1 +1,0 @@
-"""`cowrec tune`: a search for the base values at one batch size."""
