@@ -8,13 +8,13 @@ from .preparation.config import PrepareConfig
 from .preparation.prepare import prepare, work_bytes
 from .reading.memory import available_bytes, resident_bytes
 from .reading.reader import Reader
-from .schema_inference.infer import infer_schema
+from .schema_inference import infer_schema
 from .streams.open import open_source
 from .streams.position import Position
 from .streams.source import Chunk, SampleSource
 from .streams.stream import SampleStream, StreamBatch
-from .synthetic.criteo_like import SynthesizeConfig, synthesize
-from .synthetic.drifting_samples import synthesize_drifting
+from .synthetic.drifting import synthesize_drifting
+from .synthetic.planted import SynthesizeConfig, synthesize
 
 if TYPE_CHECKING:
     from .dataset.batch import Batch

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
+from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
 from cowrec.trainer.bench.case_runner import run_ids, speed
 from cowrec.trainer.bench.settings import Bench, cases
 from cowrec.trainer.bench.steady_state import Case, measure

@@ -22,9 +22,14 @@ from safetensors.torch import load_file
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS
-from cowrec.data_pipeline.encoding.vocabulary import raw_ids
-from cowrec.data_pipeline.synthetic.drifting import DriftConfig, DriftingModel
-from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables, id_text, synthesize_drifting
+from cowrec.data_pipeline.encoding.encoder import raw_ids
+from cowrec.data_pipeline.synthetic.drifting import (
+    DriftConfig,
+    DriftingModel,
+    drifting_tables,
+    id_text,
+    synthesize_drifting,
+)
 from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import TrainedTable, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange

@@ -35,9 +35,8 @@ import torch
 
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.streams.open import open_sink
-from cowrec.data_pipeline.synthetic.drifting import DAY, DriftConfig
-from cowrec.data_pipeline.synthetic.drifting_samples import LABEL, best_by_window, drifting_tables
-from cowrec.data_pipeline.synthetic.metrics import exact_auc
+from cowrec.data_pipeline.synthetic.drifting import DAY, LABEL, DriftConfig, best_by_window, drifting_tables
+from cowrec.data_pipeline.synthetic.planted import exact_auc
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.reports.plotting import plt

@@ -17,8 +17,7 @@ import torch
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.schema import MISSING, RESERVED_ROWS, Schema
 from cowrec.data_pipeline.encoding.dense import bound, bounded, bucket_ids, scores
-from cowrec.data_pipeline.encoding.encoder import Encoder
-from cowrec.data_pipeline.encoding.vocabulary import hash_bucket_rows, raw_ids_of_hashed
+from cowrec.data_pipeline.encoding.encoder import Encoder, hash_bucket_rows, raw_ids_of_hashed
 from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers
 from cowrec.data_pipeline.raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED
 from cowrec.data_pipeline.raw.layouts import Layout

@@ -19,8 +19,7 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseKind,
 )
 from cowrec.data_pipeline.encoding.dense import NumberStatistics, bucket_ids, fitted, is_heavy_tailed, statistics_for
-from cowrec.data_pipeline.encoding.encoder import Encoder
-from cowrec.data_pipeline.encoding.vocabulary import Vocabulary, VocabularyCounter, counted_values
+from cowrec.data_pipeline.encoding.encoder import Encoder, Vocabulary, VocabularyCounter, counted_values
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.bad_rows import BadRow, BadRowLedger
 from cowrec.data_pipeline.raw.layouts import DenseTransform, Layout, RawField

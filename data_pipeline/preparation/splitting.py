@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.encoding.value_counts import ValueCounts
+from cowrec.data_pipeline.encoding.dense import ValueCounts
 from cowrec.data_pipeline.hashing import uniforms
 from cowrec.data_pipeline.raw.parsing import Parsed
 from cowrec.data_pipeline.raw.times import LATEST, TIME_RULES, as_times

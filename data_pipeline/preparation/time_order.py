@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cowrec.data_pipeline.encoding.value_counts import ValueCounts
+from cowrec.data_pipeline.encoding.dense import ValueCounts
 from cowrec.data_pipeline.raw.layouts import Layout
 from cowrec.data_pipeline.raw.parsing import parse
 from cowrec.data_pipeline.raw_files.segments import Block, Partition, Report

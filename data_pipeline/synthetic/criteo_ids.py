@@ -18,7 +18,7 @@ from cowrec.data_pipeline.hashing import GOLDEN, mix
 from cowrec.data_pipeline.parallel import available_cores
 
 from .criteo_frequencies import CRITEO_FREQUENCIES
-from .criteo_like import CRITEO_SIZES
+from .planted import CRITEO_SIZES
 
 _CLASS_BITS, _KEEP_BITS = 6, 26
 _UNFOLDED = 1 << 31

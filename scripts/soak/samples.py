@@ -12,8 +12,7 @@ from typing import Any
 
 import redis
 
-from cowrec.data_pipeline.synthetic.drifting import DriftConfig
-from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 
 from .processes import STREAM
 

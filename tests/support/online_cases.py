@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline import synthesize_drifting
-from cowrec.data_pipeline.synthetic.drifting import DriftConfig
-from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.online.loop import online
 from process_groups import in_processes

@@ -16,7 +16,7 @@ from torch import Tensor
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.data_pipeline.synthetic.criteo_like import NUM_DENSE
+from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.environment import prepare_process

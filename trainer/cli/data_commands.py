@@ -195,7 +195,7 @@ def stream(
     """
     from cowrec.data_pipeline.streams.open import open_sink
     from cowrec.data_pipeline.streams.sinks import DirectorySink, send
-    from cowrec.data_pipeline.synthetic.drifting_samples import drift_config, drifting_tables
+    from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
     from cowrec.data_pipeline.urls import without_credentials
 
     config, sink = drift_config(data), open_sink(to)

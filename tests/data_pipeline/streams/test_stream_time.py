@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import Position, SampleStream
-from cowrec.data_pipeline.streams import stream_time
-from cowrec.data_pipeline.streams.stream_time import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, follow
+from cowrec.data_pipeline.streams import reorder
+from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, follow
 from stream_cases import RandomSource, make_codec, numbers, sample
 
 HOUR, START = 3600, 1_700_000_000
@@ -72,7 +72,7 @@ def test_arrays_of_any_kind_use_the_same_compiled_loop():
     read_only.flags.writeable = False
     for given_times, latest in ((times, times[:0]), (read_only, times[::2]), (read_only[::2], read_only)):
         follow(given_times, latest, None, 0)
-    assert len(stream_time._follow.signatures) == 1
+    assert len(reorder._follow.signatures) == 1
 
 
 @pytest.mark.parametrize("hours", [1, 23, 10_000])

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
-from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
-from cowrec.data_pipeline.synthetic.metrics import exact_auc, exact_logloss
-from cowrec.data_pipeline.synthetic.planted import PlantedModel
+from cowrec.data_pipeline.synthetic.planted import CRITEO_SIZES, PlantedModel, exact_auc, exact_logloss
 
 SMALL = {"rows": 5000, "test_rows": 2000, "vocabulary_scale": 1e-4}
 
@@ -56,7 +54,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
 
 def test_rows_do_not_depend_on_their_number_or_on_chunks(tmp_path, monkeypatch):
     synthesize(tmp_path / "more", SynthesizeConfig(**SMALL))
-    monkeypatch.setattr("cowrec.data_pipeline.synthetic.criteo_like.CHUNK_ROWS", 700)
+    monkeypatch.setattr("cowrec.data_pipeline.synthetic.planted.CHUNK_ROWS", 700)
     synthesize(tmp_path / "fewer", SynthesizeConfig(**{**SMALL, "rows": 3000}, shard_rows=1000))
     assert table(tmp_path / "more").slice(0, 3000).equals(table(tmp_path / "fewer"))
     assert table(tmp_path / "more", "test").equals(table(tmp_path / "fewer", "test"))

@@ -8,9 +8,12 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
-from cowrec.data_pipeline.encoding.vocabulary import raw_ids
-from cowrec.data_pipeline.synthetic.drifting import DAY, LIFETIMES, DriftConfig, DriftingModel
-from cowrec.data_pipeline.synthetic.drifting_samples import (
+from cowrec.data_pipeline.encoding.encoder import raw_ids
+from cowrec.data_pipeline.synthetic.drifting import (
+    DAY,
+    LIFETIMES,
+    DriftConfig,
+    DriftingModel,
     best_by_window,
     drift_config,
     drifting_tables,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from cowrec.data_pipeline.synthetic.metrics import best_quality, exact_logloss, expected_auc
+from cowrec.data_pipeline.synthetic.planted import best_quality, exact_logloss, expected_auc
 
 LOGITS = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.7, 3.0]), min_size=2, max_size=6)
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from commands.command_line import exit_code
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.data_pipeline.synthetic.criteo_like import CRITEO_SIZES
+from cowrec.data_pipeline.synthetic.planted import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.bench import plot as results
 from cowrec.trainer.bench.absence import last_steps, measure_absence

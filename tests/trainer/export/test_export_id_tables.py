@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from cowrec.data_pipeline import SampleCodec
-from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.serving.served_model import ServedModel

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import SampleCodec
-from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online

@@ -21,7 +21,7 @@ import pytest
 
 from commands.forked_commands import Forked, run_forked
 from cowrec.data_pipeline import SampleCodec
-from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.publishing.version_reader import VersionReader

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cowrec.data_pipeline.synthetic.drifting_samples import drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runtime.errors import NonFiniteLoss

@@ -1,0 +1,418 @@
+"""Inference of a commented schema file from the first rows of a raw file."""
+
+import csv
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+
+from cowrec.data_pipeline.dataset.schema import LABEL, SAMPLE_NUMBER, SAMPLE_WEIGHT, TIME, TRUE_LOGIT, WEIGHT_SUFFIX
+from cowrec.data_pipeline.raw.labels import RawLabel
+from cowrec.data_pipeline.raw.layouts import RawKind
+from cowrec.data_pipeline.raw.missing import LOOKS_MISSING, marker_numbers
+from cowrec.data_pipeline.raw.numbers import NUMBER_PATTERN
+from cowrec.data_pipeline.raw.times import as_times
+from cowrec.data_pipeline.raw_files.inputs import find_inputs
+from cowrec.data_pipeline.raw_files.reading import look
+from cowrec.data_pipeline.raw_files.text import BYTE_ORDER_MARK, RawText
+
+LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_conversion",
+               "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class", "rating")  # fmt: skip
+POSITIVE = ("1", "yes", "y", "true", "t", "click", "clicked", "positive", "pos", "buy", "like")
+RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
+
+
+def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
+    """Returns the text of a schema file for a raw file, from its first rows; comments say what is unsure.
+
+    Args:
+        path: text, plain or compressed, Parquet or Arrow.
+        label: column of the label; by default one of two values, by its name if there are several.
+
+    Raises:
+        ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
+    """
+    sample = read_sample(path)
+    guesses = _guesses(sample)
+    repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
+    chosen, rule, note = _label(guesses, label, repeated, os.fspath(path))
+    times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
+    time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
+    lines = [
+        f"# Written by `cowrec schema infer` from the first {len(sample.rows):,} rows of {_comment(os.fspath(path))}.",
+        "# Please check each line, above all those that say unsure, then remove or correct what is wrong.",
+        *(f"# unsure: {_comment(note)}" for note in sample.notes),
+        "",
+        f"delimiter = {_toml(sample.delimiter)}",
+        f"quote = {_toml(sample.quote)}",
+        f"header = {str(sample.header).lower()}",
+        *([] if sample.header else [f"columns = [{', '.join(map(_toml, sample.columns))}]"]),
+        f"label = {_toml(chosen)}  # {note}",
+        *([f"{rule}  # unsure: which values are positive?"] if rule else []),
+        *_time_lines(time, times),
+        *_null_lines(guesses),
+        "",
+    ]
+    fields, left_out = _field_lines({name: each for name, each in guesses.items() if name not in (chosen, time)})
+    if not fields:
+        raise ValueError(f"{os.fspath(path)}: no column looks like a field; write the schema file by hand")
+    left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated]
+    return "\n".join([*lines, *left_out, *[""] * bool(left_out), "fields = [", *fields, "]", ""])
+
+
+def _guesses(sample: "RawSample") -> "dict[str, Guess]":
+    """Returns a guess for each column whose name is not repeated."""
+    columns = zip(*sample.rows, strict=True) if sample.rows else [()] * len(sample.columns)
+    return {
+        name: guess_column(name, values)
+        for name, values in zip(sample.columns, columns, strict=True)
+        if sample.columns.count(name) == 1 and name
+    }
+
+
+def _label(guesses: "Mapping[str, Guess]", asked: str, repeated: Sequence[str], path: str) -> tuple[str, str, str]:
+    """Returns the column of the label, the line of its rule or "", and a comment."""
+    if asked in repeated:
+        raise ValueError(f"{path}: several columns are called {asked!r}; rename all but the label's")
+    if asked and asked not in guesses:
+        raise ValueError(f"{path}: no column {asked!r} for the label among {', '.join(guesses)}")
+    complete = {name: each for name, each in guesses.items() if not each.missing and not each.null}
+    two_valued = [name for name, each in complete.items() if len(each.distinct) == 2]
+    plain = [name for name in two_valued if _rule(guesses[name]) == ""]
+    named = [
+        name for known in LABEL_NAMES for name in complete if name.lower() == known and _rule(guesses[name]) is not None
+    ]
+    candidates = [*[name for name in named if name in two_valued], *plain, *named, *two_valued]
+    if not asked and not candidates:
+        names = ", ".join(map(repr, repeated[:5]))
+        remark = f" (those that share a name are left out: {names}; rename them)" if repeated else ""
+        raise ValueError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN")
+    chosen = asked or candidates[0]
+    rule = _rule(guesses[chosen])
+    if rule is None:
+        raise ValueError(f"column {chosen!r} cannot be the label: its values are neither two nor all numbers")
+    others = [name for name in two_valued if name != chosen]
+    unsure = f"unsure: {_comment(', '.join(map(repr, others[:5])))} could be it too" if others and not asked else ""
+    return chosen, rule, unsure or "all values are 0 or 1" if not rule else unsure or "see the next line"
+
+
+def _rule(guess: "Guess") -> str | None:
+    """Returns the line that makes a column a label, "" if it needs none, None if it cannot be one."""
+    texts = pa.array(guess.distinct, pa.string())
+    if not len(texts) or guess.missing or guess.null:
+        return None
+    values, wrong = RawLabel().values(texts)
+    if not wrong.any():
+        return "" if len(set(values.tolist())) == 2 else None
+    if len(guess.distinct) == 2:
+        chosen = next((text for text in guess.distinct if text.lower() in POSITIVE), max(guess.distinct))
+        return f"positive = [{_toml(chosen)}]"
+    numbers = sorted(marker_numbers(guess.distinct))
+    return f"threshold = {numbers[len(numbers) // 2]!r}" if len(numbers) == len(guess.distinct) else None
+
+
+def _time_lines(time: str, times: Sequence[str]) -> list[str]:
+    if not time:
+        return ['# time = "..."  # no column holds a time in every row']
+    others = [name for name in times if name != time]
+    unsure = f"  # unsure: {_comment(', '.join(map(repr, others)))} could be it too" if others else ""
+    return [f"time = {_toml(time)}{unsure}"]
+
+
+def _null_lines(guesses: "Mapping[str, Guess]") -> list[str]:
+    markers = sorted({text for guess in guesses.values() for text in guess.null})
+    if not markers:
+        return []
+    return [f"null = [{', '.join(map(_toml, markers))}]  # unsure: these look like missing values"]
+
+
+def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
+    """Returns the entries of `fields`, and comments on the columns that are left out."""
+    fields, left_out, used = [], [], set(RESERVED)
+    for column, guess in guesses.items():
+        missing = f"; {100 * guess.missing:.3g} % missing" if guess.missing else ""
+        if not guess.kind:
+            left_out.append(f"# left out: {_comment(repr(column))}: {guess.why}{missing}")
+            continue
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", column).lstrip("-") or "field"
+        name = name + "_" if name.endswith(WEIGHT_SUFFIX) else name
+        while name in used or name.startswith(("label_", "kept_")):
+            name = f"field_{name}"
+        # A numeric field may get a second one, of its buckets.
+        used |= {name, f"{name}_bucket", f"{name}{WEIGHT_SUFFIX}"}
+        keys = {"name": name, **({} if name == column else {"column": column}), "kind": guess.kind, **guess.keys}
+        text = ", ".join(f"{key} = {_toml(value)}" for key, value in keys.items())
+        fields.append(f"    {{{text}}},  # {_comment(guess.why)}{missing}")
+    return fields, left_out
+
+
+def _toml(text: str) -> str:
+    """Returns a TOML string; TOML takes JSON's escapes, and DEL only as one."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _comment(text: str) -> str:
+    """Returns text without what a comment must not have."""
+    return re.sub(r"[\x00-\x1f\x7f]", " ", text)
+
+
+SAMPLE_BYTES = 8 << 20
+SAMPLE_ROWS = 50_000
+DELIMITERS = ",\t;|"
+PROBED_LINES = 200
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """The first rows of a file.
+
+    Attributes:
+        columns: names, possibly repeated; invented if the file has no header.
+        rows: values as text, empty where null; None for a list.
+        delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
+        notes: what is unsure.
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str | None, ...]]
+    delimiter: str = ","
+    quote: str = '"'
+    header: bool = True
+    notes: tuple[str, ...] = ()
+
+
+def read_sample(path: str | os.PathLike[str]) -> RawSample:
+    """Reads the first rows of a text, Parquet or Arrow file.
+
+    Raises:
+        ValueError: the file cannot be read, or is text without columns.
+    """
+    files = find_inputs([os.fspath(path)])
+    source, types = look(files[0])
+    if types is None:
+        return _text_sample(source.path)
+    if source.format == "parquet":
+        batches = pq.ParquetFile(source.path).iter_batches(SAMPLE_ROWS)
+        table = pa.Table.from_batches([next(batches)]) if types and (batches := iter(batches)) else pa.table({})
+    else:
+        table = pa.feather.read_table(source.path, memory_map=True).slice(0, SAMPLE_ROWS)
+    columns = [_texts(column) for column in table.columns]
+    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)))
+
+
+def _texts(column: pa.ChunkedArray) -> list[str | None]:
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_nested(column.type):
+        return [None] * len(column)
+    return ["" if value is None else value for value in column.cast(pa.string()).to_pylist()]
+
+
+def _text_sample(path: str) -> RawSample:
+    with RawText(path) as text:
+        data = text.read(SAMPLE_BYTES)
+        complete = len(data) < SAMPLE_BYTES
+    data = data.removeprefix(BYTE_ORDER_MARK)
+    data = data if complete else data[: data.rfind(b"\n") + 1]
+    lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
+    if not lines:
+        raise ValueError(f"input file {path} has no samples")
+    notes = _encoding_notes(data, path)
+    odd = sum(line.count('"') % 2 for line in lines)
+    quote = "" if odd > len(lines) / 100 else '"'
+    if odd:
+        meaning = "so quotes seem to have no meaning" if not quote else "which `prepare` reports as bad lines"
+        notes.append(f"{odd} lines of the sample have an odd number of quotes, {meaning}")
+    delimiter, width = _delimiter(lines[:PROBED_LINES], quote, path)
+    rows = [row for row in _split(lines[: SAMPLE_ROWS + 1], delimiter, quote) if len(row) == width]
+    wrong = min(len(lines), SAMPLE_ROWS + 1) - len(rows)
+    if wrong:
+        notes.append(f"{wrong} lines of the sample do not have {width} columns; `prepare` reports them as bad lines")
+    header, sure = _header(rows)
+    if not sure:
+        notes.append(f"the first line {'looks like a header' if header else 'looks like a sample'}, but check `header`")
+    columns = rows[0] if header else tuple(f"column{number}" for number in range(1, width + 1))
+    return RawSample(columns, [*rows[header:]], delimiter, quote, header, tuple(notes))
+
+
+def _encoding_notes(data: bytes, path: str) -> list[str]:
+    """A note on lines that are not UTF-8. Raises ValueError if that is the first one, which may be a header."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        problem = f"line {number}: not UTF-8 (byte 0x{data[error.start]:02x})"
+        if number == 1:
+            raise ValueError(f"{path}, {problem}; convert the file to UTF-8 first") from error
+        return [f"{problem}; `prepare` refuses such lines, convert the file to UTF-8 first"]
+    return []
+
+
+def _split(lines: Sequence[str], delimiter: str, quote: str) -> list[tuple[str, ...]]:
+    rows = []
+    for line in lines:
+        if quote and quote in line:
+            rows.append(tuple(next(csv.reader([line], delimiter=delimiter, quotechar=quote), [])))
+        else:
+            rows.append(tuple(line.split(delimiter)))
+    return rows
+
+
+def _delimiter(lines: Sequence[str], quote: str, path: str) -> tuple[str, int]:
+    """Returns the delimiter that divides most lines alike, into most columns, and their number."""
+    found = []
+    for delimiter in DELIMITERS:
+        width, count = Counter(len(row) for row in _split(lines, delimiter, quote)).most_common(1)[0]
+        if width > 1:
+            found.append((count, width, delimiter))
+    if not found:
+        raise ValueError(f"{path}: no delimiter found among {DELIMITERS!r}; write the schema file by hand")
+    _, width, delimiter = max(found, key=lambda each: each[:2])
+    return delimiter, width
+
+
+def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
+    """Returns whether the first row is a header, and whether that is sure."""
+    first, others = rows[0], rows[1 : PROBED_LINES + 1]
+    if not all(first) or any(NUMBER_PATTERN.fullmatch(text) for text in first):
+        return False, True
+    if not others:
+        return len(set(first)) == len(first), False
+    columns = list(zip(*others, strict=True))
+    numbers = [all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
+    if any(numbers):
+        return True, True
+    if len(set(first)) < len(first):
+        return False, True
+    return not any(name in column for name, column in zip(first, columns, strict=True)), False
+
+
+SEPARATORS = "|;,^ "
+FEW_VALUES = 20
+"""An integer column with at most so many distinct numbers is probably one of codes."""
+LONG_TEXT = 60
+"""Mean length of values from which on a column is probably free text."""
+ID_NAME = re.compile(
+    r"(^|_|\b)(id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip|hour|day|month)s?$", re.I
+)
+TIME_NAME = re.compile(r"(time|date|stamp|^ts$|_at$|^at$)", re.I)
+
+
+@dataclass
+class Guess:
+    """A guess about a column.
+
+    Attributes:
+        kind: of a field; "time" for text that is always a time; "" for a column that is better left out.
+        keys: further keys of the field.
+        null: texts in it that seem to mean a missing value.
+        why: what speaks for the guess, or what is unsure.
+        distinct: its distinct values, the missing ones aside.
+        missing: share of missing values.
+        is_time: True if all values are valid times.
+    """
+
+    kind: RawKind | str = ""
+    keys: dict[str, str] = field(default_factory=dict)
+    null: tuple[str, ...] = ()
+    why: str = ""
+    distinct: tuple[str, ...] = ()
+    missing: float = 0.0
+    is_time: bool = False
+
+
+def guess_column(name: str, values: Sequence[str | None]) -> Guess:
+    """Guesses what the values of a column are."""
+    if values and values[0] is None:
+        return Guess("multi", {"separator": "|"}, why="lists; the separator applies to text only")
+    texts = [value or "" for value in values]
+    markers = tuple(sorted({text for text in texts if text and text.lower() in LOOKS_MISSING}))
+    known = [text for text in texts if text and text not in markers]
+    distinct = tuple(dict.fromkeys(known))
+    guess = Guess(null=markers, distinct=distinct, missing=1 - len(known) / max(len(texts), 1))
+    if len(distinct) < 2:
+        guess.why = "one value only" if distinct else "no value at all"
+        return guess
+    if all(NUMBER_PATTERN.fullmatch(text) and math.isfinite(float(text)) for text in distinct):
+        _guess_number(guess, name, known)
+    else:
+        _guess_text(guess, known)
+    # A number is a valid time too: of Unix seconds.
+    numbers = any(NUMBER_PATTERN.fullmatch(text) for text in distinct)
+    if not guess.missing and (not numbers or (TIME_NAME.search(name) and _lately(distinct))):
+        guess.is_time = not as_times(pa.array(list(distinct), pa.string()), "timestamp")[1].any()
+    return guess
+
+
+def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
+    distinct, rows = guess.distinct, len(known)
+    integers = all(text.lstrip("+-").isdecimal() for text in distinct)
+    if any(re.fullmatch(r"0[0-9]+", text) for text in distinct):
+        guess.kind, guess.why = "categorical", "digits with leading zeros"
+    elif integers and len(distinct) == rows > FEW_VALUES and (ID_NAME.search(name) or _consecutive(known)):
+        guess.kind, guess.why = "", "another number in each row, so it identifies the row"
+    elif integers and ID_NAME.search(name):
+        guess.kind, guess.why = "categorical", f"{len(distinct)} different integers, and the name of an id"
+    elif integers and len(distinct) <= FEW_VALUES:
+        guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
+    else:
+        guess.kind, guess.why = "numeric", "unsure: integers, amounts or ids" if integers else "numbers with decimals"
+        if _heavy_tailed([float(text) for text in known]):
+            guess.why += '; heavy tail: the default transform "quantile", "log" or "buckets" suit, "minmax" does not'
+
+
+def _lately(distinct: Sequence[str]) -> bool:
+    """True for numbers that are Unix seconds of the years from 1973 on."""
+    return all(NUMBER_PATTERN.fullmatch(text) and float(text) > 10**8 for text in distinct)
+
+
+def _consecutive(known: Sequence[str]) -> bool:
+    numbers = [int(text) for text in known]
+    return max(numbers) - min(numbers) < 2 * len(numbers)
+
+
+def _heavy_tailed(numbers: Sequence[float]) -> bool:
+    parts = quantiles(numbers, n=20)
+    return parts[-1] - parts[0] < 0.1 * (max(numbers) - min(numbers))
+
+
+def _guess_text(guess: Guess, known: Sequence[str]) -> None:
+    distinct = guess.distinct
+    found = [each for each in (_as_list(separator, known, distinct) for separator in SEPARATORS) if each]
+    if found:
+        _, guess.kind, guess.keys, guess.why = max(found, key=lambda each: each[0])
+    elif sum(map(len, known)) > LONG_TEXT * len(known):
+        guess.kind, guess.why = "", "long text, which has few ids in common"
+    elif len(distinct) == len(known) > FEW_VALUES:
+        guess.kind, guess.why = "", "another value in each row, so it identifies the row"
+    else:
+        guess.kind, guess.why = "categorical", f"{len(distinct)} different values"
+        if len(distinct) > 0.5 * len(known) > FEW_VALUES:
+            guess.why = f"unsure: {len(distinct)} different values in {len(known)} rows"
+    if guess.null:
+        guess.why += f"; unsure: {', '.join(map(repr, guess.null))} may be a missing value"
+
+
+def _as_list(
+    separator: str, known: Sequence[str], distinct: Sequence[str]
+) -> tuple[float, RawKind, dict[str, str], str] | None:
+    """Returns how much shorter a list of the distinct parts is, and the field, if values look joined by a separator."""
+    several = sum(separator in text for text in known)
+    parts = Counter(part for text in known for part in text.split(separator))
+    if several < 0.2 * len(known) or len(parts) > 0.5 * len(distinct) or not all(parts):
+        return None
+    gain = len(distinct) / len(parts)
+    for weight_separator in ":=":
+        halves = [part.rpartition(weight_separator) for part in parts]
+        if all(left and NUMBER_PATTERN.fullmatch(weight) for left, _, weight in halves):
+            keys = {"separator": separator, "weight_separator": weight_separator}
+            return gain, "weighted", keys, f"{len({left for left, _, _ in halves})} different ids with numbers"
+    return gain, "multi", {"separator": separator}, f"unsure: {len(parts)} different parts in {len(distinct)} values"

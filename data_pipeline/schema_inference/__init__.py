@@ -1,1 +1,0 @@
-"""A schema file written from a sample of raw data."""
