@@ -38,7 +38,7 @@ from cowrec.sparse_opt.tbe.layout import BagsOfLookup
 from cowrec.trainer.bench.absence import last_steps
 from cowrec.trainer.bench.settings import EPOCH_SAMPLES, criteo_config
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.sharded_model.hyperparameters import derived_clip, derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import derived_clip, derived_hyperparameters
 
 KERNELS = ("find", "replay", "update")
 _WARMUP_STEPS = 5

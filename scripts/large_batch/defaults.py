@@ -27,10 +27,9 @@ from cowrec.trainer.measures.logistic_regression import LogisticRegression
 from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule, derived_hyperparameters
 from cowrec.trainer.training.dataloading import Readers
 from cowrec.trainer.training.evaluation import predicted_samples
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 
 EPOCHS, HELD_OUT = 3, 0.1
@@ -133,7 +132,7 @@ def train_cowrec(
     found: dict[str, list[Any]] = {"validation": [], "test": []}
     with process_group("cpu") as process:
         schedule = Schedule.of_epochs(config.optimizer, len(read.train), epochs * len(read.train), Schedule().ramp)
-        state = TrainState(config, read.train.schema, process, schedule)
+        state = TrainState(RunPlan.of(config, read.train.schema, process, schedule=schedule))
         for epoch in range(epochs):
             batches = state.ids.training_batches(read.train.epoch(epoch))
             for _ in range(read.train.steps(epoch)):

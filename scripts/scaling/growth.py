@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cowrec.trainer.runtime.environment import prepare_process
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 prepare_process()  # before torch is loaded
 
@@ -31,7 +32,6 @@ from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training.dataloading import even_slices, keep_resident, training_readers
 from cowrec.trainer.training.evaluation import evaluate
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.trainer import Trainer
 
 from .meter import metered
@@ -94,8 +94,9 @@ def _phases(folder: Path) -> None:
     phases: dict[str, Any] = {}
     with process_group("cpu") as process:
         with metered() as phases["start"]:
-            readers = training_readers(config, Path(config.data.dir), process)
-            trainer = Trainer(config, readers.train.schema, run_dir, process, Schedule(), "stop")
+            plan = RunPlan.of(config, Schema.load(config.data.dir).of_batches(), process)
+            readers = training_readers(plan)
+            trainer = Trainer(plan, run_dir, "stop")
             keep_resident(readers.train, config, process)
         with trainer.running(resume):
             if resume:

@@ -39,9 +39,9 @@ from cowrec.trainer.config.run import RunConfig, config_from
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
+from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training import pipeline
 from cowrec.trainer.training.pipeline import Output, Step
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 from device_watch import Call, DeviceWatch, numbers
 from fake_cuda import build_guard, fake_cuda, fake_process_group, run_with_guard
@@ -175,7 +175,7 @@ class _Run:
         config, self._schema = config_from(case.config), _schema(case.config)
         self._process = Process(case.rank, case.world_size, case.world_size, False, torch.device("cuda", case.rank))
         with patch.object(pipeline, "CudaGraphCapture", lambda: self):
-            self._state = TrainState(config, self._schema, self._process, Schedule(100))
+            self._state = TrainState(RunPlan.of(config, self._schema, self._process, schedule=Schedule(100)))
         self._losses = LossWatch(self._process)
         self._batches = self._state.ids.training_batches(self._epoch(config))
         self._watch, self._launches, self._graph = DeviceWatch(), launches, _Record([], [])

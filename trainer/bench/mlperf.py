@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch
+from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import attach_cowclip
 from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
@@ -32,6 +32,7 @@ from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 from cowrec.trainer.sharded_model.build import dense_parameters, set_product_precision, shard, train_task
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.pipeline import pipeline_of
 
 from .case_runner import speed
@@ -191,7 +192,8 @@ def build_mlperf(case: MLPerfCase, process: Process) -> DistributedModelParallel
     ]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     network = ClickDCN(collection, DENSE_FEATURES, BOTTOM_MLP, TOP_MLP, CROSS_LAYERS, CROSS_RANK)
-    return shard(train_task(network, config, process), config, process)
+    plan = RunPlan.of(config, Schema("mlperf", (), (), {}), process, bags=tables)
+    return shard(train_task(network, plan), plan)
 
 
 def make_batch(table_rows: tuple[int, ...], global_batch_size: int, process: Process, seed: int) -> Batch:

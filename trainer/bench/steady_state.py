@@ -23,7 +23,7 @@ from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
 
 from .absence import last_steps
@@ -114,17 +114,18 @@ def measure(case: Case) -> Measurement:
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
         rss_before = memory("VmRSS", process.device)
-        model = build_sharded(case.config, schema, process)
-        adam = embedding_optimizer(case.config, schema, model)
+        plan = RunPlan.of(case.config, schema, process)
+        model = build_sharded(plan)
+        adam = embedding_optimizer(plan, model)
         assert isinstance(adam, EmbeddingAdam)
-        values = derived_hyperparameters(case.config)
+        values = plan.full.hyperparameters
         dense = DenseAdam(dense_parameters(model), values, case.config.optimizer.adam_epsilon)
-        captured = None if why_not_captured(case.config, schema, process, model, adam) else adam
+        captured = None if why_not_captured(plan, model, adam) else adam
         pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)
         batches = iter(on_device)
         dense.prepare(0, values.dense_lr)
         pipeline.progress(batches)
-        enter_steady_state(case, adam, _gradient_size(case, adam, first_batch[0]))
+        enter_steady_state(case, adam, _gradient_size(adam, first_batch[0], values.betas[1]), values.betas)
 
         def step(index: int) -> None:
             dense.prepare(case.steps_before + index, values.dense_lr)
@@ -177,20 +178,20 @@ def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
     return made
 
 
-def _gradient_size(case: Case, adam: EmbeddingAdam, batch: Batch) -> Tensor:
+def _gradient_size(adam: EmbeddingAdam, batch: Batch, second_decay: float) -> Tensor:
     """Root mean square of the gradients that the first step left in the second moments of its rarest rows: float [P].
 
     Gradients of frequent rows are larger sums, but do not matter, since these rows are never absent for long.
     """
     second, counts = _rows_of(batch, _stored(adam), "exp_avg_sq")
-    return (second[counts == counts.min()].mean(0) / (1 - derived_hyperparameters(case.config).betas[1])).sqrt().cpu()
+    return (second[counts == counts.min()].mean(0) / (1 - second_decay)).sqrt().cpu()
 
 
-def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor) -> None:
+def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor, betas: tuple[float, float]) -> None:
     """Sets the moments and, if there are any, the last steps of all rows to their values after ``steps_before``."""
     adam.steps = case.steps_before
     state = _stored(adam)
-    first_decay, second_decay = derived_hyperparameters(case.config).betas
+    first_decay, second_decay = betas
     device = next(iter(state.values())).device
     generator, size = torch.Generator(device).manual_seed(1), size.to(device)
     start = 0

@@ -28,7 +28,7 @@ from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.environment import launched_world_size
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
-from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, table_specs, tables_of
+from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, tables_of
 from cowrec.trainer.training.saved_run import run_of, trained_state
 
 from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
@@ -95,7 +95,7 @@ def export_run(
             columns = rows_and_ids(spec, state.id_tables)
             return trained_table(spec, rows[columns[0]], columns)
 
-        tables = (table(spec) for spec in table_specs(schema, config))
+        tables = (table(spec) for spec in state.plan.tables)
         dense, vocabulary = dense_weights(state.model), run_dir / VOCABULARY
         with written_folder(output, last=MANIFEST) as folder:
             model = (config.model, schema, vocabulary, dense, tables, precision)

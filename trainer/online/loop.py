@@ -31,8 +31,8 @@ from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.run_dir import write_report
 from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
+from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.trainer import Trainer, require_run_dir
 
 from .measurements import Measurements
@@ -106,9 +106,9 @@ class _OnlineRun:
         self.config, self.run_dir, self.process = config, run_dir, process
         self.codec = SampleCodec.load(config.data.dir)
         self.codec.require_trainable()
-        schedule, schema, skip = Schedule(config.online.warmup_steps), self.codec.schema, config.online.on_nonfinite
+        plan = RunPlan.of(config, self.codec.schema, process, schedule=Schedule(config.online.warmup_steps))
         # A batch is not taken before the one before it was trained on, which would postpone its predictions.
-        self.trainer = Trainer(config, schema, run_dir, process, schedule, skip, reads_ahead=False)
+        self.trainer = Trainer(plan, run_dir, config.online.on_nonfinite, reads_ahead=False)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.sharding = describe_sharding(self.state.model)
         self.measured = Measurements(self.trainer)
@@ -132,8 +132,7 @@ class _OnlineRun:
         with ExitStack() as opened:
             on_first(self.process, lambda: opened.enter_context(self.opened_stream(position)))
             if publish:
-                arguments = (self.config, self.trainer.schema, self.state, self.run_dir, self.process)
-                publication = OnlinePublication(publish, *arguments, self.trainer.warn)
+                publication = OnlinePublication(publish, self.state, self.run_dir, self.trainer.warn)
                 self.publication = opened.enter_context(closing(publication))
             on_first(self.process, lambda: opened.enter_context(self.served_metrics()))
             log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes))

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import RESERVED_ROWS, Schema
-from cowrec.trainer.config.run import RunConfig
+from cowrec.data_pipeline import RESERVED_ROWS
 from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.current_rows import CurrentRows, TakenRows, assembled
@@ -30,7 +29,7 @@ from cowrec.trainer.publishing.target import DEADLINE, open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.peers import CHUNK, Peers
 from cowrec.trainer.runtime.processes import Process, from_first, on_first
-from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
+from cowrec.trainer.sharded_model.tables import TableSpec
 from cowrec.trainer.training.state import TrainState
 
 from .known_ids import KnownIds
@@ -55,11 +54,8 @@ class OnlinePublication:
 
     Args:
         url: of the target.
-        config: of the run.
-        schema: of the data.
         state: its model is published.
         run_dir: receives the export, unless it has one.
-        process: this process.
         say: receives a warning when publications begin to fail.
 
     Raises:
@@ -70,15 +66,12 @@ class OnlinePublication:
     def __init__(
         self,
         url: str,
-        config: RunConfig,
-        schema: Schema,
         state: TrainState,
         run_dir: Path,
-        process: Process,
         say: Callable[[str], None],
     ):
-        self._config, self._state, self._say = config.online, state, say
-        self._specs = table_specs(schema, config)
+        config, schema, process = state.plan.config, state.plan.schema, state.plan.process
+        self._config, self._state, self._say, self._specs = config.online, state, say, state.plan.tables
         self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
         self._rows = CurrentRows(state.model, state.adam, process.rank)

@@ -15,8 +15,8 @@ from cowrec.data_pipeline import Schema
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import ShardingKind
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.build import unsharded_task
-from cowrec.trainer.sharded_model.hyperparameters import fused_params
+from cowrec.trainer.sharded_model.build import fused_params, unsharded_task
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.tables import table_specs
 
@@ -192,8 +192,9 @@ def sharding_of(config: RunConfig, schema: Schema, cluster: Cluster) -> Sharding
     """
     process = _rank(cluster, 0, cluster.device)
     with fake_group(process):
-        task = unsharded_task(config, schema, process)
-        made = sharding_plan(task, config, process, EmbeddingBagCollectionSharder(fused_params=fused_params(config)))
+        plan = RunPlan.of(config, schema, process)
+        sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config.optimizer, plan.full.hyperparameters))
+        made = sharding_plan(unsharded_task(plan), plan.kinds, config, process, sharder)
     return ShardingPlan({path: _on_cpu(tables) for path, tables in made.plan.items()})
 
 

@@ -1,5 +1,6 @@
 """A rank's model, built by the code that trains, and its rehearsed training step: memory by part, traffic and work."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.environment import quiet_libraries
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters, embedding_optimizer, shard, unsharded_task
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.tables import table_specs
 
 from .rehearsal import SENDERS, Collective, Mail, Rehearsal, Work
@@ -73,12 +75,13 @@ def rehearse(
         mail: what the peers send, of :func:`letters`.
         plan: of the tables, by default that of the configuration.
     """
-    task = unsharded_task(config, schema, process)
+    of_run = _plan_of_run(config, schema, process)
+    task = unsharded_task(of_run)
     mode = Rehearsal(process.rank, mail)
     _make_fake(task, mode)
     with mode:
-        model = shard(task, config, process, plan, Unreplicated())
-        optimizer = embedding_optimizer(config, schema, model)
+        model = shard(task, of_run, plan, Unreplicated())
+        optimizer = embedding_optimizer(of_run, model)
         own = batch.slice_of(process.rank, process.world_size)
         own.dense, own.label = mode.fake(own.dense), mode.fake(own.label)
         memory = _memory(model, optimizer)
@@ -94,6 +97,12 @@ def rehearse(
     memory["activations"] = mode.peak - before
     exchanged = _id_exchange(config, schema, process, own.sparse)
     return RankStep(process.rank, memory, [*exchanged, *mode.collectives], mode.work)
+
+
+def _plan_of_run(config: RunConfig, schema: Schema, process: Process) -> RunPlan:
+    """The plan of the run on the CPU, on which no table is in unified memory."""
+    sharding = dataclasses.replace(config.sharding, memory="device")
+    return RunPlan.of(dataclasses.replace(config, sharding=sharding), schema, process)
 
 
 def _id_exchange(
@@ -159,10 +168,11 @@ def letters(
     """
     posted = []
     mode = Rehearsal(process.rank, Mail())
-    task = unsharded_task(config, schema, process)
+    of_run = _plan_of_run(config, schema, process)
+    task = unsharded_task(of_run)
     _make_fake(task, mode)
     with mode:
-        model = shard(task, config, process, plan, Unreplicated())
+        model = shard(task, of_run, plan, Unreplicated())
         ((_, collection),) = sharded_collections(model).items()
         (kinds,) = model.plan.plan.values()
         replicated = {

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch, Reader
+from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.tables import TableSpec, table_specs
 from cowrec.trainer.training.dataloading import even_slice, training_readers
 
@@ -56,7 +57,9 @@ def first_batches(config: RunConfig, data_dir: Path, most: int = 8) -> list[Glob
 
 
 def _opened(config: RunConfig, data_dir: Path, step: int = 0) -> tuple[Reader, Iterator[Batch]]:
-    reader = training_readers(config, data_dir, Process(0, 1, 1, False, torch.device("cpu"))).train
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data_dir)))
+    plan = RunPlan.of(config, Schema.load(data_dir).of_batches(), Process(0, 1, 1, False, torch.device("cpu")))
+    reader = training_readers(plan).train
     return reader, iter(reader.epoch(0, step))
 
 

@@ -27,8 +27,7 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.environment import prepare_process, quiet_libraries
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
-from cowrec.trainer.training.batch_ramp import BatchRamp
-from cowrec.trainer.training.schedule import Schedule
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.state import TrainState
 
 from .rehearsal import SENDERS, Mail, is_exchange_of_ids
@@ -93,8 +92,7 @@ def training_alone(config: RunConfig, schema: Schema, rank: TimedRank) -> Iterat
     os.environ["LOCAL_WORLD_SIZE"] = str(process.local_world_size)
     logging.getLogger("torchrec").setLevel(logging.ERROR)  # it has a line for each data-parallel table
     with patch.object(dist, "broadcast_object_list", keep_objects), quiet_libraries():
-        schedule = Schedule.of_epochs(config.optimizer, _MOST_STEPS, _MOST_STEPS, BatchRamp.of(config))
-        yield TrainState(config, schema, process, schedule)
+        yield TrainState(RunPlan.of(config, schema, process))
 
 
 class _Deliveries:

@@ -1,10 +1,16 @@
 """Construction of a run's sharded model and the optimizer of its tables from a data schema and a configuration."""
 
-import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterWeightDecayMode,
+    CowClipDefinition,
+    WeightDecayMode,
+)
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -23,16 +29,16 @@ from cowrec.sparse_opt import (
 from cowrec.sparse_opt.tbe.fused_rates import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.config.nearest_name import require_known
+from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runtime.processes import Process
 
-from .hyperparameters import derived_clip, derived_hyperparameters, fused_params
+from .run_plan import RunPlan
 from .sharding import sharding_plan
-from .tables import embedding_tables, fill_tables, require_tables, table_specs
+from .tables import fill_tables, require_tables
 from .task import MeanLoss, TrainTask
 
 
-def build_sharded(config: RunConfig, schema: Schema, process: Process) -> DistributedModelParallel:
+def build_sharded(plan: RunPlan) -> DistributedModelParallel:
     """Builds the run's model and shards it over the process group; initial values depend on the seed, not on the plan.
 
     Returns:
@@ -42,26 +48,27 @@ def build_sharded(config: RunConfig, schema: Schema, process: Process) -> Distri
         ValueError: the device lacks the optimizer or precision, the sharding does not suit the run, or a table is
             unknown.
     """
-    set_product_precision(config.train.precision, process.device)
-    sharded = shard(unsharded_task(config, schema, process), config, process)
-    fill_tables(sharded, table_specs(schema, config), config.optimizer.embedding_init_std, config.train.seed)
+    config = plan.config
+    set_product_precision(config.train.precision, plan.process.device)
+    sharded = shard(unsharded_task(plan), plan)
+    fill_tables(sharded, plan.tables, config.optimizer.embedding_init_std, config.train.seed)
     return sharded
 
 
-def unsharded_task(config: RunConfig, schema: Schema, process: Process) -> TrainTask:
+def unsharded_task(plan: RunPlan) -> TrainTask:
     """Builds the run's model with its loss; its tables are on the meta device.
 
     Raises:
         ValueError: the device lacks the optimizer, or a table is unknown.
     """
+    config, schema, process = plan.config, plan.schema, plan.process
     if config.optimizer.embedding == "fbgemm_adam" and process.device.type != "cuda":
         raise ValueError('optimizer.embedding = "fbgemm_adam" exists on CUDA only; on CPU use "adam"')
     torch.manual_seed(config.train.seed)
-    tables = embedding_tables(schema, table_specs(schema, config))
-    require_tables("optimizer.embedding_lr_factors", config.optimizer.embedding_lr_factors, tables)
+    require_tables("optimizer.embedding_lr_factors", config.optimizer.embedding_lr_factors, plan.bags)
     model = build_model(
         config.model,
-        tables,
+        plan.bags,
         len(schema.dense),
         is_weighted=schema.is_weighted,
         fields=[field.name for field in schema.sparse],
@@ -72,7 +79,7 @@ def unsharded_task(config: RunConfig, schema: Schema, process: Process) -> Train
         _require_no_batch_norm(model, config.model.name)
     loss_of_sample = loss_of(config.train.loss, config.train.loss_options, len(schema.labels))
     loss = MeanLoss(process.world_size, loss_of_sample, mean_weight(schema), task_weights(config, schema))
-    return train_task(model, config, process, loss)
+    return train_task(model, plan, loss)
 
 
 def _require_no_batch_norm(model: nn.Module, name: str) -> None:
@@ -97,17 +104,17 @@ def task_weights(config: RunConfig, schema: Schema) -> list[float]:
     return [config.train.task_weights.get(name, 1.0) for name in schema.labels]
 
 
-def train_task(model: nn.Module, config: RunConfig, process: Process, loss: MeanLoss | None = None) -> TrainTask:
+def train_task(model: nn.Module, plan: RunPlan, loss: MeanLoss | None = None) -> TrainTask:
     """Combines a model with its loss, by default the mean cross-entropy.
 
     Args:
         model: ``forward(dense, sparse) -> logits [B]``, with one EmbeddingBagCollection on the meta device.
-        config: precision, and the optimizer of the tables.
-        process: this process.
+        plan: of the run.
         loss: of the logits.
     """
+    config, process = plan.config, plan.process
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
-    values, factors = derived_hyperparameters(config), config.optimizer.embedding_lr_factors
+    values, factors = plan.full.hyperparameters, config.optimizer.embedding_lr_factors
     task = TrainTask(model, loss or MeanLoss(process.world_size), values.l2, config.optimizer.cross_l2, bfloat16_device)
     if config.optimizer.embedding != "adam":
         set_initial_rates(task, {table: factor * values.embedding_lr for table, factor in factors.items()})
@@ -116,29 +123,28 @@ def train_task(model: nn.Module, config: RunConfig, process: Process, loss: Mean
 
 def shard(
     task: TrainTask,
-    config: RunConfig,
-    process: Process,
-    plan: ShardingPlan | None = None,
+    plan: RunPlan,
+    of_tables: ShardingPlan | None = None,
     data_parallel_wrapper: DataParallelWrapper | None = None,
 ) -> DistributedModelParallel:
     """Shards a task over the process group.
 
     Args:
         task: of :func:`train_task`.
-        config: sharding, and the optimizer of the tables.
-        process: this process.
-        plan: of the tables, by default that of the configuration.
+        plan: of the run.
+        of_tables: sharding of the tables, by default that of the plan.
         data_parallel_wrapper: replicates the network, by default DistributedDataParallel.
 
     Raises:
-        ValueError: the sharding does not suit the run.
+        ValueError: TorchRec's planner cannot fit the tables.
     """
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
+    config, process = plan.config, plan.process
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config.optimizer, plan.full.hyperparameters))
     sharded = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=plan or sharding_plan(task, config, process, sharder),
+        plan=of_tables or sharding_plan(task, plan.kinds, config, process, sharder),
         sharders=[sharder],
         init_data_parallel=process.world_size > 1,
         data_parallel_wrapper=data_parallel_wrapper,
@@ -148,6 +154,37 @@ def shard(
             sharded.to(process.device)
         look_up_directly(sharded)
     return sharded
+
+
+FUSED_OPTIMIZERS = {
+    "adam": EmbOptimType.EXACT_SGD,  # never runs: EmbeddingAdam replaces its update
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "fbgemm_adam": EmbOptimType.ADAM,
+    "fbgemm_cowclip": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+def fused_params(optimizer: OptimizerConfig, hyperparameters: Hyperparameters) -> dict[str, Any]:
+    """Settings of FBGEMM's fused optimizer, as TorchRec passes them to the tables."""
+    params: dict[str, Any] = {
+        "optimizer": FUSED_OPTIMIZERS[optimizer.embedding],
+        "learning_rate": hyperparameters.embedding_lr,
+        "eps": hyperparameters.eps,
+        "bounds_check_mode": BoundsCheckMode.FATAL,
+    }
+    if optimizer.embedding == "fbgemm_adam":
+        params |= dict(zip(("beta1", "beta2"), hyperparameters.betas, strict=True))
+    if optimizer.embedding == "fbgemm_cowclip":
+        params["weight_decay_mode"] = WeightDecayMode.COWCLIP
+        params["cowclip_regularization"] = CowClipDefinition(
+            counter_weight_decay_mode=CounterWeightDecayMode.NONE,
+            counter_halflife=optimizer.counter_halflife,
+            weight_norm_coefficient=optimizer.weight_norm_coefficient,
+            lower_bound=optimizer.lower_bound,
+        )
+    return params
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
@@ -164,7 +201,7 @@ def set_product_precision(precision: str, device: torch.device) -> None:
         )
 
 
-def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
+def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | LookupsHandle | None:
     """Attaches the clip rule and the optimizer to a sharded model's tables.
 
     The clip covers the embedding columns; the wide weight behind them is not clipped.
@@ -175,14 +212,14 @@ def embedding_optimizer(config: RunConfig, schema: Schema, model: nn.Module) -> 
     Raises:
         ValueError: the fused optimizer cannot apply the clip rule or L2 to this data.
     """
-    hyperparameters = derived_hyperparameters(config)
-    rule, columns = derived_clip(config), {spec.name: spec.embedding_dim for spec in table_specs(schema, config)}
+    config, hyperparameters, rule = plan.config, plan.full.hyperparameters, plan.full.clip
+    columns = {spec.name: spec.embedding_dim for spec in plan.tables}
     if config.optimizer.embedding == "adam":
         adam, factors = adam_config(config, hyperparameters), config.optimizer.embedding_lr_factors
         return EmbeddingAdam(model, adam, rule, clip_columns=columns, lr_factors=factors)
     if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None
-    several = [field.name for field in schema.sparse if field.kind != "categorical"]
+    several = [field.name for field in plan.schema.sparse if field.kind != "categorical"]
     if several:
         raise ValueError(
             f'optimizer.embedding = "{config.optimizer.embedding}" can neither clip the embedding apart from the wide'
@@ -219,16 +256,3 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
         if each is not None and key not in module._non_persistent_buffers_set and ".embeddings" not in f".{name}"
     }
     return {**dense_parameters(model), **buffers}
-
-
-def describe(config: RunConfig) -> dict[str, Any]:
-    """Model, batch size, clip and derived hyperparameters, as saved with a run."""
-    clip: Any = derived_clip(config)
-    return {
-        "model": config.model.name,
-        "batch_size": config.train.batch_size,
-        "scaling": config.optimizer.scaling,
-        "clip": config.clip.rule,
-        "clip_values": dataclasses.asdict(clip),
-        **dataclasses.asdict(derived_hyperparameters(config)),
-    }

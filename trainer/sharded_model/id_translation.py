@@ -23,10 +23,9 @@ from cowrec.sparse_opt import (
     id_bucket_rows,
 )
 from cowrec.trainer.config.id_table import seconds
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.runtime.processes import Process
 
-from .tables import TableSpec, table_specs
+from .run_plan import RunPlan
+from .tables import TableSpec
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,7 @@ class IdTranslation:
     All processes make the same calls together.
 
     Args:
-        config: of the run.
-        schema: of the data.
-        process: this process.
+        plan: of the run.
         model: sharded; its rows are initialized.
         adam: optimizer of the model's tables, None where FBGEMM's fused optimizer trains them.
 
@@ -75,10 +72,8 @@ class IdTranslation:
         ValueError: an expiry or window by sample time where the data have no times.
     """
 
-    def __init__(
-        self, config: RunConfig, schema: Schema, process: Process, model: nn.Module, adam: EmbeddingAdam | None
-    ) -> None:
-        specs = table_specs(schema, config)
+    def __init__(self, plan: RunPlan, model: nn.Module, adam: EmbeddingAdam | None) -> None:
+        config, schema, process, specs = plan.config, plan.schema, plan.process, plan.tables
         self._fields = [field.name for field in schema.sparse]
         self._buckets = {
             field.name: (spec.ids.capacity, index)

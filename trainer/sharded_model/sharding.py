@@ -5,7 +5,7 @@ GPUs, where it knows the speed of the links; on CPU tables are balanced by their
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,28 @@ _FOUR_COLUMNS = 4
 
 
 def sharding_plan(
-    model: nn.Module, config: RunConfig, process: Process, sharder: EmbeddingBagCollectionSharder
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    config: RunConfig,
+    process: Process,
+    sharder: EmbeddingBagCollectionSharder,
 ) -> ShardingPlan:
     """Makes the plan for the model's EmbeddingBagCollection; all ranks call together and get the same plan.
 
+    Args:
+        model: not yet sharded.
+        kinds: of its tables, from :func:`chosen_kinds`.
+        config: memory of the tables, and the batch size that TorchRec's planner estimates with.
+        process: any process of the run.
+        sharder: of the model's collection.
+
     Raises:
-        ValueError: a table is unknown, or a kind does not suit the run's tables, optimizer or processes.
+        ValueError: TorchRec's planner cannot fit the tables.
     """
     ((path, collection),) = [
         (path, module) for path, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)
     ]
     tables = collection.embedding_bag_configs()
-    kinds = chosen_kinds(config, tables, process)
     if "auto" in kinds.values():
         return _planned(model, kinds, config, process, sharder)
     generators = _spread_by_bytes(tables, kinds, config, process)
@@ -69,8 +79,12 @@ def sharding_plan(
     return ShardingPlan(plan={path: plan})
 
 
-def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
-    """Kind of each table; "auto" on several GPUs for tables that the planner decides on."""
+def chosen_kinds(config: RunConfig, tables: Sequence[EmbeddingBagConfig], process: Process) -> dict[str, str]:
+    """Kind of each table; "auto" on several GPUs for tables that the planner decides on.
+
+    Raises:
+        ValueError: a table is unknown, or a kind does not suit the run's tables, optimizer or processes.
+    """
     sharding, names = config.sharding, [table.name for table in tables]
     require_tables("sharding.tables", sharding.tables, tables)
     if sharding.plan != "auto":
@@ -84,7 +98,7 @@ def chosen_kinds(config: RunConfig, tables: list[EmbeddingBagConfig], process: P
     return kinds
 
 
-def _balanced_kinds(tables: list[EmbeddingBagConfig], process: Process) -> dict[str, str]:
+def _balanced_kinds(tables: Sequence[EmbeddingBagConfig], process: Process) -> dict[str, str]:
     """Row-wise for tables above half of a rank's even share of all bytes, table-wise for the others.
 
     All table-wise if one is pooled by the mean; see :func:`_refuse_mixed_means`.

@@ -20,7 +20,7 @@ from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.reports.text_table import speed_text
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.errors import ProcessFailed
-from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
 
 from .results import few_steps_warning, too_few_steps
 from .runs import Runs, on_data, open_runs, say

@@ -26,7 +26,7 @@ from cowrec.trainer.config.run import RunConfig, save_config
 from cowrec.trainer.runs.checkpoint_folder import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
-from cowrec.trainer.sharded_model.hyperparameters import derived_clip, derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import derived_clip, derived_hyperparameters
 
 from .results import VALUES, Range, ranked
 from .runs import Runs, on_data, open_runs, say

@@ -16,8 +16,7 @@ from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.gloo_exchange import exchange_between
 from cowrec.trainer.runtime.processes import Process
-
-from .batch_ramp import BatchRamp
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 
 class Readers(NamedTuple):
@@ -36,19 +35,20 @@ class Readers(NamedTuple):
 
 
 @contextmanager
-def open_readers(config: RunConfig, data_dir: Path, process: Process) -> Iterator[Readers]:
+def open_readers(plan: RunPlan) -> Iterator[Readers]:
     """Opens :func:`training_readers` that share the reading with those of the other processes in the block."""
-    with exchange_between(process) as exchange:
-        yield training_readers(config, data_dir, process, exchange)
+    with exchange_between(plan.process) as exchange:
+        yield training_readers(plan, exchange)
 
 
-def training_readers(config: RunConfig, data_dir: Path, process: Process, exchange: Exchange | None = None) -> Readers:
+def training_readers(plan: RunPlan, exchange: Exchange | None = None) -> Readers:
     """Opens the readers of a run. All stream.
 
     Raises:
         ValueError: the folder is not a data set, or a split cannot be trained on or evaluated.
     """
-    schema = Schema.load(data_dir)
+    config, schema, process, ramp = plan.config, plan.schema, plan.process, plan.ramp
+    data_dir = Path(config.data.dir)
     has_split = "validation" in schema.splits
     for split in ("train", "test", *(["validation"] if has_split else [])):
         require_labels(schema, split, data_dir)
@@ -65,22 +65,21 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process, exchan
     ranks = partial(Reader, rank=process.rank, world_size=process.world_size, exchange=exchange)
     reader = partial(ranks, data_dir, device=process.device)
     rows = schema.split("train").rows
-    validation_rows = round(rows * config.train.validation_fraction)
+    validation_rows = rows - plan.train_rows
     if config.train.validation_fraction and not 0 < validation_rows < rows:
         raise ValueError(
             f"train.validation_fraction = {config.train.validation_fraction} of {rows:,} training samples is"
             f" {validation_rows:,}; choose one that leaves samples on both sides"
         )
-    ramp = BatchRamp.of(config)
-    if ramp.samples > rows - validation_rows:
+    if ramp.samples > plan.train_rows:
         raise ValueError(
             f"train.batch_ramp = {config.train.batch_ramp} takes {ramp.samples:,} samples, in batches of"
-            f" {', '.join(map(str, ramp.sizes))}, but there are {rows - validation_rows:,} to train on; lower"
+            f" {', '.join(map(str, ramp.sizes))}, but there are {plan.train_rows:,} to train on; lower"
             " train.batch_ramp or train.batch_size"
         )
     train = reader(
         "train",
-        rows=range(rows - validation_rows),
+        rows=range(plan.train_rows),
         batch_size=config.train.batch_size,
         first_batches=ramp.first_batches,
         passes=config.train.accumulation,
@@ -99,7 +98,7 @@ def training_readers(config: RunConfig, data_dir: Path, process: Process, exchan
     if has_split:
         validation = evaluation("validation")
     elif validation_rows:
-        validation = evaluation("train", rows=range(rows - validation_rows, rows))
+        validation = evaluation("train", rows=range(plan.train_rows, rows))
     return Readers(train, validation, evaluation("test"))
 
 

@@ -15,16 +15,14 @@ from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, write_report
 from cowrec.trainer.runtime.console import ProgressDisplay, Speed
-from cowrec.trainer.runtime.processes import Process, on_first, process_group
+from cowrec.trainer.runtime.processes import on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
-from cowrec.trainer.sharded_model.tables import table_specs
 
-from .batch_ramp import BatchRamp
 from .dataloading import Readers, even_slices, keep_resident, open_readers
 from .evaluation import EpochQuality
 from .saved_run import warm_start
-from .schedule import Schedule
 from .trainer import Trainer, require_run_dir
 
 AfterEpoch = Callable[[dict[str, Any]], bool]
@@ -63,10 +61,12 @@ def train(
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         # Read after the first process of the machine, which all wait for here, has copied the run.
         begun = load_config(place.folder / CONFIG) if resume and (place.folder / CONFIG).is_file() else None
-        config = with_defaults(config, Schema.load(data.dir).split("train").rows, begun)
+        schema = Schema.load(data.dir)
+        config = with_defaults(config, schema.split("train").rows, begun)
         require_run_dir(place.folder, config, process, resume)
-        with open_readers(config, Path(data.dir), process) as readers:
-            run = _EpochRun(config, place.folder, process, readers, after_epoch)
+        plan = RunPlan.of(config, schema.of_batches(), process)
+        with open_readers(plan) as readers:
+            run = _EpochRun(plan, place.folder, readers, after_epoch)
             run.trainer.checkpoints.place = place
             with run.trainer.running(resume):
                 on_first(process, lambda: save_sharding(place.folder, run.sharding))
@@ -79,14 +79,11 @@ def train(
 class _EpochRun:
     """A run over epochs of a data set: its readers, its trainer, its position and its measurements."""
 
-    def __init__(
-        self, config: RunConfig, run_dir: Path, process: Process, readers: Readers, after_epoch: AfterEpoch | None
-    ) -> None:
-        self.config, self.process, self.after_epoch = config, process, after_epoch
+    def __init__(self, plan: RunPlan, run_dir: Path, readers: Readers, after_epoch: AfterEpoch | None) -> None:
+        self.plan, self.after_epoch = plan, after_epoch
+        config, process = self.config, self.process = plan.config, plan.process
         self.train_reader, self.validation_reader = readers.train, readers.validation
-        self.trainer = Trainer(
-            config, self.train_reader.schema, run_dir, process, self._schedule(), config.train.on_nonfinite
-        )
+        self.trainer = Trainer(plan, run_dir, config.train.on_nonfinite)
         keep_resident(self.train_reader, config, process)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = EpochQuality(config, readers, process, self._non_finite)
@@ -97,16 +94,11 @@ class _EpochRun:
         self.display = ProgressDisplay(process.is_first, config.train.epochs, samples, seconds)
         self.epochs: list[dict[str, Any]] = []
 
-    def _schedule(self) -> Schedule:
-        steps, ramp = len(self.train_reader), BatchRamp.of(self.config)
-        total = self.train_reader.steps(0) + steps * (self.config.train.epochs - 1)
-        return Schedule.of_epochs(self.config.optimizer, steps, total, ramp)
-
     def train(self, resume: bool) -> dict[str, Any]:
         """Runs from the first step, or from the newest checkpoint, to the report."""
         self.say(self.summary())
         if not (resume and self.resume()) and self.config.train.warm_start:
-            warm_start(self.config, self.trainer.schema, self.state, self.process)
+            warm_start(self.state)
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:
             while self.epoch < self.config.train.epochs and not self.ends_early():
                 self.train_epoch(log, stop)
@@ -277,24 +269,24 @@ class _EpochRun:
             "best_possible": dict(schema.best) if schema.best else None,
             "world_size": self.process.world_size,
             "epochs": self.epochs,
-            **({"batch_ramp": BatchRamp.of(self.config).sizes} if self.config.train.batch_ramp else {}),
+            **({"batch_ramp": self.plan.ramp.sizes} if self.config.train.batch_ramp else {}),
             **self.trainer.report(),
         }
 
     def summary(self) -> str:
         """Describes data, settings and sharding, for the terminal."""
         schema = self.trainer.schema
-        table_rows = sum(spec.num_embeddings for spec in table_specs(schema, self.config))
+        table_rows = sum(spec.num_embeddings for spec in self.plan.tables)
         return (
             f"{self.config.model.name} on {schema.name}: {self.train_reader.num_rows:,} training samples, "
             f"{f'{self.validation_reader.num_rows:,} validation samples, ' if self.validation_reader else ''}"
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
-            f"batch {self.config.train.batch_size} ({len(self.train_reader)} steps an epoch{self._ramp_text()}), "
+            f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch{self._ramp_text()}), "
             f"{self.trainer.describe_settings()}"
             + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
     def _ramp_text(self) -> str:
-        ramp = BatchRamp.of(self.config)
+        ramp = self.plan.ramp
         sizes, plural = ", ".join(map(str, ramp.sizes)), "s" if ramp.steps_per_size > 1 else ""
         return f"; the first epoch begins with {ramp.steps_per_size} step{plural} each at {sizes}" if sizes else ""

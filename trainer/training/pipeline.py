@@ -19,15 +19,14 @@ from torch.profiler import record_function
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from cowrec.data_pipeline import Batch, Schema
+from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, LookupsHandle
 from cowrec.sparse_opt.kernels.profiling import profiled
 from cowrec.sparse_opt.tbe.discovery import sharded_collections
 from cowrec.sparse_opt.tbe.one_process import only_exchanges
-from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.tables import table_specs
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 WARMUP_STEPS = 3
 """Steps before the capture: they compile kernels, and let libraries choose and allocate what they need."""
@@ -73,23 +72,16 @@ def pipeline_of(
     return SequentialSteps(model, optimizer, process.device)
 
 
-def why_not_captured(
-    config: RunConfig,
-    schema: Schema,
-    process: Process,
-    model: nn.Module,
-    optimizer: EmbeddingAdam | LookupsHandle | None,
-) -> str:
+def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam | LookupsHandle | None) -> str:
     """Why the steps of a run cannot be captured as a CUDA graph; "" if they can.
 
     Args:
-        config: of the run.
-        schema: of its data.
-        process: this process.
+        plan: of the run.
         model: a TrainTask, sharded.
         optimizer: of its tables.
     """
-    several = [field.name for field in schema.sparse if field.kind != "categorical"]
+    config, process = plan.config, plan.process
+    several = [field.name for field in plan.schema.sparse if field.kind != "categorical"]
     if not config.train.cuda_graph:
         return "train.cuda_graph = false"
     if config.train.accumulation > 1:
@@ -100,7 +92,7 @@ def why_not_captured(
         return "the sizes of the exchange between processes vary"
     if several:
         return f"the number of ids of field {several[0]!r} varies"
-    if any(spec.ids.kind == "collisionless" for spec in table_specs(schema, config)):
+    if plan.is_collisionless:
         return "id tables give ids their rows between steps"
     if config.sharding.memory == "uvm_caching":
         return 'sharding.memory = "uvm_caching" counts its steps on the host'

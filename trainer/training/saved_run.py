@@ -30,12 +30,11 @@ from cowrec.trainer.runtime.environment import launched_rank, launched_world_siz
 from cowrec.trainer.runtime.gloo_exchange import exchange_between
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
-from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, local_shards, table_specs, tables_of
+from cowrec.trainer.sharded_model.run_plan import RunPlan
+from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, local_shards, tables_of
 
-from .batch_ramp import BatchRamp
 from .dataloading import require_labels
 from .evaluation import predicted_samples, predictions
-from .schedule import Schedule
 from .state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ def trained_state(run_dir: Path, process: Process, checkpoint: str = "") -> tupl
         ValueError: the folder is not a run, or has no usable checkpoint.
     """
     config, schema = run_of(run_dir)
-    state = TrainState(config, schema, process, Schedule(ramp=BatchRamp.of(config)))
+    state = TrainState(RunPlan.of(config, schema, process))
     return state, state.load_weights(run_dir / CHECKPOINTS, logger.warning, checkpoint)
 
 
@@ -231,27 +230,25 @@ def _same_vocabulary(one: Path, other: Path) -> bool:
 logger = logging.getLogger(__name__)
 
 
-def warm_start(config: RunConfig, schema: Schema, state: TrainState, process: Process) -> None:
+def warm_start(state: TrainState) -> None:
     """Copies the weights of an earlier run's newest checkpoint; ids that it did not have keep their initial values.
 
     Ids are matched by their strings in the vocabularies. Collisionless tables are copied with their ids. Moments and
     schedules start over. Both models are in memory meanwhile. All processes call together.
 
     Args:
-        config: of this run; ``train.warm_start`` is the folder of the earlier run.
-        schema: of this run's data.
-        state: of this run; changed in place.
-        process: this process.
+        state: of this run, whose ``train.warm_start`` is the folder of the earlier one; changed in place.
 
     Raises:
         ValueError: the folder is not a run, the fields or the network differ, or ids cannot be matched.
     """
+    config, schema, process = state.plan.config, state.plan.schema, state.plan.process
     source = Path(config.train.warm_start)
-    earlier_config, earlier = run_of(source)
+    _, earlier = run_of(source)
     _require_same_fields(source, earlier, schema)
-    specs, earlier_specs = table_specs(schema, config), table_specs(earlier, earlier_config)
-    _require_same_tables(source, earlier_specs, specs)
     old, _ = trained_state(source, process)
+    specs, earlier_specs = state.plan.tables, old.plan.tables
+    _require_same_tables(source, earlier_specs, specs)
     with torch.no_grad():
         old_dense = dense_tensors(old.model)
         for name, parameter in dense_tensors(state.model).items():

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.data_pipeline import Batch, Schema
+from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.sparse_opt.tbe.fused_rates import set_rates
-from cowrec.trainer.config.run import RunConfig, to_plain
+from cowrec.trainer.config.run import to_plain
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import ClipWatch
 from cowrec.trainer.measures.ratio_histogram import RatioHistogram
@@ -28,16 +28,13 @@ from cowrec.trainer.runs.checkpoint_reader import (
     readable,
 )
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import adam_config, build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
-from cowrec.trainer.sharded_model.hyperparameters import derived_clip, derived_hyperparameters
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.step_guard import StepGuard, not_finite, random_state
-from cowrec.trainer.sharded_model.tables import table_specs
 
 from .pipeline import CapturedSteps, pipeline_of, why_not_captured
-from .schedule import Schedule
 
 
 class Step(NamedTuple):
@@ -64,10 +61,7 @@ class TrainState:
     """Everything that training changes: the model, its optimizers, the id tables and the number of steps.
 
     Args:
-        config: of the run.
-        schema: of its data.
-        process: this process.
-        schedule: of the learning rates and the batch sizes.
+        plan: of the run.
         on_nonfinite, reads_ahead: as of :class:`Trainer`; "stop" does not look at a batch.
 
     Attributes:
@@ -88,30 +82,27 @@ class TrainState:
 
     def __init__(
         self,
-        config: RunConfig,
-        schema: Schema,
-        process: Process,
-        schedule: Schedule,
+        plan: RunPlan,
         on_nonfinite: OnNonfinite = "stop",
         reads_ahead: bool = True,
     ) -> None:
-        self._config, self._process = config, process
+        self.plan = plan
+        config, schema, process = self._config, _, self._process = plan.config, plan.schema, plan.process
         self.tasks = Tasks.of(schema.labels, config.evaluate.main_task)
         self.logit_shift = schema.logit_shift
-        self.model = build_sharded(config, schema, process)
-        self.embedding_optimizer = embedding_optimizer(config, schema, self.model)
-        self.ids = IdTranslation(config, schema, process, self.model, self.adam)
+        self.model = build_sharded(plan)
+        self.embedding_optimizer = embedding_optimizer(plan, self.model)
+        self.ids = IdTranslation(plan, self.model, self.adam)
         self.clip_watch: ClipWatch | None = None
         self.ratio_histogram: RatioHistogram | None = None
         if self.embedding_optimizer is not None and config.clip.rule != "none":
-            tables = [spec.name for spec in table_specs(schema, config)]
+            tables = [spec.name for spec in plan.tables]
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
             if config.clip.histogram:
                 self.ratio_histogram = RatioHistogram(self.embedding_optimizer.latest_ratios, tables, process)
-        self._schedule, self._values = schedule, derived_hyperparameters(config)
-        self._stages = schedule.ramp.stages
+        self._values = plan.full.hyperparameters
         self.dense_optimizer = DenseAdam(dense_parameters(self.model), self._values, config.optimizer.adam_epsilon)
-        self.why_not_captured = why_not_captured(config, schema, process, self.model, self.embedding_optimizer)
+        self.why_not_captured = why_not_captured(plan, self.model, self.embedding_optimizer)
         self._guard = StepGuard(self.model, self.dense_optimizer, process) if on_nonfinite == "skip" else None
         if self._guard:
             self.why_not_captured = 'on_nonfinite = "skip" decides on the host whether a step is taken'
@@ -168,10 +159,10 @@ class TrainState:
     def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
         """Trains on the next batch, which ``self.ids`` has translated, or on several that are parts of one."""
         self._accumulate(passes)
-        if self.steps in self._stages:
+        if self.steps in self.plan.changes:
             self._begin_stage(self.steps)
-        dense_lr = self._schedule.dense_lr(self._values, self.steps)
-        embedding_lr = self._schedule.embedding_lr(self._values, self.steps)
+        dense_lr = self.plan.schedule.dense_lr(self._values, self.steps)
+        embedding_lr = self.plan.schedule.embedding_lr(self._values, self.steps)
         self.dense_optimizer.prepare(self.steps, dense_lr)
         self._set_embedding_lr(embedding_lr)
         loss, logits, label = self.pipeline.progress(batches)
@@ -187,24 +178,26 @@ class TrainState:
 
     def _begin_stage(self, step: int) -> None:
         """Sets the values of the stage of the batch ramp that begins with step ``step``, counted from 0."""
-        batch_size = self._stages[step]
-        self._values = derived_hyperparameters(self._config, batch_size)
+        stage = self.plan.changes[step]
+        self._values = stage.hyperparameters
         self.dense_optimizer.reconfigure(self._values, after=step)
         assert self.adam  # the configuration refuses others
-        rule = derived_clip(self._config, batch_size)
-        self.adam.reconfigure(adam_config(self._config, self._values), rule, after=step)
+        self.adam.reconfigure(adam_config(self._config, self._values), stage.clip, after=step)
         self.model.module.set_linear_l2(self._values.l2)
 
     def _begin_stages_before(self, step: int) -> None:
-        """Sets the values of the latest of ``step`` steps that are about to be loaded, and those before it."""
-        for first in self._stages:
+        """Begins the stages of the first ``step`` steps one after the other, as training them did.
+
+        The optimizers count the steps of each stage's betas, which their saved tensors depend on.
+        """
+        for first in self.plan.changes:
             if first < step:
                 self._begin_stage(first)
 
     def _set_embedding_lr(self, lr: float) -> None:
         if self.adam:
             self.adam.lr = lr
-        elif self._schedule.changes_embedding_lr:
+        elif self.plan.schedule.changes_embedding_lr:
             set_rates(self.model.fused_optimizer, lr, self._config.optimizer.embedding_lr_factors)
 
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:

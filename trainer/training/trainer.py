@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline import Batch, Schema
+from cowrec.data_pipeline import Batch
 from cowrec.trainer.config.run import RunConfig, to_plain
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
@@ -19,10 +19,8 @@ from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.heartbeat import Heartbeat
 from cowrec.trainer.runtime.processes import Process, on_first
 from cowrec.trainer.runtime.stopping import LossWatch, ignoring_sigterm
-from cowrec.trainer.sharded_model.build import describe
-from cowrec.trainer.sharded_model.hyperparameters import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 
-from .schedule import Schedule
 from .state import Step, TrainState
 
 MOST_SET_ASIDE = 10
@@ -35,11 +33,8 @@ class Trainer:
     """Trains a model step by step and keeps its losses, statistics and checkpoints. All processes call together.
 
     Args:
-        config: of the run.
-        schema: of its data.
+        plan: of the run.
         run_dir: folder of the run.
-        process: this process.
-        schedule: of the learning rates.
         on_nonfinite: what is done about a batch that would make the state non-finite.
         reads_ahead: whether several processes may take a batch before the step of the batch before has ended.
 
@@ -54,18 +49,16 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
-        schema: Schema,
+        plan: RunPlan,
         run_dir: Path,
-        process: Process,
-        schedule: Schedule,
         on_nonfinite: OnNonfinite,
         *,
         reads_ahead: bool = True,
     ) -> None:
-        self.config, self.schema, self.run_dir, self.process = config, schema, run_dir, process
+        self.plan, self.run_dir = plan, run_dir
+        config, _, process = self.config, self.schema, self.process = plan.config, plan.schema, plan.process
         on_first(process, lambda: require_trackers(config.train.trackers))
-        self.state = TrainState(config, schema, process, schedule, on_nonfinite, reads_ahead=reads_ahead)
+        self.state = TrainState(plan, on_nonfinite, reads_ahead=reads_ahead)
         self.set_aside = self._set_aside_in_a_row = 0
         self.checkpoints = Checkpoints(run_dir / CHECKPOINTS, config.checkpoint, process, self.warn)
         self._heartbeat = Heartbeat(process)
@@ -83,7 +76,7 @@ class Trainer:
         with hold_run_dir(self.run_dir, self.process):
             # Checked again: only from here on can no other process fill the folder.
             require_run_dir(self.run_dir, self.config, self.process, resume)
-            on_first(self.process, lambda: create_run_dir(self.run_dir, self.config, describe(self.config)))
+            on_first(self.process, lambda: create_run_dir(self.run_dir, self.config, self.plan.describe()))
             self.checkpoints.clean()
             try:
                 with self._heartbeat.names_the_lost():
@@ -97,7 +90,7 @@ class Trainer:
         """Opens the metrics log, see there; it writes, and trackers follow it, on the first process only."""
         if not self.process.is_first:
             return MetricsLog(None)
-        settings = to_plain(self.config) | {"derived": describe(self.config)}
+        settings = to_plain(self.config) | {"derived": self.plan.describe()}
         run = TrackedRun(self.run_dir, flattened(settings), flattened(self.state.environment))
         trackers = [Tracking(name, TRACKERS[name](), run) for name in dict.fromkeys(self.config.train.trackers)]
         return MetricsLog(self.run_dir, self.steps, trackers, max_bytes=max_bytes)
@@ -149,7 +142,7 @@ class Trainer:
     def non_finite(self, where: str) -> NonFiniteLoss:
         """Error for a loss that was not finite."""
         self.checkpoints.finish()
-        derived, last = derived_hyperparameters(self.config), self.checkpoints.latest
+        derived, last = self.plan.full.hyperparameters, self.checkpoints.latest
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
         return NonFiniteLoss(
             f"the loss was not finite {where}; {kept}. Look for values that are not finite in the data, lower"
@@ -210,13 +203,13 @@ class Trainer:
             "clip_histogram": self.state.ratio_histogram.total() if self.state.ratio_histogram else None,
             "cuda_graph": self.state.captured,
             "seed": self.config.train.seed,
-            **describe(self.config),
+            **self.plan.describe(),
             **self.state.environment,
         }
 
     def describe_settings(self) -> str:
         """Batch size, scaling, clip and derived rates, for the terminal; on CUDA also why steps are not captured."""
-        derived, why = derived_hyperparameters(self.config), self.state.why_not_captured
+        derived, why = self.plan.full.hyperparameters, self.state.why_not_captured
         uncaptured = (
             f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
         )

@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch
@@ -26,13 +27,12 @@ from cowrec.sparse_opt import AdamConfig, ClipRule, EmbeddingAdam, Hyperparamete
 from cowrec.sparse_opt.algorithm.adam import adam_scalars
 from cowrec.sparse_opt.kernels.dense_adam import dense_adam_
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import ShardingConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.run_plan import Schedule
 from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
-from cowrec.trainer.training.schedule import Schedule
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
 from process_groups import in_processes, process_group
 from sharded_case import moments
@@ -235,11 +235,15 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
 
 def _sharded(task: TrainTask, process: Process) -> DistributedModelParallel:
     sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD})
+    ((_, collection),) = [
+        (path, each) for path, each in task.named_modules() if isinstance(each, EmbeddingBagCollection)
+    ]
+    names = [table.name for table in collection.embedding_bag_configs()]
     return DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=sharding_plan(task, RunConfig(sharding=ShardingConfig("row_wise")), process, sharder),
+        plan=sharding_plan(task, dict.fromkeys(names, "row_wise"), RunConfig(), process, sharder),
         sharders=[sharder],
     )
 

@@ -27,6 +27,7 @@ from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, embedding_optimizer
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from criteo_stream import last_by_loop
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,10 +88,11 @@ def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
     size = torch.arange(12.0) * 1e-3
     with process_group("cpu") as process:
         schema = make_schema(case)
-        model = build_sharded(config, schema, process)
-        adam = embedding_optimizer(config, schema, model)
+        plan = RunPlan.of(config, schema, process)
+        model = build_sharded(plan)
+        adam = embedding_optimizer(plan, model)
         assert isinstance(adam, EmbeddingAdam)
-        enter_steady_state(case, adam, size)
+        enter_steady_state(case, adam, size, plan.full.hyperparameters.betas)
         with adam.as_stored():
             state = adam.state_dict()["state"]
         tables = {

@@ -1,5 +1,6 @@
 """A rehearsed step sends as many bytes, in each kind of collective, as real processes do on the same batches."""
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -18,9 +19,8 @@ from cowrec.trainer.planning.samples import global_batch
 from cowrec.trainer.planning.timed_step import TimedRank, training_alone
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import dense_parameters
-from cowrec.trainer.training.batch_ramp import BatchRamp
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.dataloading import even_slices, training_readers
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 from process_groups import in_processes
 from trainer_cases import config_file, free_port, launched_as, make_data
@@ -53,9 +53,9 @@ def _train(rank: int, folder: Path, port: int, processes: int) -> None:
 
 
 def _take_steps(config: RunConfig, data: Path, process: Process) -> dict[str, dict[str, Any]]:
-    reader = training_readers(config, data, process).train
-    schedule = Schedule.of_epochs(config.optimizer, len(reader), len(reader), BatchRamp.of(config))
-    state = TrainState(config, reader.schema, process, schedule)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(data)))
+    plan = RunPlan.of(config, Schema.load(data).of_batches(), process)
+    reader, state = training_readers(plan).train, TrainState(plan)
     batches = state.ids.training_batches(islice(even_slices(reader.epoch(0), process.world_size), STEPS))
     with Traffic() as traffic:
         for _ in range(STEPS):

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip
 from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import TrainConfig
-from cowrec.trainer.sharded_model.build import describe
-from cowrec.trainer.sharded_model.hyperparameters import derived_clip
+from cowrec.trainer.runtime.processes import Process
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.loop import train
 from trainer_cases import TRAIN_ROWS, checkpoint, config_file, make_data
 
@@ -53,8 +54,9 @@ def test_thresholds_grow_with_the_root_of_the_batch(
 ) -> None:
     optimizer = OptimizerConfig(base_batch_size=1024, scaling=scaling, absent_rows="lazy", l2=0.0)
     config = RunConfig(train=TrainConfig(batch_size=batch_size), optimizer=optimizer, clip=clip)
-    assert derived_clip(config) == expected
-    assert describe(config)["clip_values"] == dataclasses.asdict(expected)
+    plan = RunPlan.of(config, Schema("none", (), (), {}), Process(0, 1, 1, False, torch.device("cpu")))
+    assert plan.full.clip == expected
+    assert plan.describe()["clip_values"] == dataclasses.asdict(expected)
 
 
 @pytest.mark.parametrize("embedding", ["sgd", "rowwise_adagrad", "adam"])

@@ -9,8 +9,8 @@ from torch import nn
 
 from cowrec.sparse_opt import Hyperparameters
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
+from cowrec.trainer.sharded_model.run_plan import Schedule
 from cowrec.trainer.sharded_model.tables import _BLOCK_ROWS, _fill_shard
-from cowrec.trainer.training.schedule import Schedule
 
 
 def plain_adam(

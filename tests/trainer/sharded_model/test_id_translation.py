@@ -12,10 +12,10 @@ from pyarrow import parquet as pq
 from cowrec.data_pipeline import RESERVED_ROWS, Reader
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import tables_of
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 from run_comparison import same
 from trainer_cases import (
@@ -75,7 +75,7 @@ def test_a_batch_is_translated_directly_before_its_step(folder: Path) -> None:
     config = load_config(folder / "run.toml", IDS)
     with process_group("cpu") as process:
         reader = Reader(folder / "single" / "data", "train", batch_size=51)
-        state = TrainState(config, reader.schema, process, Schedule())
+        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
         assert state.id_tables is not None
         batches, seen = state.ids.training_batches(reader.epoch(0)), 0
         for batch in reader.epoch(0):
@@ -88,7 +88,7 @@ def test_translation_returns_rows_and_new_rows(folder: Path) -> None:
     config = load_config(folder / "run.toml", IDS)
     with process_group("cpu") as process:
         reader = Reader(folder / "single" / "data", "train", batch_size=51)
-        state = TrainState(config, reader.schema, process, Schedule())
+        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
         batch = next(reader.epoch(0))
         assert set(state.ids.lookup(batch).sparse.values().tolist()) <= set(range(RESERVED_ROWS))
         (table,) = (value.local_shards()[0].tensor for value in tables_of(state.model).values())
@@ -112,7 +112,7 @@ def test_new_rows_have_the_width_of_their_table(folder: Path) -> None:
     config = load_config(folder / "run.toml", [*IDS, "model.embedding_dims={city = 3}"])
     with process_group("cpu") as process:
         reader = Reader(folder / "unweighted" / "data", "train", batch_size=51)
-        state = TrainState(config, reader.schema, process, Schedule())
+        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
         tables = {name: value.local_shards()[0].tensor.fill_(7) for name, value in tables_of(state.model).items()}
         new = state.ids.training(next(reader.epoch(0))).new_rows
         assert new is not None

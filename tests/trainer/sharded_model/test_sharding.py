@@ -15,7 +15,8 @@ from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.hyperparameters import fused_params
+from cowrec.trainer.sharded_model.build import fused_params
+from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan, sharding_table
 from run_comparison import assert_same_measures
 from sharded_case import process_group
@@ -167,9 +168,12 @@ def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> 
     process = Process(0, 16, 8, True, torch.device("cuda", 0))
     config = run_of("auto", t1="row_wise", t2="data_parallel")
     collection = EmbeddingBagCollection(tables([20_000_000, 500_000, 1000, 30]), device=torch.device("meta"))
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params=fused_params(config.optimizer, derived_hyperparameters(config))
+    )
+    kinds = chosen_kinds(config, collection.embedding_bag_configs(), process)
     with process_group(0, 1, str(tmp_path)):
-        plan = sharding_plan(nn.ModuleDict({"ebc": collection}), config, process, sharder).plan["ebc"]
+        plan = sharding_plan(nn.ModuleDict({"ebc": collection}), kinds, config, process, sharder).plan["ebc"]
     assert {name: table.compute_kernel for name, table in plan.items()} == {
         **dict.fromkeys(("t0", "t1", "t3"), "fused"),
         "t2": "dense",
@@ -189,9 +193,12 @@ def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, me
         train=TrainConfig(batch_size=1024),
     )
     collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config))
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params=fused_params(config.optimizer, derived_hyperparameters(config))
+    )
+    kinds = chosen_kinds(config, collection.embedding_bag_configs(), process)
     with process_group(0, 1, str(tmp_path)):
-        plan_of = sharding_plan(nn.ModuleDict({"ebc": collection}), config, process, sharder).plan["ebc"]
+        plan_of = sharding_plan(nn.ModuleDict({"ebc": collection}), kinds, config, process, sharder).plan["ebc"]
     kernels = {name: table.compute_kernel for name, table in plan_of.items()}
     assert kernels == {"t0": f"fused_{memory}", "t1": "dense", "t2": f"fused_{memory}"}
 

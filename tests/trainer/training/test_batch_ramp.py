@@ -11,10 +11,9 @@ from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.online.loop import online
-from cowrec.trainer.training.batch_ramp import BatchRamp
+from cowrec.trainer.sharded_model.run_plan import BatchRamp, Schedule
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
-from cowrec.trainer.training.schedule import Schedule
 from run_comparison import same
 from trainer_cases import TRAIN_ROWS, checkpoint, config_file, interrupted, make_data
 

@@ -26,6 +26,7 @@ from cowrec.trainer.config.sections import CheckpointConfig, ShardingConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runtime.processes import Process, process_group
+from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training.pipeline import (
     WARMUP_STEPS,
     Capture,
@@ -35,7 +36,6 @@ from cowrec.trainer.training.pipeline import (
     Step,
     why_not_captured,
 )
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 from trainer_cases import config_file, tensors
 
@@ -168,10 +168,10 @@ def compare(case: str, process: Process) -> None:
     """Compares a trajectory under capture with sequential steps, and again after it resumed from its checkpoint."""
     config, folder = config_of(case), Path(tempfile.mkdtemp())
     everywhere = range(len(SIZES))
-    sequential = TrainState(config, SCHEMA, process, Schedule(10))
+    sequential = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     expected, end = train(sequential, everywhere), everything(sequential)
     checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False), process, print)
-    state = TrainState(config, SCHEMA, process, Schedule(10))
+    state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     graph = Graph(state)
     captured(state, graph)
     assert_equal(train(state, everywhere, checkpoints), expected)
@@ -181,7 +181,7 @@ def compare(case: str, process: Process) -> None:
     assert graph.replays == SIZES.count(BATCH) - WARMUP_STEPS
     assert_equal(everything(state), end)
     after = slice(3 * (SAVED_AFTER + 1) + 6, None)  # three results a step, and six of an evaluation
-    fresh = TrainState(config, SCHEMA, process, Schedule(10))
+    fresh = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     for resumed in (state, captured(fresh, Graph(fresh))):
         assert resumed.adam
         resumed.adam.lr = resumed.adam.config.lr
@@ -221,9 +221,9 @@ def test_a_failed_capture_loses_no_step(
     wait: str, reason: str, process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, everywhere = config_of(), range(len(SIZES))
-    sequential = TrainState(config, SCHEMA, process, Schedule())
+    sequential = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     expected = train(sequential, everywhere)
-    state = TrainState(config, SCHEMA, process, Schedule())
+    state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.adam
     graph = Failing(state)
     graph.wait = wait
@@ -253,21 +253,21 @@ def test_a_failed_capture_loses_no_step(
 )
 def test_reasons(overrides: list[str], why: str, process: Process) -> None:
     config = config_of(*overrides)
-    state = TrainState(config, SCHEMA, process, Schedule())
+    state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
     for each in state.adam.lookups if state.adam else ():
         each.clipped.uses_triton = True
     cuda = dataclasses.replace(process, device=torch.device("cuda"))
-    assert why_not_captured(config, SCHEMA, cuda, state.model, state.embedding_optimizer) == why
+    assert why_not_captured(RunPlan.of(config, SCHEMA, cuda), state.model, state.embedding_optimizer) == why
     lists = dataclasses.replace(SCHEMA, sparse=(*SCHEMA.sparse, SparseField("tags", 9, kind="multi")))
     if not why:
-        many = why_not_captured(config, lists, cuda, state.model, state.embedding_optimizer)
+        many = why_not_captured(RunPlan.of(config, lists, cuda), state.model, state.embedding_optimizer)
         assert many == "the number of ids of field 'tags' varies"
         cached = dataclasses.replace(config, sharding=ShardingConfig(memory="uvm_caching"))
-        behind = why_not_captured(cached, SCHEMA, cuda, state.model, state.embedding_optimizer)
+        behind = why_not_captured(RunPlan.of(cached, SCHEMA, cuda), state.model, state.embedding_optimizer)
         assert behind == 'sharding.memory = "uvm_caching" counts its steps on the host'
         ranks = dataclasses.replace(cuda, world_size=2)
-        several = why_not_captured(config, SCHEMA, ranks, state.model, state.embedding_optimizer)
+        several = why_not_captured(RunPlan.of(config, SCHEMA, ranks), state.model, state.embedding_optimizer)
         assert several == "the sizes of the exchange between processes vary"
 
 
@@ -278,7 +278,7 @@ def test_on_a_gpu(case: str) -> None:
     """Compares captured with uncaptured steps, both on CUDA."""
     with process_group("cuda") as process:
         states = [
-            TrainState(config_of(case, f"train.cuda_graph={on}", 'train.device="cuda"'), SCHEMA, process, 10)
+            TrainState(RunPlan.of(config_of(case, f"train.cuda_graph={on}", 'train.device="cuda"'), SCHEMA, process))
             for on in ("true", "false")
         ]
         results = [train(state, range(len(SIZES)), device="cuda") for state in states]

@@ -14,10 +14,9 @@ from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.config.optimizer import LrDecay, OptimizerConfig
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
-from cowrec.trainer.training.batch_ramp import BatchRamp
 from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.schedule import Schedule
 from cowrec.trainer.training.state import TrainState
 from trainer_cases import config_file, make_data
 
@@ -76,7 +75,9 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
         config = dataclasses.replace(config, optimizer=optimizer)
         with process_group("cpu") as process:
             reader = Reader(folder / "data", "train", batch_size=51)
-            state = TrainState(config, reader.schema, process, Schedule(decay="linear", decay_steps=10))
+            state = TrainState(
+                RunPlan.of(config, reader.schema, process, schedule=Schedule(decay="linear", decay_steps=10))
+            )
             batches = state.ids.training_batches(reader.epoch(0))
             lookups = find_lookups(state.model)[0]
             assert sorted(shard.name for lookup in lookups for shard in lookup.shards) == ["city", "tags"]

@@ -1,0 +1,327 @@
+"""What a run derives from its configuration, its data and its processes: once, before anything is built.
+
+Of the batch size it is the scaled hyperparameters and the clip, of the steps the schedule of the learning rates, of the
+fields the tables, of the processes the kind of sharding of each table.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil, cos, floor, pi
+from typing import Any
+
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline.reading.global_batches import GlobalBatches
+from cowrec.sparse_opt import ClipRule, Hyperparameters, scale_clip, scale_hyperparameters
+from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
+from cowrec.trainer.config.optimizer import LrDecay, OptimizerConfig
+from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runtime.processes import Process
+
+from .sharding import chosen_kinds
+from .tables import TableSpec, embedding_tables, table_specs
+
+_WARMUP_START = 1e-8
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is scaled to a batch size.
+
+    Attributes:
+        batch_size: global batch size of the steps of the stage.
+        hyperparameters: learning rates, L2, betas and eps.
+        clip: the clip rule.
+    """
+
+    batch_size: int
+    hyperparameters: Hyperparameters
+    clip: ClipRule
+
+    @classmethod
+    def of(cls, config: RunConfig, batch_size: int | None = None) -> "Stage":
+        """Scales the base values by the scaling rule to a batch size, by default the run's."""
+        batch_size = batch_size or config.train.batch_size
+        return cls(batch_size, derived_hyperparameters(config, batch_size), derived_clip(config, batch_size))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All that is known of a run before its model is built; every part of it takes what it needs from here.
+
+    Attributes:
+        config: with a batch size and L2, see :func:`with_defaults`.
+        schema: of its batches.
+        process: this process; the plan is the same on all.
+        tables: in the order of their first fields.
+        bags: the same tables as TorchRec describes them.
+        kinds: kind of sharding of each table; "auto" where TorchRec's planner decides.
+        train_rows: samples of the training split that are trained on; the others are for validation.
+        epoch_steps: steps of an epoch at the run's own batch size.
+        steps: of the whole run, those of the batch ramp included.
+        schedule: learning rates and batch sizes by step.
+        stages: by their first step, from 0; without a batch ramp one.
+    """
+
+    config: RunConfig
+    schema: Schema
+    process: Process
+    tables: tuple[TableSpec, ...]
+    bags: tuple[EmbeddingBagConfig, ...]
+    kinds: Mapping[str, str]
+    train_rows: int
+    epoch_steps: int
+    steps: int
+    schedule: "Schedule"
+    stages: Mapping[int, Stage]
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        schema: Schema,
+        process: Process,
+        *,
+        schedule: "Schedule | None" = None,
+        bags: Sequence[EmbeddingBagConfig] | None = None,
+    ) -> "RunPlan":
+        """Derives the plan.
+
+        Args:
+            config: with a batch size and L2.
+            schema: of the run's data; without a training split the run has no epochs.
+            process: any process of the run.
+            schedule: by default that of epochs of the data set; a stream has none.
+            bags: by default those of the schema's fields.
+
+        Raises:
+            ValueError: fields that cannot have their tables, an unknown table, or a sharding that does not suit it.
+        """
+        tables = tuple(table_specs(schema, config))
+        bags = tuple(embedding_tables(schema, tables) if bags is None else bags)
+        rows = schema.splits["train"].rows if "train" in schema.splits else 0
+        train_rows = rows - round(rows * config.train.validation_fraction)
+        ramp, size, drop_last = BatchRamp.of(config), config.train.batch_size, config.train.drop_last
+        epoch_steps = len(GlobalBatches(train_rows, size, drop_last=drop_last))
+        first_steps = len(GlobalBatches(train_rows, size, ramp.first_batches, drop_last=drop_last))
+        steps = first_steps + epoch_steps * (config.train.epochs - 1)
+        schedule = schedule or Schedule.of_epochs(config.optimizer, epoch_steps, steps, ramp)
+        return cls(
+            config,
+            schema,
+            process,
+            tables,
+            bags,
+            chosen_kinds(config, bags, process),
+            train_rows,
+            epoch_steps,
+            steps,
+            schedule,
+            {first: Stage.of(config, each) for first, each in (schedule.ramp.stages or {0: size}).items()},
+        )
+
+    @property
+    def ramp(self) -> "BatchRamp":
+        return self.schedule.ramp
+
+    @cached_property
+    def full(self) -> Stage:
+        """The stage of the run's own batch size, the last one."""
+        return self.stages[max(self.stages)]
+
+    @property
+    def changes(self) -> Mapping[int, Stage]:
+        """Stages that begin at a step of training; none without a batch ramp."""
+        return self.stages if len(self.stages) > 1 else {}
+
+    @property
+    def is_collisionless(self) -> bool:
+        """Whether tables give rows to ids as they come."""
+        return any(spec.ids.kind == "collisionless" for spec in self.tables)
+
+    def describe(self) -> dict[str, Any]:
+        """Model, batch size, clip and scaled hyperparameters, as saved with a run."""
+        clip: Any = self.full.clip
+        return {
+            "model": self.config.model.name,
+            "batch_size": self.config.train.batch_size,
+            "scaling": self.config.optimizer.scaling,
+            "clip": self.config.clip.rule,
+            "clip_values": dataclasses.asdict(clip),
+            **dataclasses.asdict(self.full.hyperparameters),
+        }
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """Batch sizes of a run's first steps: some steps at each size, then the run's own size to the end.
+
+    Without sizes, which is the default, there is no ramp.
+
+    Attributes:
+        steps_per_size: steps at each size.
+        sizes: global batch sizes, ascending.
+        batch_size: of all later steps.
+    """
+
+    steps_per_size: int = 0
+    sizes: tuple[int, ...] = ()
+    batch_size: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "BatchRamp":
+        """The ramp of a run: `train.batch_ramp` steps each at the base batch size and its doubles below the run's."""
+        steps, base, batch_size = config.train.batch_ramp, config.optimizer.base_batch_size, config.train.batch_size
+        doublings = range(batch_size.bit_length()) if steps else ()
+        return cls(steps, tuple(base << each for each in doublings if base << each < batch_size), batch_size)
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of the ramp."""
+        return self.steps_per_size * len(self.sizes)
+
+    @property
+    def first_batches(self) -> tuple[int, ...]:
+        """Batch size of each of its steps."""
+        return tuple(size for size in self.sizes for _ in range(self.steps_per_size))
+
+    @cached_property
+    def samples(self) -> int:
+        """Samples of its steps."""
+        return self.steps_per_size * sum(self.sizes)
+
+    @property
+    def stages(self) -> dict[int, int]:
+        """First step, from 0, and batch size of each stage, that after the ramp included; empty without a ramp."""
+        sizes = (*self.sizes, self.batch_size) if self.sizes else ()
+        return {number * self.steps_per_size: size for number, size in enumerate(sizes)}
+
+    def full_steps(self, step: int) -> float:
+        """Steps of the run's own batch size that have as many samples as the first ``step`` steps."""
+        if step >= self.steps:
+            return step - self.steps + self.samples / self.batch_size
+        return sum(self.first_batches[:step]) / self.batch_size
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rates by step, counted from 0, as multiples of those of the step's batch size.
+
+    Warm-up and decay count samples, in steps of the run's own batch size: a step of the ramp counts for its part.
+
+    Attributes:
+        warmup_steps: steps over which the network's rate rises linearly from 1e-8, as in the CowClip reference:
+            ``1e-8 + (lr - 1e-8) * min(k, W) / W``.
+        embedding_warmup_steps: the same for the tables' rate.
+        decay: how both rates fall.
+        decay_steps: T: steps of the whole run for "linear", ``1 - k / T``, and for "cosine",
+            ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts); steps between two falls for
+            "step".
+        decay_factor: of each fall of "step": ``factor ** floor(k / T)``.
+        ramp: batch sizes of the first steps.
+    """
+
+    warmup_steps: float = 0
+    embedding_warmup_steps: float = 0
+    decay: LrDecay = "none"
+    decay_steps: float = 1
+    decay_factor: float = 1.0
+    ramp: BatchRamp = field(default_factory=BatchRamp)
+
+    @classmethod
+    def of_epochs(cls, config: OptimizerConfig, epoch_steps: int, total_steps: int, ramp: BatchRamp) -> "Schedule":
+        """The schedule of a run over epochs.
+
+        Args:
+            config: of the run.
+            epoch_steps: steps of an epoch at the run's own batch size.
+            total_steps: steps of the run, those of the ramp included.
+            ramp: of the run.
+        """
+        steps = config.lr_decay_epochs * epoch_steps if config.lr_decay == "step" else ramp.full_steps(total_steps)
+        return cls(
+            warmup_steps=ceil(config.warmup_epochs * epoch_steps),
+            embedding_warmup_steps=ceil(config.embedding_warmup_epochs * epoch_steps),
+            decay=config.lr_decay,
+            decay_steps=steps,
+            decay_factor=config.lr_decay_factor,
+            ramp=ramp,
+        )
+
+    @property
+    def changes_embedding_lr(self) -> bool:
+        """Whether the tables' rate depends on the step."""
+        return self.decay != "none" or self.embedding_warmup_steps > 0
+
+    def embedding_lr(self, values: Hyperparameters, step: int) -> float:
+        return self._rate(values.embedding_lr, self.embedding_warmup_steps, step)
+
+    def dense_lr(self, values: Hyperparameters, step: int) -> float:
+        return self._rate(values.dense_lr, self.warmup_steps, step)
+
+    def _rate(self, lr: float, warmup_steps: float, step: int) -> float:
+        done = self.ramp.full_steps(step)
+        if warmup_steps:
+            start = min(_WARMUP_START, lr)  # a rate of 0 stays 0
+            lr = start + (lr - start) * min(done, warmup_steps) / warmup_steps
+        return lr * self._left(done)
+
+    def _left(self, done: float) -> float:
+        """Share of the rate that the decay has left after as many steps."""
+        if self.decay == "none":
+            return 1.0
+        if self.decay == "step":
+            return self.decay_factor ** floor(
+                done / self.decay_steps + 1e-9
+            )  # 0.7 epochs of 10 steps are 7.000000000000001
+        share = min(done / self.decay_steps, 1.0)
+        return 1 - share if self.decay == "linear" else (1 + cos(pi * share)) / 2
+
+
+KINDS: dict[str, EmbeddingOptimizer] = {
+    "adam": "adam",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rowwise_adagrad": "adagrad",
+    "fbgemm_adam": "adam",
+    "fbgemm_cowclip": "adagrad",
+}
+"""How each optimizer of the tables remembers its gradients, for the scaling rules."""
+
+
+def derived_hyperparameters(config: RunConfig, batch_size: int | None = None) -> Hyperparameters:
+    """Learning rates, L2, betas and eps: the base values, scaled by the scaling rule to a batch size, by default the
+    run's.
+    """
+    optimizer = config.optimizer
+    assert optimizer.l2 is not None, "with_defaults has not been called"
+    base = Hyperparameters(
+        optimizer.embedding_lr,
+        optimizer.dense_lr,
+        optimizer.l2,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        dense_weight_decay=optimizer.dense_weight_decay,
+    )
+    return scale_hyperparameters(
+        base,
+        base_batch_size=optimizer.base_batch_size,
+        batch_size=batch_size or config.train.batch_size,
+        rule=optimizer.scaling,
+        embedding=KINDS[optimizer.embedding],
+    )
+
+
+def derived_clip(config: RunConfig, batch_size: int | None = None) -> ClipRule:
+    """Clip rule of the run, its values scaled to a batch size, by default the run's."""
+    optimizer = config.optimizer
+    return scale_clip(
+        config.clip.build(),
+        base_batch_size=optimizer.base_batch_size,
+        batch_size=batch_size or config.train.batch_size,
+        rule=optimizer.scaling,
+    )
