@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cowrec.data_pipeline import SynthesizeConfig
-from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.sections import OptimizerConfig
 from cowrec.trainer.reports.plotting import plt
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,9 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.sparse_opt import attach_cowclip
-from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import TrainConfig
+from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, prepare_process

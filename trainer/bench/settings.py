@@ -13,9 +13,8 @@ import torch
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import PRESETS, AdamConfig, ReferenceCowClip
-from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import TrainConfig
+from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 
 from .steady_state import Case
 

@@ -29,7 +29,7 @@ def init(
 
     Example: `cowrec config init --for criteo --output run.toml`
     """
-    from cowrec.trainer.config.template import run_file
+    from cowrec.trainer.config.reference import run_file
 
     text = run_file(preset)
     if output is None:

@@ -211,8 +211,7 @@ def stream(
 def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
     """Applies overrides to the ``[prepare]`` section of a run's TOML file, all of which must be valid."""
     from cowrec.data_pipeline import PrepareConfig
-    from cowrec.trainer.config.overrides import apply_override
-    from cowrec.trainer.config.run import config_from, load_config
+    from cowrec.trainer.config.run import apply_override, config_from, load_config
 
     section = load_config(toml).prepare if toml else PrepareConfig()
     given: dict[str, Any] = {"prepare": {}}

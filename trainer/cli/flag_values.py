@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from cowrec.trainer.config.nearest_name import hint
+from cowrec.trainer.config.checks import hint
 
 
 def count_flag(help: str) -> Any:

@@ -1,5 +1,7 @@
-"""The check that sections of a configuration share."""
+"""Checks that sections of a configuration share, and the hint that a message about an unknown name ends with."""
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -7,3 +9,20 @@ def require(key: str, value: Any, fits: bool, what: str) -> None:
     """Raises ValueError, with the key and the value, unless the value fits; ``what`` names those that do."""
     if not fits:
         raise ValueError(f"{key} must be {what}, got {value!r}")
+
+
+def nearest_name(name: str, known: Collection[str]) -> str | None:
+    """The known name that is most like ``name``, or None if no name is."""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
+def hint(name: str, known: Collection[str], otherwise: str = "known") -> str:
+    """``did you mean 'NEAREST'?``, or ``OTHERWISE: NAME, NAME, ...`` if no known name is like it."""
+    nearest = nearest_name(name, known)
+    return f"{otherwise}: {', '.join(known)}" if nearest is None else f"did you mean {nearest!r}?"
+
+
+def require_known(key: str, value: str, known: Collection[str]) -> None:
+    """Raises ValueError for a value of ``key`` that is not known."""
+    if value not in known:
+        raise ValueError(f"{key} = {value!r} is not known; {hint(value, known)}")

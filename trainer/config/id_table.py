@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from .nearest_name import hint
+from .checks import hint
 
 IdKind = Literal["rows", "hash", "collisionless"]
 AdmissionKind = Literal["none", "count", "probabilistic"]

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,15 +20,15 @@ from cowrec.models import ModelConfig, loss_of, require_model
 from cowrec.models.import_path import is_import_path, require_beside, search_also
 from cowrec.sparse_opt import NoClip
 
+from .checks import nearest_name
 from .id_table import IdConfig
-from .nearest_name import nearest_name
-from .online import OnlineConfig
-from .optimizer import ClipConfig, OptimizerConfig
-from .overrides import apply_override, needed_for
 from .sections import (
     CheckpointConfig,
+    ClipConfig,
     DataConfig,
     EvaluateConfig,
+    OnlineConfig,
+    OptimizerConfig,
     ShardingConfig,
     TrainConfig,
 )
@@ -108,7 +108,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     config = outcome(overrides)
     if isinstance(config, RunConfig):
         return config
-    blamed = [f"--set {override}" for override in needed_for(config, overrides, outcome)]
+    blamed = [f"--set {override}" for override in _needed_for(config, overrides, outcome)]
     raise ValueError(f"{', '.join(blamed) or path}: {config}")
 
 
@@ -132,6 +132,43 @@ def _read_toml(path: Path) -> str:
         raise ValueError(f"{path} is not TOML: {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def apply_override(sections: dict[str, Any], override: str) -> None:
+    """Sets ``section.key`` of nested sections to a TOML value, or to the text itself where it is no TOML.
+
+    Raises:
+        ValueError: not of the form section.key=value, or the section is a value.
+    """
+    path, equals, text = override.partition("=")
+    *tables, key = (part.strip() for part in path.split("."))
+    if not equals or not tables or not all((*tables, key)):
+        raise ValueError(f"--set takes section.key=value, got {override!r}; for example --set train.batch_size=8192")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    values = sections
+    for depth, table in enumerate(tables, 1):
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"--set {override}: {'.'.join(tables[:depth])} = {values!r} in the file is not a section")
+    values[key] = value
+
+
+def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequence[str]], object]) -> list[str]:
+    """The overrides without any one of which ``error`` would not occur; none where the file alone has the error.
+
+    Args:
+        error: message about the file with all overrides.
+        overrides: values of ``--set``.
+        outcome: of the file with some of the overrides, a message or something else.
+    """
+    without = {index: outcome([*overrides[:index], *overrides[index + 1 :]]) for index in range(len(overrides))}
+    repaired = [index for index, result in without.items() if not isinstance(result, str)]
+    # Another error may be hidden by this one, and an override may repair an error of the file.
+    changed = repaired or [index for index, result in without.items() if result != error]
+    return [overrides[index] for index in changed]
 
 
 def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = None) -> RunConfig:

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from cowrec.trainer.config.checks import require
-from cowrec.trainer.config.nearest_name import hint
+from cowrec.trainer.config.checks import hint, require
 
 
 @dataclass(frozen=True)

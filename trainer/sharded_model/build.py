@@ -28,9 +28,9 @@ from cowrec.sparse_opt import (
 )
 from cowrec.sparse_opt.tbe.fused_rates import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
-from cowrec.trainer.config.nearest_name import require_known
-from cowrec.trainer.config.optimizer import OptimizerConfig
+from cowrec.trainer.config.checks import require_known
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.sections import OptimizerConfig
 
 from .run_plan import RunPlan
 from .sharding import sharding_plan

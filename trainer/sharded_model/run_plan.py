@@ -17,8 +17,8 @@ from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.reading.global_batches import GlobalBatches
 from cowrec.sparse_opt import ClipRule, Hyperparameters, scale_clip, scale_hyperparameters
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
-from cowrec.trainer.config.optimizer import LrDecay, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.config.sections import LrDecay, OptimizerConfig
 from cowrec.trainer.runtime.processes import Process
 
 from .sharding import chosen_kinds

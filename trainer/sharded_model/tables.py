@@ -13,8 +13,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
 from cowrec.models import physical_dim
 from cowrec.sparse_opt import rows_for
+from cowrec.trainer.config.checks import hint
 from cowrec.trainer.config.id_table import IdConfig
-from cowrec.trainer.config.nearest_name import hint
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 

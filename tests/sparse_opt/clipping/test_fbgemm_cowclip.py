@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from cowrec.sparse_opt import CowClip, attach_cowclip
-from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
-from cowrec.trainer.config.sections import TrainConfig
+from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
 from cowrec.trainer.training.loop import train

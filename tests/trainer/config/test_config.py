@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.models import ModelConfig
 from cowrec.sparse_opt import PRESETS
-from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_defaults
-from cowrec.trainer.config.sections import DataConfig, ShardingConfig, TrainConfig
+from cowrec.trainer.config.sections import ClipConfig, DataConfig, OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
 
 CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"

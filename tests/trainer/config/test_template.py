@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from commands.command_line import exit_code
+from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
 from cowrec.trainer.config.run import RunConfig, load_config
-from cowrec.trainer.config.template import OWN_DATA, presets, run_file
 
 CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"
 KEY = re.compile(r"^# (\w+ = .+)$", re.MULTILINE)

@@ -9,9 +9,8 @@ import torch
 
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import ConstantClip, CowClip, GlobalClip
-from cowrec.trainer.config.optimizer import ClipConfig, OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
-from cowrec.trainer.config.sections import TrainConfig
+from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.loop import train

@@ -11,9 +11,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import ShardingConfig, TrainConfig
+from cowrec.trainer.config.sections import OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters

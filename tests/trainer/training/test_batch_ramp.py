@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
-from cowrec.trainer.config.optimizer import OptimizerConfig
 from cowrec.trainer.config.run import RunConfig, load_config
-from cowrec.trainer.config.sections import TrainConfig
+from cowrec.trainer.config.sections import OptimizerConfig, TrainConfig
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, Schedule
 from cowrec.trainer.training.loop import train

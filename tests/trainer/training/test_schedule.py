@@ -11,8 +11,8 @@ from torch.optim import lr_scheduler
 from cowrec.data_pipeline import Reader
 from cowrec.sparse_opt import Hyperparameters
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.trainer.config.optimizer import LrDecay, OptimizerConfig
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.config.sections import LrDecay, OptimizerConfig
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
