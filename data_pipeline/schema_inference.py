@@ -15,14 +15,11 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.dataset.schema import LABEL, SAMPLE_NUMBER, SAMPLE_WEIGHT, TIME, TRUE_LOGIT, WEIGHT_SUFFIX
-from cowrec.data_pipeline.raw.labels import RawLabel
-from cowrec.data_pipeline.raw.layouts import RawKind
-from cowrec.data_pipeline.raw.missing import LOOKS_MISSING, marker_numbers
-from cowrec.data_pipeline.raw.numbers import NUMBER_PATTERN
-from cowrec.data_pipeline.raw.times import as_times
-from cowrec.data_pipeline.raw_files.inputs import find_inputs
-from cowrec.data_pipeline.raw_files.reading import look
-from cowrec.data_pipeline.raw_files.text import BYTE_ORDER_MARK, RawText
+from cowrec.data_pipeline.raw.inputs import find_inputs
+from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
+from cowrec.data_pipeline.raw.reading import look
+from cowrec.data_pipeline.raw.text import BYTE_ORDER_MARK, RawText
+from cowrec.data_pipeline.raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_times, marker_numbers
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_conversion",
                "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class", "rating")  # fmt: skip

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cowrec.data_pipeline.raw import schema_file
-from cowrec.data_pipeline.raw.labels import RawLabel
-from cowrec.data_pipeline.raw.layouts import RawField
+from cowrec.data_pipeline.raw import layouts
+from cowrec.data_pipeline.raw.layouts import RawField, RawLabel
 from cowrec.trainer.config.id_table import TableIds
 from cowrec.trainer.config.reference import Key, attribute_texts, keys_of, type_text
 from cowrec.trainer.config.run import RunConfig
@@ -53,15 +52,15 @@ def sections() -> dict[str, type]:
 
 def of_schema_files() -> Iterator[str]:
     """The annotated example in the docstring of the loader, and the keys of fields and labels."""
-    doc = inspect.getdoc(schema_file.load_schema_file) or ""
+    doc = inspect.getdoc(layouts.load_schema_file) or ""
     lines = doc.splitlines()
     yield "## Schema files\n\nAll keys, with examples of values:\n"
     yield "```toml\n" + "\n".join(line[4:] for line in lines[2 : lines.index("", 3)]) + "\n```\n"
     notes = doc.split("\n\n")[2]
     yield f"{' '.join(notes.split())}\n"
     for title, kind, known in (
-        ("Keys of a field, in `[[fields]]`", RawField, schema_file._FIELD_TYPES),
-        ("Keys of a label, in `labels`", RawLabel, schema_file._LABEL_TYPES),
+        ("Keys of a field, in `[[fields]]`", RawField, layouts._FIELD_TYPES),
+        ("Keys of a label, in `labels`", RawLabel, layouts._LABEL_TYPES),
     ):
         texts = attribute_texts(kind)
         hints = inspect.get_annotations(kind, eval_str=True)
@@ -133,8 +132,8 @@ def test_ranges_come_from_the_checks() -> None:
 
 
 def test_the_example_of_schema_files_has_every_key() -> None:
-    text = inspect.getdoc(schema_file.load_schema_file) or ""
-    for name in {*schema_file._TYPES, *schema_file._FIELD_TYPES, *schema_file._LABEL_TYPES}:
+    text = inspect.getdoc(layouts.load_schema_file) or ""
+    for name in {*layouts._TYPES, *layouts._FIELD_TYPES, *layouts._LABEL_TYPES}:
         assert re.search(rf"\b{name}\b", text), name
 
 

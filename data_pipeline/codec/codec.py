@@ -27,8 +27,7 @@ from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, TIME, Schema
 from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
 from cowrec.data_pipeline.encoding.encoder import Encoder
 from cowrec.data_pipeline.raw.columns import SampleColumns
-from cowrec.data_pipeline.raw.labels import RawLabel
-from cowrec.data_pipeline.raw.layouts import Layout, RawField
+from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
 from cowrec.data_pipeline.raw.parsing import Parsed
 
 from .json_lines import (

@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 
 from cowrec.data_pipeline.raw.layouts import RawField
-from cowrec.data_pipeline.raw.missing import marker_numbers
-from cowrec.data_pipeline.raw.numbers import NUMBER_PATTERN
+from cowrec.data_pipeline.raw.values import NUMBER_PATTERN, marker_numbers
 
 ValueKind = Literal["number", "time", "label", "id", "ids", "weighted"]
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cowrec.data_pipeline.dataset.writer import SHARD_ROWS
-from cowrec.data_pipeline.raw.bad_rows import OnBadRow
 from cowrec.data_pipeline.raw.layouts import DenseTransform
+from cowrec.data_pipeline.raw.parsing import OnBadRow
 
-from .splitting import SplitKind, seconds_of
+from .splits import SplitKind, seconds_of
 
 DEFAULT_TEST_FRACTION = {"criteo": 0.1, "avazu": 0.2, "tabular": 0.1}
 MOST_BUCKETS = 2**31 - 3

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,25 +13,19 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cowrec.data_pipeline.dataset.schema import Schema, SourceFile, Split, library_versions
+from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
+from cowrec.data_pipeline.dataset.writer import disk_errors, new_folder
 from cowrec.data_pipeline.encoding.encoder import Encoder
-from cowrec.data_pipeline.raw.bad_rows import BadRowLedger
-from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName
-from cowrec.data_pipeline.raw.parsing import check_same_types, check_types
-from cowrec.data_pipeline.raw.schema_file import load_schema_file
-from cowrec.data_pipeline.raw_files.inputs import find_inputs
-from cowrec.data_pipeline.raw_files.reading import look, survey
-from cowrec.data_pipeline.raw_files.segments import Partition, RawFile, Source, partitions
-from cowrec.data_pipeline.raw_files.storage import stamp
-from cowrec.data_pipeline.remote import is_remote, local_path
+from cowrec.data_pipeline.raw.inputs import Partition, RawFile, Source, find_inputs, partitions, stamp
+from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
+from cowrec.data_pipeline.raw.parsing import BadRowLedger, check_same_types, check_types
+from cowrec.data_pipeline.raw.reading import look, survey
+from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
 
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig
-from .engine import Engine, LocalEngine
-from .fit_pass import FitPlan, fit
-from .output import output_folder
-from .splitting import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, iso, seconds_of
-from .time_order import count_times
-from .write_pass import WritePlan, prepared_schema, write_splits
+from .engines import Engine, LocalEngine
+from .passes import FitPlan, WritePlan, fit, prepared_schema, write_splits
+from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso, seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +123,7 @@ def _engine(scheduler: str | None, folder: Path) -> Iterator[Engine]:
     if scheduler is None:
         yield LocalEngine()
         return
-    from .dask_engine import dask_engine
+    from .engines import dask_engine
 
     with dask_engine(scheduler, folder) as engine:
         yield engine
@@ -264,3 +259,42 @@ def _sources(files: Sequence[RawFile], ledger: BadRowLedger) -> tuple[SourceFile
         SourceFile(file.source.path, file.source.stamp[0], file.sha256, file.samples, ledger.by_path[file.source.path])
         for file in files
     )
+
+
+@contextmanager
+def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[Path]:
+    """Creates a local folder that becomes `output` at the end of the block, or is removed on an exception.
+
+    For an object store it is a temporary folder (in $TMPDIR), which is uploaded with `schema.json` last, so that an
+    interrupted upload leaves no data set.
+
+    Args:
+        output: a path or a URI, of a new or empty folder.
+        overwrite: replace an existing data set.
+        shared: other machines write to the folder, too.
+
+    Raises:
+        ValueError: `output` exists and is not empty (with `overwrite`: and is no data set), is being written by another
+            process, or is in an object store though `shared`. OSError: the disk is full, or the store does not answer.
+    """
+    if not is_remote(output):
+        with new_folder(local_path(output), overwrite=overwrite) as folder:
+            yield folder
+        return
+    uri = os.fspath(output)
+    if shared:
+        raise ValueError(f"output {uri}: the workers of a cluster need a folder that they share; copy it later")
+    remote = RemoteFolder(uri)
+    existing = remote.list()
+    if existing and not overwrite:
+        raise ValueError(f"{uri} exists and is not empty; choose another folder or remove it (prepare: --overwrite)")
+    if existing and SCHEMA_FILE not in existing:
+        raise ValueError(f"{uri} is not a prepared data set, so it is not overwritten; choose another output folder")
+    with tempfile.TemporaryDirectory(prefix="cowrec-prepare-") as parent:
+        folder = Path(parent) / "data"
+        folder.mkdir()
+        with disk_errors(folder):
+            yield folder
+        names = [str(each.relative_to(folder)) for each in sorted(folder.rglob("*")) if each.is_file()]
+        remote.remove(sorted(existing, key=lambda name: name != SCHEMA_FILE))
+        remote.upload(folder, sorted(names, key=lambda name: name == SCHEMA_FILE))

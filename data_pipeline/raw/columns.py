@@ -12,12 +12,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .arrow_values import as_floats, as_id_text, is_text, mask, plain_array
-from .labels import RawLabel
-from .layouts import RawField
-from .missing import looks_missing, without_marker_numbers, without_markers, without_nan
-from .numbers import as_numbers
-from .times import TIME_RULES, as_times, bounded_seconds
+from .layouts import RawField, RawLabel
+from .values import (
+    TIME_RULES,
+    as_floats,
+    as_id_text,
+    as_numbers,
+    as_times,
+    bounded_seconds,
+    is_text,
+    looks_missing,
+    mask,
+    plain_array,
+    without_marker_numbers,
+    without_markers,
+    without_nan,
+)
 
 LONGEST_QUOTED_VALUE = 60
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])

@@ -39,8 +39,7 @@ from cowrec.data_pipeline.dataset.writer import SHARD_ROWS, ShardWriter, new_fol
 from cowrec.data_pipeline.encoding.encoder import raw_ids
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.labels import RawLabel
-from cowrec.data_pipeline.raw.layouts import Layout, RawField
+from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
 
 from .planted import (
     PILOT_ROWS,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
-from cowrec.data_pipeline.raw.schema_file import load_schema_file
+from cowrec.data_pipeline.raw.layouts import load_schema_file
 from raw_cases import read_split
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"

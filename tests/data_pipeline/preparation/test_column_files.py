@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.data_pipeline.preparation.fit_pass import fit
+from cowrec.data_pipeline.preparation.passes import fit
 from raw_cases import TIMED_SCHEMA, content, read_split
 
 DAY = datetime.date(2024, 2, 29)

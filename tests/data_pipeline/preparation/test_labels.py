@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
-from cowrec.data_pipeline.raw.labels import RawLabel
+from cowrec.data_pipeline.raw.layouts import RawLabel
 from raw_cases import read_split
 
 WRONG = "wrong"

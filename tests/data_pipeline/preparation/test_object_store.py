@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, prepare, work_bytes
-from cowrec.data_pipeline.raw_files.inputs import find_inputs
+from cowrec.data_pipeline.raw.inputs import find_inputs
 from cowrec.data_pipeline.remote import RemoteFolder
 from raw_cases import content
 from servers.s3_server import s3_clients

@@ -169,7 +169,7 @@ def test_the_split_does_not_depend_on_file_and_block_boundaries(tmp_path, monkey
     lines = text.splitlines(keepends=True)
     (tmp_path / "a").write_text("".join(lines[:333]))
     (tmp_path / "b").write_text("".join(lines[333:]))
-    monkeypatch.setattr("cowrec.data_pipeline.raw_files.reading.survey.__kwdefaults__", {"block_bytes": 9000})
+    monkeypatch.setattr("cowrec.data_pipeline.raw.reading.survey.__kwdefaults__", {"block_bytes": 9000})
     prepare("criteo", [tmp_path / "a", tmp_path / "b"], tmp_path / "parts", PrepareConfig(shard_rows=100))
     for split in ("train", "test"):
         assert read_split(tmp_path / "one", split) == read_split(tmp_path / "parts", split)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
-from cowrec.data_pipeline.raw.schema_file import load_schema_file
+from cowrec.data_pipeline.raw.layouts import load_schema_file
 
 GOOD = "1,2.5,x,a|b,k:1 l:2\n"
 NEGATIVE = b"0" + GOOD.encode()[1:]
@@ -115,7 +115,7 @@ def test_line_numbers_are_right_after_skipped_lines(prepared):
 
 
 def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
-    monkeypatch.setattr("cowrec.data_pipeline.raw_files.reading.survey.__kwdefaults__", {"block_bytes": 100})
+    monkeypatch.setattr("cowrec.data_pipeline.raw.reading.survey.__kwdefaults__", {"block_bytes": 100})
     with pytest.raises(ValueError, match=r"raw\.csv, line 778, column click"):
         prepared(GOOD.encode() * 777 + b"7,2.5,x,a,k:1\n" + GOOD.encode() * 100)
 

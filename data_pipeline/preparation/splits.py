@@ -1,6 +1,11 @@
-"""The splits of a data set: by random numbers, by the order of samples, or by their times. R samples."""
+"""Splits: which samples are for training, validation and testing, by number, order or time.
 
-from dataclasses import dataclass
+R samples."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -9,8 +14,14 @@ import pyarrow as pa
 
 from cowrec.data_pipeline.encoding.dense import ValueCounts
 from cowrec.data_pipeline.hashing import uniforms
-from cowrec.data_pipeline.raw.parsing import Parsed
-from cowrec.data_pipeline.raw.times import LATEST, TIME_RULES, as_times
+from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
+from cowrec.data_pipeline.raw.layouts import Layout
+from cowrec.data_pipeline.raw.parsing import Parsed, parse
+from cowrec.data_pipeline.raw.values import LATEST, TIME_RULES, as_times
+
+from .engines import Engine
+
+logger = logging.getLogger(__name__)
 
 SplitKind = Literal["random", "order", "time"]
 SPLITS = ("train", "validation", "test")
@@ -127,3 +138,63 @@ def seconds_of(key: str, text: str | int) -> int:
 def iso(seconds: int) -> str:
     """Returns a time as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat().replace("+00:00", "Z")
+
+
+def count_times(engine: Engine, partitions: Sequence[Partition], layout: Layout, report: Report) -> ValueCounts:
+    """Counts the times of all samples that are not bad, in a pass over the files."""
+    times = ValueCounts(MOST_TIMES)
+    with closing(engine.map(_times, layout, partitions)) as results:
+        for partition, counted in zip(partitions, results, strict=True):
+            times.merge(counted)
+            report(partition.file_bytes)
+    return times
+
+
+def _times(layout: Layout, number: int, blocks: Sequence[Block]) -> ValueCounts:
+    times = ValueCounts(MOST_TIMES)
+    for block in blocks:
+        parsed = parse(block, layout)
+        assert parsed.time is not None
+        times.add(parsed.time)
+    return times
+
+
+@dataclass
+class TimeOrder:
+    """The newest training sample and the times of the others, to notice that a split by order leaks the future.
+
+    Attributes:
+        newest: Unix seconds of the newest training sample.
+        others: times of the samples for validation and testing.
+    """
+
+    newest: int | None = None
+    others: ValueCounts = field(default_factory=lambda: ValueCounts(MOST_TIMES))
+
+    def add(self, time: np.ndarray | None, splits: np.ndarray) -> None:
+        """Adds samples: int64 [R] Unix seconds, and the index of the split of each."""
+        if time is not None:
+            train = splits == TRAIN
+            self._extend(int(time[train].max()) if train.any() else None)
+            self.others.add(time[splits > TRAIN])
+
+    def merge(self, other: "TimeOrder") -> None:
+        """Adds those of another part of the samples."""
+        self._extend(other.newest)
+        self.others.merge(other.others)
+
+    def report(self) -> None:
+        """Warns if samples for validation or testing are older than the newest training sample."""
+        if self.newest is None or not self.others.total:
+            return
+        older = self.others.counts[self.others.values < self.newest].sum() / self.others.total
+        if older > 0:
+            logger.warning(
+                "the samples are not sorted by time: %.3g %% of those for validation and testing are older than the"
+                ' newest training sample, so the model trains on their future; use split = "time"',
+                100 * older,
+            )
+
+    def _extend(self, newest: int | None) -> None:
+        if newest is not None:
+            self.newest = newest if self.newest is None else max(self.newest, newest)

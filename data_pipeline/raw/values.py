@@ -1,13 +1,141 @@
-"""Arrow arrays of any type as numbers or as the text of ids. R values."""
+"""Values of raw columns: numbers, ids, times, and texts that mean a missing value. R values."""
 
+import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .numbers import as_numbers
+NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+NUMBER_PATTERN = re.compile(NUMBER)
+
+
+def cast_numbers(text: pa.Array) -> pa.Array:
+    """Converts strings to float64; null where a string is null or no number."""
+    try:  # the whole column at once: it is nearly always valid
+        return text.cast(pa.float64())
+    except pa.ArrowInvalid:
+        matched = pc.match_substring_regex(text, NUMBER)
+        return pc.if_else(matched, text, pa.scalar(None, text.type)).cast(pa.float64())
+
+
+def as_numbers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Converts strings [R] without nulls to finite numbers.
+
+    Returns:
+        float64 [R], NaN where a string is empty or invalid; and bool [R], True where it is invalid.
+    """
+    present = pc.not_equal(text, "")
+    values = cast_numbers(pc.if_else(present, text, pa.scalar(None, text.type))).to_numpy(zero_copy_only=False)
+    finite = np.isfinite(values)
+    invalid = present.to_numpy(zero_copy_only=False) & ~finite
+    return (np.where(finite, values, np.nan) if invalid.any() else values), invalid
+
+
+LOOKS_MISSING = ("na", "n/a", "#n/a", "nan", "null", "none", "nil", "\\n", "-", "?", "undefined")
+"""Texts, in lower case, that programs write for a missing value."""
+
+
+def without_markers(text: pa.Array, markers: Collection[str]) -> pa.Array:
+    """Returns strings [R] in which the empty text takes the place of each text that is one of `markers`."""
+    if not markers:
+        return text
+    return pc.if_else(pc.is_in(text, pa.array(markers, text.type)), pa.scalar("", text.type), text)
+
+
+def marker_numbers(markers: Collection[str]) -> list[float]:
+    """Returns the markers that are numbers."""
+    return [float(marker) for marker in markers if NUMBER_PATTERN.fullmatch(marker)]
+
+
+def without_marker_numbers(values: np.ndarray, markers: Collection[str]) -> np.ndarray:
+    """Returns numbers, float64 [R], with NaN in place of those that equal one of `markers`, in any notation."""
+    numbers = marker_numbers(markers)
+    return np.where(np.isin(values, numbers), np.nan, values) if numbers else values
+
+
+def without_nan(values: pa.Array, markers: Collection[str]) -> pa.Array:
+    """Returns values [R] of any type; in floating point numbers, null takes the place of NaN if that is a marker."""
+    if not pa.types.is_floating(values.type) or "nan" not in [marker.lower() for marker in markers]:
+        return values
+    return pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
+
+
+def looks_missing(text: pa.Array) -> np.ndarray:
+    """Returns bool [R] from strings [R] which may be null: True where one is probably meant as a missing value."""
+    known = pc.is_in(pc.utf8_lower(text), pa.array(LOOKS_MISSING, text.type))
+    return known.to_numpy(zero_copy_only=False)
+
+
+EARLIEST, LATEST = -62_135_596_800, 253_402_300_799
+"""Bounds of a valid time: the years 1 to 9999. Present-day Unix milliseconds are beyond them."""
+
+TIME_RULES = {
+    "timestamp": "a time must be Unix seconds (not milliseconds) or ISO 8601, such as 2014-10-21T07:00:00Z",
+    "hour": "a time must be YYMMDDHH",
+}
+
+_ISO = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?)?"
+_ZONED = _ISO + r"(Z|[+-][0-9]{2}(:?[0-9]{2})?)$"
+_LOCAL = _ISO + "$"
+_HOUR = r"^[0-9]{8}$"
+
+
+def as_times(text: pa.Array, time_format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Converts strings to Unix seconds.
+
+    Args:
+        text: [R], without nulls.
+        time_format: "timestamp": Unix seconds, rounded down, or ISO 8601 (a date, or a date and time with at least
+            hours and minutes; UTC unless it names a zone). "hour": YYMMDDHH in the years 2000 to 2099, UTC.
+
+    Returns:
+        int64 [R], 0 where invalid; and bool [R], True where invalid.
+    """
+    if time_format == "hour":
+        year, month, day, hour = (pc.utf8_slice_codeunits(text, start, start + 2) for start in (0, 2, 4, 6))
+        iso = pc.binary_join_element_wise("20", year, "-", month, "-", day, "T", hour, ":00", "")
+        return _seconds(_parse_iso(pc.if_else(pc.match_substring_regex(text, _HOUR), iso, ""), _LOCAL, zoned=False))
+    numbers = cast_numbers(text)
+    if numbers.null_count:
+        for pattern, zoned in ((_LOCAL, False), (_ZONED, True)):
+            numbers = pc.coalesce(numbers, _parse_iso(text, pattern, zoned=zoned))
+    return _seconds(numbers)
+
+
+def bounded_seconds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds float64 [R] down to int64 [R], 0 where NaN or outside the years 1 to 9999; and bool [R], True there."""
+    with np.errstate(invalid="ignore"):
+        invalid = ~((values >= EARLIEST) & (values < LATEST + 1))
+    return np.floor(np.where(invalid, 0.0, values)).astype(np.int64), invalid
+
+
+def _seconds(numbers: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    return bounded_seconds(numbers.to_numpy(zero_copy_only=False).astype(np.float64))
+
+
+def _parse_iso(text: pa.Array, pattern: str, *, zoned: bool) -> pa.Array:
+    """Converts ISO 8601 to float64 [R]; null where the text does not match or is no day of the calendar."""
+    kind = pa.timestamp("s", "UTC" if zoned else None)
+    seconds = pc.replace_substring_regex(text, r"\.[0-9]+", "")
+    text = pc.if_else(pc.match_substring_regex(text, pattern), seconds, pa.scalar(None, text.type))
+    try:
+        stamps = text.cast(kind)
+    except pa.ArrowInvalid:  # an impossible date: converts each distinct text separately
+        coded = text.dictionary_encode()
+        stamps = pa.array([_stamp(each, kind) for each in coded.dictionary], kind).take(coded.indices)
+    return stamps.cast(pa.int64()).cast(pa.float64())
+
+
+def _stamp(text: pa.Scalar, kind: pa.DataType) -> pa.Scalar | None:
+    try:
+        return text.cast(kind)
+    except pa.ArrowInvalid:
+        return None
+
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 EXACT_INTEGERS = {16: 2**11, 32: 2**24, 64: 2**53}

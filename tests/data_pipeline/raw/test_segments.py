@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline.raw_files.inputs import InputFile
-from cowrec.data_pipeline.raw_files.reading import blocks, look, survey
-from cowrec.data_pipeline.raw_files.segments import partitions
+from cowrec.data_pipeline.raw.inputs import InputFile, partitions
+from cowrec.data_pipeline.raw.reading import blocks, look, survey
 
 TEXT = "".join(f"{number},{random.Random(number).random()}\n" for number in range(3000)).encode()
 

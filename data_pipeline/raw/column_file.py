@@ -11,9 +11,18 @@ import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.remote import is_remote
 
-from .inputs import InputFile
-from .segments import FileFormat, RawFile, Report, Segment, Source, changed_message
-from .storage import open_file, read_bytes, stamp
+from .inputs import (
+    FileFormat,
+    InputFile,
+    RawFile,
+    Report,
+    Segment,
+    Source,
+    changed_message,
+    open_file,
+    read_bytes,
+    stamp,
+)
 
 VALUE_BYTES = 8
 """Least size of a value in memory; on disk, dictionaries and runs make values smaller."""

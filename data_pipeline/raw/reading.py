@@ -6,11 +6,8 @@ from typing import Protocol
 import pyarrow as pa
 
 from .column_file import ColumnReader, look_at_columns, survey_columns
-from .inputs import InputFile
-from .segments import Block, FileFormat, RawFile, Report, Segment, Source
-from .storage import open_file
-from .text import BLOCK_BYTES
-from .text_file import TextReader, look_at_text, survey_text
+from .inputs import Block, FileFormat, InputFile, RawFile, Report, Segment, Source, open_file
+from .text import BLOCK_BYTES, TextReader, look_at_text, survey_text
 
 MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 REFUSED = {

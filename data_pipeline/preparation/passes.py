@@ -1,4 +1,4 @@
-"""The first pass of `prepare`: counts ids and finds the range of numbers, partition by partition."""
+"""The passes of `prepare` over the partitions: one fits transforms and vocabularies, one writes the shards."""
 
 import json
 import logging
@@ -6,31 +6,43 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cowrec.data_pipeline.dataset.schema import (
     OUT_OF_VOCABULARY,
     RESERVED_ROWS,
     DenseField,
     Encoding,
+    Schema,
     SparseField,
     SparseKind,
+    Split,
 )
-from cowrec.data_pipeline.encoding.dense import NumberStatistics, bucket_ids, fitted, is_heavy_tailed, statistics_for
+from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
+from cowrec.data_pipeline.dataset.writer import PARTIAL, ShardSize, size_of_split, write_shard
+from cowrec.data_pipeline.encoding.dense import (
+    NumberStatistics,
+    bucket_ids,
+    count_bounded,
+    fitted,
+    is_heavy_tailed,
+    statistics_for,
+)
 from cowrec.data_pipeline.encoding.encoder import Encoder, Vocabulary, VocabularyCounter, counted_values
 from cowrec.data_pipeline.parallel import ordered_map
-from cowrec.data_pipeline.raw.bad_rows import BadRow, BadRowLedger
+from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
 from cowrec.data_pipeline.raw.layouts import DenseTransform, Layout, RawField
-from cowrec.data_pipeline.raw.missing import LOOKS_MISSING
-from cowrec.data_pipeline.raw.parsing import Parsed, parse
-from cowrec.data_pipeline.raw_files.segments import Block, Partition, Report
+from cowrec.data_pipeline.raw.parsing import BadRow, BadRowLedger, Parsed, parse
+from cowrec.data_pipeline.raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED
 
 from .config import PrepareConfig
-from .engine import Engine
-from .splitting import TRAIN, SplitRule
-from .time_order import TimeOrder
+from .engines import Engine
+from .splits import SPLITS, TRAIN, SplitRule, TimeOrder
 
 logger = logging.getLogger(__name__)
 
@@ -222,3 +234,183 @@ def _training_ids(each: SparseField, parsed: Parsed, mask: pa.Array) -> pa.Array
     text = bucket_ids(parsed.numbers[each.source]) if each.bucketed else parsed.ids[each.source]
     text = text.filter(mask)
     return text if each.kind == "categorical" else text.flatten()
+
+
+Doubts: TypeAlias = Counter[tuple[str, str]]
+"""Number of values by column (or field) and doubt."""
+
+TWINS = "twins"
+"""Whole numbers written with ".0", while the same numbers occur without."""
+
+BOUNDED = "bounded"
+"""Numbers that the transform left beyond its bound."""
+
+MESSAGES = {
+    BOUNDED: (
+        "field {name!r}: {count:,} of its numbers are so far from those that the transform was fitted on, or so large "
+        "without a transform, that they are bounded; one of them could end training otherwise. Correct them, or set "
+        'transform = "quantile"'
+    ),
+    FRACTIONS: (
+        "column {name!r}: {count:,} of its ids are no whole numbers, and became ids like '0.5'. If it holds amounts, "
+        "make it a numeric field; if it holds codes, write it as integers or strings"
+    ),
+    ROUNDED: (
+        "column {name!r}: {count:,} of its ids are floating point numbers too large to be exact, so that different ids "
+        "may have become one; write it as integers or strings"
+    ),
+    TWINS: (
+        "field {name!r}: {count:,} values are the id of a whole number as '212.0', while others are as '212' (or the "
+        "other way round in the data of the vocabulary); these are different ids. Write the column as integers "
+        "(pandas: astype('Int64')) and prepare again"
+    ),
+}
+
+
+def warn_of(doubts: Doubts) -> None:
+    """Logs a warning for each column and doubt."""
+    for (name, doubt), count in sorted(doubts.items()):
+        logger.warning(MESSAGES[doubt].format(name=name, count=count))
+
+
+def bounded_numbers(encoder: Encoder, encoded: pa.Table) -> Doubts:
+    """Counts the `BOUNDED` numbers of each field in the columns that the encoder made of a block."""
+    return Counter({(name, BOUNDED): count for name, count in count_bounded(encoder.dense, encoded).items()})
+
+
+def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
+    """Counts the `TWINS` of each field among the samples of a block and, where there is one, in the vocabulary.
+
+    Args:
+        encoder: the encoder of the data set.
+        parsed: the samples.
+        encoded: the columns that the encoder made of them.
+    """
+    doubts: Doubts = Counter()
+    for each in encoder.sparse:
+        if each.bucketed:
+            continue
+        flat = each.kind == "categorical"
+        text = parsed.ids[each.source] if flat else parsed.ids[each.source].flatten()
+        suspects = pc.ends_with(text, ".0")
+        vocabulary = encoder.vocabularies.get(each.name)
+        if vocabulary is not None:
+            rows = encoded[each.name] if flat else pc.list_flatten(encoded[each.name])
+            suspects = pc.or_(suspects, pa.array(rows.to_numpy() == OUT_OF_VOCABULARY))
+        if not pc.any(suspects).as_py():
+            continue
+        chosen = text.filter(suspects)
+        twins = _twins(chosen.filter(pc.match_substring_regex(chosen, r"^-?[0-9]+(\.0)?$")))
+        if vocabulary is None:
+            count = int(pc.sum(pc.is_in(twins, value_set=text)).as_py() or 0)
+        else:
+            count = int(np.count_nonzero(vocabulary.rows(twins) != OUT_OF_VOCABULARY))
+        doubts[each.name, TWINS] = count
+    return +doubts
+
+
+def _twins(numbers: pa.Array) -> pa.Array:
+    """Returns whole numbers with ".0" where they are without, and the other way round."""
+    bare = pc.replace_substring_regex(numbers, r"\.0$", "")
+    return pc.if_else(pc.ends_with(numbers, ".0"), bare, pc.binary_join_element_wise(numbers, "0", "."))
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Settings of the pass, shared by all partitions; all workers can access `folder`."""
+
+    folder: Path
+    layout: Layout
+    encoder: Encoder
+    split: SplitRule
+
+
+@dataclass(frozen=True)
+class Written:
+    """Shards written for a partition, by split, its bad rows, and what is suspicious about its values."""
+
+    shards: dict[str, ShardSize]
+    bad: list[BadRow]
+    doubts: Doubts
+
+
+def write_splits(
+    engine: Engine, partitions: Sequence[Partition], plan: WritePlan, ledger: BadRowLedger, report: Report
+) -> dict[str, Split]:
+    """Encodes all partitions into `plan.folder`. Returns the size of each split.
+
+    Raises:
+        ValueError: a bad row that may not be skipped. OSError: the disk is full.
+    """
+    shards: dict[str, list[ShardSize]] = {name: [] for name in plan.split.names}
+    doubts: Doubts = Counter()
+    for name in shards:
+        (plan.folder / name).mkdir()
+    with closing(engine.map(write_partition, plan, partitions)) as results:
+        for partition, written in zip(partitions, results, strict=True):
+            ledger.add(written.bad)
+            doubts += written.doubts
+            for name, size in written.shards.items():
+                # Partitions without samples of a split leave no gap; results come in order, so the name is free.
+                final = shard_path(plan.folder, name, len(shards[name]))
+                shard_path(plan.folder, name, partition.number).rename(final)
+                shards[name].append(size)
+            report(partition.file_bytes)
+    warn_of(doubts)
+    for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
+        unfinished.unlink()
+    return {
+        name: size_of_split(sizes, _fields(plan), labelled=_labelled(plan.layout)) for name, sizes in shards.items()
+    }
+
+
+def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Written:
+    """Writes shard `number` of each split that the partition has samples of, each file atomically."""
+    columns = arrow_schema(_fields(plan))
+    parts: dict[str, list[pa.Table]] = {name: [] for name in SPLITS}
+    bad: list[BadRow] = []
+    doubts: Doubts = Counter()
+    for block in blocks:
+        parsed = parse(block, plan.layout)
+        bad += parsed.bad
+        table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
+        doubts += parsed.doubts + twin_ids(plan.encoder, parsed, table) + bounded_numbers(plan.encoder, table)
+        splits = plan.split.split_of(parsed)
+        for index, name in enumerate(SPLITS):
+            chosen = splits == index
+            if chosen.any():
+                parts[name].append(table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen))))
+    return Written(
+        {
+            name: write_shard(
+                shard_path(plan.folder, name, number), pa.concat_tables(tables), _fields(plan).label_columns
+            )
+            for name, tables in parts.items()
+            if tables
+        },
+        bad,
+        doubts,
+    )
+
+
+def prepared_schema(layout: Layout, encoder: Encoder) -> Schema:
+    """Returns the schema of a data set without splits."""
+    return Schema(
+        layout.name,
+        encoder.dense,
+        encoder.sparse,
+        {},
+        timed=bool(layout.time),
+        labels=tuple(label.name for label in layout.labels),
+        sample_weights=layout.has_weights,
+        numbered=True,
+        kept=layout.found_keep,
+    )
+
+
+def _fields(plan: WritePlan) -> Schema:
+    return prepared_schema(plan.layout, plan.encoder)
+
+
+def _labelled(layout: Layout) -> bool:
+    return bool(layout.found_labels)

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline.raw_files.inputs import InputFile
-from cowrec.data_pipeline.raw_files.reading import blocks, look, survey
+from cowrec.data_pipeline.raw.inputs import InputFile
+from cowrec.data_pipeline.raw.reading import blocks, look, survey
 
 
 def test_a_large_row_group_is_read_in_parts(tmp_path):

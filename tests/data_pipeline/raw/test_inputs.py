@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cowrec.data_pipeline.raw_files.inputs import find_inputs
+from cowrec.data_pipeline.raw.inputs import find_inputs
 
 
 @pytest.fixture
