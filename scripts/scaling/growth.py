@@ -29,10 +29,11 @@ from cowrec.trainer.config.run import config_from, load_config, save_config, wit
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
+from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.training.dataloading import even_slices, keep_resident, training_readers
 from cowrec.trainer.training.evaluation import evaluate
-from cowrec.trainer.training.trainer import Trainer
+from cowrec.trainer.training.loop import Trainer
 
 from .meter import metered
 
@@ -96,7 +97,7 @@ def _phases(folder: Path) -> None:
         with metered() as phases["start"]:
             plan = RunPlan.of(config, Schema.load(config.data.dir).of_batches(), process)
             readers = training_readers(plan)
-            trainer = Trainer(plan, run_dir, "stop")
+            trainer = Trainer(plan, RunPlace(run_dir, resume=resume), "stop")
             keep_resident(readers.train, config, process)
         with trainer.running(resume):
             if resume:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cowrec.data_pipeline.streams.position import COUNTERS as STREAM_COUNTERS
 from cowrec.trainer.cli.main import app
-from cowrec.trainer.online.metrics_endpoint import COUNTERS, GAUGES, STREAM
+from cowrec.trainer.online.measurements import COUNTERS, GAUGES, STREAM
 from cowrec.trainer.serving.metrics import ServiceMetrics
 from serving import GOOD, serving, trained_and_exported
 from trainer_cases import free_port

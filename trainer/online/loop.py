@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from torch import Tensor
 
 from cowrec.data_pipeline import (
@@ -27,23 +29,21 @@ from cowrec.data_pipeline import (
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_defaults
+from cowrec.trainer.runs.checkpoint_folder import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
+from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runs.run_dir import write_report
 from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
-from cowrec.trainer.training.trainer import Trainer, require_run_dir
+from cowrec.trainer.training.loop import Trainer, require_run_dir
 
-from .measurements import Measurements
-from .metrics_endpoint import metrics_endpoint
+from .measurements import FrozenWindow, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
-from .quarantine import quarantine
-from .snapshots import Snapshots
-from .stream_report import StreamReport
 from .turns import Decision, Turn, Turns
 
-JOURNAL = "journal"
+JOURNAL, QUARANTINE = "journal", "quarantine"
 _POLL_SECONDS = 0.2
 """Longest wait for a batch before publications and snapshots that are due are done."""
 
@@ -89,7 +89,7 @@ def online(
     config = with_defaults(config, Schema.load(data_dir).split("train").rows)
     with process_group(config.train.device, config.train.timeout_seconds) as process:
         require_run_dir(run_dir, config, process, resume)
-        run = _OnlineRun(config, run_dir, process)
+        run = _OnlineRun(config, RunPlace(run_dir, resume=resume), process)
         run.open_source(source)
         with run.trainer.running(resume):
             on_first(process, lambda: save_sharding(run_dir, run.sharding))
@@ -100,23 +100,26 @@ def online(
 
 
 class _OnlineRun:
-    """A run over a stream: its trainer, its measurements and its snapshots."""
+    """A run over a stream: its trainer, its measurements, its publication, and the checkpoints to resume it from."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, process: Process) -> None:
-        self.config, self.run_dir, self.process = config, run_dir, process
+    def __init__(self, config: RunConfig, place: RunPlace, process: Process) -> None:
+        self.config, self.run_dir, self.process = config, place.folder, process
         self.codec = SampleCodec.load(config.data.dir)
         self.codec.require_trainable()
         plan = RunPlan.of(config, self.codec.schema, process, schedule=Schedule(config.online.warmup_steps))
         # A batch is not taken before the one before it was trained on, which would postpone its predictions.
-        self.trainer = Trainer(plan, run_dir, config.online.on_nonfinite, reads_ahead=False)
+        self.trainer = Trainer(plan, place, config.online.on_nonfinite, reads_ahead=False)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.sharding = describe_sharding(self.state.model)
         self.measured = Measurements(self.trainer)
-        self.snapshots = Snapshots(self.trainer, self.measured)
         self.source: SampleSource | None = None
         self.stream: SampleStream | None = None
         """On the first process, which alone reads."""
         self.publication: OnlinePublication | None = None
+        self._saved_step, self._saved_at = 0, time.monotonic()
+        self._first_entries: dict[str, int] = {}
+        """First entry of the journal that each checkpoint needs, by its name."""
+        self._journal_begin = 0
 
     def open_source(self, source: str) -> None:
         """Opens the source of samples, on the first process."""
@@ -128,7 +131,7 @@ class _OnlineRun:
 
     def follow(self, publish: str | None, resume: bool) -> dict[str, Any]:
         """Runs from the first sample, or from the newest checkpoint, to the end of the stream."""
-        position = self.snapshots.resume() if resume else None
+        position = self.resume() if resume else None
         with ExitStack() as opened:
             on_first(self.process, lambda: opened.enter_context(self.opened_stream(position)))
             if publish:
@@ -138,32 +141,32 @@ class _OnlineRun:
             log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes))
             stop = opened.enter_context(stop_requests(self.process))
             self.train(log, stop)
-            self.snapshots.save(self.stream)
+            self.save()
             self.trainer.checkpoints.finish()
         return self.report()
 
     def train(self, log: MetricsLog, stop: StopRequest) -> None:
         """Trains on every batch of the stream; publishes and saves when due, also while no batch comes."""
-        turns = Turns(self.stream, self.trainer.schema, self.process)
-        report = StreamReport(self.stream, self.trainer, log, self.config.online.report_seconds)
+        turns = Turns(self.stream, self.codec.schema, self.process)
+        self.measured.start(self.stream)
         ended = False
         while not ended:
             turn = turns.next(_POLL_SECONDS, self.decide)
-            self.measured.reading_seconds = turns.seconds
+            self.measured.has_read(turns.seconds)
             if turn.batch is not None:
                 self.step(turn, turn.batch, turns, log)
                 if self.trainer.steps == 1 or self.trainer.steps % self.config.train.log_every == 0:
                     self.measured.write(log, self.stream)
             self.publish(turn.decision.publishes)
-            report.write_if_due()
+            self.measured.write_stream_if_due(log, self.stream)
             if turn.decision.saves:
-                self.snapshots.save(self.stream)
+                self.save()
             if stop.agreed():
-                self.snapshots.save(self.stream)
+                self.save()
                 raise self.trainer.interrupted()
             ended = turn.ends
         self.measured.close_window(log)
-        report.write()
+        self.measured.write_stream(log, self.stream)
         self.measured.write(log, self.stream)
         if self.publication:
             self.publication.finish()
@@ -171,7 +174,7 @@ class _OnlineRun:
     def decide(self, ended: bool) -> Decision:
         """What to do in a turn beside training; on the first process."""
         publishes = self.publication.due(last=ended) if self.publication else Due.NOTHING
-        return Decision(self.snapshots.is_overdue, publishes)
+        return Decision(time.monotonic() - self._saved_at >= self.config.online.snapshot_seconds, publishes)
 
     def step(self, turn: Turn, batch: Batch, turns: Turns, log: MetricsLog) -> None:
         """Trains on a batch; the logits of the step, from the weights before its update, are its predictions.
@@ -186,10 +189,9 @@ class _OnlineRun:
             if turn.arrived:
                 self.set_aside(turn.arrived, logits, step.set_aside, log)
         else:
-            self.measured.samples += sum(turn.sizes)
             if turn.arrived:
                 self.measured.add(turn.arrived, logits, log)
-            self.measured.trained_seconds += time.perf_counter() - started
+            self.measured.has_trained(sum(turn.sizes), time.perf_counter() - started)
         if self.publication:
             self.publication.mark(translated.batch.sparse)
 
@@ -205,6 +207,52 @@ class _OnlineRun:
             f"warning: batch {batch} ({samples:,} samples) is set aside, as it would make the model non-finite:"
             f" {reason}; {kept}"
         )
+
+    def resume(self) -> Position | None:
+        """Loads the newest checkpoint of the run and returns its position in the stream; None if there is none.
+
+        The position is the first process's.
+        """
+        progress = self.trainer.resume()
+        if progress is None:
+            return None
+        path = self.trainer.checkpoints.latest
+        assert path is not None
+        self._saved_step = progress.step
+        self.measured.resume(progress.samples, progress.seconds)
+        found: list[Position] = []
+
+        def load() -> None:
+            found.append(Position.load(path))
+            self.measured.load(path, found[0].newest)
+            # Entries of damaged checkpoints, which were skipped, are kept too.
+            self._first_entries = {each.name: 0 for each in list_checkpoints(path.parent)}
+            self._first_entries[path.name] = found[0].entry
+
+        on_first(self.process, load)
+        self.say(f"continuing from {path}: step {progress.step}, {self.measured.samples:,} samples")
+        return found[0] if found else None
+
+    def save(self) -> None:
+        """Saves a checkpoint from which the stream can be continued, unless the last one is of this step."""
+        trainer, measured, stream = self.trainer, self.measured, self.stream
+        if trainer.steps == self._saved_step:
+            return
+        trainer.require_finite()
+        files = partial(_write_files, stream.position, measured.quality.freeze()) if stream else None
+        trainer.save(files, samples=measured.samples, seconds=measured.trained_seconds)
+        self._saved_step, self._saved_at = trainer.steps, time.monotonic()
+        if stream:
+            self._first_entries[checkpoint_name(self._saved_step)] = stream.position.entry
+            self._trim_journal(stream)
+
+    def _trim_journal(self, stream: SampleStream) -> None:
+        """Removes what no checkpoint needs any more."""
+        kept = list_checkpoints(self.trainer.checkpoints.folder)
+        oldest = min((self._first_entries[each.name] for each in kept), default=0)
+        if oldest > self._journal_begin:
+            stream.trim(Position(entry=oldest))
+            self._journal_begin = oldest
 
     def publish(self, due: Due) -> None:
         """Publishes what is due, after checking that the losses were finite."""
@@ -251,7 +299,40 @@ class _OnlineRun:
     def summary(self, source: str) -> str:
         """Describes source and settings, for the terminal."""
         return (
-            f"{self.config.model.name} on {self.trainer.schema.name}, following {without_credentials(source)}\n"
+            f"{self.config.model.name} on {self.codec.schema.name}, following {without_credentials(source)}\n"
             f"batch {self.config.train.batch_size}, {self.trainer.describe_settings()}"
             + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
         )
+
+
+def _write_files(position: Position, window: FrozenWindow, folder: Path) -> None:
+    """Writes what a checkpoint has beside the trainer's state."""
+    position.save(folder)
+    window.save(folder)
+
+
+def quarantine(run_dir: Path, batch: StreamBatch, logits: Tensor, reason: str) -> Path:
+    """Writes the samples of a batch to ``run_dir/quarantine/batch_N.parquet``.
+
+    A resumed run writes the same file again. The columns are those of a data set, as the model reads them, ``time``,
+    ``sample_id``, ``logit`` and ``reason``.
+
+    Args:
+        run_dir: folder of the run.
+        batch: the batch; N is its number in the stream.
+        logits: what the model predicted, [B].
+        reason: why the batch is set aside.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    columns = {name.removeprefix("#"): batch.table[name] for name in batch.table.column_names}
+    columns["logit"] = pa.chunked_array([pa.array(logits.double().cpu().numpy())])
+    columns["reason"] = pa.chunked_array([pa.repeat(pa.scalar(reason), len(batch.table))])
+    folder = run_dir / QUARANTINE
+    folder.mkdir(exist_ok=True)
+    path = folder / f"batch_{batch.end.counters['batches']:09d}.parquet"
+    partial = path.with_suffix(".partial")
+    pq.write_table(pa.table(columns), partial)
+    partial.rename(path)
+    return path

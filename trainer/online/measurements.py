@@ -1,23 +1,59 @@
 """Measurements of an online run: progressive quality, samples and speed, logged, reported and served to Prometheus."""
 
-import dataclasses
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import feather
 from torch import Tensor
 
 from cowrec.data_pipeline import SampleStream, StreamBatch
 from cowrec.data_pipeline.codec.codec import TIME_COLUMN
 from cowrec.data_pipeline.dataset.schema import LABEL
+from cowrec.data_pipeline.streams.position import LEFT_OUT
 from cowrec.trainer.config.id_table import seconds
+from cowrec.trainer.measures.quality import measure
+from cowrec.trainer.measures.samples import Samples
 from cowrec.trainer.runs.metrics_log import MetricsLog
-from cowrec.trainer.training.trainer import Trainer
+from cowrec.trainer.training.loop import Trainer
 
-from .progressive import ProgressiveQuality, WindowQuality
 from .publication import OnlinePublication
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+    from prometheus_client.core import Metric
+
+_FILE = "window.arrow"
+COUNTERS = {
+    "samples": "Samples trained on, since the start of the run.",
+    "steps": "Training steps, since the start of the run.",
+    "batches_set_aside": "Batches that would have made the model non-finite.",
+    "publication_failures": "Publications that could not be written.",
+}
+GAUGES = {
+    "samples_per_second": "Samples per second of the steps, without waiting for the stream.",
+    "reading_share": "Share of the busy time in which the first process reads and encodes samples.",
+    "lag_seconds": "Now minus the newest sample time that was trained on.",
+    "waiting_samples": "Samples that wait for their turn.",
+    "window_auc": "Progressive AUC of the last complete window.",
+    "window_logloss": "Progressive logloss of the last complete window.",
+    "window_calibration": "Mean prediction over mean label of the last complete window.",
+    "seconds_since_publication": "Time since a version was last written, or since the start.",
+}
+STREAM = "cowrec_online_stream_samples"
+PATH = "/metrics"
+
+Readings = Callable[[], tuple[Mapping[str, float], Mapping[str, int]]]
+"""Returns values of `COUNTERS` and `GAUGES`, which may lack some, and the counters of the stream."""
 
 
 class Measurements:
@@ -41,6 +77,8 @@ class Measurements:
         self.trained_seconds = self.reading_seconds = self._seconds_before = 0.0
         self.windows = list[WindowQuality]()
         self.quality = ProgressiveQuality(seconds(trainer.config.online.window, "online.window"))
+        self._reported, self._reported_at = dict[str, int](), time.monotonic()
+        """What had arrived from the stream at the last report of it."""
 
     @property
     def samples_per_second(self) -> float:
@@ -63,6 +101,19 @@ class Measurements:
         self.quality.load(folder)
         self.newest_time = newest_time or 0
 
+    def start(self, stream: SampleStream | None) -> None:
+        """Begins to report what arrives from the stream, of which some may have arrived before the run was resumed."""
+        self._reported, self._reported_at = stream.counters if stream else {}, time.monotonic()
+
+    def has_read(self, seconds: float) -> None:
+        """Notes the time that reading has taken since the process started."""
+        self.reading_seconds = seconds
+
+    def has_trained(self, samples: int, seconds: float) -> None:
+        """Counts a step."""
+        self.samples += samples
+        self.trained_seconds += seconds
+
     def add(self, arrived: StreamBatch, logits: Tensor, log: MetricsLog) -> None:
         """Adds the predictions for a batch that was trained on, [B]; on the first process."""
         label, times = (torch.from_numpy(arrived.table[name].to_numpy().copy()) for name in (LABEL, TIME_COLUMN))
@@ -75,9 +126,9 @@ class Measurements:
         if not self.quality.is_empty:
             self._write_window(log, self.quality.close())
 
-    def _write_window(self, log: MetricsLog, window: WindowQuality) -> None:
+    def _write_window(self, log: MetricsLog, window: "WindowQuality") -> None:
         """Logs and prints the quality of a window that is complete."""
-        log.write("window", self._trainer.steps, **dataclasses.asdict(window))
+        log.write("window", self._trainer.steps, **asdict(window))
         self.windows.append(window)
         self._trainer.say(str(window))
 
@@ -90,6 +141,25 @@ class Measurements:
         if stream:
             log.write("stream", steps, **stream.counters, batches_set_aside=trainer.set_aside)
         trainer.write_statistics(log)
+
+    def write_stream_if_due(self, log: MetricsLog, stream: SampleStream | None) -> None:
+        """Does :meth:`write_stream` every `online.report_seconds`, also while nothing is trained on."""
+        if time.monotonic() - self._reported_at >= self._trainer.config.online.report_seconds:
+            self.write_stream(log, stream)
+
+    def write_stream(self, log: MetricsLog, stream: SampleStream | None) -> None:
+        """Logs what arrived since the last call, if anything did, and warns of samples that were left out."""
+        if stream is None:
+            return
+        counters, trainer = stream.counters, self._trainer
+        new = {name: value - self._reported.get(name, 0) for name, value in counters.items()}
+        self._reported, self._reported_at = counters, time.monotonic()
+        if not any(new.values()):
+            return
+        log.write("stream", trainer.steps, **counters, batches_set_aside=trainer.set_aside)
+        left_out = ", ".join(f"{new[name]:,} {name}" for name in (*LEFT_OUT, "early") if new[name])
+        if left_out:
+            trainer.warn(f"warning: of the last {new['samples']:,} samples some were left out or corrected: {left_out}")
 
     def readings(
         self, stream: SampleStream, publication: OnlinePublication | None
@@ -117,6 +187,169 @@ class Measurements:
             "samples": self.samples,
             "samples_per_second": self.samples_per_second,
             "reading_share": self.reading_share,
-            "windows": [dataclasses.asdict(each) for each in self.windows],
+            "windows": [asdict(each) for each in self.windows],
             "stream": stream.counters,
         }
+
+
+@dataclass(frozen=True)
+class WindowQuality:
+    """Quality of the predictions of one window.
+
+    Attributes:
+        start: first second of the window, Unix time.
+        samples: number of samples.
+        auc: area under the ROC curve, exact; NaN if there is one class only.
+        logloss: mean binary cross-entropy, in nats.
+        calibration: mean prediction / mean label; NaN without a click.
+        ctr: mean label.
+    """
+
+    start: int
+    samples: int
+    auc: float
+    logloss: float
+    calibration: float
+    ctr: float
+
+    def __str__(self) -> str:
+        return (
+            f"{datetime.fromtimestamp(self.start, UTC):%Y-%m-%d %H:%M}  {self.samples:,} samples  progressive AUC"
+            f" {self.auc:.4f}  logloss {self.logloss:.4f}  calibration {self.calibration:.3f}"
+        )
+
+
+class ProgressiveQuality:
+    """Collects predictions and computes a window's quality once a sample of a later window arrives.
+
+    A sample that arrives after its window was closed counts in the open window.
+
+    Args:
+        window: length in seconds.
+    """
+
+    def __init__(self, window: int):
+        self._window = window
+        self._open: int | None = None
+        self._logits: list[Tensor] = []
+        self._labels: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor, times: Tensor) -> Iterator[WindowQuality]:
+        """Adds a batch's logits, labels and times, each [B]; yields the windows that it closes."""
+        logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
+        windows = torch.div(times.cpu(), self._window, rounding_mode="floor")
+        if self._open is not None:
+            windows = windows.clamp_min(self._open)
+        for window in windows.unique().tolist():
+            if self._open is not None and window > self._open and not self.is_empty:
+                yield self.close()
+            self._open = window
+            self._logits.append(logits[windows == window])
+            self._labels.append(labels[windows == window])
+
+    def close(self) -> WindowQuality:
+        """Closes the open window, which has samples, and computes its quality."""
+        assert self._open is not None
+        logits, labels = torch.cat(self._logits), torch.cat(self._labels)
+        self._logits, self._labels = [], []
+        quality = measure(Samples(logits, labels))
+        return WindowQuality(
+            self._open * self._window, quality.rows, quality.auc, quality.logloss, quality.calibration, quality.ctr
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the open window has no samples."""
+        return not self._logits
+
+    def freeze(self) -> "FrozenWindow":
+        """Captures the open window, to be saved later."""
+        return FrozenWindow(self._open, list(self._logits), list(self._labels))
+
+    def load(self, folder: Path) -> None:
+        """Restores what :meth:`FrozenWindow.save` wrote."""
+        table = feather.read_table(folder / _FILE, memory_map=False)
+        start = int(table.schema.metadata[b"open"])
+        self._open = None if start < 0 else start
+        numbers = [torch.from_numpy(table[name].to_numpy().copy()) for name in ("logit", "label")]
+        self._logits, self._labels = ([each] if len(each) else [] for each in numbers)
+
+
+@dataclass(frozen=True)
+class FrozenWindow:
+    """Snapshot of an open window; its tensors are never written to."""
+
+    open: int | None
+    logits: list[Tensor]
+    labels: list[Tensor]
+
+    def save(self, folder: Path) -> None:
+        """Writes the window into a checkpoint's folder."""
+        parts = [torch.cat(each).numpy() if each else np.empty(0) for each in (self.logits, self.labels)]
+        table = pa.table({"logit": parts[0].astype(np.float64), "label": parts[1].astype(np.float32)})
+        start = -1 if self.open is None else self.open
+        feather.write_feather(table.replace_schema_metadata({"open": str(start)}), folder / _FILE, compression="zstd")
+
+
+@contextmanager
+def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
+    """Serves ``GET /metrics`` in a thread, and 404 for other paths; yields the port.
+
+    Args:
+        host: address to listen on.
+        port: to listen on; 0 chooses a free one.
+        read: called for each request, in another thread.
+
+    Raises:
+        ValueError: prometheus_client is not installed.
+        OSError: it cannot listen there.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.registry import Collector
+    except ImportError as error:
+        raise ValueError("online.metrics_port needs prometheus_client; pip install 'cowrec[online]'") from error
+
+    class Values(Collector):
+        def collect(self) -> Iterator["Metric"]:
+            return _metrics(*read())
+
+    registry = CollectorRegistry()
+    registry.register(Values())
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise OSError(
+            f"the metrics cannot be served on {host}:{port} ({error.strerror}); set online.metrics_port to another port"
+        ) from error
+    metrics_app = server.get_app()
+    assert metrics_app
+
+    def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        if environ["PATH_INFO"] == PATH:
+            return metrics_app(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"the metrics are at {PATH}\n".encode()]
+
+    server.set_app(app)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _metrics(values: Mapping[str, float], stream: Mapping[str, int]) -> Iterator["Metric"]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for name, description in COUNTERS.items():
+        if name in values:
+            yield CounterMetricFamily(f"cowrec_online_{name}", description, value=values[name])
+    for name, description in GAUGES.items():
+        if name in values:
+            yield GaugeMetricFamily(f"cowrec_online_{name}", description, value=values[name])
+    counts = CounterMetricFamily(STREAM, "Samples of the stream, by what happened to them.", labels=["kind"])
+    for name, count in stream.items():
+        counts.add_metric([name], count)
+    yield counts

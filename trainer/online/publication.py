@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS
 from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
-from cowrec.trainer.publishing.blob import Change, TableChange
+from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
 from cowrec.trainer.publishing.current_rows import CurrentRows, TakenRows, assembled
 from cowrec.trainer.publishing.dirty_rows import DirtyRows
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
@@ -31,8 +32,6 @@ from cowrec.trainer.runtime.peers import CHUNK, Peers
 from cowrec.trainer.runtime.processes import Process, from_first, on_first
 from cowrec.trainer.sharded_model.tables import TableSpec
 from cowrec.trainer.training.state import TrainState
-
-from .known_ids import KnownIds
 
 BASE = "base"
 """Folder in a run with the export that readers of its publications start from."""
@@ -279,3 +278,43 @@ def _as_change(table: TrainedTable) -> TableChange:
     ids = torch.arange(len(table.rows)) if table.ids is None else table.ids
     feature_columns = (None, None) if table.feature is None else (table.feature.numpy(), np.empty(0, np.int64))
     return TableChange(ids.numpy(), table.rows.numpy(), np.empty(0, np.int64), *feature_columns)
+
+
+class KnownIds:
+    """Ids by which readers know the rows of a collisionless table, and those of these ids that were deleted.
+
+    Each of several processes keeps those of the rows whose ids it holds.
+
+    Args:
+        spec: the table.
+    """
+
+    def __init__(self, spec: TableSpec):
+        self._ids = np.zeros(spec.num_embeddings, np.int64)  # 0: none
+        self._features = np.zeros(spec.num_embeddings, np.uint16)
+        self._deleted: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+
+    def set(self, rows: NDArray[np.int64], ids: NDArray[np.int64], features: NDArray[np.int64]) -> None:
+        """Notes the ids of rows that readers get with a complete model, [n]."""
+        self._ids[rows], self._features[rows] = ids, features
+
+    def free(self, rows: NDArray[np.int64]) -> None:
+        """Notes rows whose ids were deleted."""
+        known = rows[self._ids[rows] != 0]
+        if len(known):
+            self._deleted.append((self._ids[known], self._features[known].astype(np.int64)))
+            self._ids[known] = 0
+
+    def update(
+        self, rows: NDArray[np.int64], ids: NDArray[np.int64], features: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sets the ids by which readers will know these rows; returns the deleted ids and their features, [m]."""
+        self.free(rows[(self._ids[rows] != ids) | (self._features[rows] != features)])
+        self.set(rows, ids, features)
+        deleted = [np.empty(0, int)] * 2
+        if self._deleted:
+            deleted = [np.concatenate(each) for each in zip(*self._deleted, strict=True)]
+        self._deleted = []
+        # An id may have come back since, in another row.
+        back = np.isin(row_keys(*deleted), row_keys(ids, features))
+        return deleted[0][~back], deleted[1][~back]

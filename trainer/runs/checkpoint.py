@@ -19,11 +19,12 @@ from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runtime.processes import Process, on_first
 
 from .checkpoint_folder import Files, Progress, remove_unfinished, seal, unfinished
-from .checkpoint_reader import cause
+from .checkpoint_reader import cause, find_checkpoint, read_checkpoint
 from .remote_run import RunPlace
+from .run_dir import CHECKPOINTS
 
 _LONGEST_SKEW = timedelta(minutes=30)
-"""Longest wait of a process that has written its part for those that have not; see `Checkpoints.lost`."""
+"""Longest wait of a process that has written its part for those that have not; see `Heartbeat.lost`."""
 _ABANDON_SECONDS = 10.0
 """Longest wait for a checkpoint when the run fails; a process that hangs or has ended never completes its part.
 
@@ -40,22 +41,28 @@ class Checkpoints:
     """Writer of a run's checkpoints. All processes make the same calls together.
 
     Args:
-        folder: of the run's checkpoints.
+        place: of the run, to which checkpoints are uploaded while training continues.
         config: which checkpoints are kept, and whether training continues while one is written.
         process: this process.
         say: receives a warning when a checkpoint could not be written.
+        lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
 
     Attributes:
+        folder: local folder of the checkpoints.
         latest: the newest checkpoint known to be complete.
-        place: of the run, to which checkpoints are uploaded while training continues; None: the local folder alone.
-        lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, process: Process, say: Callable[[str], None]):
+    def __init__(
+        self,
+        place: RunPlace,
+        config: CheckpointConfig,
+        process: Process,
+        say: Callable[[str], None],
+        lost: Callable[[], str] = lambda: "",
+    ):
         self.latest: Path | None = None
-        self.place: RunPlace | None = None
-        self.lost: Callable[[], str] = lambda: ""
-        self._folder, self._config, self._process, self.say = folder, config, process, say
+        self.folder = place.folder / CHECKPOINTS
+        self._place, self._config, self._process, self._say, self._lost = place, config, process, say, lost
         # The writing threads need their own group: their collectives must not interleave with the model's.
         alone = process.world_size == 1
         self._group = None if alone else dist.new_group(backend="gloo", timeout=max(process.timeout, _LONGEST_SKEW))
@@ -64,7 +71,22 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Removes unfinished checkpoints of a killed process; call it while holding the run's folder."""
-        on_first(self._process, lambda: remove_unfinished(self._folder))
+        on_first(self._process, lambda: remove_unfinished(self.folder))
+
+    def find(self) -> tuple[Path, Progress] | None:
+        """The newest intact checkpoint, from which the run continues; None where there is none.
+
+        Raises:
+            ValueError: all checkpoints are damaged, or one is of another format.
+        """
+        found = find_checkpoint(self.folder, self._process, self._say, fetch=self._place.fetch)
+        if found:
+            self.latest = found[0]
+        return found
+
+    def read(self, path: Path, state: State) -> None:
+        """Reads a checkpoint into the tensors of a state, as :func:`read_checkpoint`."""
+        read_checkpoint(path, state, self._place.fetch)
 
     def save(
         self, state: State, progress: Progress, about: dict[str, Any], write_files: WriteFiles | None = None
@@ -81,7 +103,7 @@ class Checkpoints:
             write_files: called later, on the first process, while training continues.
         """
         self._settle()
-        partial = unfinished(self._folder, progress.step)
+        partial = unfinished(self.folder, progress.step)
         written: Future[Any] = dcp.async_save(  # type: ignore[assignment]
             state, checkpoint_id=partial, process_group=self._group, async_stager=_CpuStager()
         )
@@ -98,8 +120,7 @@ class Checkpoints:
                 if write_files:
                     write_files(partial)
                 path = seal(partial, progress, about, self._config, elsewhere)
-                if self.place:
-                    self.place.push()
+                self._place.push()
                 sealed.set_result(path)
             except BaseException as error:  # CheckpointException is not an Exception; the waiter needs every error
                 shutil.rmtree(partial, ignore_errors=True)
@@ -111,11 +132,11 @@ class Checkpoints:
 
     def _upload_shards(self, partial: Path) -> Files:
         """Uploads this process's shards if hosts share no folder; returns those of all, on the first process."""
-        if self.place is None or self.place.is_shared:
+        if self._place.is_shared:
             return {}
         uploaded: Files | OSError
         try:
-            uploaded = self.place.upload_shards(partial, self._process.rank)
+            uploaded = self._place.upload_shards(partial, self._process.rank)
         except OSError as error:
             uploaded = error
         of_all: list[Files | OSError] = [uploaded] * self._process.world_size
@@ -154,7 +175,7 @@ class Checkpoints:
         self._pending = self._failure = None
         try:
             while not wait([sealed], self._process.timeout.total_seconds()).done:
-                if lost := self.lost():
+                if lost := self._lost():
                     raise RuntimeError(f"the checkpoint of step {step} could not be written: {lost}")
             self.latest = sealed.result() or self.latest
         except RuntimeError:  # the processes cannot communicate; an error of one of them is a CheckpointException
@@ -162,7 +183,7 @@ class Checkpoints:
         except (CheckpointException, Exception) as error:
             last = f"the last good checkpoint is {self.latest}" if self.latest else "there is no earlier one"
             self._failure = f"the checkpoint of step {step} could not be written ({cause(error)}); {last}"
-            self.say(f"warning: {self._failure}")
+            self._say(f"warning: {self._failure}")
 
 
 class _CpuStager(AsyncStager):

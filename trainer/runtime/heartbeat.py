@@ -22,14 +22,14 @@ _ANSWERS_WITHIN = 10.0
 
 
 class Heartbeat:
-    """The heartbeat of this process. Set ``step``, the progress that it reports, after each step.
+    """The heartbeat of this process; it reports the step that :meth:`reached` was last called with.
 
     Args:
         process: this process; a run of one process has no heartbeat.
     """
 
     def __init__(self, process: Process):
-        self.step = 0
+        self._step = 0
         self._process = process
         if process.world_size == 1:
             return
@@ -40,6 +40,10 @@ class Heartbeat:
         self._beat(0)
         self._thread = threading.Thread(target=self._run, name="cowrec-heartbeat", daemon=True)
         self._thread.start()
+
+    def reached(self, step: int) -> None:
+        """Notes that a step has been taken."""
+        self._step = step
 
     @contextmanager
     def names_the_lost(self) -> Iterator[None]:
@@ -54,7 +58,7 @@ class Heartbeat:
             if not lost:
                 raise
             raise ProcessLost(
-                f"stopped at step {self.step:,}: {lost}; check its log and its machine, then continue with --resume"
+                f"stopped at step {self._step:,}: {lost}; check its log and its machine, then continue with --resume"
             ) from error
         finally:
             self._end()
@@ -84,7 +88,7 @@ class Heartbeat:
             beats += 1
 
     def _beat(self, count: int) -> None:
-        self._store.set(str(self._process.rank), f"{count} {self.step} {socket.gethostname()}")
+        self._store.set(str(self._process.rank), f"{count} {self._step} {socket.gethostname()}")
 
     def _silent(self) -> str:
         """What :meth:`lost` returns, from the store. Beats are counted, since clocks of machines differ."""

@@ -26,9 +26,7 @@ class DenseAdam(Adam):
         parameters: parameters to update, by name; all on one device.
         hyperparameters: betas, eps and weight decay of the first steps.
         adam_epsilon: form of epsilon, Keras' or torch's.
-
-    Attributes:
-        admits: called once the gradients of a step are complete; False leaves the step out.
+        admits: called once the gradients of a step are complete; False leaves the step out. By default all are taken.
     """
 
     def __init__(
@@ -36,6 +34,7 @@ class DenseAdam(Adam):
         parameters: Mapping[str, nn.Parameter],
         hyperparameters: Hyperparameters,
         adam_epsilon: str,
+        admits: Callable[[], bool] | None = None,
     ) -> None:
         device, betas = next(iter(parameters.values())).device, hyperparameters.betas
         super().__init__(list(parameters.values()), lr=0.0, betas=betas, eps=hyperparameters.eps, fused=True)
@@ -46,7 +45,7 @@ class DenseAdam(Adam):
             group["lr"] = self._rate
         self._weight_decay, self._kept = hyperparameters.dense_weight_decay, torch.ones((), device=device)
         self._passes, self._passes_taken = 1, 0
-        self.admits: Callable[[], bool] = _always
+        self._admits = admits or (lambda: True)
         self._corrects_in_rate = adam_epsilon == "keras"
         for parameter in self._parameters.values():
             steps = torch.full((), inf if self._corrects_in_rate else 0.0, device=device)
@@ -111,7 +110,7 @@ class DenseAdam(Adam):
     def step(self, closure: Any = None) -> Any:
         """Takes a step; ``closure`` must be None."""
         assert closure is None
-        if not self._completes_step() or not self.admits():
+        if not self._completes_step() or not self._admits():
             return None
         self._decay_weights()
         return super().step()
@@ -127,7 +126,7 @@ class DenseAdam(Adam):
         """Does what torch's method does, for parameters that all have gradients, in a fifth of its host time."""
         grads = [each.grad for each in self._parameters.values() if each.grad is not None]
         assert closure is None
-        if not self._completes_step() or not self.admits():
+        if not self._completes_step() or not self._admits():
             return
         self._decay_weights()
         if len(grads) < len(self._parameters):
@@ -179,10 +178,6 @@ class DenseAdam(Adam):
         """Moments of each parameter by name, and for torch's form its steps, sharing the optimizer's memory."""
         saved = ("exp_avg", "exp_avg_sq") if self._corrects_in_rate else ("exp_avg", "exp_avg_sq", "step")
         return {name: {key: self.state[each][key] for key in saved} for name, each in self._parameters.items()}
-
-
-def _always() -> bool:
-    return True
 
 
 def _steps_until(product: float, beta: float) -> float:

@@ -13,7 +13,6 @@ from cowrec.sparse_opt.tbe.lookup import TbeLookup
 from cowrec.trainer.runtime.processes import Process
 
 from .build import dense_parameters, dense_tensors
-from .dense_adam import DenseAdam
 
 LARGEST_GRADIENT = 1e10
 """A gradient of a larger norm counts as not finite: squares of sums over the ids of a batch might not fit float32."""
@@ -30,18 +29,16 @@ class StepGuard:
 
     Args:
         model: a TrainTask, sharded, whose lookups have their optimizers.
-        optimizer: of the dense parameters, whose steps it guards.
         process: this process; all of them drop a step together.
 
     Attributes:
         reason: why the latest step was dropped; "" if it was taken.
     """
 
-    def __init__(self, model: nn.Module, optimizer: DenseAdam, process: Process) -> None:
+    def __init__(self, model: nn.Module, process: Process) -> None:
         self.reason = ""
         self._parameters, self._process = dense_parameters(model), process
         self._buffers = {name: each for name, each in dense_tensors(model).items() if name not in self._parameters}
-        optimizer.admits = self.admits
         self._passes: list[dict[str, tuple[Tensor, Tensor]]] = []
         self._losses: list[Tensor] = []
         self._kept: list[Tensor] = []

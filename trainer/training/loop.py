@@ -1,32 +1,48 @@
-"""Training on a prepared data set, from the configuration of a run to its report."""
+"""Training on a prepared data set, from the configuration of a run to its report.
+
+:func:`train` opens the run, :class:`_EpochRun` goes through its epochs, and :class:`Trainer`, which training on streams
+shares, takes the steps, checks their losses, and saves.
+"""
 
 import dataclasses
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 from typing import Any
 
-from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline import Batch, Schema
 from cowrec.data_pipeline.remote import Place
-from cowrec.trainer.config.run import RunConfig, load_config, with_defaults
+from cowrec.trainer.config.run import RunConfig, load_config, to_plain, with_defaults
+from cowrec.trainer.config.sections import OnNonfinite
+from cowrec.trainer.measures.clip_metrics import clip_remark
+from cowrec.trainer.runs.checkpoint import Checkpoints, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_data
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, write_report
+from cowrec.trainer.runs.run_dir import CONFIG, create_run_dir, hold_run_dir, require_own, require_unused, write_report
+from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
 from cowrec.trainer.runtime.console import ProgressDisplay, Speed
-from cowrec.trainer.runtime.processes import on_first, process_group
-from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
+from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
+from cowrec.trainer.runtime.heartbeat import Heartbeat
+from cowrec.trainer.runtime.processes import Process, on_first, process_group
+from cowrec.trainer.runtime.stopping import LossWatch, StopRequest, ignoring_sigterm, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
 
 from .dataloading import Readers, even_slices, keep_resident, open_readers
-from .evaluation import EpochQuality
+from .evaluation import EpochEnd, EpochQuality
 from .saved_run import warm_start
-from .trainer import Trainer, require_run_dir
+from .state import Step, TrainState
 
 AfterEpoch = Callable[[dict[str, Any]], bool]
 """Takes the measurements after an epoch, as the report lists them, and decides whether the run ends there."""
+MOST_SET_ASIDE = 10
+"""Batches in a row that may be set aside; more of them are no fault of the data."""
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -66,8 +82,7 @@ def train(
         require_run_dir(place.folder, config, process, resume)
         plan = RunPlan.of(config, schema.of_batches(), process)
         with open_readers(plan) as readers:
-            run = _EpochRun(plan, place.folder, readers, after_epoch)
-            run.trainer.checkpoints.place = place
+            run = _EpochRun(plan, place, readers, after_epoch)
             with run.trainer.running(resume):
                 on_first(process, lambda: save_sharding(place.folder, run.sharding))
                 report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
@@ -79,20 +94,19 @@ def train(
 class _EpochRun:
     """A run over epochs of a data set: its readers, its trainer, its position and its measurements."""
 
-    def __init__(self, plan: RunPlan, run_dir: Path, readers: Readers, after_epoch: AfterEpoch | None) -> None:
+    def __init__(self, plan: RunPlan, place: RunPlace, readers: Readers, after_epoch: AfterEpoch | None) -> None:
         self.plan, self.after_epoch = plan, after_epoch
-        config, process = self.config, self.process = plan.config, plan.process
-        self.train_reader, self.validation_reader = readers.train, readers.validation
-        self.trainer = Trainer(plan, run_dir, config.train.on_nonfinite)
-        keep_resident(self.train_reader, config, process)
+        self.config, self.process = config, process = plan.config, plan.process
+        self.reader, self.validation = readers.train, readers.validation
+        self.trainer = Trainer(plan, place, config.train.on_nonfinite)
+        keep_resident(self.reader, config, process)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = EpochQuality(config, readers, process, self._non_finite)
         self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
         self.speed = Speed()
-        samples, seconds = self.train_reader.num_rows, config.train.log_seconds
-        self.display = ProgressDisplay(process.is_first, config.train.epochs, samples, seconds)
-        self.epochs: list[dict[str, Any]] = []
+        self.display = ProgressDisplay(process.is_first, config.train.epochs, plan.train_rows, config.train.log_seconds)
+        self.epochs: list[EpochEnd] = []
 
     def train(self, resume: bool) -> dict[str, Any]:
         """Runs from the first step, or from the newest checkpoint, to the report."""
@@ -112,44 +126,20 @@ class _EpochRun:
             self.say(report["clip_remark"])
         return report
 
-    def resume(self) -> bool:
-        """Continues from the newest checkpoint of the run; False if it has none."""
-        progress = self.trainer.resume()
-        if progress is None:
-            return False
-        self._require_same_order(progress)
-        self.epoch, self.epoch_step = progress.epoch, progress.epoch_step
-        self.epochs = list(progress.epochs)
-        self.speed = Speed(progress.samples, progress.seconds)
-        self.say(
-            f"continuing from {self.trainer.checkpoints.latest}: step {progress.step},"
-            f" {self.epoch} of {self.config.train.epochs} epochs done"
-        )
-        return True
-
-    def _require_same_order(self, progress: Progress) -> None:
-        """Raises ValueError in the middle of an epoch whose order of samples this kind of device does not draw."""
-        kind = self.process.device.type
-        if progress.epoch_step and kind != progress.device:
-            raise ValueError(
-                f"{self.trainer.checkpoints.latest} is in the middle of an epoch that began on {progress.device}, and"
-                f' {kind} has another order of samples; finish the epoch with train.device = "{progress.device}"'
-            )
-
     def train_epoch(self, log: MetricsLog, stop: StopRequest) -> None:
         """Trains to the end of the epoch. Only steps after which metrics are written wait for the device."""
-        steps = self.train_reader.steps(self.epoch)
-        slices = even_slices(self.train_reader.epoch(self.epoch, self.epoch_step), self.process.world_size)
+        steps = self.reader.steps(self.epoch)
+        slices = even_slices(self.reader.epoch(self.epoch, self.epoch_step), self.process.world_size)
         batches = self.state.ids.training_batches(slices)
         self.state.pipeline.reset()
         self.speed.start(self._done())
         self.display.start(self.epoch, self._done())
         try:
             while self.epoch_step < steps:
-                step = self.trainer.step(batches, self.train_reader.passes(self.epoch, self.epoch_step))
+                step = self.trainer.step(batches, self.reader.passes(self.epoch, self.epoch_step))
                 self.epoch_step += 1
                 if step.set_aside:
-                    self.report_set_aside(log, step.set_aside)
+                    self._report_set_aside(log, step.set_aside)
                 stopping, saving = stop.agreed(), not step.set_aside and self._saves_now(steps)
                 if not (stopping or saving or self._logs_now(steps)):
                     continue
@@ -167,7 +157,15 @@ class _EpochRun:
 
     def _done(self) -> int:
         """Samples of the epoch that have been trained on."""
-        return self.train_reader.samples_before(self.epoch, self.epoch_step)
+        return self.reader.samples_before(self.epoch, self.epoch_step)
+
+    def _logs_now(self, steps: int) -> bool:
+        taken = self.trainer.steps
+        return taken == 1 or taken % self.config.train.log_every == 0 or self.epoch_step == steps
+
+    def _saves_now(self, steps: int) -> bool:
+        every = self.config.checkpoint.every_steps
+        return every > 0 and self.trainer.steps % every == 0 and self.epoch_step < steps
 
     def write_metrics(self, log: MetricsLog, done: int, **rates: float) -> float:
         """Writes the metrics since the last call, ``done`` samples into the epoch; returns the mean loss."""
@@ -178,21 +176,12 @@ class _EpochRun:
         self.trainer.write_statistics(log, epoch=self.epoch)
         return loss
 
-    def report_set_aside(self, log: MetricsLog, reason: str) -> None:
-        """Logs that the latest batch was not trained on."""
+    def _report_set_aside(self, log: MetricsLog, reason: str) -> None:
         log.write("set_aside", self.trainer.steps, epoch=self.epoch, batch=self.epoch_step, reason=reason)
         self.trainer.warn(
             f"warning: batch {self.epoch_step} of epoch {self.epoch + 1} is skipped, as it would make the model"
             f" non-finite: {reason}"
         )
-
-    def _logs_now(self, steps: int) -> bool:
-        taken = self.trainer.steps
-        return taken == 1 or taken % self.config.train.log_every == 0 or self.epoch_step == steps
-
-    def _saves_now(self, steps: int) -> bool:
-        every = self.config.checkpoint.every_steps
-        return every > 0 and self.trainer.steps % every == 0 and self.epoch_step < steps
 
     def evaluate(self, log: MetricsLog) -> None:
         """Measures the model after an epoch."""
@@ -202,7 +191,7 @@ class _EpochRun:
             values["logistic_regression"] = regression[0]
         steps = self.trainer.steps
         log.write("eval", steps, epoch=self.epoch - 1, **values)
-        self.epochs.append({"epoch": self.epoch, "step": steps, **values})
+        self.epochs.append(EpochEnd(self.epoch, steps, values))
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
         if regression[1]:
             self.say(f"one-hot logistic regression  {regression[1]}")
@@ -216,16 +205,41 @@ class _EpochRun:
         Decided anew in a resumed run.
         """
         patience, best = self.config.train.patience, self.best_epoch()
-        if patience and best and self.epoch - best["epoch"] >= patience:
+        if patience and best and self.epoch - best.epoch >= patience:
             return True
-        return bool(self.after_epoch and self.epochs and self.after_epoch(self.epochs[-1]))
+        return bool(self.after_epoch and self.epochs and self.after_epoch(self.epochs[-1].plain()))
 
-    def best_epoch(self) -> dict[str, Any] | None:
+    def best_epoch(self) -> EpochEnd | None:
         """The epoch with the best validation quality; without validation samples test quality, if the best is kept."""
         metric = self.config.checkpoint.keep_best
         if metric == "none" and self.quality.tests_each_epoch:
             return None
-        return best_epoch(self.epochs, "logloss" if metric == "none" else metric)
+        best = best_epoch([each.plain() for each in self.epochs], "logloss" if metric == "none" else metric)
+        return self.epochs[best["epoch"] - 1] if best else None
+
+    def save(self) -> None:
+        """Saves a checkpoint from which the epoch can be continued."""
+        speed = {"samples": self.speed.samples, "seconds": self.speed.seconds}
+        position = {"epoch": self.epoch, "epoch_step": self.epoch_step, "device": self.process.device.type}
+        self.trainer.save(epochs=[each.plain() for each in self.epochs], **position, **speed)
+
+    def resume(self) -> bool:
+        """Continues from the newest checkpoint of the run; False if it has none."""
+        progress = self.trainer.resume()
+        if progress is None:
+            return False
+        kind, latest = self.process.device.type, self.trainer.checkpoints.latest
+        if progress.epoch_step and kind != progress.device:  # each kind of device draws another order
+            raise ValueError(
+                f"{latest} is in the middle of an epoch that began on {progress.device}, and {kind} has another order"
+                f' of samples; finish the epoch with train.device = "{progress.device}"'
+            )
+        self.epoch, self.epoch_step = progress.epoch, progress.epoch_step
+        self.epochs = [EpochEnd.of(each) for each in progress.epochs]
+        self.speed = Speed(progress.samples, progress.seconds)
+        epochs = self.config.train.epochs
+        self.say(f"continuing from {latest}: step {progress.step}, {self.epoch} of {epochs} epochs done")
+        return True
 
     def final_quality(self, log: MetricsLog) -> dict[str, Any]:
         """Measures of the report: those of the best epoch where `checkpoint.keep_best` keeps it, else of the last one.
@@ -235,58 +249,251 @@ class _EpochRun:
         """
         last, best = self.epochs[-1], self.best_epoch()
         chosen = best if best and self.config.checkpoint.keep_best != "none" else last
-        tested = {last["step"]: last, chosen["step"]: chosen}
+        is_last = chosen is last
         if not self.quality.tests_each_epoch:
-            tested[last["step"]] = last | self._tested(log, last)
-            if chosen is not last:
-                found = self.state.load_weights(self.trainer.run_dir / CHECKPOINTS, self.trainer.warn).step
-                chosen = chosen if found == chosen["step"] else last
-                tested[chosen["step"]] = chosen | self._tested(log, chosen)
-        values = {key: value for key, value in tested[chosen["step"]].items() if key not in ("step", "rows")}
-        others = {} if chosen is last else {"last_epoch": tested[last["step"]]}
-        return values | ({"best_epoch": best["epoch"]} if best else {}) | others
+            last = self._tested(log, last)
+            if not is_last:
+                # The best checkpoint may be damaged; then another one is loaded.
+                found = self.state.load_weights(self.trainer.checkpoints.folder, self.trainer.warn).step
+                is_last = found != chosen.step
+            chosen = last if is_last else self._tested(log, chosen)
+        values = {key: value for key, value in chosen.plain().items() if key not in ("step", "rows")}
+        others = {} if is_last else {"last_epoch": last.plain()}
+        return values | ({"best_epoch": best.epoch} if best else {}) | others
 
-    def _tested(self, log: MetricsLog, epoch: dict[str, Any]) -> dict[str, Any]:
+    def _tested(self, log: MetricsLog, end: EpochEnd) -> EpochEnd:
+        """Adds the measures of the test split to those of an epoch, with whose weights the model is."""
         values, text = self.quality.measure_test(self.state)
-        log.write("test", self.trainer.steps, epoch=epoch["epoch"] - 1, **values)
-        self.say(f"epoch {epoch['epoch']}  step {epoch['step']}  {text}")
-        return values
-
-    def save(self) -> None:
-        """Saves a checkpoint from which the epoch can be continued."""
-        speed = {"samples": self.speed.samples, "seconds": self.speed.seconds}
-        position = {"epoch": self.epoch, "epoch_step": self.epoch_step, "device": self.process.device.type}
-        self.trainer.save(epochs=list(self.epochs), **position, **speed)
+        log.write("test", self.trainer.steps, epoch=end.epoch - 1, **values)
+        self.say(f"epoch {end.epoch}  step {end.step}  {text}")
+        return dataclasses.replace(end, values=end.values | values)
 
     def report(self, quality: dict[str, Any]) -> dict[str, Any]:
         """Summarizes the run, whose quality is given."""
-        schema = self.trainer.schema
+        best_possible = self.plan.schema.best
         return {
             **quality,
-            "logistic_regression": self.epochs[0].get("logistic_regression"),
+            "logistic_regression": self.epochs[0].values.get("logistic_regression"),
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
-            "best_possible": dict(schema.best) if schema.best else None,
+            "best_possible": dict(best_possible) if best_possible else None,
             "world_size": self.process.world_size,
-            "epochs": self.epochs,
+            "epochs": [each.plain() for each in self.epochs],
             **({"batch_ramp": self.plan.ramp.sizes} if self.config.train.batch_ramp else {}),
             **self.trainer.report(),
         }
 
     def summary(self) -> str:
         """Describes data, settings and sharding, for the terminal."""
-        schema = self.trainer.schema
+        schema, ramp = self.plan.schema, self.plan.ramp
         table_rows = sum(spec.num_embeddings for spec in self.plan.tables)
+        sizes, plural = ", ".join(map(str, ramp.sizes)), "s" if ramp.steps_per_size > 1 else ""
+        first = f"; the first epoch begins with {ramp.steps_per_size} step{plural} each at {sizes}" if sizes else ""
         return (
-            f"{self.config.model.name} on {schema.name}: {self.train_reader.num_rows:,} training samples, "
-            f"{f'{self.validation_reader.num_rows:,} validation samples, ' if self.validation_reader else ''}"
+            f"{self.config.model.name} on {schema.name}: {self.plan.train_rows:,} training samples, "
+            f"{f'{self.validation.num_rows:,} validation samples, ' if self.validation else ''}"
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
-            f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch{self._ramp_text()}), "
+            f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch{first}), "
             f"{self.trainer.describe_settings()}"
             + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
-    def _ramp_text(self) -> str:
-        ramp = self.plan.ramp
-        sizes, plural = ", ".join(map(str, ramp.sizes)), "s" if ramp.steps_per_size > 1 else ""
-        return f"; the first epoch begins with {ramp.steps_per_size} step{plural} each at {sizes}" if sizes else ""
+
+class Trainer:
+    """Trains a model step by step and keeps its losses, statistics and checkpoints. All processes call together.
+
+    Args:
+        plan: of the run.
+        place: folder of the run.
+        on_nonfinite: what is done about a batch that would make the state non-finite.
+        reads_ahead: whether several processes may take a batch before the step of the batch before has ended.
+
+    Attributes:
+        state: what training changes.
+        checkpoints: of the run.
+        set_aside: batches that were not trained on, since the start of the run.
+
+    Raises:
+        ValueError: see :class:`TrainState`; or the package of a tracker is not installed.
+    """
+
+    def __init__(self, plan: RunPlan, place: RunPlace, on_nonfinite: OnNonfinite, *, reads_ahead: bool = True) -> None:
+        self.plan, self.place = plan, place
+        self.config, self.process = config, process = plan.config, plan.process
+        on_first(process, lambda: require_trackers(config.train.trackers))
+        self.state = TrainState(plan, on_nonfinite, reads_ahead=reads_ahead)
+        self.set_aside = self._set_aside_in_a_row = 0
+        self._heartbeat, self._losses = Heartbeat(process), LossWatch(process)
+        self.checkpoints = Checkpoints(place, config.checkpoint, process, self.warn, self._heartbeat.lost)
+
+    @property
+    def steps(self) -> int:
+        """Training steps taken."""
+        return self.state.steps
+
+    @contextmanager
+    def running(self, resume: bool) -> Iterator[None]:
+        """Locks and fills the run's folder while the run is in progress; after an error waits for a checkpoint."""
+        folder = self.place.folder
+        with hold_run_dir(folder, self.process):
+            # Checked again: only from here on can no other process fill the folder.
+            require_run_dir(folder, self.config, self.process, resume)
+            on_first(self.process, lambda: create_run_dir(folder, self.config, self.plan.describe()))
+            self.checkpoints.clean()
+            try:
+                with self._heartbeat.names_the_lost():
+                    yield
+            except Exception:
+                with ignoring_sigterm():
+                    self.checkpoints.abandon()
+                raise
+
+    def open_log(self, max_bytes: int = 0) -> MetricsLog:
+        """Opens the metrics log, see there; it writes, and trackers follow it, on the first process only."""
+        if not self.process.is_first:
+            return MetricsLog(None)
+        folder, settings = self.place.folder, to_plain(self.config) | {"derived": self.plan.describe()}
+        run = TrackedRun(folder, flattened(settings), flattened(self.state.environment))
+        trackers = [Tracking(name, TRACKERS[name](), run) for name in dict.fromkeys(self.config.train.trackers)]
+        return MetricsLog(folder, self.steps, trackers, max_bytes=max_bytes)
+
+    def step(self, batches: Iterator[Batch], passes: int = 1) -> Step:
+        """Trains on the next batch, or on several that are parts of one; does not wait for the device unless
+        `on_nonfinite` is "skip".
+
+        ``state.ids`` has translated them.
+
+        Raises:
+            NonFiniteLoss: `MOST_SET_ASIDE` batches in a row would have made the state non-finite.
+        """
+        step = self.state.step(batches, passes)
+        if step.set_aside:
+            self._count_set_aside(step.set_aside)
+        else:
+            self._set_aside_in_a_row = 0
+            self._losses.add(step.loss, self.steps - 1)
+        self._heartbeat.reached(self.steps)
+        return step
+
+    def _count_set_aside(self, reason: str) -> None:
+        self.set_aside += 1
+        self._set_aside_in_a_row += 1
+        if self._set_aside_in_a_row == MOST_SET_ASIDE:
+            raise self.non_finite(f"in {MOST_SET_ASIDE} batches in a row after step {self.steps} ({reason})")
+
+    def require_finite(self) -> None:
+        """Raises NonFiniteLoss, on all ranks, if a loss since the last reading was not finite; keeps the mean."""
+        bad_step = self._losses.check()
+        if bad_step is not None:
+            raise self.non_finite(f"at step {bad_step + 1}")
+
+    def checked_loss(self, within: str = "") -> float:
+        """Mean loss over all ranks since the last check.
+
+        Args:
+            within: addition to the step in the message of an error.
+
+        Raises:
+            NonFiniteLoss: a loss was not finite; on all ranks.
+        """
+        mean, bad_step = self._losses.read()
+        if bad_step is not None:
+            raise self.non_finite(f"at step {bad_step + 1}{within}")
+        return mean
+
+    def non_finite(self, where: str) -> NonFiniteLoss:
+        """Error for a loss that was not finite."""
+        self.checkpoints.finish()
+        derived, last = self.plan.full.hyperparameters, self.checkpoints.latest
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
+        return NonFiniteLoss(
+            f"the loss was not finite {where}; {kept}. Look for values that are not finite in the data, lower"
+            f" optimizer.dense_lr (scaled to {derived.dense_lr:g}) or optimizer.embedding_lr (scaled to"
+            f' {derived.embedding_lr:g}), or leave such batches out: on_nonfinite = "skip" in [train] or [online]'
+        )
+
+    def interrupted(self) -> Interrupted:
+        """Error for a run that was asked to stop and has saved a checkpoint."""
+        self.checkpoints.finish()
+        return Interrupted(
+            f"stopped at step {self.steps}; saved {self.checkpoints.latest}; to continue, add --run-dir"
+            f" {self.place.name} --resume to the command"
+        )
+
+    def write_statistics(self, log: MetricsLog, **labels: Any) -> None:
+        """Writes the readings of the clip and of the id tables, where there are any."""
+        if self.state.clip_watch:
+            log.write("clip", self.steps, **labels, **self.state.clip_watch.read())
+        if self.state.ratio_histogram:
+            self.state.ratio_histogram.add()
+        if self.state.id_tables:
+            log.write("ids", self.steps, **labels, **self.state.id_tables.counters())
+
+    def resume(self) -> Progress | None:
+        """Loads the newest checkpoint of the run; None if it has none."""
+        progress = self.state.resume(self.checkpoints)
+        self.set_aside = progress.set_aside if progress else 0
+        return progress
+
+    def save(self, write_files: WriteFiles | None = None, /, **progress: Any) -> None:
+        """Saves a checkpoint with the given fields of :class:`Progress`.
+
+        Raises:
+            NonFiniteLoss: a weight or moment is not finite; nothing is saved.
+        """
+        if name := self.state.not_finite():
+            self.checkpoints.finish()
+            last = self.checkpoints.latest
+            raise NonFiniteLoss(
+                f"after step {self.steps} {name} has numbers that are not finite, and no checkpoint is written;"
+                f" {f'the last one is {last}' if last else 'none was saved before'}. Look for very large values in the"
+                " data, or lower the learning rates"
+            )
+        clip = self.state.clip_watch.counts() if self.state.clip_watch else {}
+        progress |= {"clip": clip, "set_aside": self.set_aside}
+        self.state.save(self.checkpoints, Progress(self.steps, **progress), write_files)
+
+    def report(self) -> dict[str, Any]:
+        """Entries that every report has."""
+        statistics = self.state.clip_watch.total() if self.state.clip_watch else None
+        return {
+            "steps": self.steps,
+            "batches_set_aside": self.set_aside,
+            "clip_statistics": statistics,
+            "clip_remark": clip_remark(statistics),
+            "clip_histogram": self.state.ratio_histogram.total() if self.state.ratio_histogram else None,
+            "cuda_graph": self.state.captured,
+            "seed": self.config.train.seed,
+            **self.plan.describe(),
+            **self.state.environment,
+        }
+
+    def describe_settings(self) -> str:
+        """Batch size, scaling, clip and derived rates, for the terminal; on CUDA also why steps are not captured."""
+        derived, why = self.plan.full.hyperparameters, self.state.why_not_captured
+        uncaptured = (
+            f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
+        )
+        beta1, beta2 = derived.betas
+        decays = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
+        decay = "".join(f", {name} {value:g}" for name, value in decays if value)
+        return (
+            f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: embedding lr"
+            f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}{decay}, betas {beta1:g} and"
+            f" {beta2:g}, eps {derived.eps:g}{uncaptured}"
+        )
+
+    def say(self, text: str) -> None:
+        """Logs a line, on the first process."""
+        if self.process.is_first:
+            logger.info(text)
+
+    def warn(self, text: str) -> None:
+        """Logs a warning, on the first process."""
+        if self.process.is_first:
+            logger.warning(text)
+
+
+def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: bool) -> None:
+    """Raises ValueError unless the folder is unused or, on resuming, holds a run of this configuration."""
+    on_first(process, lambda: require_own(run_dir, config) if resume else require_unused(run_dir))

@@ -20,10 +20,8 @@ from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.checkpoint_reader import (
-    all_present,
     checkpoint_keys,
     choose_checkpoint,
-    find_checkpoint,
     read_checkpoint,
     readable,
 )
@@ -87,7 +85,8 @@ class TrainState:
         reads_ahead: bool = True,
     ) -> None:
         self.plan = plan
-        config, schema, process = self._config, _, self._process = plan.config, plan.schema, plan.process
+        config, schema, process = plan.config, plan.schema, plan.process
+        self._config, self._process = config, process
         self.tasks = Tasks.of(schema.labels, config.evaluate.main_task)
         self.logit_shift = schema.logit_shift
         self.model = build_sharded(plan)
@@ -101,9 +100,11 @@ class TrainState:
             if config.clip.histogram:
                 self.ratio_histogram = RatioHistogram(self.embedding_optimizer.latest_ratios, tables, process)
         self._values = plan.full.hyperparameters
-        self.dense_optimizer = DenseAdam(dense_parameters(self.model), self._values, config.optimizer.adam_epsilon)
+        self._guard = StepGuard(self.model, process) if on_nonfinite == "skip" else None
+        admits = self._guard.admits if self._guard else None
+        dense = dense_parameters(self.model)
+        self.dense_optimizer = DenseAdam(dense, self._values, config.optimizer.adam_epsilon, admits)
         self.why_not_captured = why_not_captured(plan, self.model, self.embedding_optimizer)
-        self._guard = StepGuard(self.model, self.dense_optimizer, process) if on_nonfinite == "skip" else None
         if self._guard:
             self.why_not_captured = 'on_nonfinite = "skip" decides on the host whether a step is taken'
         self.pipeline = pipeline_of(
@@ -209,16 +210,15 @@ class TrainState:
         """Name of a weight or moment that is not finite; "" if all are finite. Reads all of them."""
         return not_finite(self._everything(), self._process)
 
-    def resume(self, folder: Path, checkpoints: Checkpoints) -> Progress | None:
-        """Loads the newest intact checkpoint of a folder in place; None where there is none.
+    def resume(self, checkpoints: Checkpoints) -> Progress | None:
+        """Loads the newest intact checkpoint of the run in place; None where there is none.
 
         If the number of processes has changed, they start with new random numbers.
 
         Raises:
             ValueError: all checkpoints are damaged, of another format, or do not fit the run.
         """
-        fetch = checkpoints.place.fetch if checkpoints.place else all_present
-        found = find_checkpoint(folder, self._process, checkpoints.say, fetch=fetch)
+        found = checkpoints.find()
         if found is None:
             return None
         path, progress = found
@@ -227,7 +227,7 @@ class TrainState:
             keys = checkpoint_keys(path)
             random = {key: value for key, value in random_state(self._process).items() if key in keys}
             state = self._everything() | random
-            read_checkpoint(path, state, fetch)
+            checkpoints.read(path, state)
             self._load(state)
             if self.adam:
                 self.adam.load_state_dict({"state": state["embedding_optimizer"]})
@@ -236,7 +236,7 @@ class TrainState:
                 torch.set_rng_state(generators["cpu"])
                 if "cuda" in generators:
                     torch.cuda.set_rng_state(generators["cuda"], self._process.device)
-        checkpoints.latest, self.steps = path, progress.step
+        self.steps = progress.step
         if self.clip_watch:
             self.clip_watch.add_earlier(progress.clip)
         return progress

@@ -5,7 +5,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from cowrec.trainer.online.metrics_endpoint import metrics_endpoint
+from cowrec.trainer.online.measurements import metrics_endpoint
 
 
 def test_metrics_have_one_path() -> None:

@@ -15,7 +15,7 @@ from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runtime.errors import NonFiniteLoss
-from cowrec.trainer.training.trainer import MOST_SET_ASIDE
+from cowrec.trainer.training.loop import MOST_SET_ASIDE
 from online_cases import DRIFT, make_case, write_stream
 from run_comparison import same
 from trainer_cases import checkpoint, interrupted, tensors

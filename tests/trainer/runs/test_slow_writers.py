@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from cowrec.trainer.config.sections import CheckpointConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints
 from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.errors import ProcessLost
 from cowrec.trainer.runtime.heartbeat import Heartbeat
 from cowrec.trainer.runtime.processes import process_group
@@ -35,8 +36,8 @@ def write(rank: int, folder: Path, port: int, end: str) -> None:
 
     with process_group("cpu", TIMEOUT) as process:
         heartbeat, warnings = Heartbeat(process), []
-        checkpoints = Checkpoints(folder, CheckpointConfig(), process, warnings.append)
-        checkpoints.lost = heartbeat.lost
+        place = RunPlace(folder, resume=True)
+        checkpoints = Checkpoints(place, CheckpointConfig(), process, warnings.append, heartbeat.lost)
         with patch.object(FileSystemWriter, "write_data", late if rank else original):
             try:
                 with heartbeat.names_the_lost():
@@ -50,7 +51,7 @@ def write(rank: int, folder: Path, port: int, end: str) -> None:
 
 def test_a_slow_process_is_waited_for(tmp_path: Path) -> None:
     in_processes(write, (tmp_path, free_port(), "writes"), 2)
-    assert (tmp_path / "step_000000001" / "checkpoint.json").exists()
+    assert (tmp_path / "checkpoints" / "step_000000001" / "checkpoint.json").exists()
 
 
 @pytest.mark.thorough

@@ -59,7 +59,7 @@ def test_files_rotate_and_every_line_is_whole(logged: Path) -> None:
     windows = [record["message"] for record in found if "progressive AUC" in record["message"]]
     assert len(windows) > 30
     assert windows == sorted(windows), "the files are in the order of time"
-    assert found[-1]["logger"] == "cowrec.trainer.training.trainer"
+    assert found[-1]["logger"] == "cowrec.trainer.training.loop"
 
 
 def test_the_metrics_of_a_run_rotate_too(logged: Path) -> None:

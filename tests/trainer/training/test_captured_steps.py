@@ -25,6 +25,7 @@ from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import CheckpointConfig, ShardingConfig
 from cowrec.trainer.runs.checkpoint import Checkpoints
 from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training.pipeline import (
@@ -170,7 +171,7 @@ def compare(case: str, process: Process) -> None:
     everywhere = range(len(SIZES))
     sequential = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     expected, end = train(sequential, everywhere), everything(sequential)
-    checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False), process, print)
+    checkpoints = Checkpoints(RunPlace(folder, resume=True), CheckpointConfig(asynchronous=False), process, print)
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     graph = Graph(state)
     captured(state, graph)
@@ -185,7 +186,7 @@ def compare(case: str, process: Process) -> None:
     for resumed in (state, captured(fresh, Graph(fresh))):
         assert resumed.adam
         resumed.adam.lr = resumed.adam.config.lr
-        assert resumed.resume(folder, checkpoints)
+        assert resumed.resume(checkpoints)
         assert_equal(train(resumed, range(SAVED_AFTER + 1, len(SIZES))), expected[after])
         assert resumed.captured
         assert_equal(everything(resumed), end)
