@@ -38,7 +38,7 @@ from cowrec.sparse_opt.tbe.layout import BagsOfLookup
 from cowrec.trainer.bench.absence import last_steps
 from cowrec.trainer.bench.settings import EPOCH_SAMPLES, criteo_config
 from cowrec.trainer.runs.provenance import environment
-from cowrec.trainer.sharded_model.run_plan import derived_clip, derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import Scaled
 
 KERNELS = ("find", "replay", "update")
 _WARMUP_STEPS = 5
@@ -80,10 +80,10 @@ class RowKernels:
     def __init__(self, ids: CriteoIds, last: np.ndarray, steps_before: int, size: int, clip: str, device: torch.device):
         self._ids, self._next, self._size, self._device = ids, steps_before * size, size, device
         run = criteo_config("deepfm", size, "replay", clip)
-        values, columns = derived_hyperparameters(run), run.model.embedding_dim
+        values, columns = Scaled.of(run).hyperparameters, run.model.embedding_dim
         config = AdamConfig(lr=values.embedding_lr, l2=values.l2, eps=1e-7, adam_epsilon="keras", absent_rows="replay")
         self._layout, self._constants = layout_of(ids, physical_dim(columns), device), adam_constants(config)
-        limit, tables = derived_clip(run).limit(columns), torch.ones(self._layout.tables, device=device)
+        limit, tables = Scaled.of(run).clip.limit(columns), torch.ones(self._layout.tables, device=device)
         counts = torch.full_like(tables, limit.per_occurrence, dtype=torch.bool)
         self._clips = TableClips((columns * tables).long(), limit.r * tables, limit.floor * tables, counts)
         weights = 1e-2 * torch.randn(self._layout.size, device=device)

@@ -27,7 +27,7 @@ from cowrec.trainer.measures.logistic_regression import LogisticRegression
 from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule, derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import RunPlan, Scaled, Schedule
 from cowrec.trainer.training.dataloading import Readers
 from cowrec.trainer.training.evaluation import predicted_samples
 from cowrec.trainer.training.state import TrainState
@@ -176,7 +176,7 @@ def result(data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any
     if optimizer is None:
         return train_plain(data, size, seed)
     config = config_of(data, size, seed, optimizer)
-    derived = {"batch_size": config.train.batch_size, **dataclasses.asdict(derived_hyperparameters(config))}
+    derived = {"batch_size": config.train.batch_size, **dataclasses.asdict(Scaled.of(config).hyperparameters)}
     found = train_cowrec(data, size, seed, optimizer) if optimizer else train_defaults(data, size, seed)
     return found | {"derived": derived}
 

@@ -118,7 +118,7 @@ def measure(case: Case) -> Measurement:
         model = build_sharded(plan)
         adam = embedding_optimizer(plan, model)
         assert isinstance(adam, EmbeddingAdam)
-        values = plan.full.hyperparameters
+        values = plan.scaled.hyperparameters
         dense = DenseAdam(dense_parameters(model), values, case.config.optimizer.adam_epsilon)
         captured = None if why_not_captured(plan, model, adam) else adam
         pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)

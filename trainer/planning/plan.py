@@ -193,7 +193,9 @@ def sharding_of(config: RunConfig, schema: Schema, cluster: Cluster) -> Sharding
     process = _rank(cluster, 0, cluster.device)
     with fake_group(process):
         plan = RunPlan.of(config, schema, process)
-        sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config.optimizer, plan.full.hyperparameters))
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params=fused_params(config.optimizer, plan.scaled.hyperparameters)
+        )
         made = sharding_plan(unsharded_task(plan), plan.kinds, config, process, sharder)
     return ShardingPlan({path: _on_cpu(tables) for path, tables in made.plan.items()})
 

@@ -114,7 +114,7 @@ def train_task(model: nn.Module, plan: RunPlan, loss: MeanLoss | None = None) ->
     """
     config, process = plan.config, plan.process
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
-    values, factors = plan.full.hyperparameters, config.optimizer.embedding_lr_factors
+    values, factors = plan.scaled.hyperparameters, config.optimizer.embedding_lr_factors
     task = TrainTask(model, loss or MeanLoss(process.world_size), values.l2, config.optimizer.cross_l2, bfloat16_device)
     if config.optimizer.embedding != "adam":
         set_initial_rates(task, {table: factor * values.embedding_lr for table, factor in factors.items()})
@@ -139,7 +139,7 @@ def shard(
         ValueError: TorchRec's planner cannot fit the tables.
     """
     config, process = plan.config, plan.process
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config.optimizer, plan.full.hyperparameters))
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config.optimizer, plan.scaled.hyperparameters))
     sharded = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -212,7 +212,7 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
     Raises:
         ValueError: the fused optimizer cannot apply the clip rule or L2 to this data.
     """
-    config, hyperparameters, rule = plan.config, plan.full.hyperparameters, plan.full.clip
+    config, hyperparameters, rule = plan.config, plan.scaled.hyperparameters, plan.scaled.clip
     columns = {spec.name: spec.embedding_dim for spec in plan.tables}
     if config.optimizer.embedding == "adam":
         adam, factors = adam_config(config, hyperparameters), config.optimizer.embedding_lr_factors

@@ -25,27 +25,47 @@ from .sharding import chosen_kinds
 from .tables import TableSpec, embedding_tables, table_specs
 
 _WARMUP_START = 1e-8
+REMEMBERS: dict[str, EmbeddingOptimizer] = {
+    "adam": "adam",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rowwise_adagrad": "adagrad",
+    "fbgemm_adam": "adam",
+    "fbgemm_cowclip": "adagrad",
+}
+"""How each optimizer of the tables remembers its gradients, for the scaling rules."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What is scaled to a batch size.
+class Scaled:
+    """What the scaling rule makes of a configuration's base values at a batch size."""
 
-    Attributes:
-        batch_size: global batch size of the steps of the stage.
-        hyperparameters: learning rates, L2, betas and eps.
-        clip: the clip rule.
-    """
-
-    batch_size: int
     hyperparameters: Hyperparameters
     clip: ClipRule
 
     @classmethod
-    def of(cls, config: RunConfig, batch_size: int | None = None) -> "Stage":
-        """Scales the base values by the scaling rule to a batch size, by default the run's."""
-        batch_size = batch_size or config.train.batch_size
-        return cls(batch_size, derived_hyperparameters(config, batch_size), derived_clip(config, batch_size))
+    def of(cls, config: RunConfig, batch_size: int | None = None) -> "Scaled":
+        """Scales to a batch size, by default the run's."""
+        optimizer = config.optimizer
+        assert optimizer.l2 is not None, "with_defaults has not been called"
+        base = Hyperparameters(
+            optimizer.embedding_lr,
+            optimizer.dense_lr,
+            optimizer.l2,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            dense_weight_decay=optimizer.dense_weight_decay,
+        )
+        sizes: dict[str, Any] = {
+            "base_batch_size": optimizer.base_batch_size,
+            "batch_size": batch_size or config.train.batch_size,
+            "rule": optimizer.scaling,
+        }
+        return cls(
+            scale_hyperparameters(base, embedding=REMEMBERS[optimizer.embedding], **sizes),
+            scale_clip(config.clip.build(), **sizes),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,7 @@ class RunPlan:
         epoch_steps: steps of an epoch at the run's own batch size.
         steps: of the whole run, those of the batch ramp included.
         schedule: learning rates and batch sizes by step.
-        stages: by their first step, from 0; without a batch ramp one.
+        stages: scaled values by the first step, from 0, of each batch size; without a batch ramp there is one.
     """
 
     config: RunConfig
@@ -76,7 +96,7 @@ class RunPlan:
     epoch_steps: int
     steps: int
     schedule: "Schedule"
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Scaled]
 
     @classmethod
     def of(
@@ -120,7 +140,7 @@ class RunPlan:
             epoch_steps,
             steps,
             schedule,
-            {first: Stage.of(config, each) for first, each in (schedule.ramp.stages or {0: size}).items()},
+            {first: Scaled.of(config, each) for first, each in (schedule.ramp.stages or {0: size}).items()},
         )
 
     @property
@@ -128,13 +148,13 @@ class RunPlan:
         return self.schedule.ramp
 
     @cached_property
-    def full(self) -> Stage:
-        """The stage of the run's own batch size, the last one."""
+    def scaled(self) -> Scaled:
+        """Values at the run's own batch size, which its last stage has."""
         return self.stages[max(self.stages)]
 
     @property
-    def changes(self) -> Mapping[int, Stage]:
-        """Stages that begin at a step of training; none without a batch ramp."""
+    def changes(self) -> Mapping[int, Scaled]:
+        """Values by the first step that has them; empty without a batch ramp, where they never change."""
         return self.stages if len(self.stages) > 1 else {}
 
     @property
@@ -144,14 +164,14 @@ class RunPlan:
 
     def describe(self) -> dict[str, Any]:
         """Model, batch size, clip and scaled hyperparameters, as saved with a run."""
-        clip: Any = self.full.clip
+        clip: Any = self.scaled.clip
         return {
             "model": self.config.model.name,
             "batch_size": self.config.train.batch_size,
             "scaling": self.config.optimizer.scaling,
             "clip": self.config.clip.rule,
             "clip_values": dataclasses.asdict(clip),
-            **dataclasses.asdict(self.full.hyperparameters),
+            **dataclasses.asdict(self.scaled.hyperparameters),
         }
 
 
@@ -279,49 +299,3 @@ class Schedule:
             )  # 0.7 epochs of 10 steps are 7.000000000000001
         share = min(done / self.decay_steps, 1.0)
         return 1 - share if self.decay == "linear" else (1 + cos(pi * share)) / 2
-
-
-KINDS: dict[str, EmbeddingOptimizer] = {
-    "adam": "adam",
-    "sgd": "sgd",
-    "adagrad": "adagrad",
-    "rowwise_adagrad": "adagrad",
-    "fbgemm_adam": "adam",
-    "fbgemm_cowclip": "adagrad",
-}
-"""How each optimizer of the tables remembers its gradients, for the scaling rules."""
-
-
-def derived_hyperparameters(config: RunConfig, batch_size: int | None = None) -> Hyperparameters:
-    """Learning rates, L2, betas and eps: the base values, scaled by the scaling rule to a batch size, by default the
-    run's.
-    """
-    optimizer = config.optimizer
-    assert optimizer.l2 is not None, "with_defaults has not been called"
-    base = Hyperparameters(
-        optimizer.embedding_lr,
-        optimizer.dense_lr,
-        optimizer.l2,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        dense_weight_decay=optimizer.dense_weight_decay,
-    )
-    return scale_hyperparameters(
-        base,
-        base_batch_size=optimizer.base_batch_size,
-        batch_size=batch_size or config.train.batch_size,
-        rule=optimizer.scaling,
-        embedding=KINDS[optimizer.embedding],
-    )
-
-
-def derived_clip(config: RunConfig, batch_size: int | None = None) -> ClipRule:
-    """Clip rule of the run, its values scaled to a batch size, by default the run's."""
-    optimizer = config.optimizer
-    return scale_clip(
-        config.clip.build(),
-        base_batch_size=optimizer.base_batch_size,
-        batch_size=batch_size or config.train.batch_size,
-        rule=optimizer.scaling,
-    )

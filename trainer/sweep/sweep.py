@@ -20,7 +20,7 @@ from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.reports.text_table import speed_text
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.errors import ProcessFailed
-from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import Scaled
 
 from .results import few_steps_warning, too_few_steps
 from .runs import Runs, on_data, open_runs, say
@@ -165,7 +165,7 @@ def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _trained(runs: Runs, config: RunConfig, name: str) -> dict[str, Any]:
     """Trains a run. Returns the values of its line."""
-    derived = dataclasses.asdict(derived_hyperparameters(config))
+    derived = dataclasses.asdict(Scaled.of(config).hyperparameters)
     what = {
         "model": config.model.name,
         "data": Path(config.data.dir).name,

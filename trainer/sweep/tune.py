@@ -26,7 +26,7 @@ from cowrec.trainer.config.run import RunConfig, save_config
 from cowrec.trainer.runs.checkpoint_folder import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
-from cowrec.trainer.sharded_model.run_plan import derived_clip, derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import Scaled
 
 from .results import VALUES, Range, ranked
 from .runs import Runs, on_data, open_runs, say
@@ -76,8 +76,9 @@ class Search:
     def based_on(self, config: RunConfig) -> RunConfig:
         """The configuration with base values for the study's batch size: its own, scaled by its own rule."""
         at_size = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=self.batch_size))
-        clip: dict[str, Any] = vars(derived_clip(at_size))
-        derived = dataclasses.asdict(derived_hyperparameters(at_size))
+        scaled = Scaled.of(at_size)
+        clip: dict[str, Any] = vars(scaled.clip)
+        derived = dataclasses.asdict(scaled.hyperparameters)
         values = {key: value for key, value in derived.items() if hasattr(config.optimizer, key)}
         return dataclasses.replace(
             at_size,

@@ -404,7 +404,7 @@ class Trainer:
     def non_finite(self, where: str) -> NonFiniteLoss:
         """Error for a loss that was not finite."""
         self.checkpoints.finish()
-        derived, last = self.plan.full.hyperparameters, self.checkpoints.latest
+        derived, last = self.plan.scaled.hyperparameters, self.checkpoints.latest
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before"
         return NonFiniteLoss(
             f"the loss was not finite {where}; {kept}. Look for values that are not finite in the data, lower"
@@ -470,7 +470,7 @@ class Trainer:
 
     def describe_settings(self) -> str:
         """Batch size, scaling, clip and derived rates, for the terminal; on CUDA also why steps are not captured."""
-        derived, why = self.plan.full.hyperparameters, self.state.why_not_captured
+        derived, why = self.plan.scaled.hyperparameters, self.state.why_not_captured
         uncaptured = (
             f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
         )

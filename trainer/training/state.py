@@ -99,7 +99,7 @@ class TrainState:
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
             if config.clip.histogram:
                 self.ratio_histogram = RatioHistogram(self.embedding_optimizer.latest_ratios, tables, process)
-        self._values = plan.full.hyperparameters
+        self._values = plan.scaled.hyperparameters
         self._guard = StepGuard(self.model, process) if on_nonfinite == "skip" else None
         admits = self._guard.admits if self._guard else None
         dense = dense_parameters(self.model)

@@ -13,7 +13,7 @@ from cowrec.sparse_opt import CowClip, attach_cowclip
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import fused_params
-from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from sharded_case import Case, gather_tables, process_group, row_gradients, sharded_model, train_step
@@ -43,7 +43,7 @@ def trained(case: Case, embedding: str, *, halflife: int = -1) -> list[np.ndarra
     config = RunConfig(train=TrainConfig(batch_size=1), optimizer=optimizer, clip=ClipConfig(rule="none"))
     drawn = case.draw()
     model = sharded_model(
-        case, drawn["tables"], fused_params=fused_params(config.optimizer, derived_hyperparameters(config))
+        case, drawn["tables"], fused_params=fused_params(config.optimizer, Scaled.of(config).hyperparameters)
     )
     if embedding != "fbgemm_cowclip":
         attach_cowclip(model, CowClip(R, ZETA))

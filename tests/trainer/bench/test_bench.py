@@ -92,7 +92,7 @@ def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
         model = build_sharded(plan)
         adam = embedding_optimizer(plan, model)
         assert isinstance(adam, EmbeddingAdam)
-        enter_steady_state(case, adam, size, plan.full.hyperparameters.betas)
+        enter_steady_state(case, adam, size, plan.scaled.hyperparameters.betas)
         with adam.as_stored():
             state = adam.state_dict()["state"]
         tables = {

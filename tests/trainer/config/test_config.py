@@ -14,7 +14,7 @@ from cowrec.models import ModelConfig
 from cowrec.sparse_opt import PRESETS
 from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_defaults
 from cowrec.trainer.config.sections import ClipConfig, DataConfig, OptimizerConfig, ShardingConfig, TrainConfig
-from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import Scaled
 
 CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"
 
@@ -186,7 +186,7 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
     assert (config.optimizer.eps, config.optimizer.adam_epsilon) == (1e-7, "keras")
     if name == "criteo" or 2048 < batch_size < 131072:
         assert config.clip.build() == preset.clip
-        derived, published = (vars(each) for each in (derived_hyperparameters(config), preset.hyperparameters))
+        derived, published = (vars(each) for each in (Scaled.of(config).hyperparameters, preset.hyperparameters))
         for key, value in published.items():
             assert derived[key] == pytest.approx(value, rel=1e-12), key
 

@@ -54,7 +54,7 @@ def test_thresholds_grow_with_the_root_of_the_batch(
     optimizer = OptimizerConfig(base_batch_size=1024, scaling=scaling, absent_rows="lazy", l2=0.0)
     config = RunConfig(train=TrainConfig(batch_size=batch_size), optimizer=optimizer, clip=clip)
     plan = RunPlan.of(config, Schema("none", (), (), {}), Process(0, 1, 1, False, torch.device("cpu")))
-    assert plan.full.clip == expected
+    assert plan.scaled.clip == expected
     assert plan.describe()["clip_values"] == dataclasses.asdict(expected)
 
 

@@ -15,7 +15,7 @@ from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import OptimizerConfig, ShardingConfig, TrainConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import fused_params
-from cowrec.trainer.sharded_model.run_plan import derived_hyperparameters
+from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_plan, sharding_table
 from run_comparison import assert_same_measures
 from sharded_case import process_group
@@ -168,7 +168,7 @@ def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> 
     config = run_of("auto", t1="row_wise", t2="data_parallel")
     collection = EmbeddingBagCollection(tables([20_000_000, 500_000, 1000, 30]), device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder(
-        fused_params=fused_params(config.optimizer, derived_hyperparameters(config))
+        fused_params=fused_params(config.optimizer, Scaled.of(config).hyperparameters)
     )
     kinds = chosen_kinds(config, collection.embedding_bag_configs(), process)
     with process_group(0, 1, str(tmp_path)):
@@ -193,7 +193,7 @@ def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, me
     )
     collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder(
-        fused_params=fused_params(config.optimizer, derived_hyperparameters(config))
+        fused_params=fused_params(config.optimizer, Scaled.of(config).hyperparameters)
     )
     kinds = chosen_kinds(config, collection.embedding_bag_configs(), process)
     with process_group(0, 1, str(tmp_path)):
