@@ -179,7 +179,7 @@ def sweeps(bed: str, name: str, data: Path, output: Path) -> Iterator[list[str]]
         # Trained on the whole training split, for the bed's epochs.
         fixed = ["train.validation_fraction=0", "train.patience=0", f"train.epochs={epochs}"]
         given = [setting(each, values["optimizer"]["l2"]) for each in settings]
-        measured = ["evaluate.by_id_counts=true", "evaluate.train_rows=20000"]
+        measured = ["evaluate.by_id_counts=true"]
         yield [
             *("sweep", str(tuned), "--data", str(data), "--output", str(output / name / variant)),
             *("--batch-sizes", ",".join(map(str, sizes)), "--rules", ",".join(rules)),

@@ -37,7 +37,6 @@ class TableIds:
     admission: AdmissionKind | None = None
     threshold: int | None = None
     window: str | None = None
-    counters: int | None = None
     expire_after: str | None = None
 
 
@@ -56,7 +55,6 @@ class IdConfig:
             ("probabilistic"). Until then it uses the row of unknown ids.
         threshold: see `admission`.
         window: sample time after which a count expires, such as "7d"; empty: never.
-        counters: cells of the approximate counters of a table, two bytes each.
         expire_after: sample time after which an id that was not seen loses its row, such as "30d"; empty: never.
         tables: settings of single tables, by the name of their field, or by any name for fields that share a table.
     """
@@ -67,7 +65,6 @@ class IdConfig:
     admission: AdmissionKind = "none"
     threshold: int = 1
     window: str = ""
-    counters: int = 1 << 20
     expire_after: str = ""
     tables: dict[str, TableIds] = field(default_factory=dict)
 
@@ -75,7 +72,7 @@ class IdConfig:
         for name in ("", *self.tables):
             own = self.of_table(name)
             key = f"id_table.tables.{name}" if name else "id_table"
-            for each in ("capacity", "threshold", "counters"):
+            for each in ("capacity", "threshold"):
                 if getattr(own, each) < 1:
                     raise ValueError(f"{key}.{each} must be at least 1, got {getattr(own, each)}")
             if own.capacity >= _MAX_ROWS:
@@ -142,7 +139,7 @@ def _without_tables(config: IdConfig, **values: Any) -> IdConfig:
 def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> None:
     """Raises ValueError for settings of collisionless tables if no table is one."""
     defaults: Mapping[str, Any] = {each.name: each.default for each in fields(IdConfig)}
-    for name in ("when_full", "admission", "threshold", "window", "counters", "expire_after"):
+    for name in ("when_full", "admission", "threshold", "window", "expire_after"):
         value = getattr(given, name)
         collisionless_elsewhere = isinstance(given, IdConfig) and any(
             each.kind == "collisionless" for each in given.tables.values()

@@ -54,7 +54,6 @@ class TrainConfig:
             0: never.
         seed: seed of initial values and shuffling.
         device: "auto" is CUDA on a machine with a GPU, else the CPU.
-        drop_last: leave out the short last batch of an epoch.
         log_every: steps between two lines of metrics, and between two checks that the loss is finite.
         log_seconds: seconds between two lines about the progress of the run, where stderr is no terminal; a line comes
             with the next metrics, after `log_every` steps. 0: no lines.
@@ -86,7 +85,6 @@ class TrainConfig:
     patience: int = 0
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    drop_last: bool = False
     log_every: int = 50
     log_seconds: float = 30.0
     warm_start: str = ""
@@ -127,21 +125,15 @@ class EvaluateConfig:
     Attributes:
         by_id_counts: also measure thirds of the test samples by how often their ids occur in training; reads the ids of
             the training split once more at the start, one field at a time.
-        train_rows: training samples to measure as well: the same random sample each time, kept in memory; reads the
-            training split once more at the start. 0: none.
         logistic_regression_rows: where there are at most so many training samples, what one-hot logistic regression
             reaches on the same samples stands beside the first report; fitted after the first epoch. 0: never.
-        main_task: of several labels, the one whose quality is the run's: `auc` and `logloss` are its, and with them
-            the best epoch and what groups of samples are measured by. By default the first label.
     """
 
     by_id_counts: bool = False
-    train_rows: int = 0
     logistic_regression_rows: int = 200_000
-    main_task: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("train_rows", "logistic_regression_rows"):
+        for key in ("logistic_regression_rows",):
             require(f"evaluate.{key}", getattr(self, key), getattr(self, key) >= 0, "at least 0")
 
 
@@ -191,7 +183,7 @@ class ShardingConfig:
     memory: Literal["device", "uvm", "uvm_caching"] = "device"
 
 
-LrDecay = Literal["none", "linear", "cosine", "step"]
+LrDecay = Literal["none", "linear", "cosine"] | float
 
 
 @dataclass(frozen=True)
@@ -204,9 +196,9 @@ class OptimizerConfig:
         embedding: optimizer of the tables. "adam" is cowrec's Adam with coupled L2, on CPU and CUDA; the others are
             FBGEMM's fused ones ("fbgemm_adam" on CUDA only), with clip and L2 applied to the gradients of the batch's
             rows; every field then needs exactly one id per sample. "fbgemm_cowclip" is row-wise Adagrad with FBGEMM's
-            COWCLIP mode, which differs from the paper: it counts the steps in which a row appeared, decayed or
-            cumulative, instead of its occurrences in the batch; Adagrad accumulates the unclipped gradient; norms and
-            scales are of complete rows, the wide weight included.
+            COWCLIP mode, which differs from the paper: the limit of a row is ``steps * max(||w||, 1e-5)``, with the
+            steps so far in which it appeared instead of its occurrences in the batch, whatever the scaling rule;
+            Adagrad accumulates the unclipped gradient; norms and scales are of complete rows, the wide weight included.
         absent_rows: for "adam", the update of rows without an id in the batch. "replay", the default, is the published
             algorithm: L2 and momentum move every row at every step; a row's steps are computed when it is next needed.
             "dense" computes the same at once, at the cost of the whole table. "lazy" skips these steps.
@@ -227,18 +219,12 @@ class OptimizerConfig:
             batch size; the scaling rules keep the decay of a sample.
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
-        embedding_warmup_epochs: the same for the learning rate of the tables.
         lr_decay: how both learning rates fall. "linear" and "cosine": to 0 over train.epochs, in a straight line or
-            half a wave. "step": by lr_decay_factor after every lr_decay_epochs. "none": they stay, as published. A
-            stream has no epochs, so that neither this nor warm-up in epochs has an effect online.
-        lr_decay_epochs, lr_decay_factor: for lr_decay = "step".
+            half a wave. A number of epochs: to a tenth after every so many. "none": they stay, as published. A stream
+            has no epochs, so that neither this nor the warm-up has an effect online.
         betas, eps, adam_epsilon: Adam's values, dense and embedding, betas and eps at the base batch size;
             `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
-        weight_norm_coefficient, lower_bound: for "fbgemm_cowclip", whose limit of a row is
-            ``counter * max(weight_norm_coefficient * ||w||, lower_bound)``; no scaling rule changes them.
-        counter_halflife: for "fbgemm_cowclip": steps after which a row's appearance counts half; -1: every appearance
-            counts fully; 0: only the present one counts.
     """
 
     embedding: Literal["adam", "rowwise_adagrad", "adagrad", "sgd", "fbgemm_adam", "fbgemm_cowclip"] = "adam"
@@ -253,17 +239,11 @@ class OptimizerConfig:
     dense_weight_decay: float = 0.0
     cross_l2: float = 0.0
     warmup_epochs: float = 0.0
-    embedding_warmup_epochs: float = 0.0
     lr_decay: LrDecay = "none"
-    lr_decay_epochs: float = 1.0
-    lr_decay_factor: float = 0.5
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     adam_epsilon: Literal["torch", "keras"] = "torch"
     embedding_init_std: float = 1e-2
-    weight_norm_coefficient: float = 1.0
-    lower_bound: float = 1e-5
-    counter_halflife: int = -1
 
     @property
     def rates_follow_epochs(self) -> bool:
@@ -275,16 +255,15 @@ class OptimizerConfig:
         require_known("optimizer.scaling", self.scaling, SCALING_RULES)
         for key in (
             *("embedding_lr", "dense_lr", "l2", "weight_decay", "dense_weight_decay", "cross_l2"),
-            *("warmup_epochs", "embedding_warmup_epochs"),
-            *("embedding_init_std", "weight_norm_coefficient", "lower_bound"),
+            *("warmup_epochs", "embedding_init_std"),
         ):
             value = getattr(self, key)
             require(f"optimizer.{key}", value, value is None or 0 <= value < inf, "at least 0 and finite")
         for table, factor in self.embedding_lr_factors.items():
             key = f"optimizer.embedding_lr_factors.{table}"
             require(key, factor, 0 <= factor < inf, "at least 0 and finite")
-        require("optimizer.lr_decay_epochs", self.lr_decay_epochs, 0 < self.lr_decay_epochs < inf, "above 0 and finite")
-        require("optimizer.lr_decay_factor", self.lr_decay_factor, 0 <= self.lr_decay_factor <= 1, "from 0 to 1")
+        if isinstance(self.lr_decay, int | float):
+            require("optimizer.lr_decay", self.lr_decay, 0 < self.lr_decay < inf, "a word or above 0 and finite")
         require("optimizer.eps", self.eps, 0 < self.eps < inf, "above 0")
         require("optimizer.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         if self.embedding != "adam" and self.absent_rows not in (None, "lazy"):
@@ -298,7 +277,6 @@ class OptimizerConfig:
                 f'optimizer.weight_decay = {self.weight_decay} needs optimizer.embedding = "adam", got'
                 f" {self.embedding!r}; use optimizer.l2, or change the optimizer"
             )
-        require("optimizer.counter_halflife", self.counter_halflife, self.counter_halflife >= -1, "at least -1")
 
 
 @dataclass(frozen=True)

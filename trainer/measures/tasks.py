@@ -12,21 +12,10 @@ class Tasks:
     """The tasks that a model is trained for.
 
     Attributes:
-        labels: their names.
-        main: index of the one whose quality is the run's.
+        labels: their names; the quality of the first, the main task, is the run's.
     """
 
     labels: tuple[str, ...]
-    main: int = 0
-
-    @staticmethod
-    def of(labels: tuple[str, ...], main_task: str) -> "Tasks":
-        """The tasks of a data set. Raises ValueError if it lacks ``evaluate.main_task``, which may be empty."""
-        if main_task and main_task not in labels:
-            raise ValueError(
-                f"evaluate.main_task = {main_task!r} is no label of the data; they are {', '.join(labels)}"
-            )
-        return Tasks(labels, labels.index(main_task) if main_task else 0)
 
     def named(self, name: str) -> list[str]:
         """A name for each task: of one task the name itself, of several ``<name>_<label>``."""
@@ -34,7 +23,7 @@ class Tasks:
 
     def main_of(self, samples: Samples) -> Samples:
         """The samples with logits and labels of the main task, [R]."""
-        return _of_task(samples, self.main) if len(self.labels) > 1 else samples
+        return _of_task(samples, 0) if len(self.labels) > 1 else samples
 
     def measure(self, samples: Samples, together: bool = False) -> Quality:
         """Measures the main task, and of several tasks each; see :func:`measure` for ``together``."""
@@ -42,7 +31,7 @@ class Tasks:
             return measure(samples, together)
         by_task = {label: measure(_of_task(samples, task), together) for task, label in enumerate(self.labels)}
         of_tasks = {label: dataclasses.replace(each, calibration_bins=None) for label, each in by_task.items()}
-        return dataclasses.replace(by_task[self.labels[self.main]], by_task=of_tasks)
+        return dataclasses.replace(by_task[self.labels[0]], by_task=of_tasks)
 
 
 def _of_task(samples: Samples, task: int) -> Samples:

@@ -180,9 +180,9 @@ def fused_params(optimizer: OptimizerConfig, hyperparameters: Hyperparameters) -
         params["weight_decay_mode"] = WeightDecayMode.COWCLIP
         params["cowclip_regularization"] = CowClipDefinition(
             counter_weight_decay_mode=CounterWeightDecayMode.NONE,
-            counter_halflife=optimizer.counter_halflife,
-            weight_norm_coefficient=optimizer.weight_norm_coefficient,
-            lower_bound=optimizer.lower_bound,
+            counter_halflife=-1,  # every step in which a row appeared counts fully
+            weight_norm_coefficient=1.0,
+            lower_bound=1e-5,
         )
     return params
 

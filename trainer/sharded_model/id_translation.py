@@ -135,7 +135,7 @@ def id_table(spec: TableSpec) -> IdTableConfig:
     key, ids = f"id_table ({spec.name})", spec.ids
     counted = {}
     if ids.admission == "count":
-        counted = {"window": seconds(ids.window, key), "counters": ids.counters}
+        counted = {"window": seconds(ids.window, key)}
     return IdTableConfig(
         capacity=ids.capacity,
         features=tuple(field.name for field in spec.fields),

@@ -124,9 +124,9 @@ class RunPlan:
         bags = tuple(embedding_tables(schema, tables) if bags is None else bags)
         rows = schema.splits["train"].rows if "train" in schema.splits else 0
         train_rows = rows - round(rows * config.train.validation_fraction)
-        ramp, size, drop_last = BatchRamp.of(config), config.train.batch_size, config.train.drop_last
-        epoch_steps = len(GlobalBatches(train_rows, size, drop_last=drop_last))
-        first_steps = len(GlobalBatches(train_rows, size, ramp.first_batches, drop_last=drop_last))
+        ramp, size = BatchRamp.of(config), config.train.batch_size
+        epoch_steps = len(GlobalBatches(train_rows, size))
+        first_steps = len(GlobalBatches(train_rows, size, ramp.first_batches))
         steps = first_steps + epoch_steps * (config.train.epochs - 1)
         schedule = schedule or Schedule.of_epochs(config.optimizer, epoch_steps, steps, ramp)
         return cls(
@@ -235,20 +235,16 @@ class Schedule:
     Attributes:
         warmup_steps: steps over which the network's rate rises linearly from 1e-8, as in the CowClip reference:
             ``1e-8 + (lr - 1e-8) * min(k, W) / W``.
-        embedding_warmup_steps: the same for the tables' rate.
         decay: how both rates fall.
         decay_steps: T: steps of the whole run for "linear", ``1 - k / T``, and for "cosine",
             ``(1 + cos(pi * k / T)) / 2`` (arXiv 1608.03983, equation 5, without restarts); steps between two falls for
-            "step".
-        decay_factor: of each fall of "step": ``factor ** floor(k / T)``.
+            a number of epochs, of which each is to a tenth: ``0.1 ** floor(k / T)``.
         ramp: batch sizes of the first steps.
     """
 
     warmup_steps: float = 0
-    embedding_warmup_steps: float = 0
     decay: LrDecay = "none"
     decay_steps: float = 1
-    decay_factor: float = 1.0
     ramp: BatchRamp = field(default_factory=BatchRamp)
 
     @classmethod
@@ -261,41 +257,35 @@ class Schedule:
             total_steps: steps of the run, those of the ramp included.
             ramp: of the run.
         """
-        steps = config.lr_decay_epochs * epoch_steps if config.lr_decay == "step" else ramp.full_steps(total_steps)
+        decay = config.lr_decay
+        steps = ramp.full_steps(total_steps) if isinstance(decay, str) else decay * epoch_steps
         return cls(
             warmup_steps=ceil(config.warmup_epochs * epoch_steps),
-            embedding_warmup_steps=ceil(config.embedding_warmup_epochs * epoch_steps),
-            decay=config.lr_decay,
+            decay=decay,
             decay_steps=steps,
-            decay_factor=config.lr_decay_factor,
             ramp=ramp,
         )
 
     @property
     def changes_embedding_lr(self) -> bool:
         """Whether the tables' rate depends on the step."""
-        return self.decay != "none" or self.embedding_warmup_steps > 0
+        return self.decay != "none"
 
     def embedding_lr(self, values: Hyperparameters, step: int) -> float:
-        return self._rate(values.embedding_lr, self.embedding_warmup_steps, step)
+        return values.embedding_lr * self._left(self.ramp.full_steps(step))
 
     def dense_lr(self, values: Hyperparameters, step: int) -> float:
-        return self._rate(values.dense_lr, self.warmup_steps, step)
-
-    def _rate(self, lr: float, warmup_steps: float, step: int) -> float:
-        done = self.ramp.full_steps(step)
-        if warmup_steps:
+        lr, done, steps = values.dense_lr, self.ramp.full_steps(step), self.warmup_steps
+        if steps:
             start = min(_WARMUP_START, lr)  # a rate of 0 stays 0
-            lr = start + (lr - start) * min(done, warmup_steps) / warmup_steps
+            lr = start + (lr - start) * min(done, steps) / steps
         return lr * self._left(done)
 
     def _left(self, done: float) -> float:
         """Share of the rate that the decay has left after as many steps."""
         if self.decay == "none":
             return 1.0
-        if self.decay == "step":
-            return self.decay_factor ** floor(
-                done / self.decay_steps + 1e-9
-            )  # 0.7 epochs of 10 steps are 7.000000000000001
+        if not isinstance(self.decay, str):
+            return 0.1 ** floor(done / self.decay_steps + 1e-9)  # 0.7 epochs of 10 steps are 7.000000000000001
         share = min(done / self.decay_steps, 1.0)
         return 1 - share if self.decay == "linear" else (1 + cos(pi * share)) / 2

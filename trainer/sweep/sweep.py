@@ -30,7 +30,7 @@ COMPETITORS = ("cowclip", "linear", "none")
 """Scaling rules with which a configuration's own rule is compared unless others are asked for."""
 _MEASURES = (
     *("validation_auc", "validation_logloss", "best_epoch"),
-    *("expected_auc", "expected_logloss", "excess_logloss", "by_id_counts", "train"),
+    *("expected_auc", "expected_logloss", "excess_logloss", "by_id_counts"),
 )
 """Measures of a report that not every run has."""
 

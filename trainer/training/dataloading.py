@@ -12,7 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
 from cowrec.data_pipeline.reading.exchange import Exchange
-from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.gloo_exchange import exchange_between
 from cowrec.trainer.runtime.processes import Process
@@ -85,14 +84,8 @@ def training_readers(plan: RunPlan, exchange: Exchange | None = None) -> Readers
         passes=config.train.accumulation,
         shuffle=True,
         seed=config.train.seed,
-        drop_last=config.train.drop_last,
         window_rows=config.data.window_rows,
     )
-    if not len(train):
-        raise ValueError(
-            f"train.drop_last leaves nothing of {train.num_rows:,} training samples at train.batch_size ="
-            f" {config.train.batch_size}; set train.drop_last = false or lower train.batch_size"
-        )
     evaluation = partial(reader, batch_size=config.train.eval_batch_size, true_logits=True)
     validation = None
     if has_split:
@@ -100,24 +93,6 @@ def training_readers(plan: RunPlan, exchange: Exchange | None = None) -> Readers
     elif validation_rows:
         validation = evaluation("train", rows=range(plan.train_rows, rows))
     return Readers(train, validation, evaluation("test"))
-
-
-def training_sample(config: RunConfig, train: Reader, process: Process) -> RandomSample | None:
-    """Draws the training samples that are measured after each epoch; None without `evaluate.train_rows`."""
-    if not config.evaluate.train_rows:
-        return None
-    return RandomSample(
-        config.data.dir,
-        "train",
-        config.evaluate.train_rows,
-        batch_size=config.train.eval_batch_size,
-        among=train.num_rows,
-        rank=process.rank,
-        world_size=process.world_size,
-        seed=config.train.seed,
-        device=process.device,
-        true_logits=True,
-    )
 
 
 def even_slices(batches: Iterator[Batch], world_size: int) -> Iterator[Batch]:

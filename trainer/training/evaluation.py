@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
-from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.measures.id_count_groups import GROUPS, IdCountGroups
 from cowrec.trainer.measures.logistic_regression import LogisticRegression
@@ -22,7 +21,7 @@ from cowrec.trainer.measures.samples import CollectedSamples, Samples
 from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runtime.processes import Process, on_first
 
-from .dataloading import Readers, even_slices, training_sample
+from .dataloading import Readers, even_slices
 from .state import TrainState
 
 
@@ -67,7 +66,6 @@ class EpochQuality:
         self._groups: IdCountGroups | None = None
         if config.evaluate.by_id_counts:
             self._groups = IdCountGroups.of(Path(config.data.dir), "test", process, readers.train.num_rows)
-        self._train_sample = training_sample(config, readers.train, process)
 
     @property
     def tests_each_epoch(self) -> bool:
@@ -83,10 +81,6 @@ class EpochQuality:
             validation = self._finite(evaluate(state, self._readers.validation), "validation samples")
             values = {f"validation_{key}": each for key, each in _auc_and_logloss(validation).items()}
             texts = [f"validation {dataclasses.replace(validation, excess_logloss=None)}"]
-        if self._train_sample:
-            trained = evaluate(state, self._train_sample)
-            values["train"] = trained.values()
-            texts.append(f"train {trained}")
         return values, "  ".join(texts)
 
     def measure_test(self, state: TrainState) -> tuple[dict[str, Any], str]:
@@ -136,7 +130,7 @@ def _auc_and_logloss(quality: Quality) -> dict[str, Any]:
     return {key: each for key, each in quality.values().items() if key.startswith(("auc", "logloss"))}
 
 
-def evaluate(state: TrainState, reader: Reader | RandomSample, groups: IdCountGroups | None = None) -> Quality:
+def evaluate(state: TrainState, reader: Reader, groups: IdCountGroups | None = None) -> Quality:
     """Measures a reader's labelled samples; all processes call together and get the same numbers.
 
     Args:
@@ -156,7 +150,7 @@ def evaluate(state: TrainState, reader: Reader | RandomSample, groups: IdCountGr
     return dataclasses.replace(quality, by_id_counts=by_id_counts)
 
 
-def predicted_samples(state: TrainState, reader: Reader | RandomSample) -> CollectedSamples:
+def predicted_samples(state: TrainState, reader: Reader) -> CollectedSamples:
     """Predictions of this process's samples of a reader, in its order; all processes call together."""
     positions = [reader.positions(step) for step in range(len(reader))]
     collected = CollectedSamples(sum(each.stop - each.start for each in positions))
@@ -165,7 +159,7 @@ def predicted_samples(state: TrainState, reader: Reader | RandomSample) -> Colle
     return collected
 
 
-def predictions(state: TrainState, reader: Reader | RandomSample) -> Iterator[Samples]:
+def predictions(state: TrainState, reader: Reader) -> Iterator[Samples]:
     """Yields the predictions of each batch of this process, in the reader's order.
 
     The model is in evaluation mode meanwhile. If the training split kept a share of the negatives, predictions of other

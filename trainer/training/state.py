@@ -87,7 +87,7 @@ class TrainState:
         self.plan = plan
         config, schema, process = plan.config, plan.schema, plan.process
         self._config, self._process = config, process
-        self.tasks = Tasks.of(schema.labels, config.evaluate.main_task)
+        self.tasks = Tasks(schema.labels)
         self.logit_shift = schema.logit_shift
         self.model = build_sharded(plan)
         self.embedding_optimizer = embedding_optimizer(plan, self.model)

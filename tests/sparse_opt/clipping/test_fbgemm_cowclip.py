@@ -3,6 +3,7 @@
 Tested with fbgemm 1.8.0: it counts the steps in which a row appeared, and Adagrad accumulates the unclipped gradient.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,15 +37,14 @@ def trained(case: Case, embedding: str, *, halflife: int = -1) -> list[np.ndarra
         embedding_lr=LR,
         l2=1e-5,
         eps=EPS,
-        weight_norm_coefficient=R,
-        lower_bound=ZETA,
-        counter_halflife=halflife,
     )
     config = RunConfig(train=TrainConfig(batch_size=1), optimizer=optimizer, clip=ClipConfig(rule="none"))
     drawn = case.draw()
-    model = sharded_model(
-        case, drawn["tables"], fused_params=fused_params(config.optimizer, Scaled.of(config).hyperparameters)
-    )
+    params = fused_params(config.optimizer, Scaled.of(config).hyperparameters)
+    if embedding == "fbgemm_cowclip":
+        values = {"counter_halflife": halflife, "weight_norm_coefficient": R, "lower_bound": ZETA}
+        params["cowclip_regularization"] = dataclasses.replace(params["cowclip_regularization"], **values)
+    model = sharded_model(case, drawn["tables"], fused_params=params)
     if embedding != "fbgemm_cowclip":
         attach_cowclip(model, CowClip(R, ZETA))
     for bags, targets in drawn["steps"]:

@@ -12,7 +12,6 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
-from cowrec.data_pipeline.reading.random_sample import RandomSample
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
@@ -29,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quality")
     synthesize(folder / "data", SynthesizeConfig(**SIZES))
     config_file(folder)
-    settings = ["train.epochs=1", "evaluate.by_id_counts=true", "evaluate.train_rows=150"]
+    settings = ["train.epochs=1", "evaluate.by_id_counts=true"]
     train(load_config(folder / "run.toml", settings), folder / "data", folder / "run")
     for split in ("train", "test"):
         predict_run(folder / "run", folder / "data", folder / f"{split}.parquet", split)
@@ -93,26 +92,6 @@ def test_groups_are_thirds_by_the_counts_of_ids(folder: Path) -> None:
         assert known(values) == pytest.approx(of_predictions(folder, groups == group), abs=1e-6)
     board = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(board[-1])["by_id_counts"] == measured
-
-
-def test_a_random_sample_of_the_training_split_is_measured(folder: Path) -> None:
-    """The sample is the same on every rank, without repetitions, and spans all shards."""
-    stored = pq.read_table(folder / "data" / "train")["I1"].to_pylist()
-    drawn: list[float] = []
-    for rank in (0, 1):
-        sample = RandomSample(folder / "data", "train", 150, batch_size=20, rank=rank, world_size=2, seed=0)
-        assert (len(sample), sample.num_rows) == (8, 150)
-        for batch in sample.epoch(0):
-            assert batch.global_batch_size in (20, 10)
-            drawn += batch.dense[:, 0].tolist()
-    chosen = np.isin(stored, drawn)
-    assert chosen.sum() == len(drawn) == 150
-    assert all(0 < chosen[start : start + 150].sum() < 150 for start in (0, 150, 300))
-    assert known(report(folder)["train"]) == pytest.approx(of_predictions(folder, chosen, "train"), abs=1e-6)
-    first = RandomSample(folder / "data", "train", 150, batch_size=150, among=120, true_logits=True)
-    (batch,) = first.epoch(3)
-    assert batch.dense[:, 0].tolist() == stored[:120]
-    assert len(batch.true_logit) == 120
 
 
 def test_a_data_set_without_true_logits_is_measured_as_before(folder: Path, tmp_path: Path) -> None:

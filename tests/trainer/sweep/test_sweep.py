@@ -210,9 +210,9 @@ def test_a_stopped_subprocess_ends_the_sweep_without_a_line(folder: Path, tmp_pa
 
 def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path: Path) -> None:
     grid = Grid([1000, 102], ["none"], ["on"], 1)
-    refused, good = run_sweep(folder, tmp_path / "drop", "train.drop_last=true", grid=grid)
-    assert refused["error"].startswith("ValueError: train.drop_last leaves nothing of 205 training samples")
-    assert good["steps"] == 2 * 2
+    refused, good = run_sweep(folder, tmp_path / "ramp", "train.batch_ramp=4", grid=grid)
+    assert refused["error"].startswith("ValueError: train.batch_ramp = 4 takes 6,324 samples")
+    assert good["steps"] == 4 + 1 + 3
     astray = ["optimizer.dense_lr=1e30", "optimizer.warmup_epochs=0"]
     (line,) = run_sweep(folder, tmp_path / "astray", *astray, grid=Grid([51], ["none"], ["off"], 1))
     assert line["error"].startswith("NonFiniteLoss: the loss was not finite")

@@ -28,34 +28,36 @@ FUSED = ["optimizer.embedding=sgd", "optimizer.l2=0", "clip.rule=none", "optimiz
     [
         ("linear", lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12)),
         ("cosine", lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)),
-        ("step", lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.3)),
+        (1.25, lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.1)),
         ("none", lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=1.0)),
     ],
 )
 def test_rates_fall_as_under_torchs_schedulers(decay: LrDecay, reference: Callable) -> None:
-    """Both rates, over three epochs of four steps; "step" after each 1.25 epochs. A warm-up multiplies them."""
-    config = OptimizerConfig(lr_decay=decay, lr_decay_epochs=1.25, lr_decay_factor=0.3, warmup_epochs=0)
+    """Both rates, over three epochs of four steps; 1.25 epochs are five steps. A warm-up multiplies the dense rate."""
+    config = OptimizerConfig(lr_decay=decay)
     values = Hyperparameters(embedding_lr=0.02, dense_lr=0.5, l2=0.0)
     schedule = Schedule.of_epochs(config, 4, 12, BatchRamp())
-    warm = Schedule.of_epochs(dataclasses.replace(config, embedding_warmup_epochs=0.6), 4, 12, BatchRamp())
+    warm = Schedule.of_epochs(dataclasses.replace(config, warmup_epochs=0.6), 4, 12, BatchRamp())
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
     scheduler = reference(optimizer)
     for step in range(12):
         (rate,) = scheduler.get_last_lr()
         assert schedule.dense_lr(values, step) == pytest.approx(rate, abs=1e-15)
         assert schedule.embedding_lr(values, step) == pytest.approx(rate / 25, abs=1e-15)
-        risen = 1e-8 + (0.02 - 1e-8) * min(step, 3) / 3  # 0.6 epochs are 2.4 steps, rounded up
-        assert warm.embedding_lr(values, step) == pytest.approx(risen * rate / 0.5, abs=1e-15)
-        assert warm.embedding_lr(Hyperparameters(0.0, 0.5, 0.0), step) == 0
+        risen = 1e-8 + (0.5 - 1e-8) * min(step, 3) / 3  # 0.6 epochs are 2.4 steps, rounded up
+        assert warm.dense_lr(values, step) == pytest.approx(risen * rate / 0.5, abs=1e-15)
+        assert warm.dense_lr(Hyperparameters(0.02, 0.0, 0.0), step) == 0
         optimizer.step()
         scheduler.step()
 
 
 def test_a_fall_comes_at_the_step_that_is_meant() -> None:
     """0.7 epochs of ten steps are seven steps, not the 7.000000000000001 of their product."""
-    config = OptimizerConfig(lr_decay="step", lr_decay_epochs=0.7, warmup_epochs=0, dense_lr=1.0)
+    config = OptimizerConfig(lr_decay=0.7)
     schedule = Schedule.of_epochs(config, 10, 100, BatchRamp())
-    assert [schedule.dense_lr(Hyperparameters(0.0, 1.0, 0.0), step) for step in (6, 7, 13, 14)] == [1, 0.5, 0.5, 0.25]
+    assert [schedule.dense_lr(Hyperparameters(0.0, 1.0, 0.0), step) for step in (6, 7, 13, 14)] == pytest.approx(
+        [1, 0.1, 0.1, 0.01]
+    )
 
 
 @pytest.fixture(scope="module")

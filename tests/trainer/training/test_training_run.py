@@ -240,7 +240,6 @@ def test_a_model_that_breaks_at_the_last_step_is_not_saved(retrain: Train, tmp_p
 
 def test_invalid_settings_leave_nothing_behind(retrain: Train, tmp_path: Path) -> None:
     for overrides, message in (
-        (["train.drop_last=true", "train.batch_size=1000"], "train.drop_last leaves nothing of 205 training samples"),
         (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
         (["train.precision=tf32"], 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'),
         (["optimizer.embedding_lr_factors={citty = 2}"], "names 'citty', .* not a sparse field; did you mean 'city'?"),
