@@ -1,4 +1,4 @@
-"""Lists the packages below the four folders that pyproject.toml maps into ``cowrec``; setuptools does not look there."""
+"""Lists the packages below the four folders that pyproject.toml maps into ``cowrec``; setuptools does not find them."""
 
 from setuptools import find_packages, setup
 
