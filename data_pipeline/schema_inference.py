@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import quantiles
 
 import pyarrow as pa
 import pyarrow.feather
@@ -362,8 +361,6 @@ def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
         guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
     else:
         guess.kind, guess.why = "numeric", "unsure: integers, amounts or ids" if integers else "numbers with decimals"
-        if _heavy_tailed([float(text) for text in known]):
-            guess.why += '; heavy tail: the default transform "quantile", "log" or "buckets" suit, "minmax" does not'
 
 
 def _lately(distinct: Sequence[str]) -> bool:
@@ -374,11 +371,6 @@ def _lately(distinct: Sequence[str]) -> bool:
 def _consecutive(known: Sequence[str]) -> bool:
     numbers = [int(text) for text in known]
     return max(numbers) - min(numbers) < 2 * len(numbers)
-
-
-def _heavy_tailed(numbers: Sequence[float]) -> bool:
-    parts = quantiles(numbers, n=20)
-    return parts[-1] - parts[0] < 0.1 * (max(numbers) - min(numbers))
 
 
 def _guess_text(guess: Guess, known: Sequence[str]) -> None:

@@ -61,11 +61,6 @@ class ValueCounts:
         keys = self._keys << np.uint64(self._shift)
         return np.where(keys & _SIGN, keys & ~_SIGN, ~keys).view(np.float64)
 
-    def quantile(self, share: float) -> float:
-        """Returns the least counted number at or below which there are at least `share` of all, and at least one."""
-        below = np.cumsum(self._counts)
-        return float(self.values[np.searchsorted(below, max(share * self.total, 1.0) - 1e-9)])
-
     def _add(self, keys: np.ndarray, counts: np.ndarray) -> None:
         self._set(np.r_[self._keys, keys], np.r_[self._counts, counts])
         if len(self._keys) > self._most:
@@ -90,11 +85,6 @@ _RANKS = np.unique(np.r_[np.arange(1, 192) / 192, [_NORMAL.cdf(score / 8) for sc
 """Ranks of the knots of a column with more distinct numbers: evenly spaced, and for the tails evenly in score."""
 MOST_KNOTS = len(_RANKS) + 2
 
-NARROW = 0.1
-"""A scaled column is heavy-tailed if the middle 90 % of its numbers cover less than this share of their range."""
-COUNTED_FOR_REPORT = 16
-"""One number in so many is counted where the counts only serve to notice heavy tails."""
-
 BOUND = 100.0
 """Largest magnitude of an encoded number. Numbers fitted on are in [0, 1] under "minmax", and the logarithm of float64
 numbers of up to 1e43 is below 100."""
@@ -108,14 +98,12 @@ class NumberStatistics:
 
     Attributes:
         minimum, maximum: range, with missing values taken as 0.
-        counts: of the numbers that are not missing.
-        every: 1 to count all of them, otherwise one in so many.
+        counts: of the numbers that are not missing; None where the transform takes the range alone.
     """
 
     minimum: float = np.inf
     maximum: float = -np.inf
-    counts: ValueCounts = field(default_factory=ValueCounts)
-    every: int = 1
+    counts: ValueCounts | None = field(default_factory=ValueCounts)
 
     def add(self, values: np.ndarray) -> None:
         """Adds numbers, float64 [R], NaN where missing."""
@@ -123,29 +111,22 @@ class NumberStatistics:
             present = np.nan_to_num(values, nan=0.0)
             self.minimum = min(self.minimum, float(present.min()))
             self.maximum = max(self.maximum, float(present.max()))
-            counted = values[:: self.every]
-            self.counts.add(counted[~np.isnan(counted)])
+            if self.counts is not None:
+                self.counts.add(values[~np.isnan(values)])
 
     def merge(self, other: "NumberStatistics") -> None:
         """Adds those of another part of the column."""
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
-        self.counts.merge(other.counts)
+        if self.counts is not None and other.counts is not None:
+            self.counts.merge(other.counts)
 
 
-def statistics_for(transform: DenseTransform) -> NumberStatistics:
-    """Returns statistics without numbers, for a column of that transform."""
-    return NumberStatistics(every=1 if transform == "quantile" else COUNTED_FOR_REPORT)
-
-
-def fitted(name: str, source: str, transform: DenseTransform, statistics: NumberStatistics) -> DenseField:
+def fitted(name: str, transform: DenseTransform, statistics: NumberStatistics) -> DenseField:
     """Returns the field with its transform; "buckets" scales numbers like "minmax" and adds ids in another field."""
-    if transform == "quantile":
-        knots, levels = normal_scores(statistics.counts)
-        return DenseField(name, "quantile", statistics.minimum, statistics.maximum, source, tuple(knots), tuple(levels))
-    return DenseField(
-        name, "minmax" if transform == "buckets" else transform, statistics.minimum, statistics.maximum, source
-    )
+    knots, levels = normal_scores(statistics.counts) if statistics.counts is not None else ([], [])
+    kept = "minmax" if transform == "buckets" else transform
+    return DenseField(name, kept, statistics.minimum, statistics.maximum, name, tuple(knots), tuple(levels))
 
 
 def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
@@ -163,14 +144,6 @@ def normal_scores(counts: ValueCounts) -> tuple[list[float], list[float]]:
         last = len(values) - 1
         chosen = np.unique(np.r_[0, np.searchsorted(ranks, _RANKS).clip(max=last), last])
     return values[chosen].tolist(), [_NORMAL.inv_cdf(rank) for rank in ranks[chosen].tolist()]
-
-
-def is_heavy_tailed(dense: DenseField, statistics: NumberStatistics) -> bool:
-    """Tells whether a linear scale leaves nearly all numbers of a column nearly equal."""
-    if dense.transform not in ("minmax", "none") or not statistics.counts.total:
-        return False
-    middle = statistics.counts.quantile(0.95) - statistics.counts.quantile(0.05)
-    return middle < NARROW * (statistics.maximum - statistics.minimum)
 
 
 def transformed(field: DenseField, values: np.ndarray) -> np.ndarray:

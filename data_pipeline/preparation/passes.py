@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 from cowrec.data_pipeline.dataset.schema import (
     OUT_OF_VOCABULARY,
     RESERVED_ROWS,
-    DenseField,
     Encoding,
     Schema,
     SparseField,
@@ -27,11 +26,10 @@ from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
 from cowrec.data_pipeline.dataset.writer import PARTIAL, ShardSize, size_of_split, write_shard
 from cowrec.data_pipeline.encoding.dense import (
     NumberStatistics,
+    ValueCounts,
     bucket_ids,
     count_bounded,
     fitted,
-    is_heavy_tailed,
-    statistics_for,
 )
 from cowrec.data_pipeline.encoding.encoder import Encoder, Vocabulary, VocabularyCounter, counted_values
 from cowrec.data_pipeline.parallel import ordered_map
@@ -100,8 +98,7 @@ def fit(
     _check_training(total, layout, ledger)
     if plan.split.kind == "order":
         total.order.report()
-    dense = tuple(fitted(each.name, each.name, _transform(each, config), numbers[each.name]) for each in numeric)
-    _report_heavy_tails([each for each in dense if is_heavy_tailed(each, numbers[each.name])], layout)
+    dense = tuple(fitted(each.name, _transform(each, config), numbers[each.name]) for each in numeric)
     by_name = {each.name: each for each in layout.fields}
 
     def finished(each: SparseField) -> Vocabulary:
@@ -181,18 +178,11 @@ def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
 
 
 def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatistics]:
-    return {each.name: statistics_for(_transform(each, config)) for each in layout.fields if each.kind == "numeric"}
-
-
-def _report_heavy_tails(fields: Sequence[DenseField], layout: Layout) -> None:
-    if fields:
-        names, transforms = ", ".join(each.name for each in fields), " and ".join({each.transform for each in fields})
-        remedy = 'transform = "quantile"' if layout.name == "tabular" else 'prepare.dense = "quantile"'
-        logger.warning(
-            'heavy tails: %d numeric fields (%s) have most of their numbers in a small part of their range, so that'
-            ' "%s" leaves them nearly equal; %s, "log" or "buckets" keep them apart',
-            len(fields), names, transforms, remedy,
-        )  # fmt: skip
+    transforms = {each.name: _transform(each, config) for each in layout.fields if each.kind == "numeric"}
+    return {
+        name: NumberStatistics(counts=ValueCounts() if transform == "quantile" else None)
+        for name, transform in transforms.items()
+    }
 
 
 def _report_markers(vocabularies: dict[str, Vocabulary], layout: Layout) -> None:
@@ -317,12 +307,13 @@ def _twins(numbers: pa.Array) -> pa.Array:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Settings of the pass, shared by all partitions; all workers can access `folder`."""
+    """Settings of the pass, shared by all partitions; all workers can access `folder`. `schema` is without splits."""
 
     folder: Path
     layout: Layout
     encoder: Encoder
     split: SplitRule
+    schema: Schema
 
 
 @dataclass(frozen=True)
@@ -359,14 +350,13 @@ def write_splits(
     warn_of(doubts)
     for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
         unfinished.unlink()
-    return {
-        name: size_of_split(sizes, _fields(plan), labelled=_labelled(plan.layout)) for name, sizes in shards.items()
-    }
+    labelled = bool(plan.layout.found_labels)
+    return {name: size_of_split(sizes, plan.schema, labelled=labelled) for name, sizes in shards.items()}
 
 
 def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Written:
     """Writes shard `number` of each split that the partition has samples of, each file atomically."""
-    columns = arrow_schema(_fields(plan))
+    columns = arrow_schema(plan.schema)
     parts: dict[str, list[pa.Table]] = {name: [] for name in SPLITS}
     bad: list[BadRow] = []
     doubts: Doubts = Counter()
@@ -380,17 +370,13 @@ def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Wr
             chosen = splits == index
             if chosen.any():
                 parts[name].append(table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen))))
-    return Written(
-        {
-            name: write_shard(
-                shard_path(plan.folder, name, number), pa.concat_tables(tables), _fields(plan).label_columns
-            )
-            for name, tables in parts.items()
-            if tables
-        },
-        bad,
-        doubts,
-    )
+    labels = plan.schema.label_columns
+    shards = {
+        name: write_shard(shard_path(plan.folder, name, number), pa.concat_tables(tables), labels)
+        for name, tables in parts.items()
+        if tables
+    }
+    return Written(shards, bad, doubts)
 
 
 def prepared_schema(layout: Layout, encoder: Encoder) -> Schema:
@@ -406,11 +392,3 @@ def prepared_schema(layout: Layout, encoder: Encoder) -> Schema:
         numbered=True,
         kept=layout.found_keep,
     )
-
-
-def _fields(plan: WritePlan) -> Schema:
-    return prepared_schema(plan.layout, plan.encoder)
-
-
-def _labelled(layout: Layout) -> bool:
-    return bool(layout.found_labels)

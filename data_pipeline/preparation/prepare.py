@@ -87,11 +87,18 @@ def prepare(
         else:
             split, encoder, skipped = EVERYTHING_IS_TEST, Encoder.load(Path(like or ""), earlier), ledger
         encoder.save(folder)
-        splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split), skipped, report)
-        settings = _settings(config, described, split) if earlier is None else earlier.settings
-        schema = dataclasses.replace(prepared_schema(described, encoder), settings=settings)
-        schema = dataclasses.replace(schema, negative_fraction=split.negative_fraction)
-        return _saved(schema, folder, _checked_splits(splits, described, config), _sources(files, ledger))
+        fields = prepared_schema(described, encoder)
+        splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split, fields), skipped, report)
+        schema = dataclasses.replace(
+            fields,
+            splits=_checked_splits(splits, described, config),
+            settings=_settings(config, described, split) if earlier is None else earlier.settings,
+            negative_fraction=split.negative_fraction,
+            sources=_sources(files, ledger),
+            versions=library_versions(),
+        )
+        schema.save(folder)
+        return schema
 
 
 def _paths(groups: Sequence[Sequence[PathLike]], scheduler: str | None, *, new: bool) -> list[list[str]]:
@@ -103,12 +110,6 @@ def _paths(groups: Sequence[Sequence[PathLike]], scheduler: str | None, *, new: 
         return paths
     # Workers of a cluster have different working directories.
     return [[each if is_remote(each) else os.path.abspath(local_path(each)) for each in group] for group in paths]
-
-
-def _saved(schema: Schema, folder: Path, splits: dict[str, Split], sources: tuple[SourceFile, ...]) -> Schema:
-    schema = dataclasses.replace(schema, splits=splits, sources=sources, versions=library_versions())
-    schema.save(folder)
-    return schema
 
 
 def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None, config: PrepareConfig | None = None) -> int:

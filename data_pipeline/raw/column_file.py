@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +32,7 @@ MOST_ROWS = 1 << 16
 def look_at_columns(file: InputFile, kind: FileFormat) -> tuple[Source, pa.Schema]:
     """Reads the columns of a file."""
     found = stamp(file.path)
-    with _errors(file.path), _opened(file.path, kind) as opened:
+    with _errors(file.path), closing(_open(file.path, kind)) as opened:
         schema = opened.schema
     return Source(file.path, kind, found, b"", tuple(schema.names), file.partition), schema
 
@@ -41,7 +40,7 @@ def look_at_columns(file: InputFile, kind: FileFormat) -> tuple[Source, pa.Schem
 def survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
     """Computes a file's checksum, and divides its rows into segments; see `reading.survey`."""
     sha256 = _checksum(source.path, report)
-    with _errors(source.path), _opened(source.path, source.format) as opened:
+    with _errors(source.path), closing(_open(source.path, source.format)) as opened:
         starts, row_bytes = np.cumsum([0, *opened.groups]), opened.row_bytes(source.columns)
     if stamp(source.path) != source.stamp:
         raise ValueError(changed_message(source.path))
@@ -109,29 +108,14 @@ class ColumnReader:
         return pa.Table.from_batches(found)
 
 
-class _ColumnFile(Protocol):
-    """A file of groups of rows.
+class _Parquet:
+    """Groups of rows of a Parquet file.
 
     Attributes:
         schema: the columns.
         groups: number of rows of each group.
     """
 
-    schema: pa.Schema
-    groups: list[int]
-
-    def row_bytes(self, columns: Sequence[str]) -> float:
-        """Estimates the size of a row in memory."""
-        ...
-
-    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
-        """Yields the rows from a group on, about `rows` at a time."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _Parquet:
     def __init__(self, path: str) -> None:
         # Without a size of the buffer, all bytes of a row group would be read at once.
         self._file = pq.ParquetFile(
@@ -142,6 +126,7 @@ class _Parquet:
         self.groups = [self._meta.row_group(group).num_rows for group in range(self._meta.num_row_groups)]
 
     def row_bytes(self, columns: Sequence[str]) -> float:
+        """Estimates the size of a row in memory."""
         # The leaves of a nested column have the paths `column.list.element` and the like.
         leaves = [self._meta.schema.column(leaf).path for leaf in range(self._meta.num_columns)]
         wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]
@@ -152,6 +137,7 @@ class _Parquet:
         return size / max(sum(self.groups), 1)
 
     def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """Yields the rows from a group on, about `rows` at a time."""
         groups = range(group, len(self.groups))
         return self._file.iter_batches(batch_size=rows, row_groups=list(groups), columns=list(columns))
 
@@ -160,6 +146,8 @@ class _Parquet:
 
 
 class _Arrow:
+    """Record batches of an Arrow file, as groups of rows; see `_Parquet`."""
+
     def __init__(self, path: str) -> None:
         self._source = open_file(path) if is_remote(path) else pa.memory_map(path)
         reader = pa.ipc.open_file(self._source)
@@ -185,14 +173,8 @@ class _Arrow:
         return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=chosen))
 
 
-def _open(path: str, kind: FileFormat) -> _ColumnFile:
+def _open(path: str, kind: FileFormat) -> _Parquet | _Arrow:
     return _Parquet(path) if kind == "parquet" else _Arrow(path)
-
-
-@contextmanager
-def _opened(path: str, kind: FileFormat) -> Iterator[_ColumnFile]:
-    with closing(_open(path, kind)) as file:
-        yield file
 
 
 def _checksum(path: str, report: Report) -> str:

@@ -1,7 +1,6 @@
 """Reading of raw files of any format: a survey finds their segments, which are then read in any order."""
 
 from collections.abc import Generator, Iterable
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -19,17 +18,6 @@ REFUSED = {
     b"SQLite format": "an SQLite database; export the table to Parquet or CSV",
     b"\x89HDF": "an HDF5 file; convert it to Parquet",
 }
-
-
-class _Reader(Protocol):
-    source: Source
-
-    @property
-    def offset(self) -> int: ...
-
-    def read(self, segment: Segment) -> bytes | pa.Table: ...
-
-    def close(self) -> None: ...
 
 
 def look(file: InputFile) -> tuple[Source, pa.Schema | None]:
@@ -78,7 +66,7 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
     Raises:
         ValueError: a file is missing or has changed since the survey.
     """
-    reader: _Reader | None = None
+    reader: TextReader | ColumnReader | None = None
     try:
         for segment in segments:
             if reader is None or reader.source != segment.source or segment.offset < reader.offset:
@@ -92,7 +80,7 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
             reader.close()
 
 
-def _open(source: Source) -> _Reader:
+def _open(source: Source) -> TextReader | ColumnReader:
     try:
         return TextReader(source) if source.format == "text" else ColumnReader(source)
     except FileNotFoundError:

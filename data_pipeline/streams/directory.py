@@ -1,4 +1,4 @@
-"""Source of samples that reads the Parquet and Arrow files of a growing folder in the order of their names.
+"""A folder as a stream: Parquet and Arrow files that are read in the order of their names, while it grows.
 
 A writer renames each file into the folder when it is complete. Names that start with a dot, and names that do not end
 in .parquet or .arrow (Arrow's IPC file format), are ignored. An empty file `_END` ends the stream once all files are
@@ -17,6 +17,8 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cowrec.data_pipeline.files import replacing
+
 from .source import Chunk, SourcePosition
 
 END = "_END"
@@ -25,9 +27,6 @@ SCAN_SECONDS = 0.05
 """Seconds between two looks at a folder without new files."""
 LARGE, REST = 1000, 10
 """A folder of more files is listed at most one `REST`th of the time."""
-SETTLED_SECONDS, RELIST_SECONDS = 2.0, 10.0
-"""A folder is listed if its time of modification has changed, until that is `SETTLED_SECONDS` old, since a clock of the
-file system may tick as rarely; and every `RELIST_SECONDS` in case that the time is not kept."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ class DirectorySource:
         self._file, self._row = position["file"], position["row"]
         self.ended = False
         self._names, self._ahead = set[str](), list[str]()
-        self._changed, self._listed_until, self._rests_until = 0.0, 0.0, 0.0
         self._list(as_read=True)
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
@@ -65,7 +63,7 @@ class DirectorySource:
         while not self.ended:
             # Checked before the folder is scanned, so that no file written before the end is missed.
             is_last = (self._folder / END).exists()
-            if is_last or self._may_have_changed():
+            if is_last or time.monotonic() >= self._rests_until:
                 self._list()
             chunk = self._next(max_samples)
             if chunk is not None:
@@ -107,24 +105,16 @@ class DirectorySource:
                 return Chunk("", start, {"file": name, "row": self._row}, rows)
         return None
 
-    def _may_have_changed(self) -> bool:
-        now = time.monotonic()
-        if now < self._rests_until:
-            return False
-        return now >= self._listed_until or self._folder.stat().st_mtime != self._changed
-
     def _list(self, *, as_read: bool = False) -> None:
         """Lists the folder; reports new files that sort before the one being read, unless they count as read."""
-        began, self._changed = time.monotonic(), self._folder.stat().st_mtime
+        began = time.monotonic()
         names = {name for name in os.listdir(self._folder) if name.endswith(SUFFIXES) and not name.startswith(".")}
         for name in () if as_read else sorted(name for name in names - self._names if name < self._file):
             logger.warning("%s is late: %s was already read; it is skipped", self._folder / name, self._file)
             self.counters["late_files"] += 1
         if names != self._names:
             self._names, self._ahead = names, sorted(name for name in names if name >= self._file)
-        settled = time.time() - self._changed >= SETTLED_SECONDS
         now = time.monotonic()
-        self._listed_until = now + RELIST_SECONDS if settled else now
         self._rests_until = now + REST * (now - began) if len(names) > LARGE else now
 
     def _skip(self, name: str, error: Exception) -> None:
@@ -143,6 +133,27 @@ class DirectorySource:
             self.close()
             self._open = _GroupedFile(self._folder / name)
         return self._open
+
+
+class DirectorySink:
+    """Parquet files named in the order of the samples, each renamed into the folder when complete.
+
+    Numbers continue after those of files already in the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._next = 1 + max((int(path.stem) for path in folder.glob("*.parquet") if path.stem.isdecimal()), default=-1)
+
+    def write(self, table: pa.Table) -> None:
+        with replacing(self._folder / f"{self._next:012d}.parquet") as file:
+            pq.write_table(table, file)
+        self._next += 1
+
+    def end(self) -> None:
+        """Marks the end of the stream: no more files will come."""
+        (self._folder / END).touch()
 
 
 class _GroupedFile:

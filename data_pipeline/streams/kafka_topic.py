@@ -1,4 +1,4 @@
-"""Source of samples that reads a Kafka topic whose messages are JSON objects.
+"""A Kafka topic of samples: messages that are JSON objects.
 
 All partitions are assigned with explicit offsets from the stream's own position: nothing is committed, and no consumer
 group is joined, so that consumers which come and go rebalance nothing here. Partitions that are added to the topic are
@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .source import Chunk, SourcePosition
+import pyarrow as pa
+
+from .source import Chunk, SourcePosition, json_lines
 
 ANSWER_SECONDS = 10.0
 REPLAY_SECONDS = 60.0
@@ -39,13 +41,7 @@ class KafkaSource:
     """
 
     def __init__(self, brokers: str, topic: str, settings: Mapping[str, str] | None = None) -> None:
-        try:
-            import confluent_kafka
-        except ImportError:
-            raise ValueError(
-                "a Kafka source requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
-            ) from None
-        self._kafka, self._topic, self._log = confluent_kafka, topic, _SeldomLogger()
+        self._kafka, self._topic, self._log = _kafka(), topic, _SeldomLogger()
         self._consumer = self._connected(
             {
                 "bootstrap.servers": brokers,
@@ -61,7 +57,7 @@ class KafkaSource:
         )
         try:
             self._partitions = self._partitions_now(ANSWER_SECONDS)
-        except confluent_kafka.KafkaException as error:
+        except self._kafka.KafkaException as error:
             raise OSError(f"no Kafka broker answers at {brokers}: {error}") from error
         if not self._partitions:
             raise ValueError(f"{brokers} has no topic {topic!r}; create it, or correct the address")
@@ -189,6 +185,39 @@ class KafkaSource:
             )
         except self._kafka.KafkaException as error:
             raise OSError(f"cannot get the offsets of {self._topic!r}: {error}") from error
+
+
+class KafkaSink:
+    """Messages of a Kafka topic, one JSON object each; `settings` are librdkafka's."""
+
+    def __init__(self, brokers: str, topic: str, settings: dict[str, str]) -> None:
+        self._topic = topic
+        ours = {"bootstrap.servers": brokers, "enable.idempotence": True, "queue.buffering.max.messages": 10_000_000}
+        self._producer = _kafka().Producer({**ours, **settings})
+
+    def write(self, table: pa.Table) -> None:
+        failures: list[str] = []
+
+        def delivered(error: object, _: object) -> None:
+            if error is not None:
+                failures.append(str(error))
+
+        for line in json_lines(table):
+            self._producer.produce(self._topic, line, on_delivery=delivered)
+            self._producer.poll(0)
+        self._producer.flush()
+        if failures:
+            raise OSError(f"Kafka did not accept {len(failures)} samples for {self._topic!r}: {failures[0]}")
+
+
+def _kafka() -> Any:
+    try:
+        import confluent_kafka
+    except ImportError:
+        raise ValueError(
+            "Kafka requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
+        ) from None
+    return confluent_kafka
 
 
 class _SeldomLogger:

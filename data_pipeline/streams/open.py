@@ -1,17 +1,28 @@
-"""Addresses of streams: opens the source or the sink that an address names."""
+"""Addresses of streams: opens the source or the sink that an address names; and sending of samples."""
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 from urllib.parse import parse_qsl, urlencode, urlunsplit
+
+import pyarrow as pa
 
 from cowrec.data_pipeline.urls import split_url, without_credentials
 
-from .directory import DirectorySource
-from .kafka_topic import KafkaSource
-from .redis_stream import RedisSource
-from .sinks import DirectorySink, KafkaSink, RedisSink, SampleSink
+from .directory import DirectorySink, DirectorySource
+from .kafka_topic import KafkaSink, KafkaSource
+from .redis_stream import RedisSink, RedisSource
 from .source import SampleSource
+
+
+class SampleSink(Protocol):
+    """Destination of raw samples in time order."""
+
+    def write(self, table: pa.Table) -> None:
+        """Sends samples and waits until they are stored. Raises OSError if they cannot be sent."""
+        ...
 
 
 def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> SampleSource:
@@ -46,6 +57,17 @@ def open_sink(address: str) -> SampleSink:
     if parsed.kind == "kafka":
         return KafkaSink(parsed.server, parsed.name, parsed.settings)
     return DirectorySink(Path(parsed.name))
+
+
+def send(tables: Iterable[pa.Table], sink: SampleSink, rate: float = 0.0) -> int:
+    """Sends tables at up to `rate` samples per second (0: unlimited). Returns the number of samples sent."""
+    start, sent = time.monotonic(), 0
+    for table in tables:
+        sent += table.num_rows
+        if rate:  # a table is sent when its last sample is due
+            time.sleep(max(0.0, start + sent / rate - time.monotonic()))
+        sink.write(table)
+    return sent
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Source of samples that reads a Redis stream: entries whose field `sample` is a JSON object.
+"""A Redis stream of samples: entries whose field `sample` is a JSON object.
 
 Entries are read by their ids from the stream's own position, without a consumer group. They must be retained while a
 journal may refer to them: use `XADD ... MAXLEN ~ N` with an N that covers the time between two snapshots. Entries
@@ -12,9 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from cowrec.data_pipeline.urls import open_redis
 
-from .source import Chunk, SourcePosition
+from .source import Chunk, SourcePosition, json_lines
 
 BEGINNING = "0-0"
 FIELD = b"sample"
@@ -129,6 +131,25 @@ class RedisSource:
         time.sleep(max(0.0, min(self._backoff, deadline - time.monotonic())))
         self._backoff = min(2 * self._backoff, MAX_BACKOFF)
         return time.monotonic() < deadline
+
+
+class RedisSink:
+    """Entries of a Redis stream, one JSON object each."""
+
+    def __init__(self, url: str, stream: str) -> None:
+        self._client = open_redis(url)
+        import redis
+
+        self._error, self._stream = redis.RedisError, stream
+
+    def write(self, table: pa.Table) -> None:
+        try:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for line in json_lines(table):
+                    pipeline.xadd(self._stream, {FIELD: line})
+                pipeline.execute()
+        except self._error as error:
+            raise OSError(f"Redis did not accept samples for {self._stream!r}: {error}") from error
 
 
 def _sample(fields: Mapping[bytes, bytes]) -> bytes:

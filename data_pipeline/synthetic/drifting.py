@@ -53,6 +53,7 @@ from .planted import (
     keys,
     power_law_rank,
     probability,
+    require,
 )
 
 DAY = 86400
@@ -103,22 +104,13 @@ class DriftConfig:
     dense_effect: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("rows", "interaction_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("start", "seed", "num_dense"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("days", "lifetime_days", "drift_days"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
-        for name in ("skew", "id_effect", "interaction_effect", "dense_effect"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
-        if not 0 < self.ctr < 1:
-            raise ValueError(f"ctr must be between 0 and 1, got {self.ctr}")
-        if not 0 <= self.new_id_share <= 1:
-            raise ValueError(f"new_id_share must be in [0, 1], got {self.new_id_share}")
+        require(self, "at least 1", lambda value: value >= 1, "rows", "interaction_rank")
+        require(self, "at least 0", lambda value: value >= 0, "start", "seed", "num_dense")
+        require(self, "finite and above 0", lambda value: 0 < value < math.inf, "days", "lifetime_days", "drift_days")
+        effects = ("skew", "id_effect", "interaction_effect", "dense_effect")
+        require(self, "finite and at least 0", lambda value: 0 <= value < math.inf, *effects)
+        require(self, "between 0 and 1", lambda value: 0 < value < 1, "ctr")
+        require(self, "in [0, 1]", lambda value: 0 <= value <= 1, "new_id_share")
         counts = list(zip(self.core_ids, self.new_ids_per_day, strict=False))
         if len(self.core_ids) != len(self.new_ids_per_day) or not counts:
             raise ValueError(
@@ -256,7 +248,6 @@ def _draw(
 
 NAME = "drifting"
 SAMPLE_ID = "sample_id"
-WINDOWS_FILE = "windows.jsonl"
 CHUNK_ROWS = 1 << 16
 
 
@@ -269,8 +260,6 @@ def synthesize_drifting(
     progress: Callable[[int], None] | None = None,
 ) -> Schema:
     """Writes a data set of drifting samples with raw ids and times: `config.rows` for training, the next for testing.
-
-    `windows.jsonl` in the same folder holds the result of `best_by_window` over both splits.
 
     Args:
         output: a new or empty folder.
@@ -300,12 +289,9 @@ def synthesize_drifting(
                     progress(table.num_rows)
             splits[name] = writer.close()
         (best,) = best_by_window(config, config.rows, test_rows, window_seconds=1 << 62)
-        windows = best_by_window(config, 0, config.rows + test_rows)
-        (folder / WINDOWS_FILE).write_text("".join(json.dumps(_json(line)) + "\n" for line in windows))
+        quality = {each: best[each] for each in ("auc", "logloss", "expected_auc", "expected_logloss")}
         known = not np.isnan(best["auc"])
-        names = ("auc", "logloss", "expected_auc", "expected_logloss")
-        quality = {each: best[each] for each in names} if known else None
-        schema = dataclasses.replace(schema, splits=splits, best=quality)
+        schema = dataclasses.replace(schema, splits=splits, best=quality if known else None)
         schema.save(folder)
     return schema
 
@@ -393,10 +379,6 @@ def best_by_window(config: DriftConfig, first_row: int, rows: int, window_second
         }
         for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), rows], strict=True)
     ]
-
-
-def _json(line: dict[str, float]) -> dict[str, float | None]:
-    return {name: None if np.isnan(value) else value for name, value in line.items()}
 
 
 def _schema(config: DriftConfig) -> Schema:

@@ -205,6 +205,14 @@ def keys(seed: tuple[int, ...], count: int) -> np.ndarray:
     return np.random.SeedSequence(seed).generate_state(count, np.uint64)
 
 
+def require(config: object, wanted: str, holds: Callable[[float], bool], *names: str) -> None:
+    """Raises ValueError unless a condition, in words `wanted`, holds for the attributes with these names."""
+    for name in names:
+        value = getattr(config, name)
+        if not holds(value):
+            raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
 def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:
     """Area under the ROC curve: probability that a positive scores above a negative, ties counting one half.
 
@@ -321,18 +329,12 @@ class SynthesizeConfig:
     shard_rows: int = SHARD_ROWS
 
     def __post_init__(self) -> None:
-        for name in ("rows", "test_rows", "interaction_rank", "shard_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if not 0 < self.vocabulary_scale <= 100:
-            raise ValueError(f"vocabulary_scale must be in (0, 100], got {self.vocabulary_scale}")
-        if not 0 < self.ctr < 1:
-            raise ValueError(f"ctr must be between 0 and 1, got {self.ctr}")
-        for name in ("skew", "id_effect", "interaction_effect", "dense_effect"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        require(self, "at least 1", lambda value: value >= 1, "rows", "test_rows", "interaction_rank", "shard_rows")
+        require(self, "at least 0", lambda value: value >= 0, "seed")
+        require(self, "in (0, 100]", lambda value: 0 < value <= 100, "vocabulary_scale")
+        require(self, "between 0 and 1", lambda value: 0 < value < 1, "ctr")
+        effects = ("skew", "id_effect", "interaction_effect", "dense_effect")
+        require(self, "finite and at least 0", lambda value: 0 <= value < math.inf, *effects)
 
 
 def synthesize(

@@ -16,7 +16,7 @@ from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
 from cowrec.data_pipeline.raw.layouts import load_schema_file
 from raw_cases import read_split
 
-DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 words = st.text("abé #'\"{}=\\", min_size=1, max_size=4).filter(str.strip)
 COLUMNS = st.sampled_from(
@@ -106,7 +106,6 @@ def test_known_columns_are_recognised(tmp_path):
     assert (layout.time, layout.labels[0].column, layout.labels[0].positive) == ("when", "bought", ("yes",))
     assert layout.fields[0].null == ("NULL",)
     by_column = {line.split('"')[1]: line for line in text.splitlines() if line.startswith("    {")}
-    assert "heavy tail" in by_column["price"]
     assert "unsure" in by_column["age"]
     assert "leading zeros" in by_column["zip"]
     for column, why in (("row_id", "identifies the row"), ("note", "long text"), ("empty", "no value at all")):

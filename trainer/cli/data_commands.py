@@ -193,8 +193,8 @@ def stream(
 
     Example: `cowrec stream data/drifting --to redis://localhost:6379/0?stream=clicks --days 30 --rate 2000`
     """
-    from cowrec.data_pipeline.streams.open import open_sink
-    from cowrec.data_pipeline.streams.sinks import DirectorySink, send
+    from cowrec.data_pipeline.streams.directory import DirectorySink
+    from cowrec.data_pipeline.streams.open import open_sink, send
     from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
     from cowrec.data_pipeline.urls import without_credentials
 

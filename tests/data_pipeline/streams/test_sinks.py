@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 
 from cowrec.data_pipeline import open_source
-from cowrec.data_pipeline.streams.open import open_sink
-from cowrec.data_pipeline.streams.sinks import send
+from cowrec.data_pipeline.streams.open import open_sink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
 from servers.redis_server import redis_server
 from trainer_cases import ENVIRONMENT
