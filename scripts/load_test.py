@@ -174,7 +174,6 @@ def served(folder: Path, cores: set[int]) -> Iterator[None]:
     """Runs `cowrec serve` on the export, following publications, on some cores."""
     command = [sys.executable, "-m", "cowrec.trainer", "serve", f"{folder}/export", "--port", str(PORT)]
     command += ["--follow", f"{folder}/published", "--health-port", str(HEALTH_PORT)]
-    command += [each for flag in ("--max-connections", "--max-client-connections") for each in (flag, "1000")]
     process = subprocess.Popen(command)
     os.sched_setaffinity(process.pid, cores)
     try:

@@ -37,8 +37,8 @@ from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.streams.open import open_sink
 from cowrec.data_pipeline.synthetic.drifting import DAY, LABEL, DriftConfig, best_by_window, drifting_tables
 from cowrec.data_pipeline.synthetic.planted import exact_auc
+from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import Target, open_target
-from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.reports.plotting import plt
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.serving.served_model import ServedModel

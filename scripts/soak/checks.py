@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from cowrec.data_pipeline import Position, SampleCodec
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.export.manifest import DENSE, TABLES
+from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.runs.checkpoint_folder import list_checkpoints
 from cowrec.trainer.runs.run_dir import CHECKPOINTS
 from cowrec.trainer.serving.served_model import ServedModel

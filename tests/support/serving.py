@@ -1,13 +1,18 @@
-"""A real `cowrec serve` process for tests."""
+"""Servers of predictions for tests: `cowrec serve` as a process, and in a thread with other limits."""
 
+import atexit
 import contextlib
 import csv
+import functools
 import http.client
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
+from cowrec.trainer.serving.server import http_server, service_app
+from cowrec.trainer.serving.service import Limits, Service
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import predict_run
 from trainer_cases import ENVIRONMENT, TRAIN_ROWS, config_file, free_port, make_data
@@ -36,6 +43,15 @@ def trained_and_exported(folder: Path) -> None:
     export_run(folder / "run", folder / "export")
 
 
+@functools.cache
+def served_folder() -> Path:
+    """A folder with what `trained_and_exported` creates, one for all tests of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="cowrec-served-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    trained_and_exported(folder)
+    return folder
+
+
 def raw_samples(folder: Path) -> list[dict[str, Any]]:
     """Raw samples of the test split, as text."""
     with (folder / "raw.csv").open() as file:
@@ -49,26 +65,11 @@ def predictions(folder: Path, run: str) -> np.ndarray:
     return pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy()
 
 
-class Serving:
-    """The process, and requests to it.
+class Client:
+    """Requests to a server."""
 
-    Args:
-        export_dir: what is served.
-        options: of the command.
-        port: where it listens.
-        imports: whether it imports its libraries, as the command that users start.
-    """
-
-    process: Forked | subprocess.Popen[str]
-
-    def __init__(self, export_dir: Path, *options: str, port: int | None = None, imports: bool = False) -> None:
-        self.port = port or free_port()
-        command = ["serve", str(export_dir), "--port", str(self.port), *options]
-        if imports:
-            launched = [sys.executable, "-m", "cowrec.trainer", *command]
-            self.process = subprocess.Popen(launched, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-        else:
-            self.process = Forked(*command)
+    def __init__(self, port: int) -> None:
+        self.port = port
 
     def ask(self, method: str, path: str, body: Any = None, port: int | None = None) -> tuple[int, Any]:
         """Status and content of a response; bytes are sent unchanged, other bodies as JSON."""
@@ -99,17 +100,45 @@ class Serving:
                 found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
         return found
 
+    def require_alive(self) -> None:
+        """Raises AssertionError if the server has ended."""
+
     def wait_for(self, key: str, value: Any) -> dict[str, Any]:
         """Waits until `key` of the health has that value; returns the health. A version must be able to predict."""
         deadline, health = time.monotonic() + DEADLINE, {}
         while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.process.communicate()[1]
+            self.require_alive()
             with contextlib.suppress(OSError):
                 health = self.health()
                 if health.get(key) == value and (key != "version" or health["status"] != "waiting"):
                     return health
             time.sleep(0.02)
         raise AssertionError(f"{key} did not become {value!r} in {DEADLINE:g} s: {health}")
+
+
+class Serving(Client):
+    """The process, and requests to it.
+
+    Args:
+        export_dir: what is served.
+        options: of the command.
+        port: where it listens.
+        imports: whether it imports its libraries, as the command that users start.
+    """
+
+    process: Forked | subprocess.Popen[str]
+
+    def __init__(self, export_dir: Path, *options: str, port: int | None = None, imports: bool = False) -> None:
+        super().__init__(port or free_port())
+        command = ["serve", str(export_dir), "--port", str(self.port), *options]
+        if imports:
+            launched = [sys.executable, "-m", "cowrec.trainer", *command]
+            self.process = subprocess.Popen(launched, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        else:
+            self.process = Forked(*command)
+
+    def require_alive(self) -> None:
+        assert self.process.poll() is None, self.process.communicate()[1]
 
     def send(self, number: signal.Signals) -> tuple[int, str]:
         """Sends a signal that ends it; returns its exit code and stderr."""
@@ -132,7 +161,24 @@ def serving(
         server.process.wait()
 
 
-def unfinished(server: Serving) -> tuple[socket.socket, bytes]:
+@contextmanager
+def serving_here(export_dir: Path, limits: Limits) -> Iterator[tuple[Client, Service]]:
+    """Serves in a thread of this process, with limits that the command has no flags for."""
+    service = Service(export_dir, limits=limits)
+    server = http_server(service_app(service, lambda: setattr(server, "should_exit", True)), limits)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        client = Client(listener.getsockname()[1])
+        try:
+            client.wait_for("status", "ok")
+            yield client, service
+        finally:
+            server.should_exit = True
+            thread.join(60)
+
+
+def unfinished(server: Client) -> tuple[socket.socket, bytes]:
     """A request of which part of the body was sent, and the remainder."""
     body = json.dumps(GOOD).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)

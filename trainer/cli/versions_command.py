@@ -1,13 +1,9 @@
 """The command about what a trainer has published: ``cowrec versions``."""
 
 import time
-from contextlib import closing
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from cowrec.trainer.publishing.version_list import Versions
 
 app = typer.Typer()
 
@@ -15,49 +11,35 @@ app = typer.Typer()
 @app.command()
 def versions(
     target: Annotated[str, typer.Argument(help="Publication: folder, s3://BUCKET/FOLDER or redis://HOST:PORT.")],
-    pin: Annotated[int | None, typer.Option(help="Version that all servers go to, and stay at until --unpin.")] = None,
-    unpin: Annotated[bool, typer.Option("--unpin", help="Lets servers go to the newest version again.")] = False,
+    republish: Annotated[
+        int | None, typer.Option(help="Version to publish again as the newest, while no trainer publishes there.")
+    ] = None,
 ) -> None:
-    """Lists what a trainer has published. --pin N makes all servers that follow it go back to version N.
+    """Lists what a trainer has published. --republish N makes all servers that follow it go back to version N.
 
-    Training and publishing go on meanwhile. Servers started with --ignore-pin keep following the newest version.
+    Version N becomes the newest one under a new number. A trainer that is started again later publishes after it.
 
-    Example: `cowrec versions published --pin 1042`
+    Example: `cowrec versions published --republish 1042`
     """
-    from cowrec.trainer.publishing.version_list import Versions
+    from cowrec.trainer.publishing import versions as published
 
-    if pin is not None and unpin:
-        raise ValueError("--pin and --unpin exclude each other")
-    with closing(Versions(target)) as found:
-        if unpin:
-            found.release_pin()
-            print("released: servers go to the newest version")
-        elif pin is not None:
-            found.set_pin(pin)
-            print(f"pinned: servers go to version {pin} and stay there until --unpin")
-        else:
-            _print_table(found)
-
-
-def _print_table(found: "Versions") -> None:
+    if republish is not None:
+        number = published.republish(target, republish)
+        print(f"version {republish} is published again as version {number}, to which all servers go")
+        return
     from cowrec.trainer.reports.text_table import aligned
 
-    listed, pin = found.listed(), found.pin()
+    listed = published.list_versions(target)
+    reachable = published.reachable(listed)
     rows = [["version", "kind", "step", "newest sample", "published", "bytes", "lineage", "state"]]
     for each in listed:
-        state = "cannot be read" if each.problem else ""
-        if pin and each.version == pin.version:
-            state = f"{state} pinned".strip()
+        state = "cannot be read" if each.problem else "" if each.version in reachable else "not reachable"
         about = ["", "", ""] if each.problem else [str(each.step), _date(each.sample_time), _date(each.created)]
-        if not (each.pinnable or each.problem):
-            state = f"{state} not reachable".strip()
         rows.append([str(each.version), each.kind, *about, f"{each.size:,}", each.lineage[:8], state])
     print(aligned(rows))
     for each in listed:
         if each.problem:
             print(f"version {each.version}: {each.problem}")
-    if pin:
-        print(f"pinned to version {pin.version} since {_date(pin.created)}")
 
 
 def _date(moment: float | None) -> str:

@@ -351,8 +351,8 @@ class OnlineConfig:
         metrics_host: address to listen on; by default the loopback address, which other machines cannot reach.
         publish_seconds: time between two publications of rows.
         dense_seconds: time between two publications of the dense weights.
-        keep_full_versions: full versions that a publication keeps, with the deltas after the oldest of them; servers
-            can be pinned to any of these.
+        keep_full_versions: full versions that a publication keeps, with the deltas after the oldest of them; `cowrec
+            versions --republish` goes back to any of these.
     """
 
     lateness: str = ""

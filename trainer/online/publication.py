@@ -23,8 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import RESERVED_ROWS
 from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
-from cowrec.trainer.publishing.current_rows import CurrentRows, TakenRows, assembled
-from cowrec.trainer.publishing.dirty_rows import DirtyRows
+from cowrec.trainer.publishing.changed_rows import CurrentRows, DirtyRows, TakenRows, assembled
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import DEADLINE, open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY

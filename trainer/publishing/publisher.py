@@ -18,9 +18,7 @@ from typing import Any
 
 from cowrec.data_pipeline.files import NO_SPACE
 
-from .blob import Blob, Change, DamagedBlob, Kind, decode, encode, merged
-from .folder_targets import PinChanged
-from .pin import decode_pin
+from .blob import Blob, Change, Kind, decode, encode, merged
 from .target import DEADLINE, LEASE, Target
 
 logger = logging.getLogger(__name__)
@@ -52,8 +50,8 @@ class PublicationConfig:
 class Publisher:
     """Publishes to a target in the background; a context manager.
 
-    Versions before the second-to-last full one are removed, unless more are kept or a pin needs them, so a reader has
-    until the next full version to catch up.
+    Versions before the second-to-last full one are removed, unless more are kept, so a reader has until the next full
+    version to catch up.
     """
 
     def __init__(self, target: Target, config: PublicationConfig | None = None) -> None:
@@ -231,23 +229,13 @@ class Publisher:
             self._version = max(self._version, version)
 
     def _remove_old(self, keep: int) -> int:
-        """Removes everything before the last ``keep`` full versions, the oldest first, so that no chain has a gap,
-        except what a pin needs. Returns how many blobs it removed."""
-        removed = 0
-        while True:
-            record, blobs = self._target.pin(), self._target.blobs()
-            try:
-                pin = decode_pin(record) if record else None
-            except DamagedBlob as error:  # which it needs is not known
-                logger.warning("no old version is removed: %s; pin again with cowrec versions", error)
-                return removed
-            full = [version for version, kind in blobs if kind == "full"]
-            old = [each for each in blobs if len(full) >= keep and each < (full[-keep], "full")]
-            try:
-                for version, kind in old:
-                    if pin is None or not pin.needs(version, kind):
-                        self._target.remove(version, kind, record)
-                        removed += 1
-                return removed
-            except PinChanged:
-                continue
+        """Removes everything before the last ``keep`` full versions, the oldest first, so that no chain has a gap.
+
+        Returns how many blobs it removed.
+        """
+        blobs = self._target.blobs()
+        full = [version for version, kind in blobs if kind == "full"]
+        old = [each for each in blobs if len(full) >= keep and each < (full[-keep], "full")]
+        for version, kind in old:
+            self._target.remove(version, kind)
+        return len(old)

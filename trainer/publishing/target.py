@@ -2,19 +2,21 @@
 
 import errno
 import os
+import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode, urlunsplit
 
-from cowrec.data_pipeline.remote import is_remote, local_path
+from cowrec.data_pipeline.files import locked_folder, replace_file
+from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path
 from cowrec.data_pipeline.urls import open_redis, split_url
 
 from .blob import Kind
-from .folder_targets import DirectoryTarget, PinChanged, RemoteTarget
 
 DEADLINE = 10.0
 """Seconds that Redis may take to answer."""
@@ -46,16 +48,8 @@ class Target(Protocol):
         """Writes a blob. Raises FileExistsError if it exists; blobs are never overwritten."""
         ...
 
-    def remove(self, version: int, kind: Kind, pin: bytes | None) -> None:
-        """Removes a blob; does nothing if it does not exist. Raises PinChanged if ``pin`` is no longer the target's."""
-        ...
-
-    def pin(self) -> bytes | None:
-        """Reads the record of the pin, see pin.py; None if there is none."""
-        ...
-
-    def set_pin(self, pin: bytes, needed: Sequence[tuple[int, Kind]]) -> None:
-        """Writes the record of the pin. Raises FileNotFoundError if one of the blobs that it needs is gone."""
+    def remove(self, version: int, kind: Kind) -> None:
+        """Removes a blob; does nothing if it does not exist."""
         ...
 
     def keep(self) -> None:
@@ -86,26 +80,90 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
     return RemoteTarget(url) if remote else DirectoryTarget(local_path(url), publishing=publishing)
 
 
+class DirectoryTarget:
+    """Directory with files ``delta-000000000012.cow`` and ``full-000000000012.cow``."""
+
+    def __init__(self, folder: Path, *, publishing: bool = False) -> None:
+        self._folder = folder
+        self._lock = ExitStack()
+        if publishing:
+            self._lock.enter_context(locked_folder(folder))
+            for unfinished in folder.glob("*.cow.partial"):
+                unfinished.unlink()
+
+    def blobs(self) -> list[tuple[int, Kind]]:
+        return _blobs_of(os.listdir(self._folder) if self._folder.exists() else [])
+
+    def read(self, version: int, kind: Kind) -> bytes:
+        return self._path(version, kind).read_bytes()
+
+    def write(self, version: int, kind: Kind, blob: bytes) -> None:
+        path = self._path(version, kind)
+        if path.exists():
+            raise FileExistsError(f"{path} exists already, written by another publisher; stop it or use another target")
+        replace_file(path, blob)
+
+    def remove(self, version: int, kind: Kind) -> None:
+        self._path(version, kind).unlink(missing_ok=True)
+
+    def keep(self) -> None:
+        pass  # locked
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _path(self, version: int, kind: Kind) -> Path:
+        return self._folder / _file_name(version, kind)
+
+
+class RemoteTarget:
+    """Folder in an object store with files as in :class:`DirectoryTarget`. Nothing locks it: publish from one place."""
+
+    def __init__(self, uri: str) -> None:
+        self._folder = RemoteFolder(uri)
+
+    def blobs(self) -> list[tuple[int, Kind]]:
+        return _blobs_of(self._folder.list())
+
+    def read(self, version: int, kind: Kind) -> bytes:
+        return self._folder.read(_file_name(version, kind))
+
+    def write(self, version: int, kind: Kind, blob: bytes) -> None:
+        if (version, kind) in self.blobs():
+            raise FileExistsError(
+                f"{self._folder.uri} has {_file_name(version, kind)} already, written by another publisher; stop it or"
+                " use another target"
+            )
+        self._folder.write(_file_name(version, kind), blob)
+
+    def remove(self, version: int, kind: Kind) -> None:
+        self._folder.remove([_file_name(version, kind)])
+
+    def keep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class RedisTarget:
     """Redis with keys ``NAME:delta:12`` and ``NAME:full:12``, and the sorted set ``NAME:versions`` of both.
 
     ``NAME:publisher`` is the lease of the publisher. Every version is written in a transaction that fails if another
     publisher has it by then, so that one which hung for longer than its lease cannot write among the other's versions.
-    ``NAME:pin`` is the pin; versions are removed in transactions that fail if it changes meanwhile.
     """
 
     def __init__(self, url: str, *, publishing: bool = False) -> None:
         parts = split_url(url)
         query = parse_qs(parts.query)
         self._name = query.pop("name", ["cowrec"])[0]
-        self._lease, self._pin = f"{self._name}:publisher", f"{self._name}:pin"
+        self._lease = f"{self._name}:publisher"
         plain = urlunsplit(parts._replace(query=urlencode(query, doseq=True)))
         self._redis = open_redis(plain, socket_timeout=DEADLINE, socket_connect_timeout=DEADLINE)
         import redis
 
         self._redis.set_retry(redis.retry.Retry(redis.backoff.NoBackoff(), 0))  # every retry would wait as long again
         self._error, self._out_of_memory = redis.RedisError, redis.exceptions.OutOfMemoryError
-        self._watch_error = redis.WatchError
         self._owner = f"process {os.getpid()} of {socket.gethostname()} ({uuid.uuid4().hex[:8]})" if publishing else ""
         if publishing:
             self._wait_for_lease()
@@ -139,37 +197,11 @@ class RedisTarget:
                     " another name"
                 )
 
-    def remove(self, version: int, kind: Kind, pin: bytes | None) -> None:
+    def remove(self, version: int, kind: Kind) -> None:
         with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
-            transaction.watch(self._pin)
-            if transaction.get(self._pin) != pin:
-                raise PinChanged(f"the pin of {self._name!r} has changed")
-            transaction.multi()
             transaction.zrem(f"{self._name}:versions", f"{kind}:{version}")
             transaction.delete(self._key(version, kind))
-            try:
-                transaction.execute()
-            except self._watch_error as error:
-                raise PinChanged(f"the pin of {self._name!r} has changed") from error
-
-    def pin(self) -> bytes | None:
-        with self._named_errors():
-            pin: bytes | None = self._redis.get(self._pin)
-            return pin
-
-    def set_pin(self, pin: bytes, needed: Sequence[tuple[int, Kind]]) -> None:
-        keys = [self._key(version, kind) for version, kind in needed]
-        with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
-            while True:
-                transaction.watch(*keys, self._pin)
-                for key in keys:
-                    if not transaction.exists(key):
-                        raise FileNotFoundError(f"{key} has been removed by the publisher since it was read")
-                transaction.multi()
-                transaction.set(self._pin, pin)
-                with suppress(self._watch_error):
-                    transaction.execute()
-                    return
+            transaction.execute()
 
     def keep(self) -> None:
         with self._named_errors(), self._redis.pipeline(transaction=True) as transaction:
@@ -222,3 +254,13 @@ class RedisTarget:
             raise OSError(errno.ENOSPC, "Redis is full; raise its maxmemory, or publish to a directory") from error
         except self._error as error:
             raise OSError(f"Redis: {type(error).__name__}: {error}") from error
+
+
+def _file_name(version: int, kind: Kind) -> str:
+    return f"{kind}-{version:012d}.cow"
+
+
+def _blobs_of(names: Iterable[str]) -> list[tuple[int, Kind]]:
+    """Version and kind of the blobs among files, the oldest first."""
+    found = (re.fullmatch(r"(delta|full)-(\d{12})\.cow", name) for name in names)
+    return sorted((int(match[2]), match[1]) for match in found if match)  # type: ignore[misc]

@@ -18,7 +18,6 @@ GAUGES = {
     "model_age_seconds": "Now minus the newest sample time.",
     "last_delta_age_seconds": "Time since a published version was last applied.",
     "following": "1 if a publication target is followed without problems.",
-    "pinned_version": "Version to which the publication target is pinned, 0 if it is not.",
     "resident_ids": "Ids that have a row.",
 }
 COUNTERS = {

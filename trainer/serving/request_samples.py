@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import orjson
 import torch
 
 from cowrec.data_pipeline import SampleCodec
@@ -27,16 +28,41 @@ class SharedProblem(str):
     """What is wrong with the shared fields of a request, and so with each of its samples."""
 
 
-def parts_of(request: Any) -> tuple[Any, list[Any], bool]:
-    """Shared fields and samples of a request's JSON, neither checked, and whether the samples are given as a list.
+class Rejected(Exception):
+    """Raised for a request that is answered with an error.
 
-    Without shared fields they are NOTHING.
+    Attributes:
+        status: HTTP status, 4xx or 503.
+        reason: label for the metrics.
+        headers: of the response.
     """
-    if isinstance(request, dict) and isinstance(request.get("samples"), list) and "shared" in request:
-        return request["shared"], request["samples"], True
-    if isinstance(request, list):
-        return NOTHING, request, True
-    return NOTHING, [request], False
+
+    def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] = NOTHING) -> None:
+        super().__init__(message)
+        self.status, self.reason, self.headers = status, reason, headers
+
+
+def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
+    """The samples of a request, and whether they were given as a list, alone or with the fields that they share.
+
+    Raises:
+        Rejected: the body is not JSON, has more than ``limit`` samples, or something else in place of a sample.
+    """
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Rejected(400, "bad_json", f"the body is not JSON: {error}") from None
+    shared, many = NOTHING, isinstance(parsed, list)
+    if isinstance(parsed, dict) and isinstance(parsed.get("samples"), list) and "shared" in parsed:
+        shared, parsed, many = parsed["shared"], parsed["samples"], True
+        _check("shared", shared)
+    found = parsed if many else [parsed]
+    if len(found) > limit:
+        message = f"a request has {len(found):,} samples, the limit is {limit:,}; split it into several requests"
+        raise Rejected(413, "too_many_samples", message)
+    for index, sample in enumerate(found):
+        _check(f"sample {index}", sample)
+    return [RequestSample(sample, shared) for sample in found], many
 
 
 def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tuple[SampleBlock | None, list[str]]:
@@ -52,6 +78,12 @@ def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tupl
         if block is not None and len(block):
             blocks.append(block)
     return (blocks[0] if len(blocks) == 1 else SampleBlock.concat(blocks) if blocks else None), problems
+
+
+def _check(name: str, fields: Any) -> None:
+    if not isinstance(fields, dict):
+        message = f"{name} must be a JSON object of fields and their values, got {repr(fields)[:80]}"
+        raise Rejected(400, "bad_sample", message)
 
 
 def _encode(codec: SampleCodec, samples: list[RequestSample]) -> tuple[SampleBlock | None, list[str]]:

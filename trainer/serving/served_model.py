@@ -2,9 +2,11 @@
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import safetensors.torch
@@ -20,11 +22,11 @@ from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
 from cowrec.trainer.publishing.blob import Blob, TableChange
 from cowrec.trainer.runs.own_code import find_code, warn_if_changed
 
-from .current import Current
 from .inference_network import InferenceNetwork
-from .rows.row_lookup import RowLookup
-from .rows.served_rows import RowChange, ServedRows
-from .rows.store import Tables
+from .row_kernels import Tables
+from .served_rows import RowChange, RowLookup, ServedRows
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ModelState:
     """What a prediction uses, of one version.
 
     Attributes:
-        tables: see `RowLookup.gather`.
+        tables: those of each width, see :meth:`RowLookup.gather`.
         lineage: empty if only a full version can follow.
     """
 
@@ -256,3 +258,47 @@ class ServedModel:
             raise ValueError(
                 f"table {name!r} has exactly the rows 0 to {table.rows - 1}, but its change deletes or writes others"
             )
+
+
+class Current(Generic[Value]):
+    """A value that one thread replaces; readers neither wait nor see another value before they have finished.
+
+    Attributes:
+        value: the newest one; absent before the first.
+    """
+
+    value: Value
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._readers = {0: 0}
+        """Readers by generation of their value."""
+        self._done = threading.Condition()
+
+    @contextmanager
+    def use(self) -> Iterator[Value]:
+        """The newest value, until the context is left."""
+        with self._done:
+            value, generation = self.value, self._generation
+            self._readers[generation] += 1
+        try:
+            yield value
+        finally:
+            with self._done:
+                self._readers[generation] -= 1
+                if generation != self._generation and not self._readers[generation]:
+                    del self._readers[generation]
+                    self._done.notify_all()
+
+    def replace(self, value: Value) -> None:
+        with self._done:
+            if not self._readers[self._generation]:
+                del self._readers[self._generation]
+            self.value = value
+            self._generation += 1
+            self._readers[self._generation] = 0
+
+    def wait_for_older(self) -> None:
+        """Waits until nobody uses a value that was replaced."""
+        with self._done:
+            self._done.wait_for(lambda: len(self._readers) == 1)

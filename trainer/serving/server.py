@@ -1,29 +1,42 @@
-"""HTTP server of a prediction service."""
+"""HTTP server of a prediction service: POST /predict, GET /health, /livez, /readyz and /metrics.
 
+Slow clients, long headers and TLS are a proxy's in front of it; scripts/deploy has a configuration of nginx.
+"""
+
+import asyncio
 import errno
+import functools
 import logging
+import math
 import os
 import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import orjson
 import torch
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Lifespan
 
-from .limited_protocol import limited_protocol
-from .limits import Limits
-from .predict_protocol import predict_protocol
-from .predictor import Predictor
-from .routes import health_app, service_app
-from .service import Service
+from .request_samples import Rejected, SharedProblem, samples_of
+from .service import Late, Limits, Service, shown_text
 
 logger = logging.getLogger(__name__)
+
+_RETRY = {"Retry-After": "1"}
+_CLOSE = {"Connection": "close"}
+"""Of a response to a request whose body is not read any further."""
 
 
 def serve(
@@ -35,12 +48,11 @@ def serve(
     health_port: int | None = None,
     limits: Limits | None = None,
     max_age: float | None = None,
-    obeys_pin: bool = True,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT; requests in progress are finished. Logs where it listens.
 
     Args:
-        export_dir, follow, max_age, obeys_pin: see :class:`Service`.
+        export_dir, follow, max_age: see :class:`Service`.
         limits: see :class:`Limits`.
         host: address to listen on; by default the loopback address, which other machines cannot reach.
         port: to listen on; 0 chooses a free one.
@@ -50,43 +62,64 @@ def serve(
         ValueError: ``export_dir`` has no exported model or a damaged one, or ``follow`` is not a publication target.
         OSError: it cannot listen there.
     """
-    service = Service(export_dir, follow, limits, max_age, obeys_pin=obeys_pin)
+    service = Service(export_dir, follow, limits, max_age)
     listener = _listen(host, port)
     health = None if health_port is None else _listen(host, health_port, "--health-port")
     logger.info("listening on %s: POST /predict, GET /health, /livez, /readyz, /metrics", _shown(listener))
     if health:
         logger.info("listening on %s: GET /health, /livez, /readyz, /metrics", _shown(health))
-    with _health_server(service, health) if health else nullcontext():
-        _answer(service, listener)
-
-
-def _answer(service: Service, listener: socket.socket) -> None:
-    """Answers requests in this process, until SIGTERM or SIGINT. Raises what prevents the model from being loaded."""
     _allow_open_files(service.limits.connections + 512)
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
-    app = service_app(service, lambda: setattr(server, "should_exit", True))
-    server = _server(service, app, predict_protocol(Predictor(service)))
-    # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    with torch.inference_mode():  # entering it takes as long as several operations of a prediction
-        server.run([listener])
+    with _health_server(service, health) if health else nullcontext():
+        server = http_server(service_app(service, lambda: setattr(server, "should_exit", True)), service.limits)
+        # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        with torch.inference_mode():  # entering it takes as long as several operations of a prediction
+            server.run([listener])
     if service.failure:
         raise service.failure
 
 
-def _server(
-    service: Service,
-    app: Starlette,
-    protocol: type[HttpToolsProtocol] = HttpToolsProtocol,
-) -> uvicorn.Server:
+def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
+    """Creates the application of a server that predicts: that of :func:`health_app`, and POST /predict.
+
+    The service loads while the first requests arrive; ``stop`` is called if loading fails.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        loading = asyncio.create_task(load())
+        try:
+            yield
+        finally:
+            await loading
+            await asyncio.to_thread(service.close)
+
+    async def load() -> None:
+        await asyncio.to_thread(service.load)
+        if service.failure:
+            stop()
+
+    predict = Route("/predict", functools.partial(_predict, service, _Active()), methods=["POST"])
+    return _app([predict, *_health_routes(service)], lifespan)
+
+
+def health_app(service: Service) -> Starlette:
+    """Creates the application of GET /livez, /readyz, /health and /metrics."""
+    return _app(_health_routes(service))
+
+
+def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
+    """Creates the server of an application."""
     config = uvicorn.Config(
         app,
-        http=limited_protocol(service.limits, service.metrics, protocol),
+        http="httptools",
         ws="none",
         log_level="error",  # a warning for each bad request would let clients fill the log
         access_log=False,
         log_config=None,  # its errors go where those of all libraries do
+        limit_concurrency=limits.connections,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,  # longer than proxies keep a connection, so that they close it and not the server
         server_header=False,
@@ -95,10 +128,148 @@ def _server(
     return uvicorn.Server(config)
 
 
+class _Active:
+    """How many predictions are in progress."""
+
+    count = 0
+
+
+async def _predict(service: Service, active: _Active, request: Request) -> Response:
+    """Predicts a sample or several. A request takes a slot once it has arrived; one that would wait too long, or for a
+    slot, is refused before it is parsed."""
+    since, limits = time.monotonic(), service.limits
+    try:
+        body = await _body(request, limits)
+        if unable := service.cannot_predict():
+            raise Rejected(503, "loading", f"{shown_text(unable)}; retry later", _RETRY)
+        timeout = _timeout_ms(request, limits.timeout_ms)
+        wait = service.batcher.expected_wait
+        if active.count >= limits.concurrent_requests:
+            raise _busy("busy", f"{active.count} requests are in progress, which is the limit", wait)
+        if wait > timeout / 1000:
+            raise _busy("queue", f"the requests before it take {1000 * wait:.0f} ms", wait)
+        samples, many = samples_of(body, limits.samples)
+        content: dict[str, Any] = {"version": service.version, "probabilities": []}
+        if samples:
+            active.count += 1
+            try:
+                answers = await service.batcher.submit(samples, since + timeout / 1000)
+            except Late:
+                raise _busy("late", f"no prediction could be made within {timeout:g} ms", 0) from None
+            finally:
+                active.count -= 1
+            results, version = [result for result, _ in answers], answers[0][1]
+            for index, result in enumerate(results):
+                if isinstance(result, str):
+                    named = many and not isinstance(result, SharedProblem)
+                    raise Rejected(400, "bad_sample", f"sample {index}: {result}" if named else result)
+            content = {"version": version, **({"probabilities": results} if many else {"probability": results[0]})}
+        response = _json(200, content)
+    except Rejected as error:
+        service.metrics.rejected.labels(error.reason).inc()
+        response = _json(error.status, {"error": str(error)}, error.headers)
+    except Exception as error:
+        logger.error("a request to predict failed", exc_info=error)
+        response = _json(500, {"error": "internal error; the log of the server shows it"})
+    service.metrics.latency.labels("/predict", str(response.status_code)).observe(time.monotonic() - since)
+    return response
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    if any(name == b"upgrade" for name, _ in request.scope["headers"]):  # uvicorn does not read the body of such a one
+        message = "the server does not change the protocol; speak plain HTTP/1.1, or put a proxy in front of it"
+        raise Rejected(400, "upgrade", message, _CLOSE)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.request_seconds):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > limits.request_bytes:
+                    raise Rejected(
+                        413,
+                        "too_large",
+                        f"the body is too large, the limit is {limits.request_bytes:,} bytes; split it into several"
+                        " requests",
+                        _CLOSE,
+                    )
+    except TimeoutError:
+        message = f"the request did not arrive within {limits.request_seconds:g} seconds"
+        raise Rejected(408, "slow", message, _CLOSE) from None
+    except ClientDisconnect:
+        raise Rejected(400, "disconnected", "the request did not arrive completely", _CLOSE) from None
+    return b"".join(parts)
+
+
+def _timeout_ms(request: Request, limit: float) -> float:
+    """Milliseconds that a request may take: what the client gives, but at most the limit."""
+    if not request.scope["query_string"] or "timeout_ms" not in request.query_params:
+        return limit
+    given = request.query_params["timeout_ms"]
+    try:
+        timeout = float(given)
+    except ValueError:
+        timeout = math.nan
+    if not timeout > 0:
+        raise Rejected(400, "bad_timeout", f"timeout_ms must be a number above 0, got {given!r}")
+    return min(timeout, limit)
+
+
+def _busy(reason: str, message: str, wait: float) -> Rejected:
+    return Rejected(503, reason, f"{message}; retry later", {"Retry-After": str(max(1, math.ceil(wait)))})
+
+
+def _health_routes(service: Service) -> list[Route]:
+    async def livez(_: Request) -> Response:
+        return _json(200, {"status": "alive"})
+
+    async def readyz(_: Request) -> Response:
+        problem = service.not_ready()
+        return _json(503 if problem else 200, {"ready": not problem, "problem": shown_text(problem)})
+
+    async def health(_: Request) -> Response:
+        return _json(200, service.health())
+
+    async def metrics(_: Request) -> Response:
+        return Response(service.metrics.text(), media_type=service.metrics.content_type)
+
+    handlers = {"/livez": livez, "/readyz": readyz, "/health": health, "/metrics": metrics}
+    return [Route(path, _timed(service, path, each), methods=["GET"]) for path, each in handlers.items()]
+
+
+def _timed(
+    service: Service, path: str, handler: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        start = time.perf_counter()
+        response = await handler(request)
+        service.metrics.latency.labels(path, str(response.status_code)).observe(time.perf_counter() - start)
+        return response
+
+    return handle
+
+
+def _app(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> Starlette:
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False  # the redirection would go to the host that the client names
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = (f"{'POST' if each.path == '/predict' else 'GET'} {each.path}" for each in request.app.routes)
+    message = f"{error.detail}; use {', '.join(known)}"
+    return _json(error.status_code, {"error": message}, error.headers)
+
+
+def _json(status: int, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
 @contextmanager
 def _health_server(service: Service, listener: socket.socket) -> Iterator[None]:
     """Answers all requests but predictions in a thread, however busy the thread of predictions is."""
-    server = _server(service, health_app(service))
+    server = http_server(health_app(service), service.limits)
     thread = threading.Thread(target=server.run, args=([listener],), name="cowrec-health", daemon=True)
     thread.start()
     yield

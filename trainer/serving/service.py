@@ -1,10 +1,14 @@
 """A prediction service: a model that answers requests while newer versions of it are applied."""
 
+import asyncio
+import dataclasses
 import gc
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,9 @@ import numpy as np
 
 from cowrec.data_pipeline import SampleCodec
 from cowrec.trainer.publishing.blob import Blob
-from cowrec.trainer.publishing.version_follower import VersionFollower
+from cowrec.trainer.publishing.follower import VersionFollower
 
-from .limits import Limits
 from .metrics import ServiceMetrics
-from .micro_batcher import Done, MicroBatcher
 from .request_samples import RequestSample, encode_samples
 from .served_model import ServedModel
 
@@ -27,6 +29,8 @@ BATCH = 1024
 
 _MANY_SAMPLES = 256
 _NOT_FINITE = "the prediction is not a finite number; correct the numbers of the sample, some are too large"
+_SMOOTHING = 0.2
+"""Weight of the last batch in the mean time for a sample."""
 
 Result = float | dict[str, float] | str
 """The click probability of a sample, or that of each of several tasks by its label; or an error message."""
@@ -34,17 +38,49 @@ Result = float | dict[str, float] | str
 Answer = tuple[Result, int]
 """A result and the version that made it."""
 
+_Call = tuple[Sequence[Any], float, "asyncio.Future[Sequence[Any]]"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a service; requests beyond them are refused.
+
+    Attributes:
+        samples: in one request.
+        timeout_ms: milliseconds from the arrival of a request to its prediction; a request that would wait longer is
+            refused at once, and not computed if it did.
+        concurrent_requests: prediction requests that have arrived and wait for their result.
+        request_seconds: time for the body of a request to arrive.
+        connections: open connections; the requests of further ones are refused.
+    """
+
+    samples: int = 1000
+    timeout_ms: float = 1000.0
+    concurrent_requests: int = 256
+    request_seconds: float = 10.0
+    connections: int = 2048
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {value}")
+
+    @property
+    def request_bytes(self) -> int:
+        """Size of a request's body: 1 KiB for each sample, at least 1 MiB."""
+        return max(1 << 20, self.samples << 10)
+
 
 class Service:
-    """Answers prediction requests; routes.py is its HTTP interface, and server.py runs both.
+    """Answers prediction requests; server.py is its HTTP interface.
 
     Args:
         export_dir: folder of an exported model.
         follow: URL of a publication target whose versions are applied as they are published; None for none.
         limits: see :class:`Limits`.
-        max_age: seconds since the publication of the served version, after which the service is not ready, unless the
-            target is pinned; None for any age.
-        obeys_pin: whether to stay at the version that the target is pinned to.
+        max_age: seconds since the publication of the served version, after which the service is not ready; None for any
+            age.
 
     Raises:
         ValueError: ``follow`` is not the URL of a publication target, or ``max_age`` is not above 0 or without it.
@@ -60,8 +96,6 @@ class Service:
         follow: str | None = None,
         limits: Limits | None = None,
         max_age: float | None = None,
-        *,
-        obeys_pin: bool = True,
     ) -> None:
         if max_age is not None and not (follow and max_age > 0):
             raise ValueError(f"--max-age must be above 0 seconds and needs --follow, got {max_age}")
@@ -71,17 +105,11 @@ class Service:
         self.failure: Exception | None = None
         self._export_dir = export_dir
         self._model: ServedModel
-        self._batcher: MicroBatcher[RequestSample, Answer] = MicroBatcher(self.compute, max(BATCH, self.limits.samples))
-        refused = self.metrics.deltas_refused.inc
-        self._follower = VersionFollower(follow, self._apply, refused, obeys_pin=obeys_pin) if follow else None
+        self.batcher = MicroBatcher(self.compute, max(BATCH, self.limits.samples))
+        self._follower = VersionFollower(follow, self._apply, self.metrics.deltas_refused.inc) if follow else None
 
     def load(self) -> None:
-        """Loads the model and predicts, so that everything is compiled before the service is ready.
-
-        Does nothing if it is loaded.
-        """
-        if self.loaded:
-            return
+        """Loads the model and predicts, so that everything is compiled before the service is ready."""
         try:
             self._model = ServedModel.load(self._export_dir)
             self._codec = SampleCodec.load(self._export_dir)
@@ -105,17 +133,6 @@ class Service:
         if self._follower:
             self._follower.close()
         gc.unfreeze()  # libraries report what is not freed when the process ends
-
-    def predict(
-        self, samples: Sequence[RequestSample], done: Done[Answer], due: float = math.inf, since: float = 0.0
-    ) -> None:
-        """Calls ``done`` with an answer for each sample, all of one version; see `MicroBatcher.submit`."""
-        self._batcher.submit(samples, done, due, since)
-
-    @property
-    def expected_wait(self) -> float:
-        """Seconds that the samples which wait now will take."""
-        return self._batcher.expected_wait
 
     @property
     def version(self) -> int:
@@ -145,33 +162,10 @@ class Service:
             "ready": not not_ready,
             "problem": shown_text(problem),
             "version": self.version,
-            "pinned": (self._follower.pinned or None) if self._follower else None,
             "step": self._model.step,
             "sample_time": self._model.sample_time,
             "age_seconds": _seconds_since(self._model.sample_time),
         }
-
-    def _too_old(self) -> str:
-        if self._max_age is None or self._follower is None or self._follower.pinned:
-            return ""
-        age = _seconds_since(self._follower.created_time)
-        if age <= self._max_age:
-            return ""
-        return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
-
-    def _values(self) -> dict[str, float]:
-        """Values of metrics.py's GAUGES and COUNTERS."""
-        follower = self._follower
-        ages = {
-            "ready": float(not self.not_ready()),
-            "model_age_seconds": _seconds_since(self._model.sample_time if self.loaded else None),
-            "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
-            "following": float(follower is not None and not follower.problem),
-            "pinned_version": follower.pinned if follower else 0,
-        }
-        if not self.loaded:
-            return ages
-        return {**ages, "model_version": self.version, "model_step": self._model.step, **self._model.counters()}
 
     def compute(self, samples: Sequence[RequestSample]) -> Sequence[Answer]:
         """The result of each sample, computed in the caller's thread, and the version, which is the same for all."""
@@ -205,11 +199,112 @@ class Service:
             self._model.apply(blob)
         self.metrics.deltas_applied.inc()
 
+    def _too_old(self) -> str:
+        if self._max_age is None or self._follower is None:
+            return ""
+        age = _seconds_since(self._follower.created_time)
+        if age <= self._max_age:
+            return ""
+        return f"the newest version was published {age:.0f} seconds ago, --max-age is {self._max_age:g}"
 
-def _seconds_since(moment: float | None) -> float:
-    return math.nan if moment is None else time.time() - moment
+    def _values(self) -> dict[str, float]:
+        """Values of metrics.py's GAUGES and COUNTERS."""
+        follower = self._follower
+        ages = {
+            "ready": float(not self.not_ready()),
+            "model_age_seconds": _seconds_since(self._model.sample_time if self.loaded else None),
+            "last_delta_age_seconds": _seconds_since(follower.applied_time if follower else None),
+            "following": float(follower is not None and not follower.problem),
+        }
+        if not self.loaded:
+            return ages
+        return {**ages, "model_version": self.version, "model_step": self._model.step, **self._model.counters()}
+
+
+class Late(Exception):
+    """Raised for a call that was due before its batch began."""
+
+
+class MicroBatcher:
+    """Answers the calls of one event loop in batches, without a fixed wait.
+
+    A batch is computed in the event loop's own thread, as soon as the loop has read what has arrived; later requests
+    wait in the sockets for the next batch. A separate thread would cost more than it saves: it and the loop would
+    compete for the interpreter lock at every operation of a batch.
+
+    Args:
+        compute: computes the results of a batch of items, in their order.
+        max_items: items in a batch at most.
+    """
+
+    def __init__(self, compute: Callable[[Sequence[Any]], Sequence[Any]], max_items: int) -> None:
+        self._compute, self._max_items = compute, max_items
+        self._queue: deque[_Call] = deque()
+        self._waiting = 0  # items in the queue
+        self._item_seconds, self._since = 0.0, math.nan
+
+    @property
+    def expected_wait(self) -> float:
+        """Seconds until the items that wait now are computed, by the time that the last batches took for an item.
+
+        That is processor time of the event loop, so it includes the HTTP and JSON of requests, and no idle time.
+        """
+        return self._waiting * self._item_seconds
+
+    def submit(self, items: Sequence[Any], due: float = math.inf) -> "asyncio.Future[Sequence[Any]]":
+        """Computes the results of up to ``max_items`` items in one batch, later.
+
+        Args:
+            items: as above.
+            due: time, of `time.monotonic`, at which the batch must have begun; otherwise the result is Late.
+        """
+        assert len(items) <= self._max_items
+        loop = asyncio.get_running_loop()
+        if not self._queue:
+            loop.call_soon(self._run_batch, loop)
+        future: asyncio.Future[Sequence[Any]] = loop.create_future()
+        self._queue.append((items, due, future))
+        self._waiting += len(items)
+        return future
+
+    def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
+        calls: list[tuple[Sequence[Any], asyncio.Future[Sequence[Any]]]] = []
+        total, now = 0, time.monotonic()
+        while self._queue and total + len(self._queue[0][0]) <= self._max_items:
+            items, due, future = self._queue.popleft()
+            self._waiting -= len(items)
+            if future.done():  # its client has gone
+                continue
+            if due >= now:
+                calls.append((items, future))
+                total += len(items)
+            else:
+                future.set_exception(Late())
+        if self._queue:  # the next batch, after the loop has handled other events
+            loop.call_soon(self._run_batch, loop)
+        if calls:
+            self._answer(calls)
+            since, self._since = self._since, time.thread_time()
+            if since <= self._since:
+                self._item_seconds += _SMOOTHING * ((self._since - since) / max(total, 1) - self._item_seconds)
+
+    def _answer(self, calls: Sequence[tuple[Sequence[Any], "asyncio.Future[Sequence[Any]]"]]) -> None:
+        try:
+            results = self._compute([item for items, _ in calls for item in items])
+        except Exception as error:
+            for _, future in calls:
+                future.set_exception(error)
+            return
+        start = 0
+        for items, future in calls:
+            future.set_result(results[start : start + len(items)])
+            start += len(items)
 
 
 def shown_text(text: str) -> str:
     """At most a thousand characters of a text, all of which can be encoded: an error may repeat what was published."""
     return text[:1000].encode(errors="backslashreplace").decode()
+
+
+def _seconds_since(moment: float | None) -> float:
+    return math.nan if moment is None else time.time() - moment

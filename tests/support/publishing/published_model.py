@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from cowrec.trainer.publishing.blob import Blob, Change, TableChange
+from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.publishing.version_reader import VersionReader
 from servers.redis_server import redis_server
 from servers.s3_server import s3_clients
 
@@ -99,9 +99,9 @@ class Model:
 class ReaderThread:
     """Applies the versions of a target to a model in a thread."""
 
-    def __init__(self, url: str, *, obeys_pin: bool = True) -> None:
+    def __init__(self, url: str) -> None:
         self.model, self.seen = Model(), list[Blob]()
-        self.versions = VersionReader(open_target(url), obeys_pin=obeys_pin)
+        self.versions = VersionReader(open_target(url))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -123,8 +123,8 @@ class ReaderThread:
 
 
 @contextlib.contextmanager
-def reading(url: str, *, obeys_pin: bool = True) -> Iterator[ReaderThread]:
-    reader = ReaderThread(url, obeys_pin=obeys_pin)
+def reading(url: str) -> Iterator[ReaderThread]:
+    reader = ReaderThread(url)
     try:
         yield reader
     finally:

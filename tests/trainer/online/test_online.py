@@ -25,8 +25,8 @@ from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.publishing.blob import decode
+from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import Target, open_target
-from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
 from run_comparison import same, wait_for

@@ -23,8 +23,8 @@ from commands.forked_commands import Forked, run_forked
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.export.export import export_run
+from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.publishing.version_reader import VersionReader
 from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, make_case, write_stream
 from run_comparison import assert_same, lines, wait_for

@@ -14,7 +14,7 @@ from servers.redis_server import redis_server
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cowrec.trainer.publishing.version_reader._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("cowrec.trainer.publishing.follower._POLL_SECONDS", 0.01)
     monkeypatch.setattr("cowrec.trainer.publishing.publisher._PAUSE", 0.05)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cowrec.trainer.publishing.blob import Change
+from cowrec.trainer.publishing.follower import VersionFollower
 from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.publishing.version_follower import VersionFollower
 from publishing.published_model import eventually
 from servers.redis_server import redis_server
 

@@ -19,27 +19,21 @@ from hypothesis import strategies as st
 from commands.command_line import exit_code
 from commands.forked_commands import run_forked
 from cowrec.data_pipeline import SampleCodec
-from cowrec.trainer.serving.limits import Limits
-from cowrec.trainer.serving.micro_batcher import Late, MicroBatcher
 from cowrec.trainer.serving.request_samples import RequestSample, encode_samples
-from cowrec.trainer.serving.service import Service
-from serving import GOOD, Serving, predictions, raw_samples, serving, trained_and_exported, unfinished
+from cowrec.trainer.serving.service import Late, Limits, MicroBatcher, Service
+from serving import GOOD, Serving, predictions, raw_samples, served_folder, serving, unfinished
 from trainer_cases import free_port
-
-LIMITS = ("--max-request-bytes", "20000", "--max-samples", "60")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder() -> Path:
     """A run, its export, and its data with the raw file they were prepared from."""
-    folder = tmp_path_factory.mktemp("service")
-    trained_and_exported(folder)
-    return folder
+    return served_folder()
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Serving]:
-    with serving(folder / "export", *LIMITS) as server:
+    with serving(folder / "export", "--max-samples", "60") as server:
         yield server
 
 
@@ -171,12 +165,12 @@ def test_no_request_breaks_the_service(server: Serving, body: Any) -> None:
 def test_large_requests_are_rejected(server: Serving) -> None:
     status, answer = server.predict([GOOD] * 61)
     assert (status, "61 samples, the limit is 60" in answer["error"]) == (413, True)
-    status, answer = server.predict([{**GOOD, "city": "x" * 20_000}])
-    assert (status, "the limit is 20,000" in answer["error"]) == (413, True)
+    status, answer = server.predict([{**GOOD, "city": "x" * (1 << 20)}])
+    assert (status, "the limit is 1,048,576 bytes" in answer["error"]) == (413, True)
     with socket.create_connection(("127.0.0.1", server.port)) as raw:  # a body of unknown length
         raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(ConnectionError):
-            for _ in range(30):
+            for _ in range(1100):
                 raw.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
     assert server.predict(GOOD)[0] == 200
@@ -269,31 +263,21 @@ def test_a_folder_that_is_not_an_export_is_reported(folder: Path, tmp_path: Path
         Limits(samples=0)
 
 
-async def results(batcher: MicroBatcher[Any, Any], items: list[Any], due: float = math.inf) -> Any:
-    """What a call is answered with; raises what it fails with."""
-    future = asyncio.get_running_loop().create_future()
-    batcher.submit(items, future.set_result, due)
-    found = await future
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
 def test_waiting_calls_are_computed_together() -> None:
     """Five calls arrive while the first is computed: the next batches contain them, and each gets its own results."""
     batches: list[list[int]] = []
 
     async def calls() -> list[Any]:
-        later: list[asyncio.Task[Any]] = []
+        later: list[asyncio.Future[Any]] = []
 
         def compute(items: Any) -> list[int]:
             batches.append(list(items))
             if not later:
-                later.extend(asyncio.create_task(results(batcher, [item, item])) for item in range(1, 6))
+                later.extend(batcher.submit([item, item]) for item in range(1, 6))
             return [10 * item for item in items]
 
         batcher = MicroBatcher(compute, 7)
-        first = await results(batcher, [0])
+        first = await batcher.submit([0])
         return [first, *await asyncio.gather(*later)]
 
     assert asyncio.run(calls()) == [[0], *([10 * item, 10 * item] for item in range(1, 6))]
@@ -310,8 +294,8 @@ def test_a_failing_batch_fails_only_its_own_calls() -> None:
     async def calls() -> None:
         batcher = MicroBatcher(compute, 4)
         with pytest.raises(ValueError, match="zero"):
-            await results(batcher, [0])
-        assert await results(batcher, [1]) == [1]
+            await batcher.submit([0])
+        assert await batcher.submit([1]) == [1]
 
     asyncio.run(calls())
 
@@ -325,26 +309,31 @@ def test_a_call_that_is_due_before_its_batch_is_not_computed() -> None:
 
     async def calls() -> list[Any]:
         batcher = MicroBatcher(compute, 4)
-        assert await results(batcher, [0]) == [0]
+        for _ in range(2):
+            assert await batcher.submit([0]) == [0]
         assert batcher.expected_wait == 0
-        waiting = [asyncio.create_task(results(batcher, [item], due)) for item, due in ((1, math.inf), (2, 0.0))]
-        await asyncio.sleep(0)
-        assert batcher.expected_wait > 0
+        waiting = [batcher.submit([item], due) for item, due in ((1, math.inf), (2, 0.0))]
+        assert batcher.expected_wait > 0  # of the batch before
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     one, other = asyncio.run(calls())
-    assert (one, type(other), computed) == ([1], Late, [0, 1])
+    assert (one, type(other), computed) == ([1], Late, [0, 0, 1])
 
 
-def test_the_expected_wait_includes_the_time_in_which_requests_were_read() -> None:
-    """A call whose items are handled for ten seconds already: the next one expects a share of them."""
+def test_the_expected_wait_includes_the_time_in_which_requests_are_read() -> None:
+    """The loop works for 50 ms between two batches of an item, and is idle for 200 ms: it expects a share of the 50."""
 
     async def calls() -> float:
         batcher = MicroBatcher(list, 4)
-        future = asyncio.get_running_loop().create_future()
-        batcher.submit([0], future.set_result, since=time.monotonic() - 10)
-        await future
-        batcher.submit([0], lambda _: None)
-        return batcher.expected_wait
+        await batcher.submit([0])
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+        await asyncio.sleep(0.2)
+        await batcher.submit([0])
+        last = batcher.submit([0])
+        expected = batcher.expected_wait
+        await last
+        return expected
 
-    assert 1 < asyncio.run(calls()) < 10
+    assert 0.01 <= asyncio.run(calls()) < 0.03

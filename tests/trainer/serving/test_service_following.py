@@ -4,7 +4,6 @@ import hashlib
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -22,16 +21,15 @@ from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.training.loop import train
 from servers.redis_server import redis_server
-from serving import DEADLINE, Serving, predictions, raw_samples, serving, trained_and_exported
+from serving import DEADLINE, Serving, predictions, raw_samples, served_folder, serving
 
 HEADER_BYTES = len(MAGIC) + 32
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder() -> Path:
     """A run and its export, and a run of one more epoch and its export."""
-    folder = tmp_path_factory.mktemp("following")
-    trained_and_exported(folder)
+    folder = served_folder()
     longer = load_config(folder / "run.toml", ["train.epochs=2"])
     train(longer, folder / "data", folder / "longer")
     export_run(folder / "longer", folder / "longer-export")
@@ -152,49 +150,36 @@ def versions_command(target: Path, *options: str) -> str:
     return done.output
 
 
-def test_servers_go_back_to_a_pinned_version(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two servers, of which one is killed and restarted meanwhile, and one that ignores the pin; none of them counts
-    as too old while it is pinned."""
+def test_servers_go_back_to_a_version_that_is_published_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A running server, and one that is started later; both go on with the trainer's next version."""
     target = tmp_path / "published"
     good, bad = everything(folder / "export", 5), everything(folder / "longer-export", 10)
     follow = ("--follow", str(target))
-    with ExitStack() as running, Publisher(open_target(str(target), publishing=True)) as publisher:
-        first, second = published(publisher, good), published(publisher, bad)
-        assert (first, second) == (1, 2)
-        options = [("--max-age", "0.1"), ("--max-age", "0.1"), ("--ignore-pin",)]
-        one, other, canary = (Serving(folder / "export", *follow, *each) for each in options)
-        for server in (one, other, canary):
-            running.callback(server.process.kill)
-        for server in (one, other, canary):
+    with serving(folder / "export", *follow, status="waiting") as server:
+        with Publisher(open_target(str(target), publishing=True)) as publisher:
+            assert (published(publisher, good), published(publisher, bad)) == (1, 2)
             server.wait_for("version", 2)
-            answers_as(server, folder, "longer", 2)
-            assert server.health()["pinned"] is None
-        assert versions_command(target, "--pin", "1").startswith("pinned: servers go to version 1")
-        for server in (one, other):
-            server.wait_for("pinned", 1)
-            health = server.wait_for("version", 1)
-            assert (health["status"], health["step"]) == ("ok", 5), health
-            answers_as(server, folder, "run", 1)
-            assert server.metrics()["cowrec_pinned_version"] == 1
-        assert other.send(signal.SIGKILL)[0] == -signal.SIGKILL
-        assert published(publisher, bad) == 3
-        canary.wait_for("version", 3)
-        again = running.enter_context(serving(folder / "longer-export", *follow, port=other.port))
-        for server in (one, again):
-            answers_as(server, folder, "run", 1)
+            assert exit_code(monkeypatch, "versions", target, "--republish", "1") == 2
+            assert "another process is at work" in capsys.readouterr().err
+        answers_as(server, folder, "longer", 2)
+        assert versions_command(target, "--republish", "1").startswith("version 1 is published again as version 3")
+        assert (server.wait_for("version", 3)["step"], server.health()["status"]) == (5, "ok")
+        answers_as(server, folder, "run", 3)
         listed = versions_command(target).splitlines()
-        assert [(line.split()[0], line.split()[1]) for line in listed[1:5]] == [
-            ("1", "full"), ("2", "delta"), ("3", "delta"), ("pinned", "to"),
+        assert [line.split()[:3] for line in listed[1:]] == [
+            ["1", "full", "5"], ["2", "delta", "10"], ["3", "full", "5"],
         ]  # fmt: skip
-        assert listed[1].endswith("pinned")
-        assert versions_command(target, "--unpin").startswith("released")
-        for server in (one, again):
-            server.wait_for("version", 3)
-            answers_as(server, folder, "longer", 3)
-        printed = again.send(signal.SIGTERM)[1]
-        assert f"{target} is pinned to version 1" in printed
-        assert f"{target} is no longer pinned" in printed
-    assert exit_code(monkeypatch, "versions", target, "--pin", "9") == 2
+        with serving(folder / "longer-export", *follow) as later:
+            answers_as(later, folder, "run", 3)
+            with Publisher(open_target(str(target), publishing=True)) as publisher:
+                assert published(publisher, bad) == 4
+            for each in (server, later):
+                each.wait_for("version", 4)
+                answers_as(each, folder, "longer", 4)
+    assert exit_code(monkeypatch, "versions", target, "--republish", "9") == 2
+    assert "choose one of 3 to 4" in capsys.readouterr().err
 
 
 def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.trainer.publishing.blob import Change, TableChange
-from cowrec.trainer.serving.current import Current
-from cowrec.trainer.serving.rows.row_lookup import RowLookup
-from cowrec.trainer.serving.rows.served_rows import RowChange, ServedRows
-from cowrec.trainer.serving.served_model import ServedModel
+from cowrec.trainer.serving.served_model import Current, ServedModel
+from cowrec.trainer.serving.served_rows import RowChange, RowLookup, ServedRows
 from served_oracle import Oracle, collisionless_schema, delta, full, random_samples
 
 VERSIONS, IDS = 20, 1000

@@ -1,4 +1,4 @@
-"""Current rows of a model's tables, collected on the first process from whichever processes store them.
+"""Rows to publish: those that training may have changed, and their current values, collected on the first process.
 
 n rows, P stored width of a table.
 """
@@ -10,10 +10,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.runtime.peers import Peers
-from cowrec.trainer.sharded_model.tables import local_shards, tables_of
+from cowrec.trainer.sharded_model.tables import TableSpec, local_shards, tables_of
+
+
+class DirtyRows:
+    """One flag per row of all tables, set when a batch of this process uses the row.
+
+    Args:
+        specs: the tables.
+        fields: names of the batches' fields, in their order.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec], fields: Sequence[str]):
+        self._specs = list(specs)
+        first, firsts = 0, dict[str, int]()
+        for spec in specs:
+            firsts |= {field.name: first for field in spec.fields}
+            first += spec.num_embeddings
+        self._first_of_field = torch.tensor([firsts[name] for name in fields])
+        self._dirty = torch.zeros(first, dtype=torch.bool)
+
+    def mark(self, rows: KeyedJaggedTensor) -> None:
+        """Marks the rows of a batch. Waits for the device if they are on one."""
+        counts = torch.tensor(rows.length_per_key())
+        self._dirty[rows.values().cpu() + torch.repeat_interleave(self._first_of_field, counts)] = True
+
+    def take(self, peers: Peers) -> dict[str, Tensor]:
+        """Returns the rows of each table that some process has marked, int64 [n], ascending, and clears all flags.
+
+        All processes call together and get the same rows.
+        """
+        found, first = {}, 0
+        for chunk in peers.all_columns(self._dirty.nonzero().T):
+            self._dirty[chunk[0]] = True
+        for spec in self._specs:
+            dirty = self._dirty[first : first + spec.num_embeddings]
+            found[spec.name] = dirty.nonzero().flatten()
+            dirty.zero_()
+            first += spec.num_embeddings
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,220 @@
+"""Following of a publication target: every published version is read once, in order, and applied to a model."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from cowrec.data_pipeline.urls import without_credentials
+
+from .blob import Blob, DamagedBlob, Kind, decode
+from .target import Target, open_target
+
+logger = logging.getLogger(__name__)
+
+_PAUSE, _MAX_PAUSE = 1.0, 60.0
+"""Seconds after a version that cannot be applied, before reading restarts from a full one; doubled each time."""
+_POLL_SECONDS = 0.2
+"""Pause before a target that had nothing new is polled again."""
+_REREAD_SECONDS, _MAX_REREAD_SECONDS = 30.0, 600.0
+"""Time after which blobs that were damaged are read again, as they may have been restored; doubled each time."""
+
+
+def decode_as(version: int, kind: Kind, content: bytes) -> Blob:
+    """Decodes the bytes of a version as :func:`decode` does. Raises DamagedBlob too if they are those of another."""
+    blob = decode(content)
+    if (blob.version, blob.kind) != (version, kind):
+        raise DamagedBlob(f"in place of {kind} {version} there is {blob.kind} {blob.version}")
+    return blob
+
+
+class VersionReader:
+    """Reads versions from a target, starting from the newest full one.
+
+    Args:
+        target: to read from.
+        after_poll: called after each look at the target.
+
+    A delta that is missing, damaged or of another lineage is never skipped: reading continues with the newest full
+    version that is ahead, and waits until there is one.
+
+    Attributes:
+        version, lineage: of the last version that was read; 0 and "" before the first.
+        gaps: times that the next delta was missing or did not fit.
+        damaged: blobs whose bytes differ from what was published.
+        damaged_because: the problem of the last one, since a version was read.
+        unreachable: polls that the target did not answer.
+        unreachable_because: its error since it last answered; empty if it answered the last poll.
+        is_empty: whether it answered the last poll and had no version.
+        caught_up: whether the last version that was read, and since dealt with, was the newest that the target listed
+            when it last answered.
+        waits_for_full: whether the newest version cannot be reached, because blobs before it are damaged or missing.
+    """
+
+    def __init__(self, target: Target, after_poll: Callable[[], None] = lambda: None) -> None:
+        self.gaps = self.damaged = self.unreachable = 0
+        self.unreachable_because = self.damaged_because = ""
+        self.is_empty = self.caught_up = self.waits_for_full = self._is_newest = False
+        self._target, self._after_poll = target, after_poll
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the versions that were read, so that the next one is a full one."""
+        self.version, self.lineage = 0, ""
+        self._useless: list[tuple[int, Kind]] | None = None
+        self._reread_at = self._reread_pause = math.inf
+
+    def versions(self, stop: threading.Event) -> Iterator[Blob]:
+        """Yields versions as they are published, until ``stop`` is set.
+
+        Raises:
+            ValueError: a blob has another format than this cowrec's.
+        """
+        while not stop.is_set():
+            blob = self._poll()
+            self._after_poll()
+            if blob is None:
+                stop.wait(_POLL_SECONDS)
+            else:
+                self.version, self.lineage, self.damaged_because = blob.version, blob.lineage, ""
+                yield blob
+                self.caught_up = self._is_newest  # even if the target does not answer the next poll
+
+    def _poll(self) -> Blob | None:
+        try:
+            available = self._target.blobs()
+            self.unreachable_because, self.is_empty = "", not available
+            is_known = available == self._useless
+            if not available or (is_known and time.monotonic() < self._reread_at):
+                return None
+            blob = self._next_of(available)
+        except OSError as error:
+            self.unreachable += 1
+            self.unreachable_because = self.unreachable_because or str(error)
+            return None
+        self.caught_up = blob is None and self.version > 0
+        self._is_newest = blob is not None and blob.version == available[-1][0]
+        # The same blobs need not be read again soon.
+        self._useless = available if blob is None else None
+        self._reread_pause = min(2 * self._reread_pause, _MAX_REREAD_SECONDS) if is_known else _REREAD_SECONDS
+        self._reread_at = time.monotonic() + (self._reread_pause if self.damaged_because else math.inf)
+        self.waits_for_full = blob is None and available[-1][0] != self.version
+        return blob
+
+    def _next_of(self, available: list[tuple[int, Kind]]) -> Blob | None:
+        if available[-1][0] == self.version:
+            return None
+        if self.version:
+            if (self.version + 1, "delta") in available:
+                blob = self._read(self.version + 1, "delta")
+                if blob and (blob.previous, blob.lineage) == (self.version, self.lineage):
+                    return blob
+            if (self.version + 1, "full") not in available:
+                self.gaps += 1
+        full = [version for version, kind in available if kind == "full"]
+        for version in reversed(full):
+            ahead = version > self.version
+            # A target that lost its versions numbers new ones from 1 again, in another lineage.
+            if ahead or version == full[-1]:
+                blob = self._read(version, "full")
+                if blob:
+                    return blob if ahead or blob.lineage != self.lineage else None
+        return None
+
+    def _read(self, version: int, kind: Kind) -> Blob | None:
+        try:
+            return decode_as(version, kind, self._target.read(version, kind))
+        except FileNotFoundError:  # removed since it was listed
+            return None
+        except DamagedBlob as error:
+            self.damaged += 1
+            self.damaged_because = str(error)
+            return None
+
+
+class VersionFollower:
+    """Applies versions in a thread as they are published; :class:`VersionReader` decides which ones.
+
+    A target that fails, or a version that cannot be applied, makes the model older and has no other effect.
+
+    Args:
+        url: of the publication target.
+        apply: updates the model to a version. Raises ValueError if the version does not fit the model.
+        on_refused: called for each version that was not applied.
+
+    Raises:
+        ValueError: the URL is not that of a target.
+
+    Attributes:
+        url: of the target, without credentials.
+        applied_time: Unix seconds at which a version was last applied; NaN before the first.
+        created_time: Unix seconds at which that version was published, by the publisher's clock.
+        caught_up: whether everything that was published was applied at some time since the start.
+        problem: why the model may be behind what is published; empty if nothing is wrong.
+    """
+
+    def __init__(self, url: str, apply: Callable[[Blob], None], on_refused: Callable[[], None]) -> None:
+        self.url = without_credentials(url)
+        self.applied_time = self.created_time = math.nan
+        self.caught_up = False
+        self._target = open_target(url)
+        self._reader = VersionReader(self._target, self._after_poll)
+        self._apply, self._on_refused = apply, on_refused
+        self._error = self._said = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cowrec-follow", daemon=True)
+
+    @property
+    def problem(self) -> str:
+        if self._reader.unreachable_because:
+            return f"{self.url} cannot be reached ({self._reader.unreachable_because}); its versions are applied later"
+        if self._reader.waits_for_full:
+            why = f" ({self._reader.damaged_because})" if self._reader.damaged_because else ""
+            return f"versions of {self.url} are damaged or missing{why}; the next full version will be applied"
+        if not self._error and self._reader.is_empty and math.isnan(self.applied_time):
+            return f"{self.url} has no version yet; check --follow, unless nothing was published so far"
+        return self._error
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops after the version that is being applied."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._target.close()
+
+    def _run(self) -> None:
+        pause = _PAUSE
+        while not self._stop.is_set():
+            try:
+                for blob in self._reader.versions(self._stop):
+                    self._apply(blob)
+                    if blob.kind == "full" or math.isnan(self.applied_time):
+                        about = (blob.version, blob.kind, blob.change.step, self.url)
+                        logger.info("version %d (%s, step %d) of %s is served", *about)
+                    self.applied_time, self.created_time = time.time(), blob.created
+                    self._error, pause = "", _PAUSE
+                    del blob  # a full one is as large as the model, and the next may be days away
+            except Exception as error:  # predictions continue whatever happens here, and /health reports it
+                self._on_refused()
+                self._error = f"a version of {self.url} was refused: {error}"
+                self._log_problem(exc_info=not isinstance(error, ValueError))
+                self._stop.wait(pause)
+                pause = min(2 * pause, _MAX_PAUSE)
+                # Later deltas are based on the refused version; a full one is not.
+                self._reader.restart()
+
+    def _after_poll(self) -> None:
+        self.caught_up = self.caught_up or self._reader.caught_up
+        self._log_problem()
+
+    def _log_problem(self, exc_info: bool = False) -> None:
+        """Logs a problem once, and its end."""
+        said, self._said = self._said, self.problem
+        if self._said and self._said != said:
+            logger.warning("%s", self._said, exc_info=exc_info)
+        elif said and not self._said and not math.isnan(self.applied_time):
+            logger.info("%s is followed again", self.url)

@@ -1,0 +1,159 @@
+"""What `cowrec versions` does: it lists the versions of a target, and publishes an old one again as the newest."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cowrec.data_pipeline.urls import without_credentials
+
+from .blob import Blob, DamagedBlob, Kind, OtherFormat, encode, merged
+from .follower import decode_as
+from .target import Target, open_target
+
+
+@dataclass(frozen=True)
+class ListedVersion:
+    """One blob of a target.
+
+    Attributes:
+        version, previous, kind, lineage, created: see :class:`Blob`.
+        step, sample_time: see :class:`Change`.
+        size: in bytes.
+        problem: why it cannot be read; the attributes other than version, kind and size are then empty.
+    """
+
+    version: int
+    kind: Kind
+    size: int
+    previous: int = 0
+    lineage: str = ""
+    created: float = 0.0
+    step: int = 0
+    sample_time: int | None = None
+    problem: str = ""
+
+
+def list_versions(url: str) -> list[ListedVersion]:
+    """Reads all versions of a target, the oldest first.
+
+    Raises:
+        ValueError: there are none, or the URL is not that of a target.
+        OSError: the target cannot be reached.
+    """
+    with closing(open_target(url)) as target:
+        return _listed(target, url)
+
+
+def reachable(listed: Sequence[ListedVersion]) -> list[int]:
+    """The versions that can be published again: full ones, and those that deltas lead to from one."""
+    return sorted({chain[-1].version for each in listed for chain in _chains(listed, each.version)})
+
+
+def republish(url: str, version: int) -> int:
+    """Publishes the complete state of an old version as a new full version, which becomes the newest.
+
+    Its lineage is new, so that no delta of a trainer is taken for the next one: a trainer that publishes on later
+    begins with a full version after it.
+
+    Args:
+        url: of the target; nobody else may publish there.
+        version: to publish again.
+
+    Returns:
+        The number of the new version.
+
+    Raises:
+        ValueError: the version cannot be reached, and the message has those that can; or a trainer publishes there.
+        OSError: the target cannot be reached, or is full.
+    """
+    with closing(open_target(url)) as target:
+        listed = _listed(target, url)  # before the target is opened for writing, which creates a folder
+    chain = next((each for each in _chains(listed, version) if each[-1].version == version), None)
+    if chain is None:
+        can = _ranges(reachable(listed))
+        problem = next((each.problem for each in reversed(listed) if each.problem), "wait for the next full one")
+        raise ValueError(
+            f"version {version} of {without_credentials(url)} cannot be published again: it, or one that it is based"
+            f" on, is damaged or not there; {f'choose one of {can}' if can else f'no version can be: {problem}'}"
+        )
+    try:
+        target = open_target(url, publishing=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; stop the trainer first, as its next version would replace version {version} at once"
+        ) from error
+    with closing(target):
+        blob = _composed(decode_as(each.version, each.kind, target.read(each.version, each.kind)) for each in chain)
+        newest = target.blobs()[-1][0]
+        again = replace(
+            blob, version=newest + 1, previous=newest, kind="full", lineage=uuid.uuid4().hex, created=time.time()
+        )
+        target.write(again.version, "full", encode(again))
+    return again.version
+
+
+def _listed(target: Target, url: str) -> list[ListedVersion]:
+    found = []
+    for version, kind in target.blobs():
+        try:
+            content = target.read(version, kind)
+        except FileNotFoundError:  # removed since it was listed
+            continue
+        try:
+            blob = decode_as(version, kind, content)
+        except (DamagedBlob, OtherFormat) as error:
+            found.append(ListedVersion(version, kind, len(content), problem=str(error)))
+            continue
+        about = (blob.previous, blob.lineage, blob.created, blob.change.step, blob.change.sample_time)
+        found.append(ListedVersion(version, kind, len(content), *about))
+    if not found:
+        raise ValueError(f"{without_credentials(url)} has no version; check the path or URL, or wait for the first one")
+    return found
+
+
+def _chains(listed: Sequence[ListedVersion], version: int) -> Iterator[list[ListedVersion]]:
+    """Yields for each intact full version up to ``version``, the newest first, it and the deltas that lead to that.
+
+    A chain ends before ``version`` where a delta is missing, damaged or of another lineage.
+    """
+    intact = {(each.version, each.kind): each for each in listed if not each.problem}
+    for start in sorted((number for number, kind in intact if kind == "full" and number <= version), reverse=True):
+        chain = [intact[start, "full"]]
+        for number in range(start + 1, version + 1):
+            delta = intact.get((number, "delta"))
+            if delta is None or (delta.previous, delta.lineage) != (number - 1, chain[0].lineage):
+                break
+            chain.append(delta)
+        yield chain
+
+
+def _composed(chain: Iterator[Blob]) -> Blob:
+    """Composes a full version and the deltas after it into a full one."""
+    first = next(chain)
+    last, none = first, np.empty(0, np.int64)
+    change = None
+    for last in chain:  # the large one is copied once
+        change = last.change if change is None else merged(change, last.change)
+    if change is None:
+        return first
+    whole = merged(first.change, change)
+    tables = {
+        name: replace(table, deleted=none, deleted_feature=None if table.feature is None else none)
+        for name, table in whole.tables.items()
+    }
+    return replace(first, change=replace(whole, tables=tables))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: "3 to 12, 15"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in ranges)

@@ -1,1 +1,0 @@
-"""Rows of a served model by field and id: stores, lookups, and changes."""
