@@ -59,9 +59,6 @@ Readings = Callable[[], tuple[Mapping[str, float], Mapping[str, int]]]
 class Measurements:
     """What an online run has measured so far; all but the samples and their speed on the first process.
 
-    Args:
-        trainer: of the run.
-
     Attributes:
         samples: trained on since the start of the run.
         newest_time: newest sample time that was trained on, Unix seconds; 0 before the first sample.

@@ -36,7 +36,6 @@ class Turn:
     """What all processes do in one turn.
 
     Attributes:
-        decision: see there.
         ends: the stream has ended, with this turn's batch if there is one.
         batch: this process's slice of the samples to train on, as even as :func:`even_slice` makes it; None if no
             samples have come.
@@ -56,8 +55,6 @@ class Turns:
 
     Args:
         stream: of samples, on the first process; None on the others.
-        schema: of encoded samples.
-        process: this process.
 
     Attributes:
         seconds: CPU time of the first process's thread for reading, encoding and sharing out samples; the others have

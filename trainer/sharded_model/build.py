@@ -109,8 +109,6 @@ def train_task(model: nn.Module, plan: RunPlan, loss: MeanLoss | None = None) ->
 
     Args:
         model: ``forward(dense, sparse) -> logits [B]``, with one EmbeddingBagCollection on the meta device.
-        plan: of the run.
-        loss: of the logits.
     """
     config, process = plan.config, plan.process
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
@@ -131,7 +129,6 @@ def shard(
 
     Args:
         task: of :func:`train_task`.
-        plan: of the run.
         of_tables: sharding of the tables, by default that of the plan.
         data_parallel_wrapper: replicates the network, by default DistributedDataParallel.
 

@@ -61,7 +61,6 @@ class IdTranslation:
     All processes make the same calls together.
 
     Args:
-        plan: of the run.
         model: sharded; its rows are initialized.
         adam: optimizer of the model's tables, None where FBGEMM's fused optimizer trains them.
 

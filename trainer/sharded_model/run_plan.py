@@ -252,10 +252,8 @@ class Schedule:
         """The schedule of a run over epochs.
 
         Args:
-            config: of the run.
             epoch_steps: steps of an epoch at the run's own batch size.
             total_steps: steps of the run, those of the ramp included.
-            ramp: of the run.
         """
         decay = config.lr_decay
         steps = ramp.full_steps(total_steps) if isinstance(decay, str) else decay * epoch_steps

@@ -53,7 +53,6 @@ def sharding_plan(
         kinds: of its tables, from :func:`chosen_kinds`.
         config: memory of the tables, and the batch size that TorchRec's planner estimates with.
         process: any process of the run.
-        sharder: of the model's collection.
 
     Raises:
         ValueError: TorchRec's planner cannot fit the tables.

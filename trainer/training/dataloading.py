@@ -12,9 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
 from cowrec.data_pipeline.reading.exchange import Exchange
-from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.gloo_exchange import exchange_between
-from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 
@@ -130,7 +128,7 @@ def require_labels(schema: Schema, name: str, data_dir: Path) -> None:
         raise ValueError(f"the {name} split of {data_dir} has no labels: it can be predicted, not evaluated")
 
 
-def keep_resident(reader: Reader, config: RunConfig, process: Process) -> None:
+def keep_resident(reader: Reader, plan: RunPlan) -> None:
     """Makes the training split resident on the device, if `data.resident` says so.
 
     Call it once the model is built: "auto" keeps the split if it takes at most half of the memory that tables, moments
@@ -139,6 +137,7 @@ def keep_resident(reader: Reader, config: RunConfig, process: Process) -> None:
     Raises:
         ValueError: `data.resident` is "yes" and the split does not fit; or a shard is missing or damaged.
     """
+    config, process = plan.config, plan.process
     resident = config.data.resident == "yes"
     if config.data.resident == "auto":
         free = available_bytes(process.device)

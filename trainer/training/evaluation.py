@@ -1,4 +1,8 @@
-"""Quality of a model: what is measured after each epoch and of which samples, and predictions over all processes."""
+"""Quality of a model: measures after each epoch and at the end of a run, and predictions over all processes.
+
+With validation samples, these are measured after each epoch and the test split once, at the end. Without them the test
+split is measured after each epoch.
+"""
 
 import dataclasses
 from collections import deque
@@ -13,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
-from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.measures.id_count_groups import GROUPS, IdCountGroups
 from cowrec.trainer.measures.logistic_regression import LogisticRegression
 from cowrec.trainer.measures.quality import Quality, measure
 from cowrec.trainer.measures.samples import CollectedSamples, Samples
 from cowrec.trainer.measures.tasks import Tasks
-from cowrec.trainer.runtime.processes import Process, on_first
+from cowrec.trainer.runtime.processes import on_first
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 from .dataloading import Readers, even_slices
 from .state import TrainState
@@ -53,19 +57,15 @@ class EpochQuality:
     """Measures a model after an epoch; all processes call together.
 
     Args:
-        config: of the run.
-        readers: of the run.
-        process: this process.
         non_finite: makes the error for a logloss that is not finite, from where it was measured.
     """
 
-    def __init__(
-        self, config: RunConfig, readers: Readers, process: Process, non_finite: Callable[[str], Exception]
-    ) -> None:
-        self._config, self._readers, self._process, self._non_finite = config, readers, process, non_finite
+    def __init__(self, plan: RunPlan, readers: Readers, non_finite: Callable[[str], Exception]) -> None:
+        config, process = self._config, self._process = plan.config, plan.process
+        self._readers, self._non_finite = readers, non_finite
         self._groups: IdCountGroups | None = None
         if config.evaluate.by_id_counts:
-            self._groups = IdCountGroups.of(Path(config.data.dir), "test", process, readers.train.num_rows)
+            self._groups = IdCountGroups.of(Path(config.data.dir), "test", process, plan.train_rows)
 
     @property
     def tests_each_epoch(self) -> bool:
@@ -134,7 +134,6 @@ def evaluate(state: TrainState, reader: Reader, groups: IdCountGroups | None = N
     """Measures a reader's labelled samples; all processes call together and get the same numbers.
 
     Args:
-        state: of training.
         reader: not shuffled.
         groups: of the split's samples, to be measured by themselves too; the reader then reads the complete split.
     """

@@ -55,7 +55,6 @@ def train(
     everything since the processes joined.
 
     Args:
-        config: of the run.
         data_dir: prepared data set; a path, or a URI, of which a local copy is read (:func:`local_data`).
         run_dir: folder of the run, new or empty unless it is resumed; a path or the URI of a folder in an object store,
             see :class:`RunPlace`.
@@ -99,9 +98,9 @@ class _EpochRun:
         self.config, self.process = config, process = plan.config, plan.process
         self.reader, self.validation = readers.train, readers.validation
         self.trainer = Trainer(plan, place, config.train.on_nonfinite)
-        keep_resident(self.reader, config, process)
+        keep_resident(self.reader, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
-        self.quality = EpochQuality(config, readers, process, self._non_finite)
+        self.quality = EpochQuality(plan, readers, self._non_finite)
         self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
         self.speed = Speed()
@@ -303,14 +302,12 @@ class Trainer:
     """Trains a model step by step and keeps its losses, statistics and checkpoints. All processes call together.
 
     Args:
-        plan: of the run.
         place: folder of the run.
         on_nonfinite: what is done about a batch that would make the state non-finite.
         reads_ahead: whether several processes may take a batch before the step of the batch before has ended.
 
     Attributes:
         state: what training changes.
-        checkpoints: of the run.
         set_aside: batches that were not trained on, since the start of the run.
 
     Raises:

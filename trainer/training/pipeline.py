@@ -58,8 +58,6 @@ def pipeline_of(
 
     Args:
         model: a TrainTask, sharded.
-        optimizer: of its dense parameters.
-        process: this process.
         may_read_ahead: False if a batch must not be taken before the step of the batch before has ended, as with id
             tables; see :class:`IdTranslation`.
         captured: optimizer of the tables if steps are to be captured; see :func:`why_not_captured`.
@@ -76,9 +74,7 @@ def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam |
     """Why the steps of a run cannot be captured as a CUDA graph; "" if they can.
 
     Args:
-        plan: of the run.
         model: a TrainTask, sharded.
-        optimizer: of its tables.
     """
     config, process = plan.config, plan.process
     several = [field.name for field in plan.schema.sparse if field.kind != "categorical"]
@@ -113,7 +109,6 @@ class SequentialSteps:
     Args:
         model: a TrainTask, sharded.
         optimizer: of its dense parameters; used in training mode only.
-        device: of the model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
@@ -160,9 +155,7 @@ class CapturedSteps:
 
     Args:
         model: a TrainTask, sharded, on one process; every sample has one id in each field.
-        optimizer: of its dense parameters.
         adam: of its tables; ``adam.is_capturable`` holds.
-        device: of the model.
         batch_size: samples of a full batch.
         capture: records a step.
     """

@@ -54,7 +54,6 @@ def evaluate_run(
     Args:
         run_dir: folder of the run, a path or the URI of a folder in an object store.
         data_dir: data set with the run's ids.
-        split: of the data set.
         by: sparse fields and kept columns to measure groups of samples by; entry ``by`` of the result has what
             :meth:`Segments.measure` returns for each.
         top: groups of each to list.

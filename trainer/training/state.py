@@ -59,7 +59,6 @@ class TrainState:
     """Everything that training changes: the model, its optimizers, the id tables and the number of steps.
 
     Args:
-        plan: of the run.
         on_nonfinite, reads_ahead: as of :class:`Trainer`; "stop" does not look at a batch.
 
     Attributes:
