@@ -85,14 +85,11 @@ class GlobalBatches:
 
     def turns(
         self, windows: Iterable[Window], step: int, rank: int, world_size: int
-    ) -> Iterator[tuple[Window, int, list[slice]]]:
-        """Yields consecutive windows, the batch that ``rank`` continues in each, and its slices :meth:`within`.
-
-        In the first window that is batch ``step``.
-        """
+    ) -> Iterator[tuple[Window, list[slice]]]:
+        """Yields consecutive windows, from that of batch ``step`` on, and ``rank``'s slices in each, :meth:`within`."""
         for window in windows:
             slices = self.within(window, step, rank, world_size)
-            yield window, step, slices
+            yield window, slices
             step += len(slices)
             if slices and self.of_rank(step - 1, rank, world_size)[1] > window.stop:
                 step -= 1

@@ -3,15 +3,14 @@
 Global batch k of an epoch has the same samples in the same order for any number of ranks, streamed or resident. Readers
 for CUDA draw another order than those for CPU, one that the GPU can compute.
 
-An epoch is streamed window by window. Where ranks can exchange samples, each loads its share of a window's shards
-(`shared_windows`), and holds of a window that share and its own slices of the global batches. Otherwise it loads all.
-Sizes: G samples of a global batch, W ranks.
+An epoch is streamed window by window; each rank loads the shards of a window and takes its own slices of the global
+batches. Sizes: G samples of a global batch, W ranks.
 """
 
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -21,13 +20,11 @@ from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 
-from .exchange import Exchange
 from .global_batches import GlobalBatches
 from .gpu_copies import copied_to_gpu
 from .memory import check_fits
 from .prefetch import prefetched
 from .row_range import parts_within, positions
-from .shared_windows import SharedWindows, WindowSource
 from .shuffle import Window, epoch_windows
 
 if TYPE_CHECKING:
@@ -74,8 +71,6 @@ class Reader:
         resident: store the samples on `device` and gather batches there.
         window_rows: samples in memory, and shuffled together, while streaming; up to three windows exist at a time.
         true_logits: also read the logits of the true click probabilities, where the data set has them; for evaluation.
-        exchange: transport to the readers of the other ranks; all ranks make theirs together. Without it, each rank
-            loads all shards.
 
     Raises:
         ValueError: an invalid argument, a folder that is no data set, or a `resident` split that does not fit.
@@ -99,7 +94,6 @@ class Reader:
         resident: bool = False,
         window_rows: int = WINDOW_ROWS,
         true_logits: bool = False,
-        exchange: Exchange | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -133,11 +127,6 @@ class Reader:
         self._first_epoch = GlobalBatches(self.num_rows, batch_size, first_batches, drop_last=drop_last)
         self._in_passes = [each.in_passes(passes) for each in (self._first_epoch, self._global_batches)]
         self._keyed_order = self.device.type == "cuda"
-        self._latest: tuple[int, dict[int, Window]] = (-1, {})
-        self._shared: SharedWindows | None = None
-        if exchange:
-            read = WindowSource(self._drawn, self._slices, self._starts, self._index, self._load)
-            self._shared = SharedWindows(exchange, rank, world_size, self.schema, read)
         self._resident_block: SampleBlock | None = None
         if resident:
             self.make_resident()
@@ -238,40 +227,25 @@ class Reader:
     def _windows(self, epoch: int, start_step: int) -> list[Window]:
         of_epoch = self._of_epoch(epoch)
         first, end = of_epoch.start(start_step), of_epoch.start(len(of_epoch))
-        return [each for each in self._drawn(epoch).values() if each.stop > first and each.start < end]
+        windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
+        return [each for each in windows if each.stop > first and each.start < end]
 
-    def _drawn(self, epoch: int) -> dict[int, Window]:
-        """Returns the windows of an epoch by where they start; several threads read those of the same epoch."""
-        latest = self._latest
-        if latest[0] != epoch:
-            windows = epoch_windows(self._sizes, self._window_rows, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
-            latest = self._latest = epoch, {each.start: each for each in windows}
-        return latest[1]
-
-    def _slices(self, epoch: int, window: Window, step: int, rank: int) -> list[slice]:
-        return self._yielded(epoch).within(window, step, rank, self._world_size)
-
-    def _turns(self, epoch: int, start_step: int) -> Iterator[tuple[Window, int, list[slice]]]:
+    def _turns(self, epoch: int, start_step: int) -> Iterator[tuple[Window, list[slice]]]:
         windows, first = self._windows(epoch, start_step), self._first(epoch, start_step)
         return self._yielded(epoch).turns(windows, first, self._rank, self._world_size)
 
     def _streamed(self, epoch: int, start_step: int) -> Windows:
         def load() -> Windows:
-            for window, step, slices in self._turns(epoch, start_step):
-                if self._shared:
-                    block, order = self._shared.load(epoch, window, step)
-                    ends = [0, *accumulate(each.stop - each.start for each in slices)]
-                    slices = [slice(*each) for each in pairwise(ends)]
-                else:
-                    block, order = self._load(window.shards), self._index(window)
-                yield _Loaded(window, slices, block, order)
+            for window, slices in self._turns(epoch, start_step):
+                order = self._order(window, self._starts(window.shards), torch.device("cpu"))
+                yield _Loaded(window, slices, self._load(window.shards), order)
 
         return prefetched(load, capacity=1)
 
     def _resident(self, epoch: int, start_step: int) -> Windows:
         assert self._resident_block is not None
         starts, device = self._starts(range(len(self._parts))), self._resident_block.label.device
-        for window, _, slices in self._turns(epoch, start_step):
+        for window, slices in self._turns(epoch, start_step):
             order = self._order(window, [starts[each] for each in window.shards], device)
             yield _Loaded(window, slices, self._resident_block, order)
 
@@ -283,9 +257,6 @@ class Reader:
     def _starts(self, parts: Sequence[int]) -> list[int]:
         """Returns where the complete shards of parts start in a block of them, and where the last one ends."""
         return [0, *accumulate(self._parts[each].shard_samples for each in parts)]
-
-    def _index(self, window: Window) -> torch.Tensor:
-        return self._order(window, self._starts(window.shards), torch.device("cpu"))
 
     def _order(self, window: Window, starts: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns the index for each position of the window in a block whose shards start at `starts`."""

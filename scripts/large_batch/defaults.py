@@ -1,4 +1,4 @@
-"""What the defaults of `cowrec train` reach on untuned data, beside plain PyTorch, tuned values and one-hot regression.
+"""What the defaults of `cowrec train` reach on untuned data, beside plain PyTorch and tuned values.
 
     python scripts/large_batch/defaults.py --data DATA/criteo_80k,DATA/ml1m --output results/HARDWARE/defaults.jsonl
 
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from cowrec.data_pipeline import Batch, Reader, Schema
 from cowrec.trainer.config.run import RunConfig, config_from, with_defaults
-from cowrec.trainer.measures.logistic_regression import LogisticRegression
-from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Scaled, Schedule
@@ -112,17 +110,6 @@ def train_plain(data: Path, batch_size: int, seed: int) -> dict[str, list[Any]]:
     return found
 
 
-def regression(data: Path) -> dict[str, list[Any]]:
-    """Fits the logistic regression of `cowrec train`, which has no epochs: the same measures after each."""
-    read = readers(data, 16384, seed=0)
-    model = LogisticRegression(read.train.schema, next(readers(data, read.train.num_rows, seed=0).train.epoch(0)))
-    found = {}
-    for name in ("validation", "test"):
-        quality = model.quality(getattr(read, name), Tasks(read.train.schema.labels))
-        found[name] = [{"auc": quality.auc, "logloss": quality.logloss}] * EPOCHS
-    return found
-
-
 def train_cowrec(
     data: Path, batch_size: int, seed: int, optimizer: dict[str, Any], epochs: int = EPOCHS
 ) -> dict[str, list[Any]]:
@@ -158,7 +145,6 @@ def config_of(data: Path, batch_size: int, seed: int, optimizer: dict[str, Any],
 
 def runs(seeds: int, sizes: list[int]) -> Iterator[tuple[str, int, int, dict[str, Any] | None]]:
     """The runs of a data set: name, batch size (0: the default), seed and values of [optimizer]."""
-    yield "logistic regression", 0, 0, None
     for seed in range(seeds):
         yield "defaults", 0, seed, {}
         for size in sizes:
@@ -171,8 +157,6 @@ def runs(seeds: int, sizes: list[int]) -> Iterator[tuple[str, int, int, dict[str
 
 def result(data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any] | None) -> dict[str, Any]:
     """Runs it; returns the measures after each epoch, and the values that the batch size leads to."""
-    if name == "logistic regression":
-        return regression(data)
     if optimizer is None:
         return train_plain(data, size, seed)
     config = config_of(data, size, seed, optimizer)

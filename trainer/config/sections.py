@@ -125,16 +125,9 @@ class EvaluateConfig:
     Attributes:
         by_id_counts: also measure thirds of the test samples by how often their ids occur in training; reads the ids of
             the training split once more at the start, one field at a time.
-        logistic_regression_rows: where there are at most so many training samples, what one-hot logistic regression
-            reaches on the same samples stands beside the first report; fitted after the first epoch. 0: never.
     """
 
     by_id_counts: bool = False
-    logistic_regression_rows: int = 200_000
-
-    def __post_init__(self) -> None:
-        for key in ("logistic_regression_rows",):
-            require(f"evaluate.{key}", getattr(self, key), getattr(self, key) >= 0, "at least 0")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ _MAY_CHANGE = {
         "trackers",
         "on_nonfinite",
     ),
-    "evaluate": ("by_id_counts", "logistic_regression_rows"),
+    "evaluate": ("by_id_counts",),
     "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
     "clip": ("histogram",),
     "online": (

@@ -105,8 +105,6 @@ def train_in(
     process: Subprocess, config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None = None
 ) -> dict[str, Any]:
     """Trains a run in a subprocess, as :meth:`Runs.train` does. Returns its report."""
-    # The runs share their data, so that regression would reach the same beside each.
-    config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, logistic_regression_rows=0))
     if not (run_dir / CONFIG).exists():
         shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
     try:

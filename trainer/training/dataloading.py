@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +10,6 @@ import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import Batch, Reader, Schema, available_bytes, resident_bytes
-from cowrec.data_pipeline.reading.exchange import Exchange
-from cowrec.trainer.runtime.gloo_exchange import exchange_between
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 
@@ -31,14 +28,7 @@ class Readers(NamedTuple):
     test: Reader
 
 
-@contextmanager
-def open_readers(plan: RunPlan) -> Iterator[Readers]:
-    """Opens :func:`training_readers` that share the reading with those of the other processes in the block."""
-    with exchange_between(plan.process) as exchange:
-        yield training_readers(plan, exchange)
-
-
-def training_readers(plan: RunPlan, exchange: Exchange | None = None) -> Readers:
+def training_readers(plan: RunPlan) -> Readers:
     """Opens the readers of a run. All stream.
 
     Raises:
@@ -59,8 +49,7 @@ def training_readers(plan: RunPlan, exchange: Exchange | None = None) -> Readers
             f"train.patience = {config.train.patience} needs validation samples; prepare the data with a validation"
             " split, or set train.validation_fraction, for example to 0.1"
         )
-    ranks = partial(Reader, rank=process.rank, world_size=process.world_size, exchange=exchange)
-    reader = partial(ranks, data_dir, device=process.device)
+    reader = partial(Reader, data_dir, rank=process.rank, world_size=process.world_size, device=process.device)
     rows = schema.split("train").rows
     validation_rows = rows - plan.train_rows
     if config.train.validation_fraction and not 0 < validation_rows < rows:

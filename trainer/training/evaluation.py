@@ -18,11 +18,8 @@ from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
 from cowrec.trainer.measures.id_count_groups import GROUPS, IdCountGroups
-from cowrec.trainer.measures.logistic_regression import LogisticRegression
 from cowrec.trainer.measures.quality import Quality, measure
 from cowrec.trainer.measures.samples import CollectedSamples, Samples
-from cowrec.trainer.measures.tasks import Tasks
-from cowrec.trainer.runtime.processes import on_first
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 from .dataloading import Readers, even_slices
@@ -87,37 +84,6 @@ class EpochQuality:
         """Returns the measures of the test split, and a text for the terminal."""
         test = self._finite(evaluate(state, self._readers.test, self._groups), "test split")
         return test.values(), f"test {test}"
-
-    def regression(self, tasks: Tasks) -> tuple[dict[str, Any], str]:
-        """Returns what logistic regression reaches on the same samples, and a text; the first process computes it.
-
-        Nothing and the reason where there are more training samples than `evaluate.logistic_regression_rows`.
-        """
-        train, most = self._readers.train, self._config.evaluate.logistic_regression_rows
-        if train.num_rows > most:
-            why = f"{train.num_rows:,} training samples are more than evaluate.logistic_regression_rows = {most:,}"
-            return {}, f"left out: {why}" if most else ""
-        measured: list[dict[str, Quality]] = [{}]
-
-        def measure() -> None:
-            model = LogisticRegression(train.schema, next(self._alone(train, train.num_rows).epoch(0)))
-            if self._readers.validation:
-                measured[0]["validation"] = model.quality(self._alone(self._readers.validation), tasks)
-            measured[0]["test"] = model.quality(self._alone(self._readers.test), tasks)
-
-        on_first(self._process, measure)
-        dist.broadcast_object_list(measured, src=0)
-        first = next(iter(measured[0]))
-        values = _auc_and_logloss(measured[0]["test"])
-        if first == "validation":
-            values |= {f"validation_{key}": each for key, each in _auc_and_logloss(measured[0][first]).items()}
-        return values, f"{first} {measured[0][first]}"
-
-    def _alone(self, reader: Reader, batch_size: int | None = None) -> Reader:
-        """A reader of the same samples for one process, in the stored order, on the CPU."""
-        first = self._readers.train.num_rows if reader.split == "train" and reader is self._readers.validation else 0
-        rows = range(first, first + reader.num_rows)
-        return Reader(self._config.data.dir, reader.split, rows=rows, batch_size=batch_size or reader.batch_size)
 
     def _finite(self, quality: Quality, where: str) -> Quality:
         if not isfinite(quality.logloss):

@@ -32,7 +32,7 @@ from cowrec.trainer.runtime.stopping import LossWatch, StopRequest, ignoring_sig
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
 
-from .dataloading import Readers, even_slices, keep_resident, open_readers
+from .dataloading import Readers, even_slices, keep_resident, training_readers
 from .evaluation import EpochEnd, EpochQuality
 from .saved_run import warm_start
 from .state import Step, TrainState
@@ -80,13 +80,12 @@ def train(
         config = with_defaults(config, schema.split("train").rows, begun)
         require_run_dir(place.folder, config, process, resume)
         plan = RunPlan.of(config, schema.of_batches(), process)
-        with open_readers(plan) as readers:
-            run = _EpochRun(plan, place, readers, after_epoch)
-            with run.trainer.running(resume):
-                on_first(process, lambda: save_sharding(place.folder, run.sharding))
-                report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
-                on_first(process, lambda: write_report(place.folder, report))
-                on_first(process, place.push)
+        run = _EpochRun(plan, place, training_readers(plan), after_epoch)
+        with run.trainer.running(resume):
+            on_first(process, lambda: save_sharding(place.folder, run.sharding))
+            report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
+            on_first(process, lambda: write_report(place.folder, report))
+            on_first(process, place.push)
         return report
 
 
@@ -185,15 +184,10 @@ class _EpochRun:
     def evaluate(self, log: MetricsLog) -> None:
         """Measures the model after an epoch."""
         values, text = self.quality.measure(self.state)
-        regression = self.quality.regression(self.state.tasks) if not self.epochs else ({}, "")
-        if regression[0]:
-            values["logistic_regression"] = regression[0]
         steps = self.trainer.steps
         log.write("eval", steps, epoch=self.epoch - 1, **values)
         self.epochs.append(EpochEnd(self.epoch, steps, values))
         self.say(f"epoch {self.epoch}/{self.config.train.epochs}  step {steps}  {text}")
-        if regression[1]:
-            self.say(f"one-hot logistic regression  {regression[1]}")
 
     def _non_finite(self, where: str) -> Exception:
         return self.trainer.non_finite(f"on the {where} after step {self.trainer.steps} (epoch {self.epoch})")
@@ -272,7 +266,6 @@ class _EpochRun:
         best_possible = self.plan.schema.best
         return {
             **quality,
-            "logistic_regression": self.epochs[0].values.get("logistic_regression"),
             "samples_per_second": self.speed.samples / self.speed.seconds if self.speed.seconds else nan,
             "train_seconds": self.speed.seconds,
             "best_possible": dict(best_possible) if best_possible else None,

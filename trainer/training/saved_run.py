@@ -27,7 +27,6 @@ from cowrec.trainer.runs.own_code import find_code, load_record, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
-from cowrec.trainer.runtime.gloo_exchange import exchange_between
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
 from cowrec.trainer.sharded_model.run_plan import RunPlan
@@ -173,7 +172,7 @@ def _saved_run(
     """Loads a run's model with the weights of a checkpoint and opens a split of data that has the run's ids."""
     config, schema = run_of(run_dir)
     _require_same_ids(run_dir, schema, data_dir, Schema.load(data_dir))
-    with process_group(config.train.device) as process, exchange_between(process) as exchange:
+    with process_group(config.train.device) as process:
         reader = Reader(
             data_dir,
             split,
@@ -182,7 +181,6 @@ def _saved_run(
             world_size=process.world_size,
             device=process.device,
             true_logits=True,
-            exchange=exchange,
         )
         state, progress = trained_state(run_dir, process, checkpoint)
         yield state, reader, progress

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.data_pipeline.remote import RemoteFolder
 from cowrec.data_pipeline.remote_data import fetch_missing
 from cowrec.trainer.runs.remote_run import cache_folder, local_data
-from cowrec.trainer.runtime.gloo_exchange import exchange_between
-from cowrec.trainer.runtime.processes import Process
 from numbered_data import flat, ids, write_numbered
 from process_groups import in_processes, process_group
 from servers.s3_server import S3Server, s3_clients
@@ -54,8 +51,7 @@ def fetched(folder: Path) -> set[int]:
 def test_each_machine_copies_the_shards_that_it_reads(server: S3Server, uri: str, data: Path, tmp_path: Path) -> None:
     in_processes(read_on_a_machine, (3, tmp_path, uri, data, server.environment), 3)
     copies = [fetched(next((tmp_path / f"machine{rank}").glob("*/"))) for rank in range(3)]
-    assert [len(each) for each in copies] == [2, 2, 2]
-    assert set.union(*copies) == set(range(SHARDS))
+    assert copies == [set(range(SHARDS))] * 3  # each window is shuffled, so that every rank has samples of each shard
 
 
 def read_on_a_machine(
@@ -64,12 +60,10 @@ def read_on_a_machine(
     """A process whose machine has a folder for copies of its own."""
     os.environ.update(environment, COWREC_CACHE=str(folder / f"machine{rank}"))
     with process_group(rank, world_size, str(folder)):
-        process = Process(rank, world_size, 1, False, torch.device("cpu"), timedelta(seconds=300))
-        with exchange_between(process) as exchange:
-            options = OPTIONS | {"rank": rank, "world_size": world_size}
-            copy = local_data(uri)
-            assert fetched(copy) == set()
-            assert ids(Reader(copy, "train", **options, exchange=exchange)) == ids(Reader(data, "train", **options))
+        options = OPTIONS | {"rank": rank, "world_size": world_size}
+        copy = local_data(uri)
+        assert fetched(copy) == set()
+        assert ids(Reader(copy, "train", **options)) == ids(Reader(data, "train", **options))
 
 
 def test_a_shard_is_copied_when_it_is_read_and_kept(uri: str, data: Path) -> None:

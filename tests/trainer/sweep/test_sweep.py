@@ -57,8 +57,7 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     lines = {key(line): line for line in lines_of(folder / "grid")}
     assert len(lines) == 8
     line = lines["cowclip", 102, "on", 0]
-    settings = ["train.batch_size=102", "evaluate.logistic_regression_rows=0"]
-    alone = train(load_config(folder / "run.toml", settings), folder / "data", tmp_path / "alone")
+    alone = train(load_config(folder / "run.toml", ["train.batch_size=102"]), folder / "data", tmp_path / "alone")
     for same in ("auc", "logloss", "steps", "versions", "device", "threads", "git_commit", "best_possible"):
         assert line[same] == alone[same]
     assert line["steps"] == 2 * 3
