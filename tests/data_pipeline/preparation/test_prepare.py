@@ -2,7 +2,7 @@
 
 import collections
 import csv
-import json
+import hashlib
 import math
 import random
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
+from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare, work_bytes
 from cowrec.data_pipeline.encoding.dense import bucket_ids
 from raw_cases import NULLS_SCHEMA, fnv_splitmix, read_split, write_criteo
 
@@ -123,6 +123,9 @@ def test_criteo(tmp_path):
     assert [field.name for field in schema.dense] == [f"I{n}" for n in range(1, 14)]
     assert [field.name for field in schema.sparse] == [f"C{n}" for n in range(1, 27)]
     assert (schema.splits["train"].rows, schema.splits["test"].rows) == (240, 60)
+    content, (source,) = (tmp_path / "train.txt").read_bytes(), schema.sources
+    assert (source.sha256, source.bytes) == (hashlib.sha256(content).hexdigest(), len(content))
+    assert (source.rows, source.bad_rows) == (300, 0)
     assert schema.splits["train"].positives == (sum(row[0] == "1" for row in raw[:240]),)
     assert Schema.load(tmp_path / "out") == schema
     columns = read_split(tmp_path / "out", "test")
@@ -181,32 +184,20 @@ def numeric_file(tmp_path, values):
     return [tmp_path / "raw"]
 
 
-@pytest.mark.parametrize(("fit_on", "high"), [("train", 10), ("all", 40)])
-def test_numbers_are_scaled_by_the_training_samples_or_all(tmp_path, fit_on, high):
-    raw = numeric_file(tmp_path, ["5", "", "10", "40"])
-    config = PrepareConfig(split="order", test_rows=1, fit_on=fit_on, dense="minmax")
-    prepare("criteo", raw, tmp_path / "out", config)
-    train = read_split(tmp_path / "out", "train")["I1"]
-    np.testing.assert_allclose(train, np.array([5, 0, 10]) / high, rtol=1e-6)
-    np.testing.assert_allclose(read_split(tmp_path / "out", "test")["I1"], [40 / high], rtol=1e-6)
-
-
-def test_the_logarithm_starts_at_the_minimum(tmp_path):
-    raw = numeric_file(tmp_path, ["-3", "", "10", "-7"])
-    prepare("criteo", raw, tmp_path / "out", PrepareConfig(split="order", test_rows=1, dense="log"))
-    train = read_split(tmp_path / "out", "train")["I1"]
-    np.testing.assert_allclose(train, [0, math.log(4), math.log(14)], rtol=1e-6)
-    assert read_split(tmp_path / "out", "test")["I1"] == [0.0], "below the fitted minimum"
-
-
-def test_numbers_can_be_stored_unchanged(tmp_path):
-    prepare(
-        "criteo",
-        numeric_file(tmp_path, ["-3", "", "1e9"]),
-        tmp_path / "out",
-        PrepareConfig(dense="none", test_fraction=0),
-    )
-    assert read_split(tmp_path / "out", "train")["I1"] == [-3.0, 0.0, 1e9]
+@pytest.mark.parametrize(
+    ("settings_", "values", "train", "test"),
+    [
+        ({"dense": "minmax"}, ["5", "", "10", "40"], [0.5, 0, 1], 4),
+        ({"dense": "minmax", "fit_on": "all"}, ["5", "", "10", "40"], [0.125, 0, 0.25], 1),
+        ({"dense": "log"}, ["-3", "", "10", "-7"], [0, math.log(4), math.log(14)], 0),  # from the fitted minimum on
+        ({"dense": "none"}, ["-3", "", "1e9", "5"], [-3, 0, 1e9], 5),
+    ],
+)
+def test_numbers_are_transformed_by_the_training_samples_or_all(tmp_path, settings_, values, train, test):
+    config = PrepareConfig(split="order", test_rows=1, **settings_)
+    prepare("criteo", numeric_file(tmp_path, values), tmp_path / "out", config)
+    np.testing.assert_allclose(read_split(tmp_path / "out", "train")["I1"], train, rtol=1e-6)
+    np.testing.assert_allclose(read_split(tmp_path / "out", "test")["I1"], [test], rtol=1e-6)
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(-5, 10**7), st.just(-0.0)), max_size=20))
@@ -278,8 +269,15 @@ def test_unlabelled_files_are_prepared_like_an_earlier_data_set(tmp_path):
 
 def test_a_data_set_prepared_like_another_can_be_imitated(tmp_path):
     write_criteo(tmp_path / "raw", 50)
-    first = prepare("criteo", [tmp_path / "raw"], tmp_path / "a")
-    second = prepare("criteo", [tmp_path / "raw"], tmp_path / "b", like=tmp_path / "a")
+    done = {"a": 0, "b": 0}
+
+    def progress(name):
+        return lambda count: done.update({name: done[name] + count})
+
+    first = prepare("criteo", [tmp_path / "raw"], tmp_path / "a", progress=progress("a"))
+    second = prepare("criteo", [tmp_path / "raw"], tmp_path / "b", like=tmp_path / "a", progress=progress("b"))
+    raw = [tmp_path / "raw"]
+    assert done == {"a": work_bytes(raw), "b": work_bytes(raw, like=tmp_path / "a")}
     third = prepare("criteo", [tmp_path / "raw"], tmp_path / "c", like=tmp_path / "b")
     assert first.sparse == second.sparse == third.sparse
     assert read_split(tmp_path / "b", "test") == read_split(tmp_path / "c", "test")
@@ -288,24 +286,3 @@ def test_a_data_set_prepared_like_another_can_be_imitated(tmp_path):
     (tmp_path / "a" / "vocabulary" / "C3.parquet").unlink()
     with pytest.raises(ValueError, match=r"C3\.parquet is missing or damaged"):
         prepare("criteo", [tmp_path / "raw"], tmp_path / "d", like=tmp_path / "a")
-
-
-def test_progress_adds_up(tmp_path):
-    from cowrec.data_pipeline import work_bytes
-
-    write_criteo(tmp_path / "raw", 50)
-    for config in (PrepareConfig(), PrepareConfig(split="order", test_rows=5)):
-        done = []
-        prepare("criteo", [tmp_path / "raw"], tmp_path / "out", config, overwrite=True, progress=done.append)
-        assert sum(done) == work_bytes([tmp_path / "raw"])
-
-
-def test_sources_are_recorded(tmp_path):
-    import hashlib
-
-    write_criteo(tmp_path / "raw", 50)
-    prepare("criteo", [tmp_path / "raw"], tmp_path / "out")
-    (source,) = json.loads((tmp_path / "out" / "schema.json").read_text())["sources"]
-    content = (tmp_path / "raw").read_bytes()
-    assert source["sha256"] == hashlib.sha256(content).hexdigest()
-    assert (source["bytes"], source["rows"], source["bad_rows"]) == (len(content), 50, 0)

@@ -14,7 +14,7 @@ from cowrec.data_pipeline import MISSING, PrepareConfig, Reader, Schema, SparseF
 from cowrec.data_pipeline.encoding.encoder import raw_ids
 from cowrec.data_pipeline.raw.values import as_times
 from cowrec.trainer.training.dataloading import even_slices
-from raw_cases import TIMED_SCHEMA, fnv_splitmix, read_split, write_criteo, write_timed
+from raw_cases import fnv_splitmix, read_split, write_criteo, write_timed
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
@@ -155,37 +155,3 @@ def test_fractions_of_seconds_are_rounded_down():
     values, wrong = as_times(pa.array(["1.75", "-0.25", "1e3", "2014-10-21T07:00:00.999Z"]), "timestamp")
     assert values.tolist() == [1, -1, 1000, 1413874800]
     assert not np.any(wrong)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"raw_ids": True, "min_count": 2}, "min_count has no effect with raw_ids"),
-        ({"raw_ids": True, "hash_buckets": 9}, "hash_buckets and raw_ids exclude each other"),
-    ],
-)
-def test_settings_that_conflict_with_raw_ids_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PrepareConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (('time = "seen at"', 'time = "click"'), "is a label, so it cannot be the time"),
-        (('time = "seen at"', 'time = "when"'), "no column 'when' among"),
-        (('"price"', '"time"\ncolumn = "price"'), "field 'time': this name is reserved for the time of samples"),
-    ],
-)
-def test_a_layout_that_gives_time_two_meanings_is_refused(tmp_path, change, message):
-    write_timed(tmp_path)
-    (tmp_path / "schema.toml").write_text(TIMED_SCHEMA.replace(*change))
-    with pytest.raises(ValueError, match=message):
-        prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml")
-
-
-def test_only_raw_fields_may_be_unsized():
-    SparseField("a", 0, encoding="raw")
-    for encoding, rows in (("vocabulary", 0), ("hash", 1), ("raw", 1)):
-        with pytest.raises(ValueError, match="num_embeddings must be at least 2"):
-            SparseField("a", rows, encoding=encoding)

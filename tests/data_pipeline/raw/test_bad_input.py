@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
-from cowrec.data_pipeline.raw.layouts import load_schema_file
 
 GOOD = "1,2.5,x,a|b,k:1 l:2\n"
 NEGATIVE = b"0" + GOOD.encode()[1:]
@@ -200,84 +199,6 @@ def test_a_data_set_without_training_samples_is_refused(prepared, tmp_path):
         prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
     with pytest.raises(ValueError, match="no training sample"):
         prepared(b"2,2,x,a,k:1\n", on_bad_row="skip")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"min_count": 0}, "min_count must be at least 1, got 0"),
-        ({"hash_buckets": -1}, "hash_buckets must be from 0 to"),
-        ({"hash_buckets": 9, "min_count": 2}, "min_count has no effect with hash_buckets"),
-        ({"raw_ids": True, "max_ids": 9}, "max_ids has no effect with raw_ids"),
-        ({"max_ids": -1}, "max_ids must be at least 0, got -1"),
-        ({"dense": "standard"}, "dense must be one of quantile, minmax, log, buckets, none, got 'standard'"),
-        ({"split": "tail"}, "split must be one of random, order, time, got 'tail'"),
-        ({"split": "order", "test_rows": 5, "test_fraction": 0.1}, "test_rows and test_fraction exclude each other"),
-        ({"test_rows": 5}, 'test_rows is for split = "order"; with "random" give fractions'),
-        ({"split": "order", "validation_rows": 5}, "validation_rows needs test_rows, where the test split begins"),
-        ({"split": "order", "test_rows": -5}, "test_rows must be at least 0"),
-        ({"split": "order", "test_from": 5}, 'test_from is for split = "time"'),
-        ({"split": "time", "test_from": "yesterday"}, "test_from = 'yesterday': a time must be Unix seconds"),
-        ({"split": "time", "test_from": 5, "validation_from": "5"}, "validation_from must be before test_from"),
-        ({"test_fraction": 0.5, "validation_fraction": 0.5}, "must be less than 1, got 0.5 [+] 0.5"),
-        ({"test_fraction": 1.0}, r"test_fraction must be in \[0, 1\), got 1.0"),
-        ({"on_bad_row": "ignore"}, "on_bad_row must be one of error, skip"),
-    ],
-)
-def test_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PrepareConfig(**settings)
-
-
-FIELD = '[[fields]]\nname = "x"\nkind = "categorical"\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("delimiter = ''\n" + FIELD, "delimiter must be at least one character"),
-        ("delimiter = ';;'\n" + FIELD, "';;' is more than one ASCII character, so quotes have no meaning: set quote"),
-        ("separator = ';'\n" + FIELD, "unknown key 'separator'; the keys are delimiter"),
-        ("header = 'no'\n" + FIELD, "header must be of type bool, got 'no'"),
-        ("header = false\n" + FIELD, "give `columns` if, and only if, header = false"),
-        ("header = false\ncolumns = ['label', 'y']\n" + FIELD, "no column 'x' among label, y"),
-        ("", "at least one field"),
-        ("[[fields]]\nname = 'x'\n", "fields entry 1 needs a name and a kind"),
-        (
-            "[[fields]]\nname = 'x'\nkind = 'date'",
-            "kind must be one of numeric, categorical, multi, weighted, got 'date'",
-        ),
-        (FIELD + "weight_separator = ':'", "weight_separator is for the kind weighted only"),
-        (FIELD + "separator = '|'", "separator is for list kinds only"),
-        (FIELD + "pooling = 'mean'", "pooling is for the kinds multi and weighted"),
-        (FIELD + "size = 3", "fields entry 1: unknown key 'size'"),
-        (FIELD + FIELD, "field names must differ"),
-        ("[[fields]]\nname = 'a b'\nkind = 'numeric'", "field 'a b': a name is made of letters"),
-        ("[[fields]]\nname = 'label'\nkind = 'numeric'", "this name is taken"),
-        ("label = 'x'\n" + FIELD, "column 'x' is the label"),
-        ("[[fields]]\nname = 'x'\nkind = 'numeric'\ntransform = 'sqrt'", "transform must be one of quantile, minmax,"),
-        (FIELD + "transform = 'log'", "for numeric fields; got 'log'"),
-        (FIELD + "min_count = -1", "field 'x': min_count must be at least 1"),
-        ("[[fields]]\nname = 'x'\nkind = 'numeric'\nmax_ids = 5", "max_ids must be at least 1, and is for ids only"),
-        (FIELD + "max_ids = true", "max_ids must be of type int, got True"),
-        ("null = 'NA'\n" + FIELD, "null must be a list of strings or numbers, got"),
-        (FIELD + "null = [[0]]", r"fields entry 1: null must be a list of strings or numbers, got \[\[0\]\]"),
-        ("labels = ['a']\nlabel = 'b'\n" + FIELD, "labels replaces label"),
-        ("labels = ['a']\nthreshold = 1\n" + FIELD, "give positive and threshold in its entries"),
-        ("labels = ['a', {column = 'b'}]\n" + FIELD, "labels entry 2 must be a column or have a name"),
-        ("labels = ['a', 'a']\n" + FIELD, "labels must be one name or several different ones"),
-        ("labels = ['a b', 'c']\n" + FIELD, "label 'a b': a name is made of letters"),
-        ("labels = []\n" + FIELD, "labels must be one name"),
-        ("threshold = nan\n" + FIELD, "threshold must be a finite number"),
-        ("threshold = 1\npositive = ['1']\n" + FIELD, "give positive or threshold, not both"),
-        ("weight = 'label'\n" + FIELD, "column 'label' is a label, so it cannot be the time or the weight"),
-        ("label = ", "is not valid TOML"),
-    ],
-)
-def test_schema_files_are_checked(tmp_path, text, message):
-    (tmp_path / "schema.toml").write_text(text)
-    with pytest.raises(ValueError, match=r"schema\.toml.*" + message):
-        load_schema_file(tmp_path / "schema.toml")
 
 
 def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):

@@ -1,4 +1,4 @@
-"""Text files as blocks of lines: all compressions, any boundaries, intact or damaged."""
+"""Raw files as blocks: all compressions of text, any boundaries, intact or damaged; row groups in parts."""
 
 import bz2
 import gzip
@@ -9,7 +9,9 @@ import random
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,3 +197,21 @@ def test_a_file_that_changes_between_passes_is_noticed(tmp_path, change, message
     change(path)
     with pytest.raises(ValueError, match=message):
         list(blocks(segments))
+
+
+def test_a_large_row_group_is_read_in_parts(tmp_path):
+    rows = 500_000
+    numbers = np.random.default_rng(0).integers(0, 2**40, (4, rows))
+    table = pa.table({f"c{n}": column for n, column in enumerate(numbers)})
+    pq.write_table(table, tmp_path / "raw", row_group_size=rows, use_dictionary=False)
+    file = surveyed(tmp_path / "raw", segment_samples=80_000, block_bytes=1 << 18)
+    before, most, found = pa.total_allocated_bytes(), 0, 0
+    for segment, block in zip(file.segments, blocks(file.segments), strict=True):
+        most = max(most, pa.total_allocated_bytes() - before)
+        assert block.data.equals(table.slice(segment.offset, segment.size))
+        found += block.samples
+    assert found == rows
+    assert most < table.nbytes / 2, "16 MB in parts of 256 KB"
+    order = random.Random(0).choices(file.segments, k=5)
+    for segment, block in zip(order, blocks(order), strict=True):
+        assert block.data.equals(table.slice(segment.offset, segment.size))

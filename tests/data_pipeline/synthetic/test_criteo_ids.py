@@ -108,11 +108,6 @@ def test_ids_fold_into_smaller_tables():
             np.testing.assert_array_equal(rows[field], unfolded[field] % capped.table_rows[field])
 
 
-def test_tables_of_one_row_are_refused():
-    with pytest.raises(ValueError, match="at least 2 rows, got 1"):
-        CriteoIds(max_rows=1)
-
-
 def test_last_samples_are_those_of_a_loop_over_the_stream(monkeypatch):
     monkeypatch.setattr("cowrec.data_pipeline.synthetic.criteo_ids._CHUNK", 700)
     ids, done = CriteoIds(max_rows=300), []

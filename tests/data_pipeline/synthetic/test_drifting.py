@@ -137,23 +137,6 @@ def test_text_of_no_ids():
     assert id_text(np.zeros(0, np.int64)).to_pylist() == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rows": 0}, "rows must be at least 1, got 0"),
-        ({"days": 0.0}, "days must be finite and above 0"),
-        ({"lifetime_days": float("inf")}, "lifetime_days must be finite and above 0"),
-        ({"ctr": 1.0}, "ctr must be between 0 and 1"),
-        ({"new_id_share": 1.5}, "new_id_share must be in"),
-        ({"core_ids": (1,), "new_ids_per_day": (1, 2)}, "one number per field"),
-        ({"core_ids": (0,), "new_ids_per_day": (0,)}, "field 1 must have core ids or new ids"),
-    ],
-)
-def test_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DriftConfig(**settings)
-
-
 def test_a_data_set_holds_the_samples_with_raw_ids_and_times(tmp_path):
     config = DriftConfig(**{**SMALL, "rows": 3000})
     schema = synthesize_drifting(tmp_path / "data", config, test_rows=1500)

@@ -1,0 +1,128 @@
+"""Messages about settings, schema files and addresses: each names the problem, the value and the remedy."""
+
+import pytest
+
+from cowrec.data_pipeline import PrepareConfig, SparseField, SynthesizeConfig, open_source
+from cowrec.data_pipeline.raw.layouts import load_schema_file
+from cowrec.data_pipeline.streams.open import open_sink
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+
+SETTINGS = [
+    (PrepareConfig, {"min_count": 0}, "min_count must be at least 1, got 0"),
+    (PrepareConfig, {"hash_buckets": -1}, "hash_buckets must be from 0 to"),
+    (PrepareConfig, {"hash_buckets": 9, "min_count": 2}, "min_count has no effect with hash_buckets"),
+    (PrepareConfig, {"raw_ids": True, "max_ids": 9}, "max_ids has no effect with raw_ids"),
+    (PrepareConfig, {"raw_ids": True, "hash_buckets": 9}, "hash_buckets and raw_ids exclude each other"),
+    (PrepareConfig, {"max_ids": -1}, "max_ids must be at least 0, got -1"),
+    (PrepareConfig, {"dense": "standard"}, "dense must be one of quantile, minmax, log, buckets, none, got 'standard'"),
+    (PrepareConfig, {"split": "tail"}, "split must be one of random, order, time, got 'tail'"),
+    (PrepareConfig, {"split": "order", "test_rows": 5, "test_fraction": 0.1}, "test_rows and test_fraction exclude"),
+    (PrepareConfig, {"test_rows": 5}, 'test_rows is for split = "order"; with "random" give fractions'),
+    (PrepareConfig, {"split": "order", "validation_rows": 5}, "validation_rows needs test_rows, where the test split"),
+    (PrepareConfig, {"split": "order", "test_rows": -5}, "test_rows must be at least 0"),
+    (PrepareConfig, {"split": "order", "test_from": 5}, 'test_from is for split = "time"'),
+    (
+        PrepareConfig,
+        {"split": "time", "test_from": "yesterday"},
+        "test_from = 'yesterday': a time must be Unix",
+    ),
+    (
+        PrepareConfig,
+        {"split": "time", "test_from": 5, "validation_from": "5"},
+        "validation_from must be before test_",
+    ),
+    (PrepareConfig, {"test_fraction": 0.5, "validation_fraction": 0.5}, "must be less than 1, got 0.5 + 0.5"),
+    (PrepareConfig, {"test_fraction": 1.0}, "test_fraction must be in [0, 1), got 1.0"),
+    (PrepareConfig, {"negative_fraction": 0}, "negative_fraction must be in (0, 1], got 0"),
+    (PrepareConfig, {"on_bad_row": "ignore"}, "on_bad_row must be one of error, skip"),
+    (SynthesizeConfig, {"rows": 0}, "rows must be at least 1, got 0"),
+    (SynthesizeConfig, {"ctr": 1.0}, "ctr must be between 0 and 1, got 1.0"),
+    (SynthesizeConfig, {"vocabulary_scale": 0.0}, "vocabulary_scale must be in (0, 100], got 0.0"),
+    (SynthesizeConfig, {"skew": -1.0}, "skew must be finite and at least 0, got -1.0"),
+    (SynthesizeConfig, {"seed": -1}, "seed must be at least 0, got -1"),
+    (DriftConfig, {"rows": 0}, "rows must be at least 1, got 0"),
+    (DriftConfig, {"days": 0.0}, "days must be finite and above 0, got 0.0"),
+    (DriftConfig, {"lifetime_days": float("inf")}, "lifetime_days must be finite and above 0, got inf"),
+    (DriftConfig, {"num_dense": -1}, "num_dense must be at least 0, got -1"),
+    (DriftConfig, {"ctr": 1.0}, "ctr must be between 0 and 1, got 1.0"),
+    (DriftConfig, {"new_id_share": 1.5}, "new_id_share must be in [0, 1], got 1.5"),
+    (DriftConfig, {"core_ids": (1,), "new_ids_per_day": (1, 2)}, "one number per field and at least one field, got 1"),
+    (DriftConfig, {"core_ids": (0,), "new_ids_per_day": (0,)}, "field 1 must have core ids or new ids, got 0 and 0"),
+    (CriteoIds, {"max_rows": 1}, "tables need at least 2 rows, got 1"),
+    (SparseField, {"name": "a", "num_embeddings": 0}, "num_embeddings must be at least 2"),
+    (SparseField, {"name": "a", "num_embeddings": 1, "encoding": "hash"}, "num_embeddings must be at least 2"),
+    (SparseField, {"name": "a", "num_embeddings": 1, "encoding": "raw"}, "num_embeddings must be at least 2"),
+    *(
+        (opening, {"address": address}, message)
+        for opening in (open_source, open_sink)
+        for address, message in (
+            ("redis://127.0.0.1:1/0", "must name a stream"),
+            ("kafka://broker:1", "must be kafka://broker"),
+            ("http://somewhere/", "must be a folder, redis:// or kafka://, got http://"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "settings", "message"), SETTINGS)
+def test_settings_are_checked(made, settings, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        made(**settings)
+    assert message in str(error.value)
+
+
+FIELD = '[[fields]]\nname = "x"\nkind = "categorical"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("delimiter = ''\n" + FIELD, "delimiter must be at least one character"),
+        ("delimiter = ';;'\n" + FIELD, "';;' is more than one ASCII character, so quotes have no meaning: set quote"),
+        ("separator = ';'\n" + FIELD, "unknown key 'separator'; the keys are delimiter"),
+        ("header = 'no'\n" + FIELD, "header must be of type bool, got 'no'"),
+        ("header = false\n" + FIELD, "give `columns` if, and only if, header = false"),
+        ("header = false\ncolumns = ['label', 'y']\n" + FIELD, "no column 'x' among label, y"),
+        ("", "at least one field"),
+        ("[[fields]]\nname = 'x'\n", "fields entry 1 needs a name and a kind"),
+        (
+            "[[fields]]\nname = 'x'\nkind = 'date'",
+            "kind must be one of numeric, categorical, multi, weighted, got 'date'",
+        ),
+        (FIELD + "weight_separator = ':'", "weight_separator is for the kind weighted only"),
+        (FIELD + "separator = '|'", "separator is for list kinds only"),
+        (FIELD + "pooling = 'mean'", "pooling is for the kinds multi and weighted"),
+        (FIELD + "size = 3", "fields entry 1: unknown key 'size'"),
+        (FIELD + FIELD, "field names must differ"),
+        ("[[fields]]\nname = 'a b'\nkind = 'numeric'", "field 'a b': a name is made of letters"),
+        ("[[fields]]\nname = 'label'\nkind = 'numeric'", "this name is taken"),
+        ("label = 'x'\n" + FIELD, "column 'x' is the label"),
+        ("[[fields]]\nname = 'x'\nkind = 'numeric'\ntransform = 'sqrt'", "transform must be one of quantile, minmax,"),
+        (FIELD + "transform = 'log'", "for numeric fields; got 'log'"),
+        (FIELD + "min_count = -1", "field 'x': min_count must be at least 1"),
+        ("[[fields]]\nname = 'x'\nkind = 'numeric'\nmax_ids = 5", "max_ids must be at least 1, and is for ids only"),
+        (FIELD + "max_ids = true", "max_ids must be of type int, got True"),
+        ("null = 'NA'\n" + FIELD, "null must be a list of strings or numbers, got"),
+        (FIELD + "null = [[0]]", r"fields entry 1: null must be a list of strings or numbers, got \[\[0\]\]"),
+        ("labels = ['a']\nlabel = 'b'\n" + FIELD, "labels replaces label"),
+        ("labels = ['a']\nthreshold = 1\n" + FIELD, "give positive and threshold in its entries"),
+        ("labels = ['a', {column = 'b'}]\n" + FIELD, "labels entry 2 must be a column or have a name"),
+        ("labels = ['a', 'a']\n" + FIELD, "labels must be one name or several different ones"),
+        ("labels = ['a b', 'c']\n" + FIELD, "label 'a b': a name is made of letters"),
+        ("labels = []\n" + FIELD, "labels must be one name"),
+        ("threshold = nan\n" + FIELD, "threshold must be a finite number"),
+        ("threshold = 1\npositive = ['1']\n" + FIELD, "give positive or threshold, not both"),
+        ("weight = 'label'\n" + FIELD, "column 'label' is a label, so it cannot be the time or the weight"),
+        ("time = 'label'\n" + FIELD, "column 'label' is a label, so it cannot be the time"),
+        (
+            "time = 'at'\n[[fields]]\nname = 'time'\nkind = 'numeric'",
+            "'time': this name is reserved for the time",
+        ),
+        ("label = ", "is not valid TOML"),
+    ],
+)
+def test_schema_files_are_checked(tmp_path, text, message):
+    (tmp_path / "schema.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"schema\.toml.*" + message):
+        load_schema_file(tmp_path / "schema.toml")
