@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .codec.codec import BadSample, Encoded, RawSamples, SampleCodec
+from .codec import BadSample, Encoded, RawSamples, SampleCodec
 from .dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
 from .preparation.config import PrepareConfig
 from .preparation.prepare import prepare, work_bytes

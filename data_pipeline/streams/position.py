@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.codec.codec import TIME_COLUMN
+from cowrec.data_pipeline.codec import TIME_COLUMN
 from cowrec.data_pipeline.files import durable_file, replace_file, sync_file, sync_folder, write_file
 
 from .reorder import ReorderBuffer

@@ -35,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cowrec.data_pipeline.codec.codec import TIME_COLUMN, BadSample, Encoded, SampleCodec, sample_block
+from cowrec.data_pipeline.codec import TIME_COLUMN, BadSample, Encoded, SampleCodec, sample_block
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.encoding.dense import count_bounded

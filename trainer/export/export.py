@@ -31,8 +31,7 @@ from cowrec.trainer.sharded_model.build import dense_tensors
 from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, tables_of
 from cowrec.trainer.training.saved_run import run_of, trained_state
 
-from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, TableManifest
-from .quantised_rows import Precision, dequantise, quantise
+from .manifest import DENSE, MANIFEST, NETWORK, TABLES, Manifest, Precision, TableManifest, dequantise, quantise
 
 _PROBE_SAMPLES = 4096
 

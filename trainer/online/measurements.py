@@ -16,7 +16,7 @@ from pyarrow import feather
 from torch import Tensor
 
 from cowrec.data_pipeline import SampleStream, StreamBatch
-from cowrec.data_pipeline.codec.codec import TIME_COLUMN
+from cowrec.data_pipeline.codec import TIME_COLUMN
 from cowrec.data_pipeline.dataset.schema import LABEL
 from cowrec.data_pipeline.streams.position import LEFT_OUT
 from cowrec.trainer.config.id_table import seconds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, SampleStream, Schema, StreamBatch
-from cowrec.data_pipeline.codec.codec import ID_COLUMN, sample_block
+from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.trainer.runtime.peers import Peers
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.training.dataloading import even_slice

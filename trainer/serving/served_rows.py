@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS, Schema
-from cowrec.trainer.export.quantised_rows import Precision, quantise
+from cowrec.trainer.export.manifest import Precision, quantise
 
 from .row_kernels import (
     NO_OVERLAY,

@@ -101,7 +101,7 @@ def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
         if service.failure:
             stop()
 
-    predict = Route("/predict", functools.partial(_predict, service, _Active()), methods=["POST"])
+    predict = Route("/predict", functools.partial(_predict, service), methods=["POST"])
     return _app([predict, *_health_routes(service)], lifespan)
 
 
@@ -128,36 +128,28 @@ def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-class _Active:
-    """How many predictions are in progress."""
-
-    count = 0
-
-
-async def _predict(service: Service, active: _Active, request: Request) -> Response:
+async def _predict(service: Service, request: Request) -> Response:
     """Predicts a sample or several. A request takes a slot once it has arrived; one that would wait too long, or for a
-    slot, is refused before it is parsed."""
-    since, limits = time.monotonic(), service.limits
+    slot, is refused before it is parsed.
+    """
+    since, limits, batcher = time.monotonic(), service.limits, service.batcher
     try:
         body = await _body(request, limits)
         if unable := service.cannot_predict():
             raise Rejected(503, "loading", f"{shown_text(unable)}; retry later", _RETRY)
         timeout = _timeout_ms(request, limits.timeout_ms)
-        wait = service.batcher.expected_wait
-        if active.count >= limits.concurrent_requests:
-            raise _busy("busy", f"{active.count} requests are in progress, which is the limit", wait)
+        wait = batcher.expected_wait
+        if batcher.calls >= limits.concurrent_requests:
+            raise _busy("busy", f"{batcher.calls} requests are in progress, which is the limit", wait)
         if wait > timeout / 1000:
             raise _busy("queue", f"the requests before it take {1000 * wait:.0f} ms", wait)
         samples, many = samples_of(body, limits.samples)
         content: dict[str, Any] = {"version": service.version, "probabilities": []}
         if samples:
-            active.count += 1
             try:
-                answers = await service.batcher.submit(samples, since + timeout / 1000)
+                answers = await batcher.submit(samples, since + timeout / 1000)
             except Late:
                 raise _busy("late", f"no prediction could be made within {timeout:g} ms", 0) from None
-            finally:
-                active.count -= 1
             results, version = [result for result, _ in answers], answers[0][1]
             for index, result in enumerate(results):
                 if isinstance(result, str):

@@ -244,6 +244,11 @@ class MicroBatcher:
         self._item_seconds, self._since = 0.0, math.nan
 
     @property
+    def calls(self) -> int:
+        """Calls that wait."""
+        return len(self._queue)
+
+    @property
     def expected_wait(self) -> float:
         """Seconds until the items that wait now are computed, by the time that the last batches took for an item.
 

@@ -15,8 +15,7 @@ from cowrec.data_pipeline import Reader, Schema
 from cowrec.models import MODELS, ModelConfig, build_network, physical_dim
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run, exported_network
-from cowrec.trainer.export.manifest import Manifest
-from cowrec.trainer.export.quantised_rows import dequantise, quantise
+from cowrec.trainer.export.manifest import Manifest, dequantise, quantise
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import predict_run
 from process_groups import in_processes

@@ -21,6 +21,8 @@ from cowrec.trainer.training.saved_run import predict_run
 from served_oracle import RESERVED, USER_WIDTH, WIDTH, Oracle, delta, full, random_samples
 from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
+PRECISIONS = {"weighted": ("float32", "float16"), "averaged": ("float32", "int8")}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             settings = [f"train.epochs={epochs}"]
             settings += ["model.embedding_dims={city=3, history=9}"] if bags == "weighted" else []
             train(load_config(config, settings), data, run, resume=epochs > 1)
-            for precision in ("float32", "float16", "int8"):
+            for precision in PRECISIONS[bags]:
                 export_run(run, folder / bags / f"{precision}-{epochs}", precision)
             predict_run(run, data, folder / bags / f"predictions-{epochs}")
     return folder
@@ -69,7 +71,7 @@ def test_an_export_with_published_changes_equals_the_trained_model(folder: Path,
     samples = samples_of(data)
     change = difference(folder / bags / "float32-1", folder / bags / "float32-2")
     assert change.num_rows > 10
-    for precision in ("float32", "float16", "int8"):
+    for precision in PRECISIONS[bags]:
         served = ServedModel.load(folder / bags / f"{precision}-1")
         if precision == "float32":
             np.testing.assert_allclose(served.predict(samples), predictions(folder, bags, 1), rtol=2e-5, atol=2e-6)

@@ -11,7 +11,7 @@ import torch
 from sklearn.metrics import log_loss
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
-from cowrec.data_pipeline.codec.codec import SampleCodec
+from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run

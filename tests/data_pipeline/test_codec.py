@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synthesize
-from cowrec.data_pipeline.codec.codec import SampleCodec
+from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.dataset.shards import load_shards
 from raw_cases import NULLS_SCHEMA

@@ -9,12 +9,15 @@ A sample has the raw columns of the data set's layout, by name:
 * `sample_id`, a string or an integer that identifies repeated samples; optional.
 
 Other columns are ignored. An integer id, 5 or 5.0, equals its decimal text. Samples of synthetic data sets have one
-column per field and row numbers as ids. R samples.
+column per field and row numbers as ids. R samples, N dense fields, F sparse fields.
 """
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +25,26 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, TIME, Schema
+from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
+from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, RESERVED_ROWS, TIME, Schema
 from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
-from cowrec.data_pipeline.encoding.encoder import Encoder
-from cowrec.data_pipeline.raw.columns import SampleColumns
+from cowrec.data_pipeline.encoding.dense import bound, bounded, bucket_ids, scores
+from cowrec.data_pipeline.encoding.encoder import Encoder, hash_bucket_rows, raw_ids_of_hashed
+from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers
+from cowrec.data_pipeline.raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED, SampleColumns
 from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
 from cowrec.data_pipeline.raw.parsing import Parsed
 
 from .json_lines import (
+    CANONICAL_VALUE,
     ColumnType,
-    canonical_values,
+    canonical_samples,
     long_texts,
     parse_lines,
     require_columns,
     to_array,
     uniform_table,
 )
-from .request_codec import RequestEncoder
 
 if TYPE_CHECKING:
     from cowrec.data_pipeline.dataset.batch import Batch
@@ -151,7 +156,7 @@ class SampleCodec:
         types = {field.column: ColumnType.of(field) for field in layout.fields}
         self.columns, self._features = tuple(types), dict(types)
         synthetic = any(field.encoding == "synthetic" for field in schema.sparse)
-        self._request_encoder = None if synthetic else RequestEncoder(schema, self._features, layout, encoder)
+        self._request_encoder = None if synthetic else _RequestEncoder(schema, self._features, layout, encoder)
         types.setdefault(SAMPLE_ID, ColumnType("id"))
         types.setdefault(self._time, ColumnType("time" if layout.time_format == "timestamp" else "id"))
         for label in layout.labels:
@@ -197,31 +202,21 @@ class SampleCodec:
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
         """Converts samples given as dictionaries of JSON values; `training`: see `encode`."""
         types = self._types_for(training)
-        good, index, bad = [], [], []
-        present: set[str] = set()
-        for number, sample in enumerate(samples):
-            try:
-                good.append(canonical_values(sample, types))
-            except ValueError as error:
-                bad.append(BadSample(number, str(error)))
-                continue
-            index.append(number)
-            present |= sample.keys()
+        good, problems, present = canonical_samples(samples, types)
         # If no sample is valid, missing columns are not reported as another error.
         columns = {
-            name: to_array([each[name] for each in good], kind)
+            name: to_array([each[name] for each in good.values()], kind)
             for name, kind in types.items()
             if name in present or not good
         }
-        return RawSamples(pa.table(columns), np.asarray(index, np.int64), tuple(bad))
+        return RawSamples(pa.table(columns), np.array([*good], np.int64), _bad(problems))
 
     def from_table(self, table: pa.Table) -> RawSamples:
         """Selects the known columns of an Arrow table, such as one of a Parquet file."""
         table = table.select([name for name in self._types if name in table.column_names])
         found = long_texts(table)
         kept = np.setdiff1d(np.arange(table.num_rows), list(found))
-        bad = tuple(BadSample(row, reason) for row, reason in found.items())
-        return RawSamples(table.take(pa.array(kept)) if found else table, kept, bad)
+        return RawSamples(table.take(pa.array(kept)) if found else table, kept, _bad(found))
 
     def encode(self, samples: RawSamples, *, training: bool = True) -> Encoded:
         """Encodes all good samples.
@@ -269,7 +264,7 @@ class SampleCodec:
             encoded = self.encode(self.from_objects(samples, training=False), training=False)
             return encoded.block, encoded.bad
         block, problems = self._request_encoder.encode(samples)
-        return block, tuple(BadSample(index, reason) for index, reason in problems.items())
+        return block, _bad(problems)
 
     def _types_for(self, training: bool) -> Mapping[str, ColumnType]:
         return self._types if training else self._features
@@ -291,3 +286,189 @@ class SampleCodec:
                 if pair_weights is not None:
                     weights[field.name] = pair_weights
         return Parsed(index, {LABEL: label}, None, numbers, ids, weights, [])
+
+
+def _bad(problems: Mapping[int, str]) -> tuple[BadSample, ...]:
+    return tuple(BadSample(index, reason) for index, reason in problems.items())
+
+
+_Columns = Mapping[str, Sequence[Any]]
+"""Canonical values of samples (see `canonical_values`), by raw column."""
+
+_NUMBERS, _TEXTS = {int, float, type(None)}, {str, type(None)}
+
+
+class _RequestEncoder:
+    """Encodes samples for prediction: equals `SampleCodec.encode` without its cost per column, which for one sample is
+    ten times as much.
+
+    All numeric fields form one array and all ids one array of strings, which are hashed together. The arithmetic and
+    the lookups of ids are those of `Encoder`.
+
+    Args:
+        schema: schema of the data set.
+        types: of the raw columns.
+        layout: layout of its raw columns.
+        encoder: encoder of the data set.
+    """
+
+    def __init__(self, schema: Schema, types: Mapping[str, ColumnType], layout: Layout, encoder: Encoder) -> None:
+        self._schema, self._types, self._encoder = schema, types, encoder
+        self._column = {field.name: field.column for field in layout.fields}
+        numeric = [field.name for field in layout.fields if field.kind == "numeric"]
+        self._numeric = {name: index for index, name in enumerate(numeric)}
+        self._dense = np.array([self._numeric[field.source] for field in encoder.dense], np.int64)
+        low = np.array([[field.minimum] for field in encoder.dense]).reshape(-1, 1)
+        width = np.array([[field.maximum - field.minimum] for field in encoder.dense]).reshape(-1, 1)
+        transforms = np.array([[field.transform] for field in encoder.dense]).reshape(-1, 1)
+        self._low, self._width = low, np.where(width > 0, width, 1.0)
+        self._minmax, self._log, self._flat = transforms == "minmax", transforms == "log", width <= 0
+        self._bound = np.array([[bound(field)] for field in encoder.dense]).reshape(-1, 1)
+        self._quantile = [index for index, field in enumerate(encoder.dense) if field.transform == "quantile"]
+
+    def encode(self, samples: Sequence[Mapping[str, Any]]) -> tuple[SampleBlock, dict[int, str]]:
+        """Encodes the good ones; returns the problems of the others too, by index, in order.
+
+        Raises:
+            ValueError: no sample has some column.
+        """
+        with suppress(KeyError, TypeError, ValueError, OverflowError):  # what is wrong is found sample by sample
+            columns = {name: [sample[name] for sample in samples] for name in self._types}
+            return self._encoded({name: _canonical(values, self._types[name]) for name, values in columns.items()}), {}
+        good, problems, present = canonical_samples(samples, self._types)
+        if good:
+            require_columns(self._types, present)
+        problems |= {number: problem for number, values in good.items() if (problem := self._problem(values))}
+        kept = [values for number, values in good.items() if number not in problems]
+        columns = {name: [values[name] for values in kept] for name in self._types}
+        return self._encoded(columns), dict(sorted(problems.items()))
+
+    def _problem(self, sample: Mapping[str, Any]) -> str:
+        """Returns an error that canonical types do not rule out; empty if there is none."""
+        for name in self._numeric:
+            value = sample[self._column[name]]
+            if value is not None and not math.isfinite(value):
+                return f"column {self._column[name]}: must be a finite number or null, got {value}"
+        for field in self._encoder.sparse:
+            value = sample[self._column[field.source]]
+            weights = [abs(each["weight"]) for each in value or ()] if field.kind == "weighted" else []
+            if not all(map(math.isfinite, weights)):
+                return f"column {self._column[field.source]}: weights must be finite numbers"
+            if weights and max(weights) > MAX_WEIGHT:
+                return f"column {self._column[field.source]}: {WEIGHTS_ARE_BOUNDED}, got {max(weights):g}"
+        return ""
+
+    def _encoded(self, columns: _Columns) -> SampleBlock:
+        """The samples; labels are NaN, times are unknown.
+
+        Raises:
+            ValueError: one has a problem, or a text is not UTF-8; it is not told which one.
+            OverflowError: a number is too large.
+        """
+        raw = [columns[self._column[name]] for name in self._numeric]
+        samples = len(columns[next(iter(columns))])
+        numbers = np.array(raw, np.float64).reshape(len(raw), samples)  # None became NaN
+        if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
+            raise ValueError("a number is not finite")
+        texts, lengths, weights = self._texts(columns, numbers)
+        ids = self._ids(texts, [samples if each is None else sum(each) for each in lengths])
+        singles, bags, start = [], {}, 0
+        for field, counts in zip(self._encoder.sparse, lengths, strict=True):
+            if counts is None:
+                stop = start + samples
+                singles.append(ids[start:stop])
+            else:
+                stop = start + sum(counts)
+                values = weights.get(field.name)
+                bags[field.name] = Bags(
+                    torch.from_numpy(ids[start:stop]),
+                    torch.tensor([0, *counts]).cumsum(0),
+                    None if values is None else torch.from_numpy(values.astype(np.float32)),
+                )
+            start = stop
+        table = np.array(singles, ids.dtype).reshape(len(singles), samples)
+        return SampleBlock(
+            torch.from_numpy(self._transformed(numbers)).t().contiguous(),  # as networks compiled elsewhere expect
+            torch.full((samples,), math.nan),
+            torch.from_numpy(table).t(),
+            bags,
+        )
+
+    def _transformed(self, numbers: np.ndarray) -> np.ndarray:
+        """Applies `dense.transformed` to all fields at once: float32 [N, R]."""
+        raw = numbers[self._dense]
+        present = np.where(np.isnan(raw), 0.0, raw)
+        with np.errstate(over="ignore", invalid="ignore"):
+            above = present - self._low
+            logs = np.log1p(np.maximum(above, 0.0)) if self._log.any() else above
+            scaled = np.where(self._flat, 0.0, above / self._width)
+        result = np.where(self._minmax, scaled, np.where(self._log, logs, present))
+        for index in self._quantile:
+            result[index] = scores(self._encoder.dense[index], raw[index])
+        return bounded(result, self._bound)
+
+    def _texts(
+        self, columns: _Columns, numbers: np.ndarray
+    ) -> tuple[list[str], list[list[int] | None], dict[str, np.ndarray]]:
+        """Returns all ids by field, their number by field and sample, and the weights of weighted fields.
+
+        The number is None for a field of one id each.
+        """
+        texts: list[str] = []
+        lengths: list[list[int] | None] = []
+        weights: dict[str, np.ndarray] = {}
+        for field in self._encoder.sparse:
+            values = columns[self._column[field.source]]
+            if field.bucketed:
+                texts += bucket_ids(numbers[self._numeric[field.source]]).to_pylist()
+                lengths.append(None)
+            elif field.kind == "categorical":
+                texts += [value or "" for value in values]
+                lengths.append(None)
+            elif field.kind == "multi":
+                lists = [value or [""] for value in values]
+                texts += chain.from_iterable(lists)
+                lengths.append([len(each) for each in lists])
+            else:
+                pairs = [value or [{"id": "", "weight": 1.0}] for value in values]
+                texts += [pair["id"] for each in pairs for pair in each]
+                given = np.array([pair["weight"] for each in pairs for pair in each], np.float64)
+                if not (np.abs(given) <= MAX_WEIGHT).all():
+                    raise ValueError(WEIGHTS_ARE_BOUNDED)
+                weights[field.name] = given
+                lengths.append([len(each) for each in pairs])
+        return texts, lengths, weights
+
+    def _ids(self, texts: list[str], counts: list[int]) -> np.ndarray:
+        """Returns the rows or raw ids of texts, `counts` [F] of each field: int32, or int64 if some are raw."""
+        offsets, data = string_buffers(pa.array(texts, pa.string()))
+        hashes = bytes_hashes(offsets, data)
+        ids = raw_ids_of_hashed(hashes) if self._schema.has_raw_ids else np.empty(len(texts), np.int32)
+        start = 0
+        for field, count in zip(self._encoder.sparse, counts, strict=True):
+            stop = start + count
+            if field.encoding == "vocabulary":
+                vocabulary = self._encoder.vocabularies[field.name]
+                ids[start:stop] = vocabulary.rows_of_hashed(hashes[start:stop], offsets[start : stop + 1], data)
+            elif field.encoding == "hash":
+                ids[start:stop] = hash_bucket_rows(hashes[start:stop], field.num_embeddings - RESERVED_ROWS)
+            start = stop
+        ids[offsets[1:] == offsets[:-1]] = MISSING
+        return ids
+
+
+def _canonical(values: Sequence[Any], column: ColumnType) -> Sequence[Any]:
+    """Converts a column's values as `canonical_values` does; fast where they need no conversion.
+
+    Unlike there, texts may have surrogates, which Arrow refuses.
+
+    Raises:
+        ValueError: a value has the wrong type for the column.
+    """
+    types = {*map(type, values)}
+    if types <= _NUMBERS and column.kind == "number":
+        nulls = column.null_numbers
+        return [None if value is not None and float(value) in nulls else value for value in values] if nulls else values
+    if types <= _TEXTS and column.kind == "id":
+        return ["" if value in column.null else value for value in values] if column.null else values
+    return [None if value is None else CANONICAL_VALUE[column.kind](value, column) for value in values]

@@ -1,1 +1,0 @@
-"""Encoding of raw samples, given as JSON or Arrow, to the features of a prepared data set."""
