@@ -134,7 +134,8 @@ def id_table(spec: TableSpec) -> IdTableConfig:
     key, ids = f"id_table ({spec.name})", spec.ids
     counted = {}
     if ids.admission == "count":
-        counted = {"window": seconds(ids.window, key)}
+        # Far more ids are counted than admitted: 16 bytes of counters for each row.
+        counted = {"window": seconds(ids.window, key), "counters": max(1 << 20, 8 * ids.capacity)}
     return IdTableConfig(
         capacity=ids.capacity,
         features=tuple(field.name for field in spec.fields),
