@@ -52,7 +52,7 @@ from cowrec.models import ModelConfig, build_network, physical_dim
 from cowrec.trainer.cli.flag_values import parse_list
 from cowrec.trainer.export.export import TrainedTable, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange
-from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
+from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.runs.provenance import environment
 
@@ -333,8 +333,8 @@ def _publish(config: DriftConfig, folder: Path, rows: int, seconds: float, stop:
     model, rng = DriftingModel.of(config), np.random.default_rng(0)
     each, first = rows // config.fields, config.rows
     last_ids = [np.empty(0, np.int64)] * config.fields
-    never = PublicationConfig(compact_after=1 << 40, compact_bytes=1 << 60)
-    with Publisher(open_target(str(folder / "published"), publishing=True), never) as publisher:
+    target = open_target(str(folder / "published"), publishing=True)
+    with Publisher(target, compact_after=1 << 40, compact_bytes=1 << 60) as publisher:
         export = _exported(folder / "export")
         publisher.publish(export, export)
         del export

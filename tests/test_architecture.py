@@ -91,7 +91,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "measures": "runtime",
         "training": "config runtime sharded_model runs measures",
         "export": "runtime sharded_model runs training",
-        "publishing": "runtime sharded_model",
+        "publishing": "",
         "online": "config runtime sharded_model runs measures training export publishing",
         "serving": "runs export publishing",
         "bench": "config runtime reports sharded_model runs training",

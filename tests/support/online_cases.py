@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Timer
+from threading import Event, Timer
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +15,9 @@ from cowrec.data_pipeline import synthesize_drifting
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.online.loop import online
+from cowrec.trainer.publishing.follower import VersionReader
+from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.serving.served_model import ServedModel
 from process_groups import in_processes
 from trainer_cases import free_port, launched_as
 
@@ -121,3 +124,14 @@ def _online_cases(rank: int, cases: Sequence[dict[str, Any]], file: Path, proces
     file.with_suffix(f".rank{rank}").write_text(json.dumps(outcomes))
     sys.stdout.flush()
     os._exit(0)  # see process_groups.process_group
+
+
+def followed(run_dir: Path, url: Path | str) -> ServedModel:
+    """A reader that has applied everything that a run has published."""
+    target, served = open_target(str(url)), ServedModel.load(run_dir / "base")
+    newest = target.blobs()[-1][0]
+    for blob in VersionReader(target).versions(Event()):
+        served.apply(blob)
+        if blob.version == newest:
+            break
+    return served

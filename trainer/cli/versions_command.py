@@ -34,8 +34,11 @@ def versions(
     rows = [["version", "kind", "step", "newest sample", "published", "bytes", "lineage", "state"]]
     for each in listed:
         state = "cannot be read" if each.problem else "" if each.version in reachable else "not reachable"
-        about = ["", "", ""] if each.problem else [str(each.step), _date(each.sample_time), _date(each.created)]
-        rows.append([str(each.version), each.kind, *about, f"{each.size:,}", each.lineage[:8], state])
+        about, lineage = ["", "", ""], ""
+        if each.blob:
+            change, lineage = each.blob.change, each.blob.lineage
+            about = [str(change.step), _date(change.sample_time), _date(each.blob.created)]
+        rows.append([str(each.version), each.kind, *about, f"{each.size:,}", lineage[:8], state])
     print(aligned(rows))
     for each in listed:
         if each.problem:

@@ -6,14 +6,18 @@ continues bit-identical to an uninterrupted one.
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from pyarrow import feather
 from torch import Tensor
 
 from cowrec.data_pipeline import (
@@ -26,6 +30,7 @@ from cowrec.data_pipeline import (
     StreamBatch,
     open_source,
 )
+from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_defaults
@@ -33,15 +38,16 @@ from cowrec.trainer.runs.checkpoint_folder import checkpoint_name, list_checkpoi
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runs.run_dir import write_report
+from cowrec.trainer.runtime.peers import Peers
 from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
+from cowrec.trainer.training.dataloading import even_slice
 from cowrec.trainer.training.loop import Trainer, require_run_dir
 
-from .measurements import FrozenWindow, Measurements, metrics_endpoint
+from .measurements import WINDOW_FILE, Measurements, metrics_endpoint
 from .publication import Due, OnlinePublication
-from .turns import Decision, Turn, Turns
 
 JOURNAL, QUARANTINE = "journal", "quarantine"
 _POLL_SECONDS = 0.2
@@ -133,11 +139,11 @@ class _OnlineRun:
         """Runs from the first sample, or from the newest checkpoint, to the end of the stream."""
         position = self.resume() if resume else None
         with ExitStack() as opened:
-            on_first(self.process, lambda: opened.enter_context(self.opened_stream(position)))
+            on_first(self.process, lambda: self.open_stream(position, opened))
             if publish:
                 publication = OnlinePublication(publish, self.state, self.run_dir, self.trainer.warn)
                 self.publication = opened.enter_context(closing(publication))
-            on_first(self.process, lambda: opened.enter_context(self.served_metrics()))
+            on_first(self.process, lambda: self.serve_metrics(opened))
             log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes))
             stop = opened.enter_context(stop_requests(self.process))
             self.train(log, stop)
@@ -152,31 +158,29 @@ class _OnlineRun:
         ended = False
         while not ended:
             turn = turns.next(_POLL_SECONDS, self.decide)
-            self.measured.has_read(turns.seconds)
+            self.measured.reading_seconds = turns.seconds
             if turn.batch is not None:
                 self.step(turn, turn.batch, turns, log)
                 if self.trainer.steps == 1 or self.trainer.steps % self.config.train.log_every == 0:
                     self.measured.write(log, self.stream)
-            self.publish(turn.decision.publishes)
-            self.measured.write_stream_if_due(log, self.stream)
-            if turn.decision.saves:
+            self.publish(turn.publishes)
+            self.measured.write_stream(log, self.stream)
+            if turn.saves:
                 self.save()
             if stop.agreed():
                 self.save()
                 raise self.trainer.interrupted()
             ended = turn.ends
-        self.measured.close_window(log)
-        self.measured.write_stream(log, self.stream)
-        self.measured.write(log, self.stream)
+        self.measured.finish(log, self.stream)
         if self.publication:
             self.publication.finish()
 
-    def decide(self, ended: bool) -> Decision:
-        """What to do in a turn beside training; on the first process."""
+    def decide(self, ended: bool) -> tuple[bool, Due]:
+        """Whether to save and what to publish in a turn; on the first process."""
         publishes = self.publication.due(last=ended) if self.publication else Due.NOTHING
-        return Decision(time.monotonic() - self._saved_at >= self.config.online.snapshot_seconds, publishes)
+        return time.monotonic() - self._saved_at >= self.config.online.snapshot_seconds, publishes
 
-    def step(self, turn: Turn, batch: Batch, turns: Turns, log: MetricsLog) -> None:
+    def step(self, turn: "Turn", batch: Batch, turns: "Turns", log: MetricsLog) -> None:
         """Trains on a batch; the logits of the step, from the weights before its update, are its predictions.
 
         A batch that would make the model non-finite changes the id tables only.
@@ -224,7 +228,8 @@ class _OnlineRun:
 
         def load() -> None:
             found.append(Position.load(path))
-            self.measured.load(path, found[0].newest)
+            self.measured.quality.load(path)
+            self.measured.newest_time = found[0].newest or 0
             # Entries of damaged checkpoints, which were skipped, are kept too.
             self._first_entries = {each.name: 0 for each in list_checkpoints(path.parent)}
             self._first_entries[path.name] = found[0].entry
@@ -239,7 +244,7 @@ class _OnlineRun:
         if trainer.steps == self._saved_step:
             return
         trainer.require_finite()
-        files = partial(_write_files, stream.position, measured.quality.freeze()) if stream else None
+        files = partial(_write_files, stream.position, measured.quality.frozen()) if stream else None
         trainer.save(files, samples=measured.samples, seconds=measured.trained_seconds)
         self._saved_step, self._saved_at = trainer.steps, time.monotonic()
         if stream:
@@ -260,9 +265,8 @@ class _OnlineRun:
             self.trainer.require_finite()
             self.publication.publish(due, self.trainer.steps, self.measured.newest_time or None)
 
-    @contextmanager
-    def opened_stream(self, position: Position | None) -> Iterator[None]:
-        """Opens the stream at a position, at its beginning if None."""
+    def open_stream(self, position: Position | None, opened: ExitStack) -> None:
+        """Opens the stream at a position, at its beginning if None; on the first process."""
         assert self.source is not None
         online = self.config.online
         self.stream = SampleStream(
@@ -278,17 +282,15 @@ class _OnlineRun:
             journal=self.run_dir / JOURNAL,
             position=position,
         )
-        with closing(self.stream):
-            yield
+        opened.enter_context(closing(self.stream))
 
-    @contextmanager
-    def served_metrics(self) -> Iterator[None]:
-        """Serves the metrics, if the run has a port for them."""
+    def serve_metrics(self, opened: ExitStack) -> None:
+        """Serves the metrics, if the run has a port for them; on the first process."""
         online = self.config.online
         assert self.stream is not None
-        read = partial(self.measured.readings, self.stream, self.publication)
-        with metrics_endpoint(online.metrics_host, online.metrics_port, read) if online.metrics_port else nullcontext():
-            yield
+        if online.metrics_port:
+            read = partial(self.measured.readings, self.stream, self.publication)
+            opened.enter_context(metrics_endpoint(online.metrics_host, online.metrics_port, read))
 
     def report(self) -> dict[str, Any]:
         """Summarizes the run, on all processes alike."""
@@ -305,10 +307,121 @@ class _OnlineRun:
         )
 
 
-def _write_files(position: Position, window: FrozenWindow, folder: Path) -> None:
+@dataclass(frozen=True)
+class Turn:
+    """What all processes do in one turn.
+
+    What depends on time is decided by the first process, since the others would decide otherwise by their own clocks.
+
+    Attributes:
+        saves: whether it is time for a snapshot.
+        publishes: what it is time to publish.
+        ends: the stream has ended, with this turn's batch if there is one.
+        batch: this process's slice of the samples to train on, as even as :func:`even_slice` makes it; None if no
+            samples have come.
+        sizes: samples of each process's slice, without padding.
+        arrived: the complete batch, on the first process.
+    """
+
+    saves: bool
+    publishes: Due
+    ends: bool
+    batch: Batch | None = None
+    sizes: tuple[int, ...] = ()
+    arrived: StreamBatch | None = None
+
+
+class Turns:
+    """The turns of a run, decided by the first process, which alone reads; all processes call each method together.
+
+    Attributes:
+        seconds: CPU time of the first process's thread for reading, encoding and sharing out samples; the others have
+            none to train on meanwhile.
+    """
+
+    def __init__(self, stream: SampleStream | None, schema: Schema, process: Process) -> None:
+        self._stream, self._schema, self._peers = stream, schema, Peers(process)
+        self.seconds = 0.0
+
+    def next(self, timeout: float, decide: Callable[[bool], tuple[bool, Due]]) -> Turn:
+        """Waits for samples, at most about ``timeout`` seconds, and returns the next turn.
+
+        Args:
+            timeout: in seconds.
+            decide: called on the first process, with whether the stream has ended; returns whether to save and what to
+                publish.
+
+        Raises:
+            ValueError: the source cannot be read, or cannot repeat what the journal records; on all processes.
+            OSError: the journal cannot be written; on all processes.
+        """
+        if self._stream is None:
+            return self._received()
+        began = time.thread_time()
+        try:
+            arrived = self._stream.next_batch(timeout)
+        except (ValueError, OSError) as error:
+            if self._peers.count > 1:
+                self._peers.numbers([True, *[0] * (3 + self._peers.count)])
+                self._peers.error(error)
+            raise
+        turn = self._shared_out(arrived, *decide(self._stream.ended), self._stream.ended)
+        self.seconds += time.thread_time() - began
+        return turn
+
+    def logits(self, turn: Turn, own: Tensor) -> Tensor:
+        """Logits of all samples of a turn on the first process, from those of this process's, [B]."""
+        return self._peers.gathered(own.cpu(), turn.sizes)
+
+    def _shared_out(self, arrived: StreamBatch | None, saves: bool, publishes: Due, ends: bool) -> Turn:
+        peers, samples = self._peers, 0 if arrived is None else len(arrived.table)
+        sizes = self._sizes(samples)
+        if peers.count == 1:
+            return Turn(saves, publishes, ends, None if arrived is None else arrived.batch, sizes, arrived)
+        slices = list[pa.Table]()
+        if arrived is not None:
+            begins = [sum(sizes[:rank]) for rank in range(peers.count)]
+            table = arrived.table.drop_columns([ID_COLUMN])
+            slices = [table.slice(begin, size) for begin, size in zip(begins, sizes, strict=True)]
+        sent = [_as_bytes(each) for each in slices[1:]]
+        lengths = [len(each) for each in sent] or [0] * (peers.count - 1)
+        peers.numbers([False, ends, saves, publishes.value, samples, *lengths])
+        for rank, each in enumerate(sent, 1):
+            peers.send(each, rank)
+        return Turn(saves, publishes, ends, self._batch(slices[0], samples) if slices else None, sizes, arrived)
+
+    def _received(self) -> Turn:
+        peers = self._peers
+        failed, ends, saves, publishes, samples, *lengths = peers.numbers([0] * (4 + peers.count))
+        if failed:
+            raise peers.error(None)
+        batch = None
+        if samples:
+            received = peers.receive(0, lengths[peers.rank - 1], dtype=torch.uint8)
+            batch = self._batch(pa.ipc.open_stream(pa.py_buffer(received.numpy())).read_all(), samples)
+        return Turn(bool(saves), Due(publishes), bool(ends), batch, self._sizes(samples))
+
+    def _sizes(self, samples: int) -> tuple[int, ...]:
+        """Samples of each process; the slices are those of a reader of a data set."""
+        count = self._peers.count
+        return tuple(end - begin for begin, end in pairwise(rank * samples // count for rank in range(count + 1)))
+
+    def _batch(self, table: pa.Table, samples: int) -> Batch:
+        return even_slice(sample_block(table, self._schema).batch(self._schema, samples), self._peers.count)
+
+
+def _as_bytes(table: pa.Table) -> Tensor:
+    """A table in Arrow's stream format, uint8 [n]."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
+
+
+def _write_files(position: Position, window: pa.Table, folder: Path) -> None:
     """Writes what a checkpoint has beside the trainer's state."""
     position.save(folder)
-    window.save(folder)
+    feather.write_feather(window, folder / WINDOW_FILE, compression="zstd")
 
 
 def quarantine(run_dir: Path, batch: StreamBatch, logits: Tensor, reason: str) -> Path:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-_FILE = "window.arrow"
+WINDOW_FILE = "window.arrow"
 COUNTERS = {
     "samples": "Samples trained on, since the start of the run.",
     "steps": "Training steps, since the start of the run.",
@@ -93,18 +93,9 @@ class Measurements:
         self.samples, self.trained_seconds = samples, trained_seconds
         self._seconds_before = trained_seconds
 
-    def load(self, folder: Path, newest_time: int | None) -> None:
-        """Loads the open window of a checkpoint; on the first process."""
-        self.quality.load(folder)
-        self.newest_time = newest_time or 0
-
     def start(self, stream: SampleStream | None) -> None:
         """Begins to report what arrives from the stream, of which some may have arrived before the run was resumed."""
         self._reported, self._reported_at = stream.counters if stream else {}, time.monotonic()
-
-    def has_read(self, seconds: float) -> None:
-        """Notes the time that reading has taken since the process started."""
-        self.reading_seconds = seconds
 
     def has_trained(self, samples: int, seconds: float) -> None:
         """Counts a step."""
@@ -117,11 +108,6 @@ class Measurements:
         self.newest_time = max(self.newest_time, int(times.max()))
         for window in self.quality.add(logits, label, times):
             self._write_window(log, window)
-
-    def close_window(self, log: MetricsLog) -> None:
-        """Closes the open window, if it has samples."""
-        if not self.quality.is_empty:
-            self._write_window(log, self.quality.close())
 
     def _write_window(self, log: MetricsLog, window: "WindowQuality") -> None:
         """Logs and prints the quality of a window that is complete."""
@@ -139,14 +125,20 @@ class Measurements:
             log.write("stream", steps, **stream.counters, batches_set_aside=trainer.set_aside)
         trainer.write_statistics(log)
 
-    def write_stream_if_due(self, log: MetricsLog, stream: SampleStream | None) -> None:
-        """Does :meth:`write_stream` every `online.report_seconds`, also while nothing is trained on."""
-        if time.monotonic() - self._reported_at >= self._trainer.config.online.report_seconds:
-            self.write_stream(log, stream)
+    def finish(self, log: MetricsLog, stream: SampleStream | None) -> None:
+        """Closes the open window, if it has samples, and writes everything; all processes call together."""
+        if not self.quality.is_empty:
+            self._write_window(log, self.quality.close())
+        self.write_stream(log, stream, even_if_not_due=True)
+        self.write(log, stream)
 
-    def write_stream(self, log: MetricsLog, stream: SampleStream | None) -> None:
-        """Logs what arrived since the last call, if anything did, and warns of samples that were left out."""
-        if stream is None:
+    def write_stream(self, log: MetricsLog, stream: SampleStream | None, *, even_if_not_due: bool = False) -> None:
+        """Logs what arrived since the last report, if anything did, and warns of samples that were left out.
+
+        Reports are due every `online.report_seconds`, also while nothing is trained on.
+        """
+        is_due = even_if_not_due or time.monotonic() - self._reported_at >= self._trainer.config.online.report_seconds
+        if stream is None or not is_due:
             return
         counters, trainer = stream.counters, self._trainer
         new = {name: value - self._reported.get(name, 0) for name, value in counters.items()}
@@ -259,33 +251,19 @@ class ProgressiveQuality:
         """True if the open window has no samples."""
         return not self._logits
 
-    def freeze(self) -> "FrozenWindow":
-        """Captures the open window, to be saved later."""
-        return FrozenWindow(self._open, list(self._logits), list(self._labels))
+    def frozen(self) -> pa.Table:
+        """The open window, to be saved in a checkpoint later."""
+        parts = [torch.cat(each).numpy() if each else np.empty(0) for each in (self._logits, self._labels)]
+        table = pa.table({"logit": parts[0].astype(np.float64), "label": parts[1].astype(np.float32)})
+        return table.replace_schema_metadata({"open": str(-1 if self._open is None else self._open)})
 
     def load(self, folder: Path) -> None:
-        """Restores what :meth:`FrozenWindow.save` wrote."""
-        table = feather.read_table(folder / _FILE, memory_map=False)
+        """Restores the window of a checkpoint."""
+        table = feather.read_table(folder / WINDOW_FILE, memory_map=False)
         start = int(table.schema.metadata[b"open"])
         self._open = None if start < 0 else start
         numbers = [torch.from_numpy(table[name].to_numpy().copy()) for name in ("logit", "label")]
         self._logits, self._labels = ([each] if len(each) else [] for each in numbers)
-
-
-@dataclass(frozen=True)
-class FrozenWindow:
-    """Snapshot of an open window; its tensors are never written to."""
-
-    open: int | None
-    logits: list[Tensor]
-    labels: list[Tensor]
-
-    def save(self, folder: Path) -> None:
-        """Writes the window into a checkpoint's folder."""
-        parts = [torch.cat(each).numpy() if each else np.empty(0) for each in (self.logits, self.labels)]
-        table = pa.table({"logit": parts[0].astype(np.float64), "label": parts[1].astype(np.float32)})
-        start = -1 if self.open is None else self.open
-        feather.write_feather(table.replace_schema_metadata({"open": str(start)}), folder / _FILE, compression="zstd")
 
 
 @contextmanager
@@ -340,12 +318,10 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
 def _metrics(values: Mapping[str, float], stream: Mapping[str, int]) -> Iterator["Metric"]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for name, description in COUNTERS.items():
-        if name in values:
-            yield CounterMetricFamily(f"cowrec_online_{name}", description, value=values[name])
-    for name, description in GAUGES.items():
-        if name in values:
-            yield GaugeMetricFamily(f"cowrec_online_{name}", description, value=values[name])
+    for family, described in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+        for name, description in described.items():
+            if name in values:
+                yield family(f"cowrec_online_{name}", description, value=values[name])
     counts = CounterMetricFamily(STREAM, "Samples of the stream, by what happened to them.", labels=["kind"])
     for name, count in stream.items():
         counts.add_metric([name], count)

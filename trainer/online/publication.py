@@ -6,8 +6,9 @@ while training continues. n rows, m deleted ids, P stored width of a table.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Flag
 from functools import partial
@@ -18,18 +19,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.data_pipeline import RESERVED_ROWS
 from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
-from cowrec.trainer.publishing.changed_rows import CurrentRows, DirtyRows, TakenRows, assembled
-from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
+from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import DEADLINE, open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.peers import CHUNK, Peers
 from cowrec.trainer.runtime.processes import Process, from_first, on_first
-from cowrec.trainer.sharded_model.tables import TableSpec
+from cowrec.trainer.sharded_model.tables import TableSpec, local_shards, tables_of
 from cowrec.trainer.training.state import TrainState
 
 BASE = "base"
@@ -61,18 +62,11 @@ class OnlinePublication:
         OSError: the export cannot be written.
     """
 
-    def __init__(
-        self,
-        url: str,
-        state: TrainState,
-        run_dir: Path,
-        say: Callable[[str], None],
-    ):
+    def __init__(self, url: str, state: TrainState, run_dir: Path, say: Callable[[str], None]) -> None:
         config, schema, process = state.plan.config, state.plan.schema, state.plan.process
         self._config, self._state, self._say, self._specs = config.online, state, say, state.plan.tables
         self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
-        self._rows = CurrentRows(state.model, state.adam, process.rank)
         # What is sent in the background must not interleave with what is not.
         self._peers, self._background_peers = Peers(process), Peers(process)
         self._background = ThreadPoolExecutor(1, "publication") if process.world_size > 1 else None
@@ -85,8 +79,8 @@ class OnlinePublication:
         self._publisher: Publisher | None = None
 
         def open_publisher() -> None:
-            kept = PublicationConfig(keep_full=config.online.keep_full_versions)
-            self._publisher = Publisher(open_target(url, publishing=True), kept)
+            kept = config.online.keep_full_versions
+            self._publisher = Publisher(open_target(url, publishing=True), keep_full=kept)
 
         on_first(process, open_publisher)
         if not from_first(process, (run_dir / BASE).exists):
@@ -94,7 +88,8 @@ class OnlinePublication:
             self._export(partial(write_export, run_dir / BASE, config.model, schema, vocabulary), process)
 
     def _export(self, write: Callable[..., object], process: Process) -> None:
-        dense, tables = dense_weights(self._state.model), (self._table(spec) for spec in self._specs)
+        dense = dense_weights(self._state.model)
+        tables = (self._all_copied(spec).table(self._peers) for spec in self._specs)
 
         def write_first() -> None:
             try:
@@ -141,8 +136,8 @@ class OnlinePublication:
             dense = {name: value.clone().numpy() for name, value in dense_weights(self._state.model).items()}
         dirty = self._dirty.take(self._peers)
         ids = {name: self._ids(name, dirty[name]) for name in self._known}
-        changed = self._rows.take(dirty)
-        everything = {spec.name: self._take_all(spec) for spec in self._specs} if full else None
+        changed = self._copied(dirty)
+        everything = {spec.name: self._all_copied(spec) for spec in self._specs} if full else None
         self.finish()
         send = partial(self._send, partial(Change, step, sample_time, dense=dense), dirty, ids, changed, everything)
         if self._background:
@@ -193,7 +188,7 @@ class OnlinePublication:
         deleted = self._known[name].update(*columns)
         return _ChangedIds(*(torch.from_numpy(np.stack(each)) for each in (columns, deleted)))
 
-    def _take_all(self, spec: TableSpec) -> "_AllRows":
+    def _all_copied(self, spec: TableSpec) -> "_AllRows":
         """Copies all rows of a table that belong to ids."""
         if spec.name in self._known:
             assert self._state.id_tables is not None
@@ -203,28 +198,39 @@ class OnlinePublication:
         else:
             rows = torch.arange(spec.num_embeddings)[None]
             chunks = iter(rows.split(CHUNK if self._peers.count > 1 else spec.num_embeddings, 1))
-        taken, columns = [], []
+        copied, columns = [], []
         for chunk in chunks:
-            taken.append(self._rows.take({spec.name: chunk[0]})[spec.name])
+            copied.append(self._copied({spec.name: chunk[0]})[spec.name])
             columns += [chunk] * (self._peers.is_first and spec.name in self._known)
-        return _AllRows(spec, taken, torch.cat(columns, 1) if columns else None)
+        return _AllRows(spec, copied, torch.cat(columns, 1) if columns else None)
 
-    def _table(self, spec: TableSpec) -> TrainedTable:
-        return self._take_all(spec).table(self._peers)
+    def _copied(self, wanted: Mapping[str, Tensor]) -> dict[str, "_CopiedRows"]:
+        """Copies rows of tables, after the updates of absent rows that are still to be applied to them.
+
+        Args:
+            wanted: distinct rows of tables, int64 [n]; the same on all processes.
+        """
+        adam, model = self._state.adam, self._state.model
+        if adam:
+            for table, rows in wanted.items():
+                adam.catch_up(table, rows)
+        with adam.as_stored() if adam else nullcontext():
+            tables = tables_of(model)
+        return {name: _CopiedRows.of(tables[name], rows, self._peers.rank) for name, rows in wanted.items()}
 
     def _send(
         self,
         change: Callable[..., Change],
         dirty: Mapping[str, Tensor],
         ids: Mapping[str, "_ChangedIds"],
-        changed: Mapping[str, TakenRows],
+        changed: Mapping[str, "_CopiedRows"],
         everything: Mapping[str, "_AllRows"] | None,
     ) -> None:
         """Brings copied rows and ids together on the first process, which publishes them."""
         peers, tables = self._background_peers, dict[str, TableChange]()
         for spec in self._specs:
             of_table = ids[spec.name].together(peers) if spec.name in ids else None
-            rows = assembled([changed[spec.name]], peers)
+            rows = _assembled([changed[spec.name]], peers)
             if peers.is_first:
                 tables[spec.name] = _table_change(spec, dirty[spec.name], rows, of_table)
         complete = {name: each.table(peers) for name, each in everything.items()} if everything else None
@@ -253,12 +259,12 @@ class _AllRows:
     """All rows of a table that belong to ids; of a collisionless one with ``rows_and_ids`` on the first process."""
 
     spec: TableSpec
-    taken: Sequence[TakenRows]
+    copied: Sequence["_CopiedRows"]
     columns: Tensor | None
 
     def table(self, peers: Peers) -> TrainedTable:
         """Brings the rows together; on the other processes the result has no meaning."""
-        return trained_table(self.spec, assembled(self.taken, peers), self.columns)
+        return trained_table(self.spec, _assembled(self.copied, peers), self.columns)
 
 
 def _table_change(spec: TableSpec, dirty: Tensor, rows: Tensor, ids: _ChangedIds | None) -> TableChange:
@@ -317,3 +323,120 @@ class KnownIds:
         # An id may have come back since, in another row.
         back = np.isin(row_keys(*deleted), row_keys(ids, features))
         return deleted[0][~back], deleted[1][~back]
+
+
+class DirtyRows:
+    """One flag per row of all tables, set when a batch of this process uses the row.
+
+    Args:
+        specs: the tables.
+        fields: names of the batches' fields, in their order.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec], fields: Sequence[str]):
+        self._specs = list(specs)
+        first, firsts = 0, dict[str, int]()
+        for spec in specs:
+            firsts |= {field.name: first for field in spec.fields}
+            first += spec.num_embeddings
+        self._first_of_field = torch.tensor([firsts[name] for name in fields])
+        self._dirty = torch.zeros(first, dtype=torch.bool)
+
+    def mark(self, rows: KeyedJaggedTensor) -> None:
+        """Marks the rows of a batch. Waits for the device if they are on one."""
+        counts = torch.tensor(rows.length_per_key())
+        self._dirty[rows.values().cpu() + torch.repeat_interleave(self._first_of_field, counts)] = True
+
+    def take(self, peers: Peers) -> dict[str, Tensor]:
+        """Returns the rows of each table that some process has marked, int64 [n], ascending, and clears all flags.
+
+        All processes call together and get the same rows.
+        """
+        found, first = {}, 0
+        for chunk in peers.all_columns(self._dirty.nonzero().T):
+            self._dirty[chunk[0]] = True
+        for spec in self._specs:
+            dirty = self._dirty[first : first + spec.num_embeddings]
+            found[spec.name] = dirty.nonzero().flatten()
+            dirty.zero_()
+            first += spec.num_embeddings
+        return found
+
+
+@dataclass(frozen=True)
+class _CopiedRows:
+    """Rows of a table as they were at one step; their values are where they are stored.
+
+    Attributes:
+        shape: (n, P).
+        parts: those that this process stores; on the first process all of them.
+    """
+
+    shape: tuple[int, int]
+    parts: list["_Part"]
+
+    @staticmethod
+    def of(table: ShardedTensor | Tensor, rows: Tensor, own_rank: int) -> "_CopiedRows":
+        """Copies distinct rows, int64 [n], of a table."""
+        own = {tuple(offsets): shard for shard, offsets in local_shards(table)}
+        parts = []
+        for rank, first, (count, width) in _shards(table):
+            if own_rank not in (0, rank):
+                continue
+            index = ((rows >= first[0]) & (rows < first[0] + count)).nonzero().flatten()
+            if not len(index):
+                continue
+            values = None
+            if rank == own_rank:
+                shard = own[first]
+                values = shard[(rows[index] - first[0]).to(shard.device)].float().cpu()
+            parts.append(_Part(rank, index, slice(first[1], first[1] + width), values))
+        return _CopiedRows((len(rows), table.size(1)), parts)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one shard: their indices among the rows copied, int64 [k], the columns that it has, and the values,
+    float32 [k, columns], on the process ``rank``, which stores them; None on the first one if it is another.
+    """
+
+    rank: int
+    index: Tensor
+    columns: slice
+    values: Tensor | None
+
+
+def _assembled(copied: Sequence[_CopiedRows], peers: Peers) -> Tensor:
+    """Brings rows of a table together: float32 [n, P] on the first process; of others the result has no meaning.
+
+    The first process holds the result, those of the rows that it stores, and one part that it is receiving.
+    """
+    if not peers.is_first:
+        for part in (part for each in copied for part in each.parts):
+            assert part.values is not None
+            peers.send(part.values, 0)
+        return torch.empty(0, copied[0].shape[1])
+    if len(copied) == 1 and len(copied[0].parts) == 1:
+        values = copied[0].parts[0].values
+        if values is not None and values.shape == copied[0].shape:
+            return values
+    rows, begin = torch.empty(sum(each.shape[0] for each in copied), copied[0].shape[1]), 0
+    for each in copied:
+        for part in each.parts:
+            width, values = part.columns.stop - part.columns.start, part.values
+            if values is None:
+                values = peers.receive(part.rank, len(part.index), width, dtype=torch.float32)
+            rows[begin + part.index, part.columns] = values
+        begin += each.shape[0]
+    return rows
+
+
+def _shards(table: ShardedTensor | Tensor) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """Rank, first row and column, and size of each shard of a table; of a data-parallel one the first copy."""
+    if not isinstance(table, ShardedTensor):
+        yield 0, (0, 0), (table.size(0), table.size(1))
+        return
+    for shard in table.metadata().shards_metadata:
+        assert shard.placement is not None
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+        yield shard.placement.rank() or 0, (row, column), (rows, columns)

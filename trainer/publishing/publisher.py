@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from cowrec.data_pipeline.files import NO_SPACE
@@ -27,35 +26,27 @@ _PAUSE = 1.0
 """Seconds before a failed publication is retried."""
 
 
-@dataclass(frozen=True)
-class PublicationConfig:
-    """When full versions are published, from which new readers start, and how many are kept.
-
-    Attributes:
-        compact_after: deltas since the last full version, after which the next one is published.
-        compact_bytes: their total size, likewise.
-        keep_full: full versions that are kept, with the deltas after the oldest of them.
-    """
-
-    compact_after: int = 100
-    compact_bytes: int = 256 << 20
-    keep_full: int = 2
-
-    def __post_init__(self) -> None:
-        for key, least in (("compact_after", 1), ("compact_bytes", 1), ("keep_full", 2)):
-            if getattr(self, key) < least:
-                raise ValueError(f"publication.{key} must be at least {least}, got {getattr(self, key)}")
-
-
 class Publisher:
     """Publishes to a target in the background; a context manager.
 
-    Versions before the second-to-last full one are removed, unless more are kept, so a reader has until the next full
-    version to catch up.
+    Args:
+        target: opened for publishing.
+        compact_after: deltas since the last full version, from which new readers start, before the next full one.
+        compact_bytes: their total size, likewise.
+        keep_full: full versions that are kept, with the deltas after the oldest of them; at least 2, so that a reader
+            has until the next full version to catch up.
+
+    Raises:
+        ValueError: ``keep_full`` is below 2.
     """
 
-    def __init__(self, target: Target, config: PublicationConfig | None = None) -> None:
-        self._target, self._config = target, config or PublicationConfig()
+    def __init__(
+        self, target: Target, *, compact_after: int = 100, compact_bytes: int = 256 << 20, keep_full: int = 2
+    ) -> None:
+        if keep_full < 2:
+            raise ValueError(f"keep_full must be at least 2, got {keep_full}")
+        self._target, self._keep_full = target, keep_full
+        self._compact_after, self._compact_bytes = compact_after, compact_bytes
         self._state = threading.Condition()
         self._pending: Change | None = None
         self._everything: Change | None = None  # never older than the pending changes
@@ -148,7 +139,7 @@ class Publisher:
                 if everything is not None:
                     self._write("full", everything)
                     pending = everything = None
-                    self._remove_old(self._config.keep_full)
+                    self._remove_old(self._keep_full)
                 failure = None
             except Exception as error:  # whatever it was, the changes must stay pending
                 failure = error
@@ -218,7 +209,7 @@ class Publisher:
                 self._starts_lineage = self._wants_full = False
             else:
                 self._deltas, self._bytes = self._deltas + 1, self._bytes + size
-                many = self._deltas >= self._config.compact_after or self._bytes >= self._config.compact_bytes
+                many = self._deltas >= self._compact_after or self._bytes >= self._compact_bytes
                 self._wants_full = self._wants_full or many
 
     def _start_lineage_after(self, version: int) -> None:

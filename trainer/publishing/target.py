@@ -6,7 +6,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,37 +74,39 @@ def open_target(url: str, *, publishing: bool = False) -> Target:
     if split_url(url).scheme in ("redis", "rediss"):
         return RedisTarget(url, publishing=publishing)
     try:
-        remote = is_remote(url)
+        is_remote(url)
     except ValueError as error:
         raise ValueError(f"publication target {error}, or redis://HOST:PORT/DB?name=NAME") from None
-    return RemoteTarget(url) if remote else DirectoryTarget(local_path(url), publishing=publishing)
+    return FolderTarget(url, publishing=publishing)
 
 
-class DirectoryTarget:
-    """Directory with files ``delta-000000000012.cow`` and ``full-000000000012.cow``."""
+class FolderTarget:
+    """Folder with files ``delta-000000000012.cow`` and ``full-000000000012.cow``: a directory, or one in an object
+    store, which nothing locks: publish there from one place."""
 
-    def __init__(self, folder: Path, *, publishing: bool = False) -> None:
-        self._folder = folder
+    def __init__(self, url: str, *, publishing: bool = False) -> None:
+        self._files = RemoteFolder(url) if is_remote(url) else _Directory(local_path(url))
         self._lock = ExitStack()
-        if publishing:
-            self._lock.enter_context(locked_folder(folder))
-            for unfinished in folder.glob("*.cow.partial"):
-                unfinished.unlink()
+        if publishing and isinstance(self._files, _Directory):
+            self._lock.enter_context(self._files.locked())
 
     def blobs(self) -> list[tuple[int, Kind]]:
-        return _blobs_of(os.listdir(self._folder) if self._folder.exists() else [])
+        found = (re.fullmatch(r"(delta|full)-(\d{12})\.cow", name) for name in self._files.list())
+        return sorted((int(match[2]), match[1]) for match in found if match)  # type: ignore[misc]
 
     def read(self, version: int, kind: Kind) -> bytes:
-        return self._path(version, kind).read_bytes()
+        return self._files.read(_file_name(version, kind))
 
     def write(self, version: int, kind: Kind, blob: bytes) -> None:
-        path = self._path(version, kind)
-        if path.exists():
-            raise FileExistsError(f"{path} exists already, written by another publisher; stop it or use another target")
-        replace_file(path, blob)
+        name = _file_name(version, kind)
+        if name in self._files.list():
+            raise FileExistsError(
+                f"{self._files.uri} has {name} already, written by another publisher; stop it or use another target"
+            )
+        self._files.write(name, blob)
 
     def remove(self, version: int, kind: Kind) -> None:
-        self._path(version, kind).unlink(missing_ok=True)
+        self._files.remove([_file_name(version, kind)])
 
     def keep(self) -> None:
         pass  # locked
@@ -112,38 +114,37 @@ class DirectoryTarget:
     def close(self) -> None:
         self._lock.close()
 
-    def _path(self, version: int, kind: Kind) -> Path:
-        return self._folder / _file_name(version, kind)
+
+def _file_name(version: int, kind: Kind) -> str:
+    return f"{kind}-{version:012d}.cow"
 
 
-class RemoteTarget:
-    """Folder in an object store with files as in :class:`DirectoryTarget`. Nothing locks it: publish from one place."""
+class _Directory:
+    """A local directory, with the methods of a RemoteFolder that a target needs."""
 
-    def __init__(self, uri: str) -> None:
-        self._folder = RemoteFolder(uri)
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.uri = folder, str(folder)
 
-    def blobs(self) -> list[tuple[int, Kind]]:
-        return _blobs_of(self._folder.list())
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Creates the directory and locks it against other publishers."""
+        with locked_folder(self._folder):
+            for unfinished in self._folder.glob("*.cow.partial"):
+                unfinished.unlink()
+            yield
 
-    def read(self, version: int, kind: Kind) -> bytes:
-        return self._folder.read(_file_name(version, kind))
+    def list(self) -> Collection[str]:
+        return os.listdir(self._folder) if self._folder.exists() else ()
 
-    def write(self, version: int, kind: Kind, blob: bytes) -> None:
-        if (version, kind) in self.blobs():
-            raise FileExistsError(
-                f"{self._folder.uri} has {_file_name(version, kind)} already, written by another publisher; stop it or"
-                " use another target"
-            )
-        self._folder.write(_file_name(version, kind), blob)
+    def read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
 
-    def remove(self, version: int, kind: Kind) -> None:
-        self._folder.remove([_file_name(version, kind)])
+    def write(self, name: str, content: bytes) -> None:
+        replace_file(self._folder / name, content)
 
-    def keep(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
 
 
 class RedisTarget:
@@ -254,13 +255,3 @@ class RedisTarget:
             raise OSError(errno.ENOSPC, "Redis is full; raise its maxmemory, or publish to a directory") from error
         except self._error as error:
             raise OSError(f"Redis: {type(error).__name__}: {error}") from error
-
-
-def _file_name(version: int, kind: Kind) -> str:
-    return f"{kind}-{version:012d}.cow"
-
-
-def _blobs_of(names: Iterable[str]) -> list[tuple[int, Kind]]:
-    """Version and kind of the blobs among files, the oldest first."""
-    found = (re.fullmatch(r"(delta|full)-(\d{12})\.cow", name) for name in names)
-    return sorted((int(match[2]), match[1]) for match in found if match)  # type: ignore[misc]

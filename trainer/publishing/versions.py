@@ -10,7 +10,7 @@ import numpy as np
 
 from cowrec.data_pipeline.urls import without_credentials
 
-from .blob import Blob, DamagedBlob, Kind, OtherFormat, encode, merged
+from .blob import Blob, Change, DamagedBlob, Kind, OtherFormat, encode, merged
 from .follower import decode_as
 from .target import Target, open_target
 
@@ -20,20 +20,16 @@ class ListedVersion:
     """One blob of a target.
 
     Attributes:
-        version, previous, kind, lineage, created: see :class:`Blob`.
-        step, sample_time: see :class:`Change`.
+        version, kind: see :class:`Blob`.
         size: in bytes.
-        problem: why it cannot be read; the attributes other than version, kind and size are then empty.
+        blob: without the content of its tables and weights; None if it cannot be read.
+        problem: why it cannot be read.
     """
 
     version: int
     kind: Kind
     size: int
-    previous: int = 0
-    lineage: str = ""
-    created: float = 0.0
-    step: int = 0
-    sample_time: int | None = None
+    blob: Blob | None
     problem: str = ""
 
 
@@ -106,21 +102,21 @@ def _listed(target: Target, url: str) -> list[ListedVersion]:
         try:
             blob = decode_as(version, kind, content)
         except (DamagedBlob, OtherFormat) as error:
-            found.append(ListedVersion(version, kind, len(content), problem=str(error)))
+            found.append(ListedVersion(version, kind, len(content), None, str(error)))
             continue
-        about = (blob.previous, blob.lineage, blob.created, blob.change.step, blob.change.sample_time)
-        found.append(ListedVersion(version, kind, len(content), *about))
+        without = replace(blob, change=Change(blob.change.step, blob.change.sample_time, {}))
+        found.append(ListedVersion(version, kind, len(content), without))
     if not found:
         raise ValueError(f"{without_credentials(url)} has no version; check the path or URL, or wait for the first one")
     return found
 
 
-def _chains(listed: Sequence[ListedVersion], version: int) -> Iterator[list[ListedVersion]]:
+def _chains(listed: Sequence[ListedVersion], version: int) -> Iterator[list[Blob]]:
     """Yields for each intact full version up to ``version``, the newest first, it and the deltas that lead to that.
 
     A chain ends before ``version`` where a delta is missing, damaged or of another lineage.
     """
-    intact = {(each.version, each.kind): each for each in listed if not each.problem}
+    intact = {(each.version, each.kind): each.blob for each in listed if each.blob}
     for start in sorted((number for number, kind in intact if kind == "full" and number <= version), reverse=True):
         chain = [intact[start, "full"]]
         for number in range(start + 1, version + 1):

@@ -12,7 +12,7 @@ import numpy as np
 
 from cowrec.trainer.publishing.blob import Blob, Change, TableChange
 from cowrec.trainer.publishing.follower import VersionReader
-from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
+from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from servers.redis_server import redis_server
 from servers.s3_server import s3_clients
@@ -146,7 +146,7 @@ def publish(publisher: Publisher, model: Model, *, with_dense: bool = False, wai
 
 
 def publisher(url: str, **config: int) -> Publisher:
-    return Publisher(open_target(url, publishing=True), PublicationConfig(**config))
+    return Publisher(open_target(url, publishing=True), **config)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 from urllib.request import urlopen
 
@@ -25,10 +25,9 @@ from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.publishing.blob import decode
-from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, SAMPLES, make_case, write_stream
+from online_cases import DRIFT, SAMPLES, followed, make_case, write_stream
 from run_comparison import same, wait_for
 from trainer_cases import checkpoint, free_port, interrupted, make_data
 
@@ -53,17 +52,6 @@ def predictions(case: Path, model: ServedModel) -> np.ndarray:
     codec = SampleCodec.load(case / "data")
     tables = [pq.read_table(file) for file in sorted((case / "incoming").glob("*.parquet"))]
     return np.concatenate([model.predict(codec.encode(codec.from_table(table)).block) for table in tables])
-
-
-def following(folder: Path) -> ServedModel:
-    """A reader that has applied all versions that the run published."""
-    target, served = open_target(str(folder / "published")), ServedModel.load(folder / "run" / "base")
-    newest = target.blobs()[-1][0]
-    for blob in VersionReader(target).versions(Event()):
-        served.apply(blob)
-        if blob.version == newest:
-            break
-    return served
 
 
 def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:
@@ -93,7 +81,7 @@ def test_readers_of_publications_equal_an_export(case: Path, tmp_path: Path) -> 
     assert sum(table["evicted"] for table in report["id_tables"].values()) > 300
     export_run(tmp_path / "run", tmp_path / "export")
     exported = ServedModel.load(tmp_path / "export")
-    served = following(tmp_path)
+    served = followed(tmp_path / "run", tmp_path / "published")
     assert served.version > 3
     assert served.step == report["steps"]
     np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
@@ -150,7 +138,7 @@ def test_readers_of_a_resumed_run_lose_ids_that_it_had_before(case: Path, tmp_pa
     publish = str(tmp_path / "published")
     run(case, tmp_path / "run", *settings, source=tmp_path / "in", resume=True, publish=publish)
     export_run(tmp_path / "run", tmp_path / "export")
-    exported, served = ServedModel.load(tmp_path / "export"), following(tmp_path)
+    exported, served = ServedModel.load(tmp_path / "export"), followed(tmp_path / "run", tmp_path / "published")
     assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
     np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
 
@@ -177,7 +165,7 @@ def test_a_network_of_ones_own_is_published_with_its_means(
     run(case, tmp_path / "run", *settings, publish=str(tmp_path / "published"))
     export_run(tmp_path / "run", tmp_path / "export")
     exported = predictions(case, ServedModel.load(tmp_path / "export"))
-    np.testing.assert_array_equal(predictions(case, following(tmp_path)), exported)
+    np.testing.assert_array_equal(predictions(case, followed(tmp_path / "run", tmp_path / "published")), exported)
 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]])

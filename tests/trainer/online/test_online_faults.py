@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +22,8 @@ from commands.forked_commands import Forked, run_forked
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.export.export import export_run
-from cowrec.trainer.publishing.follower import VersionReader
-from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, SAMPLES, make_case, write_stream
+from online_cases import DRIFT, SAMPLES, followed, make_case, write_stream
 from run_comparison import assert_same, lines, wait_for
 from servers.redis_server import RedisServer
 from trainer_cases import ENVIRONMENT, checkpoint, tensors
@@ -94,19 +91,8 @@ def test_kills_at_random_moments_change_neither_model_nor_readers(
     finish(parts)
     assert_same(run_dir, undisturbed)
     export_run(undisturbed, tmp_path / "export")
-    exported, served = ServedModel.load(tmp_path / "export"), followed(run_dir, str(published))
+    exported, served = ServedModel.load(tmp_path / "export"), followed(run_dir, published)
     np.testing.assert_array_equal(predicted(case, served), predicted(case, exported))
-
-
-def followed(run_dir: Path, url: str) -> ServedModel:
-    """Reader that has applied everything that was published."""
-    target = open_target(url)
-    newest, served = target.blobs()[-1][0], ServedModel.load(run_dir / "base")
-    for blob in VersionReader(target).versions(Event()):
-        served.apply(blob)
-        if blob.version == newest:
-            return served
-    raise AssertionError
 
 
 def predicted(case: Path, model: ServedModel) -> np.ndarray:

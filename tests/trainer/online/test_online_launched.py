@@ -15,10 +15,8 @@ from commands.forked_commands import Forked
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.export.export import export_run
-from cowrec.trainer.publishing.blob import decode
-from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, SAMPLES, make_case, online_in_processes
+from online_cases import DRIFT, SAMPLES, followed, make_case, online_in_processes
 from run_comparison import assert_same, lines, wait_for
 
 SETTINGS = ["online.snapshot_seconds=0.3", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
@@ -93,12 +91,7 @@ def test_kills_and_sigterm_change_neither_model_nor_readers(
     assert launcher.returncode == 0, said
     assert_same(run_dir, case / "undisturbed")
     export_run(case / "undisturbed", tmp_path / "export")
-    exported, served = ServedModel.load(tmp_path / "export"), ServedModel.load(run_dir / "base")
-    target = open_target(str(tmp_path / "published"))
-    full = [version for version, kind in target.blobs() if kind == "full"]
-    for version, kind in target.blobs():
-        if version >= full[-1]:
-            served.apply(decode(target.read(version, kind)))
+    exported, served = ServedModel.load(tmp_path / "export"), followed(run_dir, tmp_path / "published")
     codec = SampleCodec.load(case / "data")
     (table,) = drifting_tables(DRIFT, SAMPLES - 500, 500, chunk_rows=500)
     block = codec.encode(codec.from_table(table)).block

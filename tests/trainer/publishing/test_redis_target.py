@@ -10,7 +10,7 @@ import pytest
 
 from cowrec.trainer.publishing.blob import Change
 from cowrec.trainer.publishing.follower import VersionFollower
-from cowrec.trainer.publishing.publisher import PublicationConfig, Publisher
+from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
 from publishing.published_model import eventually
 from servers.redis_server import redis_server
@@ -20,7 +20,7 @@ WEIGHTS = 1_000_000
 
 def publisher(url: str) -> Publisher:
     """Each version is followed by a full one."""
-    return Publisher(open_target(url, publishing=True), PublicationConfig(compact_after=1))
+    return Publisher(open_target(url, publishing=True), compact_after=1)
 
 
 def publish(out: Publisher, step: int, weights: int = 1) -> None:

@@ -42,6 +42,7 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
         with publisher(url, compact_after=4) as out:
             publish_many(out, model, states, 11)
         eventually(lambda: reader.version == 11)
+        gaps = reader.versions.gaps  # a slow reader may have missed versions that compaction removed
         assert reachable(list_versions(url)) == [6, 7, 8, 9, 10, 11]
         for number, old in ((12, 8), (13, 6), (14, 12)):
             assert republish(url, old) == number
@@ -62,7 +63,7 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
                 ]  # fmt: skip
                 assert each.model.same_as(model)
         assert [blob.version for blob in reader.seen[-6:]] == list(range(12, 18))
-        assert reader.versions.gaps == reader.versions.damaged == 0
+        assert (reader.versions.gaps, reader.versions.damaged) == (gaps, 0)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,9 @@ def test_a_version_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
             republish(url, version)
     listed = {(each.version, each.kind): each for each in list_versions(url)}
     assert "truncated or altered" in listed[4, "delta"].problem
-    assert listed[1, "full"].lineage == listed[6, "delta"].lineage != listed[7, "full"].lineage
-    assert (listed[7, "full"].step, listed[7, "full"].sample_time) == (7, 70)
+    blobs = {each.version: each.blob for each in listed.values() if each.blob}
+    assert blobs[1].lineage == blobs[6].lineage != blobs[7].lineage
+    assert (blobs[7].change.step, blobs[7].change.sample_time) == (7, 70)
     for each in Path(url).glob("full-*"):
         each.unlink()
     with pytest.raises(ValueError, match=r"no version can be: a published version of .* is truncated"):
@@ -153,5 +155,5 @@ def test_more_full_versions_are_kept_if_asked(tmp_path: Path) -> None:
         publish_many(out, Model(), {}, 15)
     assert [version for version, kind in open_target(str(tmp_path)).blobs() if kind == "full"] == [4, 7, 10, 13]
     assert reachable(list_versions(str(tmp_path))) == list(range(4, 16))
-    with pytest.raises(ValueError, match=re.escape("publication.keep_full must be at least 2, got 1")):
+    with pytest.raises(ValueError, match=re.escape("keep_full must be at least 2, got 1")):
         publisher(str(tmp_path / "other"), keep_full=1)
