@@ -1,294 +1,299 @@
-"""The plan of a run on a cluster: every rank's memory, and the traffic and the time of its step, rehearsed."""
+"""The plan of a run on a cluster, before it is rented: memory and traffic of every rank, and what does not fit.
+
+The tables are sharded as training shards them, and TorchRec's estimator gives the memory of a step's ids and rows; that
+of the network's activations and of collisionless id tables is not counted.
+Sizes: P ranks, L of them on each host, b samples of a rank.
+"""
 
 import dataclasses
+import json
+import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import Shard, ShardingOption
 
-from cowrec.data_pipeline import Schema
+from cowrec.data_pipeline import Batch, Reader, Schema
+from cowrec.trainer.config.checks import hint, require
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import ShardingKind
 from cowrec.trainer.runtime.processes import Process
-from cowrec.trainer.sharded_model.build import fused_params, unsharded_task
+from cowrec.trainer.sharded_model.build import dense_parameters, fused_params, unsharded_task
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import sharding_plan
-from cowrec.trainer.sharded_model.tables import table_specs
 
-from .cluster import Cluster
-from .rank_step import RankStep, fake_group, letters, rehearse
-from .samples import GlobalBatch, global_batch
-from .step_time import StepTime, step_time
-from .timed_step import TimedRank, time_work
-
-MOST_KINDS = 8
-"""Kinds of ranks, by the shapes of their shards, that are rehearsed: those with the most bytes of tables."""
 _RESERVED = 2e9
 """Bytes of a GPU that CUDA, NCCL and the allocator's gaps take."""
+_CACHED = 0.2
+"""Share of the rows that FBGEMM caches on the device, by default."""
+_MOST_DOUBLINGS = 6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`CLUSTER.toml`: equal hosts with equal devices, one process for each device.
+
+    Attributes:
+        hosts: number of hosts.
+        devices: GPUs of a host, or processes on its CPUs.
+        device: kind of device.
+        memory_gb: memory of a GPU; 0 on CPU, where tables are in the host's.
+        host_memory_gb: memory of a host.
+    """
+
+    hosts: int = 1
+    devices: int = 1
+    device: Literal["cpu", "cuda"] = "cuda"
+    memory_gb: float = 0.0
+    host_memory_gb: float = 64.0
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "devices"):
+            require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        require("host_memory_gb", self.host_memory_gb, self.host_memory_gb > 0, "a positive number")
+        if self.device == "cuda":
+            require("memory_gb", self.memory_gb, self.memory_gb > 0, "the memory of a GPU")
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.devices
+
+
+PRESETS = {
+    "dgx-h100": Cluster(devices=8, memory_gb=80, host_memory_gb=2000),
+    "dgx-h200": Cluster(devices=8, memory_gb=141, host_memory_gb=2000),
+    "p4d": Cluster(devices=8, memory_gb=40, host_memory_gb=1152),
+    "cpu": Cluster(devices=2, device="cpu"),
+}
+"""Common machines, by their vendors' data sheets; "p4d" is AWS p4d.24xlarge with 8 x A100."""
+
+
+def load_cluster(path: Path | str) -> Cluster:
+    """Reads a cluster from a TOML file; a preset's name with a number of hosts, as in "dgx-h100:8", needs no file.
+
+    Raises:
+        ValueError: no such file or preset, an unknown key, or a value of the wrong type or out of range.
+    """
+    name, _, hosts = str(path).partition(":")
+    if name in PRESETS and not Path(path).exists():
+        if hosts and not hosts.isdecimal():
+            raise ValueError(f"--cluster {path}: {hosts!r} is not a number of hosts; write {name}:8, for example")
+        return dataclasses.replace(PRESETS[name], hosts=int(hosts or 1))
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; write a TOML file, or name a preset: {', '.join(PRESETS)}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    known = [each.name for each in dataclasses.fields(Cluster)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key}; {hint(key, known, 'keys')}")
+    try:
+        return TypeAdapter(Cluster).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        problem = str(cause) if cause else f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
+        raise ValueError(f"{path}: {problem}") from None
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Plan of the ranks whose shards have the same shapes.
+    """The plan of ranks that hold shards of the same sizes.
 
     Attributes:
         ranks: these ranks.
-        step: rehearsed step of the first of them.
-        time: of that step.
-        device_bytes: that a device needs; on CPU, that a process does.
-        host_bytes: that each of them needs of its host's memory: tables in unified memory, and a checkpoint's copy.
-        checkpoint_bytes: that each of them writes.
+        memory: bytes by part: "tables", "moments", "last_steps", "network" (weights, gradients and both moments) and
+            "ids_and_rows" of a step.
+        sent: bytes that a rank passes to the collectives of a step, those for itself included, by what they are for.
+        device_bytes: needed of the device; on CPU, of the host.
+        host_bytes: needed of the host beside that: tables in unified memory, and a checkpoint's copy.
     """
 
     ranks: list[int]
-    step: RankStep
-    time: StepTime
+    memory: dict[str, int]
+    sent: dict[str, int]
     device_bytes: int
     host_bytes: int
-    checkpoint_bytes: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a run.
+    """The plan of a run.
 
     Attributes:
-        cluster: that it is for.
-        kind: of the sharding, and the memory of tables.
-        batch_size: of all ranks.
-        samples: of an epoch.
-        kinds: of ranks, those with the most bytes of tables first.
-        left_out: table bytes of each rank of further kinds, which hold no more than those, and were not rehearsed.
+        ranks: kinds of ranks, those that need most of a device first.
         misfits: what does not fit, in words; empty if all does.
+        remedies: settings or hosts with which all would fit; empty if all does.
     """
 
-    cluster: Cluster
-    kind: str
-    batch_size: int
-    samples: int
-    kinds: list[RankPlan]
-    left_out: list[int]
+    ranks: list[RankPlan]
     misfits: list[str]
-
-    @property
-    def step_seconds(self) -> float:
-        """Time of a step: that of the slowest rank."""
-        return max(each.time.seconds for each in self.kinds)
-
-    @property
-    def epoch_seconds(self) -> float:
-        """Time of the steps of an epoch."""
-        return self.step_seconds * self.samples / self.batch_size
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint; those of ranks that were not rehearsed are in proportion to their tables."""
-        rehearsed = sum(len(each.ranks) * each.checkpoint_bytes for each in self.kinds)
-        largest = self.kinds[0]
-        return rehearsed + sum(self.left_out) * largest.checkpoint_bytes // max(largest.step.memory["tables"], 1)
-
-    @property
-    def checkpoint_seconds(self) -> float:
-        """Time to write a checkpoint, while training continues."""
-        return self.checkpoint_bytes / self.cluster.hosts / self.cluster.storage_gb_per_second / 1e9
+    remedies: list[str]
 
 
-def plan_run(
-    config: RunConfig, data_dir: Path, cluster: Cluster, *, samples: int = 0, most_kinds: int = MOST_KINDS
-) -> Plan:
+def plan_run(config: RunConfig, data_dir: Path, cluster: Cluster) -> Plan:
     """Plans a run on a cluster, with the ids of the first batch of a data set or of a sample of it.
 
     Args:
-        config: of the run, with a batch size.
-        data_dir: prepared data set.
-        cluster: to plan for.
-        samples: of an epoch; by default those of the data set's training split.
-        most_kinds: kinds of ranks to rehearse.
+        config: with a batch size and L2, see :func:`cowrec.trainer.config.run.with_defaults`.
 
     Raises:
-        ValueError: the configuration does not work on that many processes, or the data set cannot be trained on.
+        ValueError: the configuration does not work on that many processes, or the data set has no training samples.
     """
-    schema = Schema.load(data_dir)
-    return plan_batch(
-        config, schema, global_batch(config, data_dir), cluster, samples or schema.split("train").rows, most_kinds
-    )
+    schema, size = Schema.load(data_dir), config.train.batch_size
+    batch = next(Reader(data_dir, "train", batch_size=size).epoch(0), None)
+    if batch is None:
+        raise ValueError(f"the train split of {data_dir} has no samples to plan with; prepare it with another split")
+    plan = plan_batch(config, schema, batch, cluster)
+    return dataclasses.replace(plan, remedies=_remedies(config, schema, batch, cluster)) if plan.misfits else plan
 
 
-def plan_batch(
-    config: RunConfig, schema: Schema, batch: GlobalBatch, cluster: Cluster, samples: int, most_kinds: int = MOST_KINDS
-) -> Plan:
-    """Plans a run as :func:`plan_run`, with the ids of a given batch."""
-    if config.optimizer.embedding != "adam":
-        raise ValueError(
-            f'optimizer.embedding = "{config.optimizer.embedding}" cannot be planned: the fused optimizers of FBGEMM'
-            ' need the memory of their tables; plan with optimizer.embedding = "adam", which takes the most'
-        )
-    tables = sharding_of(config, schema, cluster)
-    kinds = _kinds_of_ranks(tables, cluster.ranks)
-    chosen = [ranks for _, ranks in kinds[:most_kinds]]
-    first = [ranks[0] for ranks in chosen]
-    with fake_group(_rank(cluster, 0)):
-        (mails,) = letters(config, schema, _rank(cluster, 0), [batch], first, tables)
-    plans = []
-    for ranks in chosen:
-        process = _rank(cluster, ranks[0])
-        with fake_group(process):
-            step = rehearse(config, schema, process, batch, mails.pop(ranks[0]), tables)
-        plans.append(_plan_of(ranks, step, config, cluster))
-    left_out = [size for size, ranks in kinds[most_kinds:] for _ in ranks]
-    kind = f"{config.sharding.plan}, {config.sharding.memory}"
-    size = config.train.batch_size
-    return Plan(cluster, kind, size, samples, plans, left_out, _misfits(plans, kinds[most_kinds:], cluster))
+def plan_batch(config: RunConfig, schema: Schema, batch: Batch, cluster: Cluster) -> Plan:
+    """Plans a run as :func:`plan_run`, with the ids of a given batch, but without remedies."""
+    on_cuda, size = cluster.device == "cuda", config.train.batch_size
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    capacity = int(cluster.memory_gb * 1e9) if on_cuda else None
+    run = RunPlan.of(config, schema, Process(0, cluster.ranks, cluster.devices, False, device, device_bytes=capacity))
+    task = unsharded_task(run)
+    tables = _sharded_tables(task, run, batch)
+    sent = _sent(tables, cluster, 8 if schema.is_weighted else 4)
+    network = sum(each.nbytes for each in dense_parameters(task).values())
+    raw = sum(sum(tables[each.name].input_lengths) for each in run.tables if each.ids.kind == "collisionless")
+    kinds: dict[str, RankPlan] = {}
+    for rank in range(cluster.ranks):
+        memory, on_host = _table_memory(tables, rank, config)
+        saved = memory["tables"] + memory["moments"] + memory["last_steps"] + (0 if rank else 3 * network)
+        memory["network"] = 4 * network
+        if cluster.ranks > 1:
+            # A raw id's value, field and time go to its owner, which sends its row back; an int64 each.
+            sent[rank] += {"network": network, "id_tables": int(24 * raw * size / cluster.ranks)}
+        cached = int(_CACHED * memory["tables"]) if config.sharding.memory == "uvm_caching" else 0
+        plan = RankPlan([], memory, dict(sent[rank]), sum(memory.values()) - on_host + cached, on_host + saved)
+        kinds.setdefault(str(plan), plan).ranks.append(rank)
+    ranks = sorted(kinds.values(), key=lambda each: -each.device_bytes)
+    return Plan(ranks, list(_misfits(ranks, cluster)), [])
 
 
-def timed_plan(plan: Plan, config: RunConfig, schema: Schema, batches: Sequence[GlobalBatch]) -> Plan:
-    """The same plan with the time of the slowest rank's work, measured on this machine, for that of every rank.
+def _sharded_tables(task: nn.Module, run: RunPlan, batch: Batch) -> dict[str, ShardingOption]:
+    """The tables as training shards them, each rank with a shard of a data-parallel one.
 
-    On CPU all processes of its host run at the same time, as they share its cores.
-
-    Raises:
-        ValueError: the run has collisionless id tables.
-        ProcessFailed: the rank's step does not run here, for example for want of memory.
+    TorchRec estimates the storage of each shard: its weights, and the ids and rows of a step.
     """
-    if any(spec.ids.kind == "collisionless" for spec in table_specs(schema, config)):
-        raise ValueError(
-            "a step with collisionless id tables cannot be timed without the peers that its ids are exchanged with;"
-            ' leave out --timed, or plan with id_table.kind = "hash"'
+    config, process = run.config, run.process
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params(config.optimizer, run.scaled.hyperparameters))
+    (planned,) = sharding_plan(task, run.kinds, config, process, sharder).plan.values()
+    ids_of_sample = {key: len(ids.values()) / len(batch.label) for key, ids in batch.sparse.to_dict().items()}
+    constraints = {
+        bag.name: ParameterConstraints(
+            sharding_types=[planned[bag.name].sharding_type],
+            compute_kernels=["dense" if planned[bag.name].sharding_type == "data_parallel" else "fused"],
+            pooling_factors=[ids_of_sample[field] for field in bag.feature_names],
         )
-    cluster, in_uvm = plan.cluster, config.sharding.memory != "device"
-    slowest = max(plan.kinds, key=lambda each: each.time.seconds).ranks[0]
-    first = slowest // cluster.devices * cluster.devices
-    together = range(first, first + cluster.devices) if cluster.device == "cpu" else range(slowest, slowest + 1)
-    tables = sharding_of(config, schema, cluster)
-    with fake_group(_rank(cluster, 0)):
-        mails = letters(config, schema, _rank(cluster, 0), batches, together, tables)
-    ranks = []
-    for rank in together:
-        process = dataclasses.replace(_rank(cluster, rank, cluster.device), device=torch.device(cluster.device))
-        slices = [each.slice_of(rank, cluster.ranks) for each in batches]
-        ranks.append(TimedRank(process, slices, [each[rank] for each in mails]))
-    work = time_work(config, schema, ranks)
-    times = [step_time(each.step, cluster, in_uvm=in_uvm, work_seconds=work) for each in plan.kinds]
-    kinds = [dataclasses.replace(each, time=time) for each, time in zip(plan.kinds, times, strict=True)]
-    return dataclasses.replace(plan, kinds=kinds)
+        for bag in run.bags
+    }
+    # Of CUDA, as TorchRec takes no table by rows on CPU, where the sizes are the same.
+    topology = Topology(process.world_size, "cuda", local_world_size=process.local_world_size)
+    estimator = EmbeddingStorageEstimator(topology, constraints)
+    of_rank = -(-config.train.batch_size // process.world_size)
+    enumerator = EmbeddingEnumerator(topology, of_rank, constraints, estimator)
+    options = {option.name: option for option in enumerator.enumerate(task, [sharder])}
+    for name, option in options.items():
+        spec: Any = planned[name].sharding_spec
+        if spec:
+            option.shards = [
+                Shard(each.shard_sizes, each.shard_offsets, rank=each.placement.rank()) for each in spec.shards
+            ]
+        else:
+            option.shards = [Shard(list(option.tensor.shape), [0, 0], rank=rank) for rank in range(process.world_size)]
+    enumerator.populate_estimates(list(options.values()))
+    return options
 
 
-def _rank(cluster: Cluster, rank: int, kind: str = "cpu") -> Process:
-    device = torch.device(kind, rank % cluster.devices) if kind == "cuda" else torch.device(kind)
-    memory = int(cluster.memory_gb * 1e9) if kind == "cuda" else None
-    return Process(rank, cluster.ranks, cluster.devices, False, device, device_bytes=memory)
+def _table_memory(tables: Mapping[str, ShardingOption], rank: int, config: RunConfig) -> tuple[dict[str, int], int]:
+    """Bytes of a rank's tables by part, and how many of them are in the host's memory."""
+    memory, on_host = dict.fromkeys(("tables", "moments", "last_steps", "ids_and_rows"), 0), 0
+    optimizer, in_uvm = config.optimizer.embedding, config.sharding.memory != "device"
+    replays = optimizer == "adam" and config.optimizer.absent_rows in (None, "replay")
+    for table in tables.values():
+        for shard in (each for each in table.shards if each.rank == rank):
+            assert shard.storage is not None
+            rows, columns = shard.size
+            moments = {"sgd": 0, "adagrad": columns, "rowwise_adagrad": 1, "fbgemm_cowclip": 3}
+            weights, state = 4 * rows * columns, 4 * rows * moments.get(optimizer, 2 * columns)
+            sizes = (weights, state, 4 * rows * replays, shard.storage.hbm + shard.storage.ddr - weights)
+            for part, size in zip(memory, sizes, strict=True):
+                memory[part] += size
+            on_host += weights + state if in_uvm and table.sharding_type != "data_parallel" else 0
+    return memory, on_host
 
 
-def sharding_of(config: RunConfig, schema: Schema, cluster: Cluster) -> ShardingPlan:
-    """The sharding plan that the run would have on the cluster, with its shards moved to the CPU.
-
-    Raises:
-        ValueError: the sharding does not suit the run.
-    """
-    process = _rank(cluster, 0, cluster.device)
-    with fake_group(process):
-        plan = RunPlan.of(config, schema, process)
-        sharder = EmbeddingBagCollectionSharder(
-            fused_params=fused_params(config.optimizer, plan.scaled.hyperparameters)
-        )
-        made = sharding_plan(unsharded_task(plan), plan.kinds, config, process, sharder)
-    return ShardingPlan({path: _on_cpu(tables) for path, tables in made.plan.items()})
-
-
-def _on_cpu(tables: Any) -> EmbeddingModuleShardingPlan:
-    moved = EmbeddingModuleShardingPlan()
-    for name, table in tables.items():
-        moved[name] = _table_on_cpu(table)
-    return moved
-
-
-def _table_on_cpu(table: ParameterSharding) -> ParameterSharding:
-    kernel = "fused" if table.compute_kernel.startswith("fused") else table.compute_kernel
-    if table.sharding_spec is None:
-        return dataclasses.replace(table, compute_kernel=kernel)
-    spec: Any = table.sharding_spec
-    shards = [dataclasses.replace(each, placement=f"rank:{each.placement.rank()}/cpu") for each in spec.shards]
-    return dataclasses.replace(table, compute_kernel=kernel, sharding_spec=type(spec)(shards=shards))
+def _sent(tables: Mapping[str, ShardingOption], cluster: Cluster, id_bytes: int) -> list[Counter[str]]:
+    """Bytes that each rank passes to collectives in a step, by part; lengths and pooled numbers have four each."""
+    P, L, several = cluster.ranks, cluster.devices, int(cluster.hosts > 1)
+    everyone, holders = Counter[str](), [Counter[str]() for _ in range(P)]
+    for table in tables.values() if P > 1 else ():
+        b, fields, kind = table.batch_size, len(table.input_lengths), table.sharding_type
+        ids, lengths = sum(table.input_lengths) * b, 4 * fields * b
+        for shard in table.shards:
+            row, held = 4 * fields * shard.size[1], holders[shard.rank or 0]
+            if kind == "data_parallel":  # of a distinct row its gradient in float64, its place and its count, at most
+                held["copies"] += 8 * (shard.size[1] + 3) * min(shard.size[0], ids)
+            elif kind == "row_wise":
+                held += {"ids": id_bytes * ids + lengths * P, "rows": row * b * P, "row_gradients": row * b}
+            elif kind == "table_row_wise":  # sums are taken within the host of the shards, then sent to other hosts
+                everyone += {"ids": id_bytes * ids / L + lengths, "row_gradients": several * row * b / L}
+                held += {"rows": row * b * (P + several * P / L), "row_gradients": row * b * P / L}
+            else:
+                everyone += {"ids": id_bytes * ids + lengths, "row_gradients": row * b}
+                held += {"rows": row * b * P, "clip": 16 * ids * P * (len(table.shards) > 1)}
+    return [Counter({part: round(size) for part, size in (held + everyone).items()}) for held in holders]
 
 
-def _kinds_of_ranks(tables: ShardingPlan, world_size: int) -> list[tuple[int, list[int]]]:
-    """Ranks whose shards have the same shapes, and the bytes of their tables, the most first."""
-    shapes: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in range(world_size)}
-    for plan in tables.plan.values():
-        for name, table in plan.items():
-            for shard in table.sharding_spec.shards if table.sharding_spec is not None else ():
-                shapes[shard.placement.rank()].append((name, *shard.shard_sizes))
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for rank, held in shapes.items():
-        alike.setdefault(tuple(sorted(held)), []).append(rank)
-    return sorted(
-        ((sum(4 * rows * columns for _, rows, columns in held), ranks) for held, ranks in alike.items()), reverse=True
-    )
-
-
-def _plan_of(ranks: list[int], step: RankStep, config: RunConfig, cluster: Cluster) -> RankPlan:
-    memory, in_uvm = step.memory, config.sharding.memory != "device"
-    saved = memory["tables"] + memory["moments"] + memory["last_steps"]
-    network = 3 * memory["network"] // 4 if 0 in ranks else 0  # its gradients are not saved
-    away = memory["tables"] + memory["moments"] if in_uvm else 0
-    cache = memory["tables"] // 5 if config.sharding.memory == "uvm_caching" else 0
-    device = sum(memory.values()) - away + cache
-    copy = saved + network
-    return RankPlan(ranks, step, step_time(step, cluster, in_uvm=in_uvm), device, away + copy, copy)
-
-
-def _misfits(plans: Sequence[RankPlan], left_out: Sequence[tuple[int, list[int]]], cluster: Cluster) -> list[str]:
-    found, on_cpu = [], cluster.device == "cpu"
-    largest = max(plans, key=lambda each: each.device_bytes)
+def _misfits(kinds: list[RankPlan], cluster: Cluster) -> Iterator[str]:
+    largest, on_cpu = kinds[0], cluster.device == "cpu"
     needed = largest.device_bytes + _RESERVED
     if not on_cpu and needed > cluster.memory_gb * 1e9:
-        found.append(
-            f"rank {largest.ranks[0]} needs {needed / 1e9:.1f} GB of its GPU's {cluster.memory_gb:g}: tables"
-            f" {largest.step.memory['tables'] / 1e9:.1f}, moments {largest.step.memory['moments'] / 1e9:.1f},"
-            f" activations {largest.step.memory['activations'] / 1e9:.1f}"
+        parts = ", ".join(f"{part.replace('_', ' ')} {size / 1e9:.1f}" for part, size in largest.memory.items())
+        yield (
+            f"rank {largest.ranks[0]} needs {needed / 1e9:.1f} GB of its GPU's {cluster.memory_gb:g}: {parts}, and"
+            f" {_RESERVED / 1e9:.0f} for CUDA itself"
         )
-    of_host = _host_bytes(plans, left_out, cluster, on_cpu)
-    if of_host > cluster.host_memory_gb * 1e9:
-        found.append(
-            f"a host needs {of_host / 1e9:.1f} GB of its {cluster.host_memory_gb:g}, with the copy of a checkpoint that"
-            " is written while training continues"
+    hosts: Counter[int] = Counter()
+    for kind in kinds:
+        for rank in kind.ranks:
+            hosts[rank // cluster.devices] += kind.host_bytes + (kind.device_bytes if on_cpu else 0)
+    if max(hosts.values()) > cluster.host_memory_gb * 1e9:
+        yield (
+            f"a host needs {max(hosts.values()) / 1e9:.1f} GB of its {cluster.host_memory_gb:g}, with the copy of a"
+            " checkpoint that is written while training continues"
         )
-    return found
 
 
-def _host_bytes(
-    plans: Sequence[RankPlan], left_out: Sequence[tuple[int, list[int]]], cluster: Cluster, on_cpu: bool
-) -> int:
-    """Bytes that the host with the most needs; of ranks that were not rehearsed in proportion to their tables."""
-    of_hosts: Counter[int] = Counter()
-    for plan in plans:
-        for rank in plan.ranks:
-            of_hosts[rank // cluster.devices] += plan.host_bytes + (plan.device_bytes if on_cpu else 0)
-    needed = plans[0].host_bytes + (plans[0].device_bytes if on_cpu else 0)
-    for tables, ranks in left_out:
-        for rank in ranks:
-            of_hosts[rank // cluster.devices] += tables * needed // max(plans[0].step.memory["tables"], 1)
-    return max(of_hosts.values())
+def _remedies(config: RunConfig, schema: Schema, batch: Batch, cluster: Cluster) -> list[str]:
+    """Other kinds of sharding that fit, or else the least number of hosts, in doublings, that do by rows."""
 
+    def fits(kind: ShardingKind, memory: Any, times: int = 1) -> bool:
+        sharding = dataclasses.replace(config.sharding, plan=kind, memory=memory, tables={})
+        more = dataclasses.replace(cluster, hosts=times * cluster.hosts)
+        try:
+            return not plan_batch(dataclasses.replace(config, sharding=sharding), schema, batch, more).misfits
+        except ValueError:
+            return False
 
-def alternatives(
-    config: RunConfig, schema: Schema, batch: GlobalBatch, cluster: Cluster, samples: int
-) -> Mapping[str, Plan | str]:
-    """Other plans for the same run, by their kinds, or why they are refused; each with its largest kind of rank."""
-    found: dict[str, Plan | str] = {}
-    kinds: tuple[ShardingKind, ...] = ("table_wise", "row_wise", "table_row_wise", "column_wise")
-    memories: tuple[Literal["device", "uvm"], ...] = ("device", "uvm") if cluster.device == "cuda" else ("device",)
-    for memory in memories:
-        for kind in kinds:
-            sharding = dataclasses.replace(config.sharding, plan=kind, memory=memory, tables={})
-            other = dataclasses.replace(config, sharding=sharding)
-            try:
-                found[f"{kind}, {memory}"] = plan_batch(other, schema, batch, cluster, samples, most_kinds=1)
-            except ValueError as error:
-                found[f"{kind}, {memory}"] = str(error)
-    return found
+    pairs = product(("device", "uvm"), get_args(ShardingKind))
+    found = [f'sharding.plan = "{kind}", sharding.memory = "{each}"' for each, kind in pairs if fits(kind, each)]
+    enough = (1 << each for each in range(1, _MOST_DOUBLINGS + 1) if fits("row_wise", "device", 1 << each))
+    return found or [f'{cluster.hosts * each} hosts, sharding.plan = "row_wise"' for each in islice(enough, 1)]

@@ -14,8 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DataParallelWrapper
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv
 
 from cowrec.data_pipeline import Schema
 from cowrec.models import build_model, loss_of
@@ -119,18 +118,8 @@ def train_task(model: nn.Module, plan: RunPlan, loss: MeanLoss | None = None) ->
     return task
 
 
-def shard(
-    task: TrainTask,
-    plan: RunPlan,
-    of_tables: ShardingPlan | None = None,
-    data_parallel_wrapper: DataParallelWrapper | None = None,
-) -> DistributedModelParallel:
-    """Shards a task over the process group.
-
-    Args:
-        task: of :func:`train_task`.
-        of_tables: sharding of the tables, by default that of the plan.
-        data_parallel_wrapper: replicates the network, by default DistributedDataParallel.
+def shard(task: TrainTask, plan: RunPlan) -> DistributedModelParallel:
+    """Shards a task, of :func:`train_task`, over the process group.
 
     Raises:
         ValueError: TorchRec's planner cannot fit the tables.
@@ -141,14 +130,12 @@ def shard(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
-        plan=of_tables or sharding_plan(task, plan.kinds, config, process, sharder),
+        plan=sharding_plan(task, plan.kinds, config, process, sharder),
         sharders=[sharder],
         init_data_parallel=process.world_size > 1,
-        data_parallel_wrapper=data_parallel_wrapper,
     )
     if process.world_size == 1:  # no gradients to reduce, and no ids and rows to exchange
-        if data_parallel_wrapper is None:
-            sharded.to(process.device)
+        sharded.to(process.device)
         look_up_directly(sharded)
     return sharded
 

@@ -46,7 +46,9 @@ def sharding_plan(
     process: Process,
     sharder: EmbeddingBagCollectionSharder,
 ) -> ShardingPlan:
-    """Makes the plan for the model's EmbeddingBagCollection; all ranks call together and get the same plan.
+    """Makes the plan for the model's EmbeddingBagCollection.
+
+    All ranks of a process group call together and get the same plan; without a group it is that of a future run.
 
     Args:
         model: not yet sharded.
@@ -246,9 +248,10 @@ def _planned(
         batch_size=-(-config.train.batch_size // process.world_size),
         constraints=constraints,
     )
-    assert dist.group.WORLD is not None
     try:
-        return planner.collective_plan(model, [sharder], dist.group.WORLD)
+        if dist.is_initialized():
+            return planner.collective_plan(model, [sharder], dist.group.WORLD)
+        return planner.plan(model, [sharder])
     except PlannerError as error:
         raise ValueError(
             f"TorchRec's planner cannot fit the tables on {process.world_size} processes"
