@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 _SAMPLES = 8192
 """Samples per part of a kernel's gradient, so that their copies in oneDNN's tensors stay in the cache."""
@@ -30,7 +29,6 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor) -> Tensor:
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     by_one_dnn = kind == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
-    by_one_dnn = by_one_dnn and not is_fake(x)  # fake tensors, of a rehearsed step, have no layout of oneDNN's
     # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
     by_one_dnn = by_one_dnn and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
     if by_one_dnn and not torch.is_inference_mode_enabled():

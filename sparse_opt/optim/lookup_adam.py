@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element, table_scalars
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
@@ -183,8 +182,6 @@ class LookupAdam:
             self.replay.last_step[rows] = self.step
 
     def _update_compiled(self, backward: LookupBackward, scalars: AdamScalars) -> None:
-        if is_fake(backward.output_grad):  # a rehearsal, as in trainer/planning
-            return
         progress = self.replay.progress(self.step) if self.replay else LastSteps(_NO_ROWS, self.step, 0.0)
         numbers = (to_float32(self._constants), to_float32(scalars), self._lr_factors.numpy())
         sums = self.clipped.compiled.sum_rows(backward)

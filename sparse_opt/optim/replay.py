@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
 from cowrec.sparse_opt.algorithm.clip import RowLimit
@@ -223,7 +222,7 @@ class Replay:
 
     def _replay_rows(self, rows: Tensor, step: int) -> None:
         """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n]."""
-        if not len(rows) or is_fake(rows):
+        if not len(rows):
             return
         if self._clipped.uses_triton:
             from cowrec.sparse_opt.kernels.triton_replay import distinct_begins
