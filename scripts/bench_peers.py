@@ -24,10 +24,9 @@ import torch
 
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
-from cowrec.trainer.bench.case_runner import run_ids, speed
-from cowrec.trainer.bench.settings import Bench, cases
-from cowrec.trainer.bench.steady_state import Case, measure
-from cowrec.trainer.bench.timing import LEAST_STEPS
+from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
+from cowrec.trainer.bench.parts import LEAST_STEPS, speed
+from cowrec.trainer.bench.settings import Bench
 from cowrec.trainer.cli.flag_values import parse_count, parse_list, parse_names, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
@@ -231,7 +230,7 @@ def _take_turn(name: str, turns: Turns, case: Case, folder: Path, pythons: dict[
         if name in COWREC:
             train = dataclasses.replace(case.config.train, precision=COWREC[name])
             config = dataclasses.replace(case.config, train=train)
-            turns.step_seconds += run_in_subprocess(measure, dataclasses.replace(case, config=config)).step_seconds
+            turns.step_seconds += run_in_subprocess(measure, dataclasses.replace(case, config=config))["step_seconds"]
             turns.versions = environment(torch.device("cpu"))["versions"]
         else:
             found = _measure_peer(PEERS[name], case, folder, pythons[name])

@@ -117,7 +117,7 @@ class Check:
         """
         if missing := absent(PACKAGES):
             raise ImportError(f"{', '.join(missing.values())} missing; {how_to_install(missing)}")
-        from cowrec.trainer.bench.case_runner import case_runner
+        from cowrec.trainer.bench.measurement import case_runner
         from cowrec.trainer.bench.settings import Bench
 
         what: dict[str, Any] = {"modes": ("replay", "lazy"), "clips": ("on", "off")}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Modules with functions that run in subprocesses.
-MODULES = ("cowrec.trainer.bench.steady_state", "cowrec.trainer.sweep.sweep")
+MODULES = ("cowrec.trainer.bench.measurement", "cowrec.trainer.sweep.sweep")
 
 PROBE = """
 import contextlib, json, multiprocessing.process, sys

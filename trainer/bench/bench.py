@@ -6,16 +6,19 @@ use.
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from cowrec.trainer.runs.run_dir import to_json
-from cowrec.trainer.runtime.environment import launched_rank
+from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.errors import Interrupted
+from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 
-from .case_runner import case_runner
-from .mlperf import mlperf_lines, mlperf_short
+from .measurement import case_runner, measured_line
+from .mlperf import MODEL, TABLE_ROWS, measure_mlperf, mlperf_config
 from .plot import measured, plot, short
 from .settings import Bench
 
@@ -36,12 +39,9 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         * step_parts_ms: the parts of a step (see step_parts.py) by their shares in some profiled steps;
         * minutes_of_10_epochs of Criteo at this speed; roofline: the least flops and bytes per sample, the rates of
           both that this machine reached, and the resulting step in ms;
-        * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), rss_before_tables_bytes, and
-          peak_without_tables_bytes, the peak of the same measurement on tables of two rows;
-        * steps_before: steps before the measurement; gaps: absence of the rows, as rows per sample whose previous
-          lookup was 2^k to 2^(k+1) - 1 steps earlier; never_seen rows per sample; missed_row_steps per sample, from the
-          first step on for rows never seen; replayed_row_steps: those of them that were computed, until the row had
-          decayed (None for modes other than replay).
+        * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), and rss_before_tables_bytes;
+        * steps_before: steps before the measurement; replayed_row_steps: steps per sample that its rows had missed and
+          that were computed, until a row had decayed (None for modes other than replay).
 
         All have config, versions, device, threads, git_commit.
 
@@ -49,30 +49,56 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         Interrupted: by Ctrl-C; the file has the combinations measured before.
     """
     with case_runner(settings) as runner:
-        lines = written((runner.line(case) for case in runner.cases), output, short)
+        lines = _written((runner.line(case) for case in runner.cases), output)
     if measured(lines):
         plot(lines, output.with_suffix(".png"))
     return lines
 
 
 def bench_mlperf(settings: Bench, output: Path) -> list[dict[str, Any]]:
-    """Measures MLPerf's DLRM-DCNv2; see :func:`mlperf_lines`. Writes a JSON object per line as soon as it is measured.
+    """Measures MLPerf's DLRM-DCNv2 for each batch size, precision and clip of the settings, as :func:`bench`.
+
+    Batch sizes are those of all processes together; under torchrun all measure together, and the first has the lines.
+
+    Returns:
+        The lines, without what is about replay and Criteo's epochs; with world_size and samples_per_second_of_gpu (of
+        a process).
 
     Raises:
-        ValueError: from :func:`mlperf_lines`.
+        ValueError: a batch size is not a multiple of the number of processes.
         Interrupted: by Ctrl-C; the file has the combinations measured before.
     """
-    return written(mlperf_lines(settings), output, mlperf_short)
+    launched = launched_world_size()
+    for size in settings.batch_sizes:
+        if size % launched:
+            raise ValueError(f"--batch-sizes {size} is not a multiple of the {launched} processes")
+    return _written(_mlperf_lines(settings, launched), output)
 
 
-def written(
-    lines: Iterable[dict[str, Any]], output: Path, describe: Callable[[dict[str, Any]], str]
-) -> list[dict[str, Any]]:
-    """Writes and shows each line as soon as it is there; returns them all.
+def _mlperf_lines(settings: Bench, launched: int) -> Iterator[dict[str, Any]]:
+    rows = [min(each, settings.max_rows or each) for each in TABLE_ROWS]
+    with Subprocess() as process:
+        call = process.call if settings.device == "cuda" else run_in_subprocess
+        for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
+            config = mlperf_config(size, precision, clip, settings.device)
+            about = {
+                "mode": config.optimizer.embedding,
+                "clip": clip,
+                "precision": precision,
+                "batch_size": size,
+                "spacing": 1,
+                "model": MODEL,
+                "max_rows": settings.max_rows,
+            }
+            arguments = (config, rows, settings.seconds)
+            take = partial(measure_mlperf, *arguments) if launched > 1 else partial(call, measure_mlperf, *arguments)
+            line = measured_line(about, config, take, sum(rows) * 516)
+            if launched_rank() == 0:
+                yield line
 
-    Raises:
-        Interrupted: by Ctrl-C; the file has the lines until then.
-    """
+
+def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, Any]]:
+    """Writes and shows each line as soon as it is there; returns them all."""
     found: list[dict[str, Any]] = []
     mine = output if launched_rank() == 0 else Path(os.devnull)
     with mine.open("w", encoding="utf-8", buffering=1) as file:
@@ -80,7 +106,7 @@ def written(
             for line in lines:
                 found.append(line)
                 file.write(to_json(line) + "\n")
-                print(describe(line), file=sys.stderr, flush=True)
+                print(short(line), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; {output} holds the {len(found)} combinations measured before") from None
     return found

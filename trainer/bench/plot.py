@@ -1,4 +1,4 @@
-"""Results of a bench as tables and as a plot: speed by batch size, time of a step's parts, absence of rows."""
+"""Results of a bench as tables and as a plot: speed by batch size, and time of a step's parts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
+
+from .mlperf import BATCH_SIZE_OF_GPU, MODEL, PUBLISHED
 
 Lines = Sequence[dict[str, Any]]
 
@@ -34,14 +36,16 @@ def measured(lines: Lines) -> list[dict[str, Any]]:
 def table(lines: Lines) -> str:
     """Four tables: speed and memory of each combination, time of a step's parts, time of 10 epochs, ratios of speed.
 
-    Memory is in GB: peak, peak without tables, and the size of tables and moments. Replayed steps are per sample. The
-    ratios are the first curve's speed over the others'. Failed combinations are left out.
+    Memory is in GB: peak, and the size of tables and moments. Replayed steps are per sample. The ratios are the first
+    curve's speed over the others'. Failed combinations are left out. MLPerf's lines have its published speed instead of
+    the time of 10 epochs.
     """
     lines = measured(lines)
     if not lines:
         return ""
-    head = ["mode", "batch", "samples/s", "quartiles", "step ms", "peak GB", "without tables", "tables GB", "replayed"]
-    tables = [aligned([head, *map(_cells, lines)]), _parts_table(lines), _minutes_table(lines), _ratio_table(lines)]
+    head = ["mode", "batch", "samples/s", "quartiles", "step ms", "peak GB", "tables GB", "replayed"]
+    times = _published(lines) if lines[0]["model"] == MODEL else _minutes_table(lines)
+    tables = [aligned([head, *map(_cells, lines)]), _parts_table(lines), times, _ratio_table(lines)]
     return "\n\n".join(filter(None, tables))
 
 
@@ -54,16 +58,14 @@ def short(line: dict[str, Any]) -> str:
 
 
 def plot(lines: Lines, path: Path) -> Path:
-    """Draws the minutes of 10 epochs by batch size, the time of a step's parts, and the absence of rows.
+    """Draws the minutes of 10 epochs by batch size, and the time of a step's parts.
 
     Failed combinations are left out; one at least must not have failed.
     """
     lines = measured(lines)
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained", width_ratios=(1, 1.1, 1))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained", width_ratios=(1, 1.1))
     _draw_minutes(axes[0], lines)
     _draw_parts(axes[1], lines)
-    sizes = sorted({line["batch_size"] for line in lines})
-    _draw_absence(axes[2], [next(line for line in lines if line["batch_size"] == size) for size in sizes])
     first = lines[0]
     ids = first["table_rows"] // first["spacing"]
     figure.suptitle(f"{first['model']}, {ids:,} ids with Criteo's frequencies, {first['device']}")
@@ -122,23 +124,6 @@ def _draw_parts(axis: Axes, lines: Lines) -> None:
     axis.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
-def _draw_absence(axis: Axes, lines: Lines) -> None:
-    """Draws bars side by side, a colour per batch size; rows without an earlier lookup are at the right."""
-    bins = sorted({int(steps) for line in lines for steps in line["gaps"]})
-    width = 0.8 / len(lines)
-    for number, line in enumerate(lines):
-        heights = [line["gaps"].get(str(steps), 0.0) for steps in bins] + [line["never_seen"]]
-        positions = [bin_ + (number - (len(lines) - 1) / 2) * width for bin_ in range(len(heights))]
-        axis.bar(positions, heights, width, label=f"batch {size_name(line['batch_size'])}")
-    axis.set_xticks(range(len(bins) + 1), [*(size_name(steps) for steps in bins), "new"], rotation=60)
-    axis.set(
-        xlabel="steps since the row's previous lookup (lower end of bin)",
-        ylabel="distinct rows per sample",
-        title="Absence of the rows of a batch",
-    )
-    axis.legend(frameon=False)
-
-
 def _curve(line: dict[str, Any]) -> Curve:
     return Curve(*(line[field] for field in Curve._fields))
 
@@ -173,6 +158,12 @@ def _minutes_table(lines: Lines) -> str:
     return aligned(rows)
 
 
+def _published(lines: Lines) -> str:
+    speeds = ", ".join(f"{line['samples_per_second_of_gpu']:,.0f}" for line in lines)
+    own = f"samples/s of each of {lines[0]['world_size']} processes: {speeds}"
+    return f"{own}\nMLPerf, 8 x H200, batch {8 * BATCH_SIZE_OF_GPU:,}: {PUBLISHED / 8:,.0f} samples/s each"
+
+
 def _ratio_table(lines: Lines) -> str:
     curves = _curves(lines)
     first, *others = curves
@@ -190,7 +181,7 @@ def _cell(values: dict[int, float], size: int, form: str) -> str:
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
-    replayed = line["replayed_row_steps"]
+    replayed = line.get("replayed_row_steps")
     return [
         _name(_curve(line)),
         size_name(line["batch_size"]),
@@ -198,7 +189,6 @@ def _cells(line: dict[str, Any]) -> list[str]:
         " - ".join(f"{each:,.0f}" for each in line["samples_per_second_quartiles"]),
         f"{line['step_ms']:.1f}",
         f"{line['peak_memory_bytes'] / 1e9:.2f}",
-        f"{line['peak_without_tables_bytes'] / 1e9:.2f}",
         f"{(line['table_bytes'] + line['moments_bytes']) / 1e9:.2f}",
         "-" if replayed is None else f"{replayed:,.0f}",
     ]

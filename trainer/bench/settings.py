@@ -1,28 +1,22 @@
-"""Settings of a benchmark, and the cases that they ask for."""
+"""Settings of a benchmark."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 
-from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.models import ModelConfig, require_model
-from cowrec.sparse_opt import PRESETS, AdamConfig, ReferenceCowClip
-from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
-
-from .steady_state import Case
+from cowrec.sparse_opt import AdamConfig
+from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.sections import ClipConfig, TrainConfig
 
 EPOCH_SAMPLES = 41_256_555
 """Samples of Criteo's training split as published: nine tenths of 45,840,617."""
-_BASE_BATCH_SIZE = 1024
-_MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
-"""Limits on the steps of a combination, so that their batches fit into memory."""
+_CRITEO = Path(__file__).parents[1] / "configs" / "criteo.toml"
 
 
 @dataclass(frozen=True)
@@ -58,24 +52,17 @@ class Bench:
 
     def __post_init__(self) -> None:
         require_model(ModelConfig(name=self.model))
-        adam, train = get_type_hints(AdamConfig), get_type_hints(TrainConfig)
-        for flag, names, known in (
-            ("absent-rows", self.modes, get_args(adam["absent_rows"])),
+        modes, precisions = get_type_hints(AdamConfig)["absent_rows"], get_type_hints(TrainConfig)["precision"]
+        for flag, values, known in (
+            ("absent-rows", self.modes, get_args(modes)),
             ("clip", self.clips, ("on", "off")),
-            ("precision", self.precisions, get_args(train["precision"])),
+            ("precision", self.precisions, get_args(precisions)),
             ("device", [self.device], ("cpu", "cuda")),
+            ("batch-sizes", self.batch_sizes, self.batch_sizes),
+            ("spacing", self.spacings, self.spacings),
         ):
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"--{flag} {name!r} is not known; known: {', '.join(known)}")
-        listed: tuple[tuple[str, Sequence[Any]], ...] = (
-            ("absent-rows", self.modes),
-            ("clip", self.clips),
-            ("precision", self.precisions),
-            ("batch-sizes", self.batch_sizes),
-            ("spacing", self.spacings),
-        )
-        for flag, values in listed:
+            if unknown := [each for each in values if each not in known]:
+                raise ValueError(f"--{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"--{flag} needs one value or several different ones, got {values}")
         for flag, value, fits, what in (
@@ -102,43 +89,13 @@ class Bench:
 def criteo_config(
     model: str, batch_size: int, mode: str, clip: str = "on", precision: str = "float32", device: str = "cpu"
 ) -> RunConfig:
-    """The published settings for Criteo, as in trainer/configs/criteo.toml, at a batch size."""
-    preset = PRESETS["criteo"](_BASE_BATCH_SIZE)
-    return RunConfig(
-        model=ModelConfig(name=model),
-        train=TrainConfig(
-            batch_size=batch_size,
-            epochs=preset.epochs,
-            device=device,  # type: ignore[arg-type]
-            precision=precision,  # type: ignore[arg-type]
-        ),
-        optimizer=OptimizerConfig(
-            base_batch_size=_BASE_BATCH_SIZE,
-            scaling="cowclip",
-            **dataclasses.asdict(preset.hyperparameters),
-            warmup_epochs=preset.warmup_epochs,
-            adam_epsilon="keras",
-            embedding_init_std=preset.embedding_init_std,
-            absent_rows=mode,  # type: ignore[arg-type]
-        ),
-        clip=ClipConfig(ReferenceCowClip.name, **dataclasses.asdict(preset.clip))
-        if clip == "on"
-        else ClipConfig("none"),
-    )
-
-
-def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
-    """The combinations, batch size by batch size, so that results to compare are measured close together."""
-    variants = (settings.spacings, settings.precisions, settings.modes, settings.clips)
-    for batch_size, spacing, precision, mode, clip in product(settings.batch_sizes, *variants):
-        steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
-        yield Case(
-            criteo_config(settings.model, batch_size, mode, clip, precision, settings.device),
-            ids,
-            spacing,
-            EPOCH_SAMPLES,
-            settings.samples,
-            last_samples,
-            steps,
-            settings.seconds,
-        )
+    """The published settings for Criteo, those of trainer/configs/criteo.toml, at a batch size."""
+    values = {
+        "model.name": model,
+        "train.batch_size": batch_size,
+        "train.device": device,
+        "train.precision": precision,
+        "optimizer.absent_rows": mode,
+    }
+    config = load_config(_CRITEO, [f"{key}={value}" for key, value in values.items()])
+    return config if clip == "on" else dataclasses.replace(config, clip=ClipConfig("none"))

@@ -79,13 +79,12 @@ def bench(
 
 def _show(lines: list[dict[str, Any]], mlperf: bool, output: Path) -> None:
     """Prints the tables. Raises ProcessFailed if a combination failed."""
-    from cowrec.trainer.bench.mlperf import mlperf_table
     from cowrec.trainer.bench.plot import measured, table
     from cowrec.trainer.runtime.errors import ProcessFailed
 
     if measured(lines):
         plot = "" if mlperf else f", plot: {output.with_suffix('.png')}"
-        print(f"{mlperf_table(lines) if mlperf else table(lines)}\n\n{output}{plot}")
+        print(f"{table(lines)}\n\n{output}{plot}")
     if failed := len(lines) - len(measured(lines)):
         raise ProcessFailed(f"{failed} of {len(lines)} combinations failed; their lines in {output} say why")
 

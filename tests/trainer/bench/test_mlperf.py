@@ -11,10 +11,15 @@ import torch
 
 from commands.command_line import exit_code
 from cowrec.trainer.bench import mlperf
-from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf, bytes_per_sample, make_batch
-from cowrec.trainer.bench.mlperf import _case as case_of
-from cowrec.trainer.bench.roofline import flops_per_sample
-from cowrec.trainer.bench.settings import Bench
+from cowrec.trainer.bench.mlperf import (
+    IDS_PER_SAMPLE,
+    TABLE_ROWS,
+    build_mlperf,
+    bytes_per_sample,
+    make_batch,
+    mlperf_config,
+)
+from cowrec.trainer.bench.parts import flops_per_sample
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.build import dense_parameters
 from process_groups import in_processes
@@ -27,9 +32,9 @@ def test_the_shape_is_the_published_one() -> None:
     """204,184,588 rows of 128 floats are the 104.5 GB, and 214 the ids of a sample, that MLPerf's documents name."""
     assert (len(TABLE_ROWS), sum(TABLE_ROWS)) == (26, 204_184_588)
     assert (len(IDS_PER_SAMPLE), sum(IDS_PER_SAMPLE)) == (26, 214)
-    case = case_of(Bench(max_rows=10), 4, "float32", "off")
+    config = mlperf_config(4, "float32", "off", "cpu")
     with process_group("cpu") as process:
-        dense = dense_parameters(build_mlperf(case, process))
+        dense = dense_parameters(build_mlperf(config, [10] * 26, process))
         crosses = 27 * 128
         layers = [13, 512, 256, 128], [crosses, 1024, 1024, 512, 256, 1]
         kernels = [fan_in * fan_out for sizes in layers for fan_in, fan_out in pairwise(sizes)]
@@ -77,7 +82,6 @@ def test_a_small_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert sum(line["step_parts_ms"].values()) == pytest.approx(line["step_ms"])
         assert min(line["step_parts_ms"].values()) >= 0
         assert line["roofline"]["step_ms"] > 0
-        assert (line["mlperf"]["samples_per_second"], line["mlperf"]["auc"]) == (15.04e6, 0.80275)
         assert {"versions", "device", "git_commit", "peak_memory_bytes", "host_ms"} <= line.keys()
     assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in capsys.readouterr().out
 

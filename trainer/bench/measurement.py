@@ -1,37 +1,57 @@
-"""One measurement of `cowrec bench`: timed training steps of a model in the state that most of an epoch leaves.
+"""Measurements of `cowrec bench`: timed training steps of a model in the state that most of an epoch leaves.
 
 The state is constructed, not trained. The cost of a step depends on which rows it reads and on their absence, which
 both follow from the ids alone. Other values are plausible: weights are initial values, and rows seen before have the
 moments that one gradient of realistic size leaves.
 """
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
+from cowrec.models import physical_dim
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.config.run import RunConfig
+from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.environment import prepare_process
+from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
 
-from .absence import last_steps
-from .roofline import Rates, flops_per_sample, measure_rates
-from .step_parts import Profile, profile_steps
-from .timing import WARMUP_STEPS, graph_captured, memory, reset_peak_memory, step_times
+from .parts import (
+    PROFILED_STEPS,
+    WARMUP_STEPS,
+    bytes_per_sample,
+    graph_captured,
+    memory,
+    reset_peak_memory,
+    step_times,
+    step_values,
+)
+from .settings import EPOCH_SAMPLES, Bench, criteo_config
 
-_PROFILED_STEPS = 5
+_MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
+"""Limits on the steps of a combination, so that their batches fit into memory."""
 _ROWS_AT_ONCE = 1 << 16
 
 
@@ -43,7 +63,6 @@ class Case:
         config: the run's configuration.
         ids: the stream of ids.
         spacing: distance of two ids' rows; tables are that many times larger.
-        epoch_samples: samples of an epoch, for the dense learning rate's warm-up.
         samples: samples of the stream before the measurement.
         last_samples: file with the result of :meth:`CriteoIds.last_samples` for these samples.
         max_steps: most steps to time.
@@ -53,7 +72,6 @@ class Case:
     config: RunConfig
     ids: CriteoIds
     spacing: int
-    epoch_samples: int
     samples: int
     last_samples: Path
     max_steps: int
@@ -72,45 +90,108 @@ class Case:
         return self.samples // self.batch_size
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Result of a measurement.
+def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
+    """The combinations, batch size by batch size, so that results to compare are measured close together."""
+    variants = (settings.spacings, settings.precisions, settings.modes, settings.clips)
+    for batch_size, spacing, precision, mode, clip in product(settings.batch_sizes, *variants):
+        steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
+        yield Case(
+            criteo_config(settings.model, batch_size, mode, clip, precision, settings.device),
+            ids,
+            spacing,
+            settings.samples,
+            last_samples,
+            steps,
+            settings.seconds,
+        )
+
+
+@contextmanager
+def case_runner(settings: Bench) -> Iterator["CaseRunner"]:
+    """Draws the ids before the measurement; at the end closes the process and removes the file of the cases."""
+    ids = CriteoIds(max_rows=settings.max_rows)
+    with tempfile.TemporaryDirectory() as folder, Subprocess() as process:
+        last_samples = run_ids(ids, settings.samples)
+        file = Path(folder) / "last_samples.npy"
+        np.save(file, last_samples)
+        yield CaseRunner(settings, list(cases(settings, ids, file)), process)
+
+
+class CaseRunner:
+    """Measures cases one after the other, each with the peak of its memory.
+
+    On CPU that is the peak of a process, so that each case has its own. On CUDA torch counts it, and all cases share a
+    process, which imports libraries and compiles kernels once; after a failure a new one is started.
 
     Attributes:
-        step_seconds: time of each step.
-        host_seconds: processor time of this process per step, of all its threads together.
-        captured: whether the steps replayed a CUDA graph; None on CPU.
-        replayed_row_steps: missed steps that were computed, per sample; None for modes other than replay.
-        table_rows, table_bytes, moments_bytes: sizes of the tables and of both moments.
-        rss_before_tables, peak_memory: bytes of memory of the process before the tables were made, and its peak; on
-            CUDA those that torch allocated on the device.
-        profile: parts of a step.
-        rates: this machine's rates.
-        flops_per_sample: operations of the dense network, see :func:`flops_per_sample`.
+        cases: the combinations of the settings, in order.
     """
 
-    step_seconds: list[float]
-    host_seconds: float
-    captured: bool | None
-    replayed_row_steps: float | None
-    table_rows: int
-    table_bytes: int
-    moments_bytes: int
-    rss_before_tables: int
-    peak_memory: int
-    profile: Profile
-    rates: Rates
-    flops_per_sample: float
+    def __init__(self, settings: Bench, cases: list[Case], process: Subprocess) -> None:
+        self.cases = cases
+        self._max_rows = settings.max_rows
+        self._call = process.call if settings.device == "cuda" else run_in_subprocess
+
+    def line(self, case: Case, timeout: float | None = None) -> dict[str, Any]:
+        """Measures a case. A failed one has the keys that identify it, its configuration, and ``error``.
+
+        Args:
+            case: one of ``cases``.
+            timeout: seconds after which a measurement is given up; by default never.
+        """
+        about = {
+            "mode": case.config.optimizer.absent_rows,
+            "clip": "off" if case.config.clip.rule == "none" else "on",
+            "precision": case.config.train.precision,
+            "batch_size": case.batch_size,
+            "spacing": case.spacing,
+            "model": case.config.model.name,
+            "max_rows": self._max_rows,
+        }
+        rows = int(case.ids.table_rows.sum()) * case.spacing
+        values = measured_line(about, case.config, partial(self._call, measure, case, timeout=timeout), 144 * rows)
+        values.pop("step_seconds", None)
+        return values
 
 
-def measure(case: Case) -> Measurement:
-    """Measures a case; on CPU call it in its own process, whose peak memory is then the case's."""
+def measured_line(
+    about: dict[str, Any], config: RunConfig, measure: Callable[[], dict[str, Any]], table_bytes: int
+) -> dict[str, Any]:
+    """The line of a combination: what identifies it, what was measured or the ``error``, and how.
+
+    Args:
+        table_bytes: of tables and moments, for the message.
+    """
+    how = {
+        "config": {key: dataclasses.asdict(getattr(config, key)) for key in ("model", "optimizer", "clip")},
+        **environment(torch.device(config.train.device)),
+    }
+    try:
+        return {**about, **measure(), **how}
+    except ProcessFailed as error:
+        needs = f"its tables and their moments need {table_bytes / 1e9:.1f} GB of memory"
+        return {**about, "error": f"{error} ({needs})", **how}
+
+
+def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
+    """The result of :meth:`CriteoIds.last_samples` for the first samples of the stream; shows a progress bar."""
+    total = samples * len(ids.table_rows)
+    hidden = not sys.stderr.isatty()
+    with tqdm(total=total, unit=" ids", desc="ids before", unit_scale=True, leave=False, disable=hidden) as bar:
+        return ids.last_samples(samples, bar.update)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Measures a case: the values of its line, see :func:`cowrec.trainer.bench.bench.bench`, and step_seconds.
+
+    On CPU call it in its own process, whose peak memory is then the case's.
+    """
     prepare_process()
     with process_group(case.config.train.device) as process:
         reset_peak_memory(process.device)
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
-        steps = case.warmup_steps + case.max_steps + 1 + _PROFILED_STEPS
+        steps = case.warmup_steps + case.max_steps + 1 + PROFILED_STEPS
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
         rss_before = memory("VmRSS", process.device)
@@ -118,17 +199,17 @@ def measure(case: Case) -> Measurement:
         model = build_sharded(plan)
         adam = embedding_optimizer(plan, model)
         assert isinstance(adam, EmbeddingAdam)
-        values = plan.scaled.hyperparameters
-        dense = DenseAdam(dense_parameters(model), values, case.config.optimizer.adam_epsilon)
+        scaled = plan.scaled.hyperparameters
+        dense = DenseAdam(dense_parameters(model), scaled, case.config.optimizer.adam_epsilon)
         captured = None if why_not_captured(plan, model, adam) else adam
         pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)
         batches = iter(on_device)
-        dense.prepare(0, values.dense_lr)
+        dense.prepare(0, scaled.dense_lr)
         pipeline.progress(batches)
-        enter_steady_state(case, adam, _gradient_size(adam, first_batch[0], values.betas[1]), values.betas)
+        enter_steady_state(case, adam, _gradient_size(adam, first_batch[0], scaled.betas[1]), scaled.betas)
 
         def step(index: int) -> None:
-            dense.prepare(case.steps_before + index, values.dense_lr)
+            dense.prepare(case.steps_before + index, scaled.dense_lr)
             pipeline.progress(batches)
 
         seconds, host_seconds = step_times(step, case.warmup_steps, case.max_steps, case.seconds, process.device)
@@ -140,19 +221,34 @@ def measure(case: Case) -> Measurement:
             following = timed[case.warmup_steps + len(seconds)]
             replayed = _replayed(adam, pipeline, following, batches) / case.batch_size
             model.train()
+        moments = [each for key, each in _stored(adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+        moments_bytes = sum(each.nbytes for each in moments)
+        width, fields = physical_dim(case.config.model.embedding_dim), timed[0].sparse.to_dict().values()
+        distinct_rows = sum(len(ids.values().unique()) for ids in fields) / case.batch_size
         # A captured step has no parts, so the profile is of steps that are not.
         parts = SequentialSteps(model, dense, process.device)
-        profile = profile_steps(lambda: parts.progress(batches), _PROFILED_STEPS, process.device)
-        rates = measure_rates(process.device, case.config.train.precision)
-        flops = flops_per_sample(dense_parameters(model))
-        was_captured = graph_captured(pipeline, process.device)
-        state = _stored(adam)
-    moments = [tensor for key, tensor in state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
-    moments_bytes = sum(tensor.nbytes for tensor in moments)
-    table_rows = sum(field.num_embeddings for field in schema.sparse)
-    # Weights are float32, like each of the two moments.
-    bytes_ = (moments_bytes // 2, moments_bytes, rss_before, peak)
-    return Measurement(seconds, host_seconds, was_captured, replayed, table_rows, *bytes_, profile, rates, flops)
+        values = step_values(
+            case.batch_size,
+            (seconds, host_seconds),
+            lambda: parts.progress(batches),
+            dense_parameters(model),
+            bytes_per_sample(len(fields), width, distinct_rows),
+            case.config.train.precision,
+            process.device,
+        )
+        return {
+            **values,
+            "captured": graph_captured(pipeline, process.device),
+            "minutes_of_10_epochs": 10 * EPOCH_SAMPLES / values["samples_per_second"] / 60,
+            "table_rows": sum(field.num_embeddings for field in schema.sparse),
+            "table_bytes": moments_bytes // 2,  # float32 weights, like each of the two moments
+            "moments_bytes": moments_bytes,
+            "rss_before_tables_bytes": rss_before,
+            "peak_memory_bytes": peak,
+            "steps_before": case.steps_before,
+            "replayed_row_steps": replayed,
+            "step_seconds": seconds,
+        }
 
 
 def make_schema(case: Case) -> Schema:
@@ -258,3 +354,8 @@ def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tenso
     found = {field: ids.values().long().unique(return_counts=True) for field, ids in fields.items()}
     values = [state[f"{field}.{key}"][rows] for field, (rows, _) in found.items()]
     return torch.cat(values), torch.cat([counts for _, counts in found.values()])
+
+
+def last_steps(last_samples: np.ndarray, batch_size: int, steps: int) -> np.ndarray:
+    """The step (from 1) of each row's last sample (from 1, 0 for none) in a stream of ``steps`` steps: int32."""
+    return np.minimum(-(-last_samples.astype(np.int32) // np.int32(batch_size)), np.int32(steps))

@@ -1,0 +1,260 @@
+"""What is measured of training steps: times, memory, their parts, and the least time that this machine could take.
+
+B samples of a batch, U of its distinct rows.
+"""
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cowrec.models.linear_relu import linear_relu
+from cowrec.sparse_opt.clipping.compiled_rows import ROW_GRADIENTS
+from cowrec.sparse_opt.optim.update_in_backward import EMBEDDING_UPDATE
+from cowrec.trainer.training.pipeline import CapturedSteps, Pipeline
+
+WARMUP_STEPS = {"cpu": 3, "cuda": 10}
+"""Steps before those that are timed. On CUDA the first ones compile kernels and capture a graph."""
+LEAST_STEPS = 5
+"""Least steps that are timed."""
+PARTS = ("input", "lookup", "dense", "row_gradients", "clip_and_embedding_update", "dense_update", "other")
+"""Parts of a step: loading and distributing the next batch; looking up rows, catch-up of missed steps included; the
+dense network forward and backward, and everything not named here; sums of gradients over a row's ids; L2, clip and
+embedding optimizer, which are one pass; the dense optimizer; other work of the host (0 on CUDA, where only the device's
+time counts)."""
+_STEP = "cowrec_step"
+# As SequentialSteps and TorchRec's sharded lookups name them; the latter add table names.
+_INPUT, _EXCHANGE = ("## load batch",), ("[splits_dist]",)
+_DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward", "## backward"), ("[lookup]",)
+PROFILED_STEPS = 5
+_WIDTH, _SAMPLES, _COPIED, _REPEATS = 400, 8192, 1 << 26, 7
+
+
+def speed(batch_size: int, step_seconds: list[float]) -> dict[str, Any]:
+    """Samples per second and milliseconds per step: medians and quartiles over the steps."""
+    low, median, high = np.quantile(step_seconds, (0.25, 0.5, 0.75)).tolist()
+    return {
+        "samples_per_second": batch_size / median,
+        "samples_per_second_quartiles": [batch_size / high, batch_size / low],
+        "step_ms": 1e3 * median,
+        "steps": len(step_seconds),
+    }
+
+
+def step_values(
+    batch_size: int,
+    times: tuple[list[float], float],
+    step: Callable[[], object],
+    dense: Mapping[str, nn.Parameter],
+    traffic: float,
+    precision: str,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The values of timed steps that all lines have: their speed, their parts and their roofline.
+
+    Args:
+        batch_size: samples of this process in a step, B.
+        times: of :func:`step_times`.
+        step: takes a further step, not as a captured graph.
+        dense: parameters of the network.
+        traffic: bytes per sample that the embeddings must move.
+    """
+    speeds, profiled = speed(batch_size, times[0]), profile_steps(step, PROFILED_STEPS, device)
+    rates, flops = measure_rates(device, precision), flops_per_sample(dense)
+    # Products and traffic can overlap.
+    floor = max(flops / rates.flops_per_second, traffic / rates.bytes_per_second)
+    return {
+        **speeds,
+        "host_ms": 1e3 * times[1],
+        "kernels": profiled.kernels,
+        "step_parts_ms": {part: speeds["step_ms"] * share for part, share in profiled.shares.items()},
+        "roofline": {
+            "flops_per_sample": flops,
+            "bytes_per_sample": traffic,
+            **dataclasses.asdict(rates),
+            "step_ms": 1e3 * batch_size * floor,
+        },
+    }
+
+
+def step_times(
+    step: Callable[[int], object], warmup_steps: int, max_steps: int, seconds: float, device: torch.device
+) -> tuple[list[float], float]:
+    """Takes steps, at least :data:`LEAST_STEPS` after the warm-up.
+
+    On CUDA the host enqueues steps ahead; the device's time from the end of one step to the end of the next counts.
+
+    Args:
+        step: takes the step of a number, from 0.
+        warmup_steps: steps before those that are timed.
+        max_steps: most steps to time.
+        seconds: time after which no further step is timed.
+
+    Returns:
+        Seconds of each step; processor seconds per step of this process, of all its threads together.
+    """
+    marks: list[Any] = []
+    stop, host = inf, 0.0
+    for index in range(warmup_steps + max_steps):
+        step(index)
+        if index + 1 == warmup_steps:
+            synchronize(device)
+            marks, stop, host = [], time.perf_counter() + seconds, time.process_time()
+        if index + 1 >= warmup_steps:
+            marks.append(_mark(device))
+        if time.perf_counter() > stop and len(marks) > LEAST_STEPS:
+            break
+    host = (time.process_time() - host) / (len(marks) - 1)
+    synchronize(device)
+    if device.type == "cuda":
+        return [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)], host
+    return [other - one for one, other in pairwise(marks)], host
+
+
+def _mark(device: torch.device) -> Any:
+    """The present time: a number on CPU, an event on CUDA."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def memory(key: str, device: torch.device) -> int:
+    """Bytes of this process: VmRSS at present, VmHWM at peak. (getrusage's peak includes that of the parent.)"""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) if key == "VmRSS" else torch.cuda.max_memory_allocated(device)
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Frees what an earlier measurement of this process left on a GPU, and counts the peak from here on."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def graph_captured(pipeline: Pipeline, device: torch.device) -> bool | None:
+    """Whether the steps replay a CUDA graph; None on CPU."""
+    return isinstance(pipeline, CapturedSteps) and pipeline.captured if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Parts of a step.
+
+    Attributes:
+        shares: share of each of :data:`PARTS`, sum 1; of device time on CUDA, of wall time on CPU.
+        kernels: kernels and copies that a step runs on the device; None on CPU.
+    """
+
+    shares: dict[str, float]
+    kernels: float | None
+
+
+def profile_steps(step: Callable[[], object], steps: int, device: torch.device) -> Profile:
+    """Profiles ``steps`` further steps, none of which is a captured graph."""
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities, acc_events=True) as profiled:
+        for _ in range(steps):
+            with record_function(_STEP):
+                step()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    events = profiled.key_averages()
+    # On CUDA each range is listed twice; the host's entry has the time of the kernels that it launched.
+    ranges = [each for each in events if each.device_type == DeviceType.CPU]
+
+    def total(*prefixes: str) -> float:
+        found = [each for each in ranges if each.key.startswith(prefixes)]
+        return sum(each.device_time_total if on_cuda else each.cpu_time_total for each in found)
+
+    parts, launches = dict.fromkeys(PARTS, 0.0), None
+    parts["input"] = total(*_INPUT) + total(*_EXCHANGE)
+    parts["lookup"], parts["dense_update"] = total(*_LOOKUP), total(*_DENSE_UPDATE)
+    parts["row_gradients"] = total(ROW_GRADIENTS)
+    # Under a fused optimizer, whose update is part of the backward, there is no range of the update.
+    parts["clip_and_embedding_update"] = max(total(EMBEDDING_UPDATE) - parts["row_gradients"], 0.0)
+    if on_cuda:  # the backward runs in its own thread, outside the range that waits for it
+        kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
+        step_time = sum(each.self_device_time_total for each in kernels)
+        parts["dense"] = step_time - sum(parts.values())
+        launches = sum(each.count for each in kernels) / steps
+    else:
+        step_time = total(_STEP)
+        rows = total(*_EXCHANGE) + parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
+        parts["dense"] = total(*_PASSES) - rows
+        parts["other"] = step_time - sum(parts.values())
+    return Profile({part: time / step_time for part, time in parts.items()}, launches)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates that this machine reached, each the best of several measurements, for the least time of a step.
+
+    Source: the roofline model (Williams, Waterman and Patterson 2009).
+
+    Attributes:
+        flops_per_second: of matrix products of the MLP's size in the run's precision.
+        bytes_per_second: bytes read plus bytes written while 256 MiB are copied.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+
+
+def measure_rates(device: torch.device, precision: str) -> Rates:
+    """Rates of ``device`` for products in ``precision`` ("float32", "tf32" or "bfloat16"), with torch's threads."""
+    x = torch.randn(_SAMPLES, _WIDTH, device=device)
+    weight, bias = torch.randn(_WIDTH, _WIDTH, device=device), torch.zeros(_WIDTH, device=device)
+    if precision == "bfloat16":
+        x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    source, target = torch.ones(_COPIED, device=device), torch.empty(_COPIED, device=device)
+    with torch.no_grad():
+        product = _least_seconds(lambda: linear_relu(x, weight, bias), device)
+    copying = _least_seconds(lambda: target.copy_(source), device)
+    return Rates(2 * _SAMPLES * _WIDTH**2 / product, 2 * source.nbytes / copying)
+
+
+def flops_per_sample(dense: Mapping[str, nn.Parameter]) -> float:
+    """Operations of the dense kernels: 2 per element forward, 2 for the inputs' and 2 for the kernels' gradients."""
+    return 6.0 * sum(each.numel() for each in dense.values() if each.dim() >= 2)
+
+
+def bytes_per_sample(fields: int, stored_width: int, distinct_rows: float) -> float:
+    """Bytes that the embeddings must move, with float32 values and int64 ids.
+
+    Ids are read once; looked-up values and their gradients are written and read; weights and both moments of the
+    ``distinct_rows`` (U / B) are read and written.
+    """
+    return 8.0 * fields + 4 * 4.0 * fields * stored_width + 2 * 3 * 4.0 * stored_width * distinct_rows
+
+
+def _least_seconds(action: Callable[[], Tensor], device: torch.device) -> float:
+    least = float("inf")
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        least = min(least, time.perf_counter() - started)
+    return least
