@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from .clipping.attach import attach_cowclip
     from .clipping.handle import LookupsHandle, detach_cowclip
     from .clipping.statistics import TableStats
-    from .id_tables.bucket_rows import hashed_ids, id_bucket_rows
     from .id_tables.config import Admission, IdTableConfig
-    from .id_tables.entries import Entries, NewRows
+    from .id_tables.kernels.hashing import hashed_ids, id_bucket_rows
     from .id_tables.layout import rows_for
-    from .id_tables.tables import IdTables
+    from .id_tables.tables import Entries, IdTables, NewRows
     from .id_tables.torchrec_module import IdTableModule
     from .optim.embedding_adam import EmbeddingAdam
     from .optim.row_init import RowInitializer
@@ -43,13 +42,13 @@ _MODULE_OF = {
     "AdamConfig": ".algorithm.adam",
     "AdaptiveFieldClip": ".algorithm.clip",
     "Admission": ".id_tables.config",
-    "NewRows": ".id_tables.entries",
+    "NewRows": ".id_tables.tables",
     "CLIP_RULES": ".algorithm.clip",
     "ClipRule": ".algorithm.clip",
     "ConstantClip": ".algorithm.clip",
     "CowClip": ".algorithm.clip",
     "EmbeddingAdam": ".optim.embedding_adam",
-    "Entries": ".id_tables.entries",
+    "Entries": ".id_tables.tables",
     "FieldClip": ".algorithm.clip",
     "GlobalClip": ".algorithm.clip",
     "Hyperparameters": ".algorithm.scaling",
@@ -71,8 +70,8 @@ _MODULE_OF = {
     "clip_tables": ".algorithm.clip",
     "cowclip_limits": ".algorithm.clip",
     "detach_cowclip": ".clipping.handle",
-    "hashed_ids": ".id_tables.bucket_rows",
-    "id_bucket_rows": ".id_tables.bucket_rows",
+    "hashed_ids": ".id_tables.kernels.hashing",
+    "id_bucket_rows": ".id_tables.kernels.hashing",
     "reference_cowclip_limits": ".algorithm.clip",
     "rows_for": ".id_tables.layout",
     "scale_clip": ".algorithm.scaling",

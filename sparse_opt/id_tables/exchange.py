@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
-from .kernels.sorting import segments_of_ids
+from .kernels.assignment import segments_of_ids
 from .layout import IdLayout
 
 _NO_TIMES = np.empty(0, np.int64)

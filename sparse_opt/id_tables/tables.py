@@ -1,6 +1,7 @@
 """Collisionless id tables: raw ids to rows of embedding tables, exactly; rows are given to ids, kept and reclaimed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import ceil
@@ -15,16 +16,56 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.sparse_opt.kernels.threads import in_threads
 
-from .batch_errors import id_error, time_error
-from .config import IdTableConfig
-from .entries import Entries, NewRows
+from .config import IdTableConfig, id_error, time_error
 from .exchange import IdExchange, OwnedIds
-from .kernels.assignment import NewRowsOfSegments, assign_segments, collect_new_rows, find_segments
+from .kernels.assignment import (
+    NewRowsOfSegments,
+    assign_segments,
+    collect_new_rows,
+    find_segments,
+    segments_of_ids,
+    sort_by_segment,
+)
 from .kernels.memory import COUNTERS, FREE, RECORD, RESERVED_ROWS, SEGMENT_STATE, Clock, Memory, Occurrences, lazy_zeros
-from .kernels.rows import rows_freed_in
-from .kernels.slots import rebuild_segments
-from .kernels.sorting import segments_of_ids, sort_by_segment
+from .kernels.slots import rebuild_segments, rows_freed_in
 from .layout import MAX_SEGMENTS, IdLayout
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows that a batch gave to new ids, each int64 [n], the same on every rank.
+
+    Attributes:
+        table: number of the table, in the order of ``tables``.
+        row: in the embedding table.
+        id: the id that the row belongs to now.
+        feature: the feature's number in ``IdTableConfig.features``.
+    """
+
+    table: np.ndarray
+    row: np.ndarray
+    id: np.ndarray
+    feature: np.ndarray
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Ids of a table that are not expired, segment by segment.
+
+    Attributes:
+        id: int64 [n].
+        feature: the feature's number in ``IdTableConfig.features``, int64 [n].
+        row: in the embedding table, int64 [n].
+        last_seen: newest sample time (or batch number) of an occurrence, int64 [n].
+        count: occurrences since the id got its row, at most 65,535, int64 [n].
+    """
+
+    id: np.ndarray
+    feature: np.ndarray
+    row: np.ndarray
+    last_seen: np.ndarray
+    count: np.ndarray
+
 
 _MIN_IDS_OF_THREAD = 1 << 14
 """Fewer ids than this are done before another thread has started."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cowrec.sparse_opt.id_tables.entries import NewRows
 from cowrec.sparse_opt.id_tables.kernels.hashing import GOLDEN, mix
+from cowrec.sparse_opt.id_tables.tables import NewRows
 from cowrec.sparse_opt.tbe.discovery import called_modules, find_lookups
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 

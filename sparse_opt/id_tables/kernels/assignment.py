@@ -2,7 +2,7 @@
 
 A segment processes its ids in the order of the batch, independently of other segments, so results depend neither on the
 number of threads nor on which rank holds a segment. :class:`cowrec.sparse_opt.id_tables.tables.IdTables` lists what
-happens in a segment, in this order.
+happens in a segment, in this order. Sizes: V ids, n of them with a segment.
 """
 
 from typing import NamedTuple
@@ -10,12 +10,140 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from .expiry import is_expired, make_room, sweep
-from .hashing import mix
-from .memory import MAX_COUNT
-from .rows import free_row, take_row, write_record
+from .hashing import id_hash, mix, segment_of
+from .memory import FREE, MAX_COUNT, RESERVED_ROWS
 from .sketch import add_to_total, count_id, is_drawn
-from .slots import BLOCK, ensure_slots, enter_slot, find_block, segment_at
+from .slots import BLOCK, ensure_slots, enter_slot, find_block, free_row, segment_at, take_row, write_record
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def segments_of_ids(ids, splits, mapping, first_segment):
+    """Segment of each id, int32 [V], numbered from ``first_segment``, -1 for ids that no table translates.
+
+    Also returns the ids' hashes, uint64 [V], and rows, int64 [V], of which those without a segment are set.
+    """
+    segments, hashes = np.empty(len(ids), np.int32), np.empty(len(ids), np.uint64)
+    rows = np.empty(len(ids), np.int64)
+    for f in range(len(splits) - 1):
+        t, feature = mapping.features[f, 0], mapping.features[f, 1]
+        for i in range(splits[f], splits[f + 1]):
+            if t < 0 or 0 <= ids[i] < RESERVED_ROWS:
+                rows[i] = ids[i]
+                segments[i] = -1
+                continue
+            hashes[i] = id_hash(ids[i], feature)
+            table = mapping.tables[t]
+            number = table.first_segment + segment_of(hashes[i], table.segments)
+            segments[i] = mapping.segment_numbers[number] - first_segment
+    return segments, hashes, rows
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def sort_by_segment(splits, mapping, segments, hashes, count):
+    """Sorts the ids by segment, stably.
+
+    Returns where the ids of each of ``count`` segments begin, int64 [count + 1], and the first three arrays of
+    :class:`Occurrences`.
+    """
+    begins = np.zeros(count + 1, np.int64)
+    for i in range(len(segments)):
+        if segments[i] >= 0:
+            begins[segments[i] + 1] += 1
+    begins = np.cumsum(begins)
+    n = begins[-1]
+    positions, sorted_hashes = np.empty(n, np.int32), np.empty(n, np.uint64)
+    features = np.empty(n, np.uint16)
+    after = begins.copy()
+    for f in range(len(splits) - 1):
+        for i in range(splits[f], splits[f + 1]):
+            segment = segments[i]
+            if segment >= 0:
+                k = after[segment]
+                after[segment] = k + 1
+                positions[k] = i
+                sorted_hashes[k] = hashes[i]
+                features[k] = np.uint16(mapping.features[f, 1])
+    return begins, positions, sorted_hashes, features
+
+
+_ROOM_SHARE = 64
+"""A segment that evicts keeps one in so many of its rows free."""
+_ROOM_BATCHES = 6
+"""It also keeps as many rows free as so many batches like the current one need; freed rows cool down for four."""
+_DIGIT = 12
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def is_expired(record, table, clock):
+    return table.expire_after > 0 and np.int64(record.last_seen) + table.expire_after < clock.now
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def sweep(segment, clock):
+    """Frees the expired ids among the next ``sweep_records`` records."""
+    state = segment.state
+    for _ in range(min(segment.table.sweep_records, state.used)):
+        row = state.hand if state.hand < state.used else 0
+        state.hand = row + 1
+        record = segment.records[segment.location.first_record + row]
+        if record.feature != FREE and is_expired(record, segment.table, clock):
+            free_row(segment, row, clock.batch)
+            state.expired += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def make_room(segment, wanted, clock):
+    """Evicts the oldest (or least frequent, then oldest) ids where too few rows are free; ties by the lower row.
+
+    Expired ids that no sweep has reached yet are evicted first.
+    """
+    state, capacity = segment.state, segment.table.capacity
+    room = capacity - (state.used - state.free)
+    required = max(capacity // _ROOM_SHARE, min(_ROOM_BATCHES * wanted, capacity // 4), 1)
+    if room >= required:
+        return
+    count = min(required - room + capacity // _ROOM_SHARE, state.used - state.free)
+    highest, ties = _eviction_limit(segment, count, clock)
+    for row in range(state.used):
+        record = segment.records[segment.location.first_record + row]
+        key = _eviction_key(record, segment.table, clock)
+        if record.feature == FREE or key > highest or (key == highest and ties == 0):
+            continue
+        ties -= key == highest
+        free_row(segment, row, clock.batch)
+    state.evicted += count
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def _eviction_key(record, table, clock):
+    """Order in which records are evicted, the smallest first; 48 bits."""
+    by_count = table.least_frequent and not is_expired(record, table, clock)
+    return (np.int64(record.count) << 32 if by_count else np.int64(0)) | np.int64(record.last_seen)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _eviction_limit(segment, count, clock):
+    """Key of the ``count``-th resident record in eviction order, and how many records with that key are evicted.
+
+    A radix select: one pass over the records for each digit.
+    """
+    prefix, left = np.int64(0), count
+    histogram = np.empty(1 << _DIGIT, np.int64)
+    records, first = segment.records, segment.location.first_record
+    for shift in range(48 - _DIGIT, -1, -_DIGIT):
+        histogram[:] = 0
+        for row in range(segment.state.used):
+            record = records[first + row]
+            key = _eviction_key(record, segment.table, clock)
+            if record.feature != FREE and key >> (shift + _DIGIT) == prefix:
+                histogram[(key >> shift) & ((1 << _DIGIT) - 1)] += 1
+        digit = 0
+        while histogram[digit] < left:
+            left -= histogram[digit]
+            digit += 1
+        prefix = prefix << _DIGIT | digit
+    return prefix, left
+
 
 ADMIT_ALL, ADMIT_BY_COUNT, ADMIT_BY_DRAW = range(3)
 

@@ -1,7 +1,9 @@
-"""Hashes of ids, which determine an id's segment and its slot; compiled by numba. They must never change."""
+"""Hashes of ids, which determine an id's segment, slot and bucket; compiled by numba. They must never change."""
 
 import numpy as np
 from numba import njit
+
+from .memory import RESERVED_ROWS
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -44,3 +46,27 @@ def home_slot(hashed, slots):
 def tag_of(hashed, row_bits):
     """Bits of the hash that a slot stores above the row."""
     return np.int64(hashed >> _32) & ((np.int64(1) << (32 - row_bits)) - 1)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def hashed_ids(ids: np.ndarray, feature: int) -> np.ndarray:
+    """Hash of the ids of one feature, given its number in its table: uint64 [n] of int64 [n]. It must never change."""
+    found = np.empty(len(ids), np.uint64)
+    for i in range(len(ids)):
+        found[i] = id_hash(ids[i], feature)
+    return found
+
+
+def id_bucket_rows(ids: np.ndarray, buckets: int, feature: int) -> np.ndarray:
+    """Embedding rows of raw ids; the reserved ids keep their rows.
+
+    Args:
+        ids: int64 [n].
+        buckets: rows that the ids are hashed into; the table has two reserved rows more.
+        feature: number of the ids' feature in the table; equal ids of two features get different rows.
+
+    Returns:
+        int64 [n].
+    """
+    rows = RESERVED_ROWS + (hashed_ids(ids, feature) % np.uint64(buckets)).astype(np.int64)
+    return np.where((ids >= 0) & (ids < RESERVED_ROWS), ids, rows)
