@@ -34,7 +34,7 @@ from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
 from cowrec.sparse_opt.kernels.triton_update import DeviceRows
 from cowrec.sparse_opt.optim.step_history import StepHistory
-from cowrec.sparse_opt.tbe.layout import BagsOfLookup
+from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
 from cowrec.trainer.bench.measurement import last_steps
 from cowrec.trainer.bench.settings import EPOCH_SAMPLES, criteo_config
 from cowrec.trainer.runs.provenance import environment

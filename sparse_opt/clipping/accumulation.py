@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.tbe.layout import BagsOfLookup, LookupBackward
+from cowrec.sparse_opt.tbe.lookup import BagsOfLookup, LookupBackward
 
 
 class Accumulation:

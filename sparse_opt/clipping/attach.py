@@ -19,9 +19,8 @@ from torch.amp import GradScaler
 
 from cowrec.sparse_opt.algorithm.clip import ClipRule
 from cowrec.sparse_opt.kernels.layout import LookupBags
-from cowrec.sparse_opt.tbe.discovery import called_modules
-from cowrec.sparse_opt.tbe.errors_of_ranks import raised_on_all_ranks
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.discovery import called_modules, raised_on_all_ranks
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
 from .clipped_lookup import ClippedLookup
 from .dense_gradient import clipped_dense_gradient

@@ -26,8 +26,7 @@ from cowrec.sparse_opt.kernels.torch_rows import (
     with_weights,
 )
 from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups
-from cowrec.sparse_opt.tbe.layout import BagsOfLookup, LookupBackward, layout_of
-from cowrec.sparse_opt.tbe.lookup import TbeLookup
+from cowrec.sparse_opt.tbe.lookup import BagsOfLookup, LookupBackward, TbeLookup, layout_of
 
 from .accumulation import Accumulation
 from .compiled_rows import ROW_GRADIENTS, CompiledRows

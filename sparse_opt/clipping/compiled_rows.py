@@ -12,8 +12,7 @@ from cowrec.sparse_opt.kernels.cpu_rows import Bags, DistinctRows, Ratios, bags_
 from cowrec.sparse_opt.kernels.layout import LookupLayout, to_numpy
 from cowrec.sparse_opt.kernels.profiling import profiled
 from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads
-from cowrec.sparse_opt.tbe.layout import LookupBackward, raise_bad_id
-from cowrec.sparse_opt.tbe.lookup import TbeLookup
+from cowrec.sparse_opt.tbe.lookup import LookupBackward, TbeLookup, raise_bad_id
 
 from .statistics import ClipStatistics
 from .table_limits import TableLimits

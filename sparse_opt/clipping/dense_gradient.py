@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cowrec.sparse_opt.kernels.torch_rows import scatter_rows
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
 from .clipped_lookup import ClippedLookup
 

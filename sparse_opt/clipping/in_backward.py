@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cowrec.sparse_opt.kernels.layout import LookupBags
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
 from .clipped_lookup import ClippedLookup
 from .loss_scale import LossScale

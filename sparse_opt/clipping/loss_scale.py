@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
-from cowrec.sparse_opt.tbe.grad_scalers import grad_scalers_in_use
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.discovery import grad_scalers_in_use
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
 from .clipped_lookup import ClippedLookup
 

@@ -12,11 +12,11 @@ from cowrec.sparse_opt.tbe.discovery import (
     inconsistent_lookups,
     lookups_of_ranks,
     meant_tables,
+    raised_on_all_ranks,
     replicated_tables,
     tables_in_replica_groups,
     tables_on_some_ranks,
 )
-from cowrec.sparse_opt.tbe.errors_of_ranks import raised_on_all_ranks
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from .clipped_lookup import ClippedLookup

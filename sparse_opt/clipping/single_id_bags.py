@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cowrec.sparse_opt.kernels import cpu_rows
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients, scatter_rows
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
 from .clipped_lookup import ClippedLookup
 

@@ -13,7 +13,7 @@ from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.kernels.dense_adam import dense_adam_, dense_gradient, row_squares
 from cowrec.sparse_opt.kernels.layout import AdamState, to_float32
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
 _ROWS_AT_ONCE = 1 << 20
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.tbe.sharded_state import sharded_like_weights
+from cowrec.sparse_opt.tbe.lookup import sharded_like_weights
 
 from .collection_adam import CollectionAdam
 

@@ -20,8 +20,13 @@ from cowrec.sparse_opt.clipping.loss_scale import GradScaler, LossScale
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
 from cowrec.sparse_opt.clipping.table_rules import table_rules
-from cowrec.sparse_opt.tbe.discovery import called_modules, column_split_tables, sharded_collections, table_names
-from cowrec.sparse_opt.tbe.errors_of_ranks import raised_on_all_ranks
+from cowrec.sparse_opt.tbe.discovery import (
+    called_modules,
+    column_split_tables,
+    raised_on_all_ranks,
+    sharded_collections,
+    table_names,
+)
 
 from .collection_adam import CollectionAdam
 from .collection_state import CollectionState

@@ -24,8 +24,7 @@ from cowrec.sparse_opt.kernels.layout import (
     to_numpy,
 )
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds
-from cowrec.sparse_opt.tbe.layout import LookupBackward
-from cowrec.sparse_opt.tbe.lookup import TbeLookup
+from cowrec.sparse_opt.tbe.lookup import LookupBackward, TbeLookup
 
 from .all_rows import update_all_rows
 from .replay import Replay

@@ -39,7 +39,7 @@ from cowrec.sparse_opt.kernels.layout import (
 )
 from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads, threads_for
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, RowSums
-from cowrec.sparse_opt.tbe.layout import raise_bad_id
+from cowrec.sparse_opt.tbe.lookup import raise_bad_id
 
 from .step_history import StepHistory
 

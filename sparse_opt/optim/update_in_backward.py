@@ -9,7 +9,7 @@ from cowrec.sparse_opt.clipping.handle import Forward, Inputs
 from cowrec.sparse_opt.clipping.in_backward import run_in_backward
 from cowrec.sparse_opt.clipping.loss_scale import LossScale
 from cowrec.sparse_opt.kernels.profiling import profiled
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
 from .lookup_adam import LookupAdam
 

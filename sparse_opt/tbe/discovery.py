@@ -1,17 +1,22 @@
 """Search of a TorchRec model for its lookups, for tables that have none that can be clipped, and for sharding plans.
 
-Like lookup.py, this file uses private attributes of TorchRec and FBGEMM.
+Like lookup.py, this file uses private attributes of TorchRec, FBGEMM and torch's GradScaler.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedDenseEmbedding,
@@ -23,8 +28,7 @@ from torchrec.distributed.types import ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from .lookup import ShardedCollection, TbeLookup
-from .plans import groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
+from .lookup import ShardedCollection, TbeLookup, groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
 
 
 @dataclass(frozen=True)
@@ -274,3 +278,67 @@ def _why_not_kernel(kernel: Any) -> str | None:
     ):
         return "its weights are quantised; use float32, float16 or bfloat16"
     return None
+
+
+@contextmanager
+def raised_on_all_ranks(model: nn.Module) -> Iterator[None]:
+    """Raises a ValueError within it on all ranks that hold the model. They must enter it together.
+
+    Nothing within it may wait for other ranks.
+    """
+    error: ValueError | None = None
+    try:
+        yield
+    except ValueError as found:
+        error = found
+    group = next((each._env.process_group for each in sharded_collections(model).values()), None)
+    if group is not None and group.size() > 1:
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+        refusing = torch.tensor(group.rank() + 1 if error else 0, device=device)
+        dist.all_reduce(refusing, dist.ReduceOp.MAX, group=group)
+        if refusing:
+            message = [str(error)]
+            source = dist.get_global_rank(group, int(refusing) - 1)
+            dist.broadcast_object_list(message, source, group=group)
+            error = error or ValueError(f"rank {source}: {message[0]}")
+    if error:
+        raise error
+
+
+def set_initial_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
+    """Sets the learning rates that tables of an unsharded model begin with, by name; others have the sharder's.
+
+    Tables of different rates are then looked up separately.
+    """
+    for collection in model.modules():
+        if isinstance(collection, EmbeddingBagCollection):
+            for table, rate in rates.items():
+                collection.embedding_bags[table].weight._optimizer_kwargs = [{"learning_rate": rate}]
+
+
+def set_rates(optimizer: Any, lr: float, factors: Mapping[str, float]) -> None:
+    """Sets the rates of the coming steps: ``lr`` times the factor of the table, 1 for those that are not named.
+
+    Args:
+        optimizer: ``fused_optimizer`` of a sharded model.
+        lr: learning rate.
+        factors: by table, as for :func:`set_initial_rates`.
+    """
+    table_of = {id(weight): key.split(".")[-2] for key, weight in optimizer.params.items()}
+    for group in optimizer.param_groups:
+        group["lr"] = lr * factors.get(table_of[id(group["params"][0])], 1.0)
+    optimizer.step()  # updates nothing: hands the rates to the tables
+
+
+def grad_scalers_in_use() -> list[GradScaler]:
+    """Enabled scalers of this process that have scaled a loss.
+
+    Searches all objects that refer to a scaler's class: take care to call it once, not in every step.
+    """
+    found = [each for each in gc.get_referrers(*_with_subclasses(GradScaler)) if isinstance(each, GradScaler)]
+    # The scale is None until the first loss; get_scale() tells the initial one then.
+    return [each for each in found if each.is_enabled() and each._scale is not None]
+
+
+def _with_subclasses(kind: Any) -> set[Any]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

@@ -1,15 +1,16 @@
-"""One lookup of a sharded TorchRec model: the tables, features and weights of an FBGEMM module.
+"""One lookup of a sharded TorchRec model: its FBGEMM module, the module's tables, features and weights, and its bags.
 
-Only this file, plans.py, discovery.py and one_process.py use private attributes of TorchRec and FBGEMM; their tests in
+Only this file, discovery.py and one_process.py use private attributes of TorchRec and FBGEMM; their tests in
 tests/sparse_opt/tbe name the versions they were tested with. Terms: a lookup is one table-batched embedding module
 (TBE) of FBGEMM; it holds shards of several tables and reads T features (a table may serve several) for B bags each.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
@@ -18,13 +19,49 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_global_rank
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from cowrec.sparse_opt.kernels.layout import RowCache
+from cowrec.sparse_opt.kernels.layout import Blocks, LookupBags, LookupLayout, RowCache
+from cowrec.sparse_opt.kernels.torch_rows import LookupIds
 
-from .plans import groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
+
+def groups_of_ranks(collection: Any) -> Iterator[tuple[int, Any]]:
+    """Lookups of all ranks as (rank, TorchRec's description of it), those of a rank in their order there."""
+    sequences = getattr(collection, "_sharding_type_to_sharding", {}).values()
+    for sharding in getattr(collection, "_embedding_shardings", sequences):
+        for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
+            yield from ((rank, group) for group in groups)
+
+
+def table_names_of(group: Any) -> list[str]:
+    """Names of the tables of a lookup that :func:`groups_of_ranks` found."""
+    return [table.name for table in group.embedding_tables]
+
+
+def ranks_of_columns(collection: Any, table: str) -> dict[int, tuple[int, ...]]:
+    """Global ranks of the column shards of a table's rows, one for each, by the first of these rows.
+
+    Several rows are first under grid sharding; none where columns are not sharded.
+    """
+    plan, group = collection.module_sharding_plan[table], collection._env.process_group
+    shards = plan.sharding_spec.shards if plan.sharding_spec is not None else ()
+    if len({shard.shard_offsets[1] for shard in shards}) < 2:
+        return {}
+    found: dict[int, list[int]] = {}
+    for shard, rank in zip(shards, plan.ranks, strict=True):
+        found.setdefault(shard.shard_offsets[0], []).append(get_global_rank(group, rank))
+    return {first_row: tuple(sorted(ranks)) for first_row, ranks in found.items()}
+
+
+def has_row_shards(collection: Any, table: str) -> bool:
+    """True if a table has several shards with different rows."""
+    spec = collection.module_sharding_plan[table].sharding_spec
+    return spec is not None and len({shard.shard_offsets[0] for shard in spec.shards}) > 1
+
 
 ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
@@ -270,3 +307,193 @@ def _memory_of(tbe: SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmb
     else:
         weights = next(each for each in (tbe.weights_dev, tbe.weights_host, tbe.weights_uvm) if each.numel())
     return weights
+
+
+def sharded_like_weights(
+    collection: ShardedCollection,
+    lookups: Sequence[TbeLookup],
+    flats: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    per_row: bool = False,
+) -> dict[str, ShardedTensor | Tensor]:
+    """Wraps state of the rows into tensors that are sharded, or replicated, like the weights.
+
+    Args:
+        collection: a collection, of which a rank may hold no lookup.
+        lookups: all its lookups on this rank.
+        flats: for each lookup a flat tensor as in :meth:`TbeLookup.view_of`; the result shares its memory.
+        dtype: type of the flat tensors.
+        per_row: whether they hold one value for each row; of column shards only the first one's is used.
+
+    Returns:
+        One tensor for each table, for ``torch.distributed.checkpoint``, by the key of its weight in the collection's
+        ``state_dict()`` without ``.weight``. All ranks must call together.
+    """
+    by_address: dict[int, Tensor] = {}
+    for lookup, flat in zip(lookups, flats, strict=True):
+        for table, view in enumerate(lookup.module.split_embedding_weights()):
+            by_address[view.data_ptr()] = lookup.view_of(flat, table)
+    result: dict[str, ShardedTensor | Tensor] = {}
+    for weight_key, weight in collection.state_dict().items():
+        key = weight_key.removesuffix(".weight")
+        if isinstance(weight, ShardedTensor):
+            width = 1 if per_row else None
+            parts = [
+                # Shards without rows have no distinct address.
+                by_address[shard.tensor.data_ptr()] if len(shard.tensor) else shard.tensor.to(dtype)[:, :width]
+                for shard in weight.local_shards()
+            ]
+            result[key] = _sharded_like(weight, parts, dtype, per_row)
+        elif weight.data_ptr() in by_address:
+            result[key] = by_address[weight.data_ptr()]
+    return result
+
+
+def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> ShardedTensor:
+    """Builds a tensor that is sharded like a weight, or over the rows alone."""
+
+    def narrow(shard: ShardMetadata) -> ShardMetadata:
+        return replace(shard, shard_sizes=[shard.shard_sizes[0], 1]) if per_row else shard
+
+    def holds_rows(shard: ShardMetadata) -> bool:
+        return not per_row or shard.shard_offsets[1] == 0
+
+    complete = weight.metadata()
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[narrow(each) for each in complete.shards_metadata if holds_rows(each)],
+        size=torch.Size([complete.size[0], 1]) if per_row else complete.size,
+        tensor_properties=replace(complete.tensor_properties, dtype=dtype),
+    )
+    shards = [
+        Shard(part, narrow(each.metadata))
+        for part, each in zip(parts, weight.local_shards(), strict=True)
+        if holds_rows(each.metadata)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=weight._process_group
+    )
+
+
+@dataclass(frozen=True)
+class LookupBackward:
+    """Inputs of one backward pass of a lookup.
+
+    Attributes:
+        bags: ids of the forward pass, nnz in all.
+        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
+        output_grad: gradient of the lookup's output, float; [B, sum D] of pooled rows, [nnz, D] of sequences, flat
+            under a variable batch size.
+        ids: rows of the ids, if the forward pass has found them already.
+    """
+
+    bags: LookupBags
+    id_weights: Tensor | None
+    output_grad: Tensor
+    ids: LookupIds | None = None
+
+
+def layout_of(lookup: TbeLookup) -> LookupLayout:
+    """Computes the geometry of a lookup, on its device."""
+    device = lookup.flat_weights().device
+    rows = [shard.rows for shard in lookup.shards]
+    dims = [shard.embedding_dim for shard in lookup.shards]
+
+    def on_device(values: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+    return LookupLayout(
+        rows=on_device(rows),
+        dim=on_device(dims),
+        start=on_device(lookup.weight_offsets),
+        first_row=on_device(np.cumsum([0, *rows[:-1]])),
+        max_dim=max(dims),
+        size=lookup.flat_weights().numel(),
+        tables=len(rows),
+        num_rows=sum(rows),
+    )
+
+
+class BagsOfLookup:
+    """Finds where the bags of a lookup's forward passes have their outputs.
+
+    Args:
+        feature_table: table of each feature, [T]; the features of a table are neighbours.
+        dims: columns of each table.
+        device: of the lookup.
+        is_sequence: whether rows are not pooled; all tables then have the same columns.
+    """
+
+    def __init__(
+        self, feature_table: Sequence[int], dims: Sequence[int], device: torch.device, *, is_sequence: bool = False
+    ):
+        self._tables, self._num_tables = np.array(feature_table), len(dims)
+        self._dims, self._device, self.is_sequence = np.array(dims)[self._tables], device, is_sequence
+        self._pooled = self._pooled_blocks(0)
+
+    def of(self, inputs: Mapping[str, Any]) -> LookupBags:
+        """Ids of a forward pass, from its keyword arguments: ``indices``, ``offsets`` and, under a variable batch size,
+        ``batch_size_per_feature_per_rank``.
+
+        Raises:
+            ValueError: several lookups write into one output.
+        """
+        if inputs.get("vbe_output") is not None:
+            raise ValueError(
+                "under a variable batch size per feature, tables that are looked up separately write into one output,"
+                " whose gradient cannot be told apart; give all tables of the collection the same pooling, data type"
+                " and fused_params, or one collection for each"
+            )
+        indices, offsets = inputs["indices"], inputs["offsets"]
+        if self.is_sequence:
+            return self._sequences(indices, offsets)
+        if (sizes := inputs.get("batch_size_per_feature_per_rank")) is not None:
+            # FBGEMM's output has the bags of the first rank, feature by feature, then those of the next.
+            return LookupBags(indices, offsets, *self._blocks_of_ranks(np.array(sizes, np.int64)))
+        size = (len(offsets) - 1) // len(self._dims)
+        if size != self._pooled[0]:
+            self._pooled = self._pooled_blocks(size)
+        return LookupBags(indices, offsets, *self._pooled[1:])
+
+    def _pooled_blocks(self, size: int) -> tuple[int, Blocks, int]:
+        features, width = len(self._dims), int(self._dims.sum())
+        address, stride = self._dims.cumsum() - self._dims, np.full(features, width)
+        return size, self._blocks(self._tables, np.arange(features + 1) * size, address, stride), size * width
+
+    def _blocks_of_ranks(self, sizes: np.ndarray) -> tuple[Blocks, int]:
+        elements = sizes * self._dims[:, None]
+        ends = elements.T.cumsum().reshape(elements.T.shape).T
+        first_bag = np.concatenate([[0], sizes.ravel().cumsum()])
+        tables, dims = (np.repeat(each, sizes.shape[1]) for each in (self._tables, self._dims))
+        return self._blocks(tables, first_bag, (ends - elements).ravel(), dims), int(elements.sum())
+
+    def _sequences(self, indices: Tensor, offsets: Tensor) -> LookupBags:
+        """Every id is a bag; the features' first ones stay on the device."""
+        size, dim = (len(offsets) - 1) // len(self._dims), int(self._dims[0])
+        first_bag = (
+            offsets[::size].long().contiguous() if size else offsets.new_zeros(len(self._dims) + 1, dtype=torch.int64)
+        )
+        blocks = self._pooled[1]._replace(
+            first_bag=first_bag, address=first_bag[:-1] * dim, stride=torch.full_like(first_bag[:-1], dim)
+        )
+        each = torch.arange(indices.numel() + 1, device=indices.device)
+        return LookupBags(indices, each, blocks, indices.numel() * dim)
+
+    def _blocks(self, tables: np.ndarray, first_bag: np.ndarray, address: np.ndarray, stride: np.ndarray) -> Blocks:
+        first_block = np.searchsorted(tables, np.arange(self._num_tables + 1))
+        packed = torch.from_numpy(np.concatenate([tables, first_block, first_bag, address, stride]))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        blocks = len(tables)
+        return Blocks(*packed.split([blocks, self._num_tables + 1, blocks + 1, blocks, blocks]))
+
+
+def raise_bad_id(lookup: TbeLookup, bad: Sequence[int], begins: np.ndarray, indices: np.ndarray) -> None:
+    """Raises ValueError for the first offset in ``indices`` that a kernel found outside its table; -1 is none."""
+    for offset in bad:
+        if offset >= 0:
+            shard = lookup.shards[int(np.searchsorted(begins, offset, side="right")) - 1]
+            raise ValueError(
+                f"id {int(indices[offset])} is outside table {shard.name!r}, which holds {shard.rows} rows here; "
+                "map ids into [0, num_embeddings) before the lookup"
+            )

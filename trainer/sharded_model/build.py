@@ -25,7 +25,7 @@ from cowrec.sparse_opt import (
     LookupsHandle,
     attach_cowclip,
 )
-from cowrec.sparse_opt.tbe.fused_rates import set_initial_rates
+from cowrec.sparse_opt.tbe.discovery import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
 from cowrec.trainer.config.checks import require_known
 from cowrec.trainer.config.run import RunConfig

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import EmbeddingAdam, IdTables
-from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.sparse_opt.tbe.fused_rates import set_rates
+from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
 from cowrec.trainer.config.run import to_plain
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import ClipWatch

@@ -25,7 +25,7 @@ from cowrec.sparse_opt import (
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 from sharded_case import (
     Case,
     batch_of,

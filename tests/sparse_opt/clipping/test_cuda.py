@@ -12,7 +12,7 @@ from cowrec.sparse_opt import CLIP_RULES, AdamConfig, CowClip, EmbeddingAdam, No
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 from cowrec.trainer.sharded_model.build import set_product_precision
 from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
 

@@ -19,7 +19,7 @@ from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, att
 from cowrec.sparse_opt.clipping.loss_scale import LossScale
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.table_rules import TableRules
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 from process_groups import in_processes, process_group
 from sharded_case import Case, dense_optimizer, gather_tables, loss_of, moments_of, sharded_model
 

@@ -11,7 +11,7 @@ from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.single_id_bags import clipped_output_grad
 from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.sparse_opt.tbe.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import LookupBackward
 from sharded_case import Case, dense_optimizer, gather_tables, process_group, sharded_model, train_step
 
 BACK_ENDS = ["compiled", "torch"]

@@ -27,7 +27,7 @@ from cowrec.sparse_opt.kernels.layout import (
 )
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, count_ids, find_rows, row_sums
 from cowrec.sparse_opt.optim.step_history import StepHistory
-from cowrec.sparse_opt.tbe.layout import BagsOfLookup
+from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

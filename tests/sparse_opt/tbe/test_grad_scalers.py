@@ -5,7 +5,7 @@ import gc
 import torch
 from torch.amp import GradScaler
 
-from cowrec.sparse_opt.tbe.grad_scalers import grad_scalers_in_use
+from cowrec.sparse_opt.tbe.discovery import grad_scalers_in_use
 
 
 class OwnScaler(GradScaler):

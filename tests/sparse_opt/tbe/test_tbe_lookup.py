@@ -21,7 +21,7 @@ from cowrec.sparse_opt.tbe.discovery import (
     sharded_collections,
     tables_on_some_ranks,
 )
-from cowrec.sparse_opt.tbe.sharded_state import sharded_like_weights
+from cowrec.sparse_opt.tbe.lookup import sharded_like_weights
 from sharded_case import Case, process_group, sharded_model
 
 
