@@ -30,10 +30,9 @@ from cowrec.sparse_opt import AdamConfig
 from cowrec.sparse_opt.algorithm.adam import adam_constants
 from cowrec.sparse_opt.kernels.layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, TableClips
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds
-from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
-from cowrec.sparse_opt.kernels.triton_update import DeviceRows
-from cowrec.sparse_opt.optim.step_history import StepHistory
+from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
+from cowrec.sparse_opt.optim.replay import StepHistory
 from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
 from cowrec.trainer.bench.measurement import last_steps
 from cowrec.trainer.bench.settings import EPOCH_SAMPLES, criteo_config

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.tbe.lookup import BagsOfLookup, LookupBackward
+from cowrec.sparse_opt.kernels.layout import LookupBackward
+from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
 
 
 class Accumulation:

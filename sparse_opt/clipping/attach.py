@@ -18,17 +18,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from cowrec.sparse_opt.algorithm.clip import ClipRule
-from cowrec.sparse_opt.kernels.layout import LookupBags
+from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags
 from cowrec.sparse_opt.tbe.discovery import called_modules, raised_on_all_ranks
-from cowrec.sparse_opt.tbe.lookup import LookupBackward
 
+from .backward import LossScale, Run, run_in_backward
 from .clipped_lookup import ClippedLookup
-from .dense_gradient import clipped_dense_gradient
 from .handle import Forward, Inputs, LookupsHandle, require_unattached, wrap_lookups
-from .in_backward import Run, run_in_backward
-from .loss_scale import LossScale
 from .requirements import clipped_lookups
-from .single_id_bags import clipped_output_grad
 from .table_rules import table_rules
 
 
@@ -124,7 +120,7 @@ def _look_up(
     if clipped.lookup.has_dense_gradient:
         if single_id_bags:
             _require_single_ids(bags, given)
-        run, parameter = partial(clipped_dense_gradient, clipped, l2), clipped.lookup.parameter
+        run, parameter = partial(clipped.in_torch.dense_gradient, l2=l2), clipped.lookup.parameter
     elif clipped.accumulation.passes > 1:
         if clipped.lookup.output_is_half and loss_scale.is_used:
             raise ValueError(
@@ -195,12 +191,12 @@ class _ClipInBackward(torch.autograd.Function):
         backward, grad = unscaled.backward, unscaled.scaled_grad
         if ctx.single_id_bags:
             _require_single_ids(bags, given)
-            grad = clipped_output_grad(ctx.clipped, backward, ctx.l2)
+            grad = ctx.clipped.rows.clipped_output_grad(backward, ctx.l2)
             if unscaled.finite is not None:
                 grad.mul_(unscaled.finite)  # of L2
         else:
             # Scaling the ids' weights scales the update. They are written anew in every backward of a forward.
-            factors = ctx.clipped.id_factors(backward)
+            factors = ctx.clipped.rows.id_factors(backward)
             if unscaled.factor is not None:
                 factors *= unscaled.factor  # not the gradient, which may be in half precision
             weights.data.copy_(factors if given is None else given * factors)

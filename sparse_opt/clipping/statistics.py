@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cowrec.sparse_opt.kernels.cpu_rows import Ratios, count_rows
 from cowrec.sparse_opt.kernels.layout import RowResults
+from cowrec.sparse_opt.kernels.numba_rows import Ratios, count_rows
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients, RowSums
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 if TYPE_CHECKING:
-    from cowrec.sparse_opt.kernels.triton_update import DeviceRows
+    from cowrec.sparse_opt.kernels.triton_rows import DeviceRows
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class ClipStatistics:
         self.latest = RowResults(ratios.float(), torch.where(rows.counts.real, rows.table, -1))
 
     def record_on_device(self, results: RowResults, rows: "DeviceRows") -> None:
-        """Records the results of a kernel of triton_update.py."""
+        """Records the results of a kernel of triton_rows.py."""
         rows.count(results, self._rows, self._clipped)
         self.latest = results
 
     def record_compiled(self, ratios: Ratios, begins: np.ndarray) -> None:
-        """Records the ratios that a kernel of cpu_rows.py or cpu_adam.py wrote."""
+        """Records the ratios that a kernel of numba_rows.py wrote."""
         self.latest_rows = ratios.rows
         values, tables = count_rows(ratios, begins, self._rows.numpy(), self._clipped.numpy())
         self.latest = RowResults(torch.from_numpy(values), torch.from_numpy(tables))

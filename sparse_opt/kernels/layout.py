@@ -3,10 +3,13 @@
 The tuples hold torch tensors, or numpy arrays on the same memory for numba; :func:`to_numpy` converts them.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
 
 
 class LookupLayout(NamedTuple):
@@ -67,6 +70,40 @@ class LookupBags(NamedTuple):
     offsets: Tensor
     blocks: Blocks
     size: int
+
+
+class LookupIds(NamedTuple):
+    """Ids of one lookup, sorted by row; found once, for the forward and the backward pass.
+
+    Attributes:
+        address: offset of the output of each id's bag in the lookup's output, int [nnz].
+        order: index of each id in order of the rows, int64 [nnz]; a row's ids stay in the order of the batch.
+        row: row of each id in that order, among the rows of all tables, int [nnz].
+        begin: offset in that order of each distinct row's first id, then nnz, int [nnz + 1].
+    """
+
+    address: Tensor
+    order: Tensor
+    row: Tensor
+    begin: Tensor
+
+
+@dataclass(frozen=True)
+class LookupBackward:
+    """Inputs of one backward pass of a lookup.
+
+    Attributes:
+        bags: ids of the forward pass, nnz in all.
+        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
+        output_grad: gradient of the lookup's output, float; [B, sum D] of pooled rows, [nnz, D] of sequences, flat
+            under a variable batch size.
+        ids: rows of the ids, if the forward pass has found them already.
+    """
+
+    bags: LookupBags
+    id_weights: Tensor | None
+    output_grad: Tensor
+    ids: LookupIds | None = None
 
 
 class TableClips(NamedTuple):
@@ -174,6 +211,45 @@ class DecayThresholds(NamedTuple):
     lr: float
     weight: float
     motion: float
+
+
+class AdamRows(NamedTuple):
+    """Adam on the rows of a lookup, as the back ends take it.
+
+    Attributes:
+        state: weights and moments, updated in place.
+        constants: the settings.
+        thresholds: of decayed rows; those of no row where rows are not replayed.
+        steps: the steps; ``last_step`` is updated in place, and empty where rows are not replayed.
+        step: the latest step: it is being taken, or rows are brought to it.
+        scalars: of that step.
+        log_beta2: as in :class:`LastSteps`.
+        clips_absent: whether L2's gradient of an absent row may exceed the row's limit.
+    """
+
+    state: AdamState
+    constants: AdamConstants
+    thresholds: DecayThresholds
+    steps: DeviceSteps
+    step: int
+    scalars: AdamScalars
+    log_beta2: float
+    clips_absent: bool
+
+    @property
+    def replays(self) -> bool:
+        """True if rows are replayed."""
+        return self.steps.last_step.numel() > 0
+
+    @property
+    def progress(self) -> LastSteps:
+        """Progress of the rows, as the CPU kernels take it."""
+        return LastSteps(self.steps.last_step, self.step, self.log_beta2)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Scalars of all steps, likewise."""
+        return Schedule(self.steps.step_sizes, self.steps.denominator_scales, self.steps.decays)
 
 
 class StaleRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Ranges of torch's profiler that cost almost nothing while it is off."""
+"""Ranges of a step in torch's profiler, which cost almost nothing while it is off."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+EMBEDDING_UPDATE = "embedding_update"
+"""Backward of a lookup under EmbeddingAdam."""
+ROW_GRADIENTS = "row_gradients"
+"""First part of the work on rows, within the update of the embeddings."""
 _OFF = nullcontext()
 
 

@@ -5,14 +5,13 @@ of ids, ``nnz``. Sizes: D the widest table, nnz ids in all.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .layout import LookupBags, LookupLayout
+from .layout import LookupBags, LookupIds, LookupLayout
 
 
 @dataclass(frozen=True)
@@ -30,22 +29,6 @@ class RowCounts:
     occurrence: Tensor
     count: Tensor
     real: Tensor
-
-
-class LookupIds(NamedTuple):
-    """Ids of one lookup, sorted by row; found once, for the forward and the backward pass.
-
-    Attributes:
-        address: offset of the output of each id's bag in the lookup's output, int [nnz].
-        order: index of each id in order of the rows, int64 [nnz]; a row's ids stay in the order of the batch.
-        row: row of each id in that order, among the rows of all tables, int [nnz].
-        begin: offset in that order of each distinct row's first id, then nnz, int [nnz + 1].
-    """
-
-    address: Tensor
-    order: Tensor
-    row: Tensor
-    begin: Tensor
 
 
 def find_rows(layout: LookupLayout, bags: LookupBags) -> LookupIds:
@@ -233,3 +216,24 @@ def _bag_of_ids(offsets: Tensor, nnz: int) -> Tensor:
     """Finds the bag of each id, int64 [nnz]; ``offsets`` int [bags + 1]."""
     bags = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(bags, (offsets[1:] - offsets[:-1]).long(), output_size=nnz)
+
+
+def rows_of_sums(layout: LookupLayout, sums: RowSums) -> Tensor:
+    """Indices of rows among the rows of all tables, int64 [nnz]."""
+    return layout.first_row[sums.table] + (sums.start - layout.start[sums.table]) // layout.dim[sums.table]
+
+
+def is_behind(last: Tensor, step: int) -> Tensor:
+    """True for rows with these last steps that have missed steps up to ``step`` and have not decayed, bool [n]."""
+    return (last >= 0) & (last < step)
+
+
+def missed_decay(last: Tensor, step: int, log_beta2: float) -> Tensor:
+    """Decay of second moments that rows with these last steps missed up to ``step``, float32 [n]."""
+    missed = torch.where(last < 0, step - ~last, 0)
+    return torch.where(missed > 0, (missed.double() * log_beta2).exp(), 1).float()
+
+
+def exact_root(values: Tensor) -> Tensor:
+    """Computes correctly rounded square roots; torch's own in float32 on CPU may be off by one bit."""
+    return values.double().sqrt().to(values.dtype)

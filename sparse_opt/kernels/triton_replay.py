@@ -1,4 +1,4 @@
-"""CUDA kernel that replays the missed steps of embedding rows (see cpu_replay.py), bit-identical to the CPU's.
+"""CUDA kernel that replays the missed steps of embedding rows (see numba_replay.py), bit-identical to the CPU's.
 
 A step depends on the step before it, so the longest absence sets the time: a program holds as few rows as fill a warp.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConstants
 
-from .cpu_replay import DECAY_INTERVAL
 from .layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, RowCache, TableClips
-from .triton_shared import (
+from .numba_replay import DECAY_INTERVAL
+from .triton_rows import (
     clip_factors,
     divide,
     halvings,

@@ -1,25 +1,25 @@
-"""Adam on the lookups of one sharded collection, which take their steps together."""
+"""Adam on the lookups of one sharded collection, which take their steps together, and its state for checkpoints."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.tbe.column_shards import copy_from_first_shards
-from cowrec.sparse_opt.tbe.lookup import ShardedCollection
+from cowrec.sparse_opt.tbe.lookup import ShardedCollection, sharded_like_weights
 
 from .lookup_adam import LookupAdam
-from .replay import Replay
-from .step_history import StepHistory
-from .table_rates import TableRates
+from .replay import StepHistory
+
+LAST_STEP, LRS, STEP = "last_step", "lrs", "step"
 
 
 class CollectionAdam:
@@ -29,7 +29,7 @@ class CollectionAdam:
         collection: the collection.
         clipped: its lookups on this rank, under their clip rule.
         config: Adam's settings.
-        rates: factors of the tables' learning rates.
+        lr_factors: factors of the tables' learning rates, by name.
         column_ranks: ranks of the column shards of the collection's tables, for each part of their rows.
         device: of the model.
 
@@ -44,7 +44,7 @@ class CollectionAdam:
         collection: ShardedCollection,
         clipped: Sequence[ClippedLookup],
         config: AdamConfig,
-        rates: TableRates,
+        lr_factors: Mapping[str, float],
         column_ranks: Mapping[str, Sequence[Sequence[int]]],
         device: torch.device,
     ):
@@ -52,7 +52,7 @@ class CollectionAdam:
         self._step_hook: RemovableHandle | None = None
         self._state_hooks: list[RemovableHandle] = []
         self.history = StepHistory(config, device)
-        self.lookups = [LookupAdam(each, config, self.history, rates) for each in clipped]
+        self.lookups = [LookupAdam(each, config, self.history, lr_factors) for each in clipped]
 
     @property
     def step(self) -> int:
@@ -64,8 +64,8 @@ class CollectionAdam:
         for adam in self.lookups:
             adam.step = value
         self.history.forget_after(value)
-        for _, replay in self.unequal_replays():
-            replay.mark_current(value)
+        for adam in self._replayed_unequally():
+            adam.mark_current()
         if self.history.is_replayed:
             self.history.replace(np.full(value, self._config.lr))
 
@@ -102,12 +102,12 @@ class CollectionAdam:
 
     def _hook_state(self) -> None:
         def before_state_dict(*_: Any) -> None:
-            for adam, replay in self.replays():
-                replay.catch_up_all(adam.step)
+            for adam in self._replayed():
+                adam.catch_up_all()
 
         def after_loading(*_: Any) -> None:
-            for adam, replay in self.replays():
-                replay.mark_current(adam.step)
+            for adam in self._replayed():
+                adam.mark_current()
 
         self._state_hooks = [
             self.collection.register_state_dict_pre_hook(before_state_dict),
@@ -132,15 +132,12 @@ class CollectionAdam:
             finally:
                 self.history.forget_after(step)
 
-    def replays(self) -> Iterator[tuple[LookupAdam, Replay]]:
-        """Lookups whose absent rows are replayed."""
-        yield from ((adam, adam.replay) for adam in self.lookups if adam.replay)
+    def _replayed(self) -> list[LookupAdam]:
+        return [adam for adam in self.lookups if adam.replays]
 
-    def unequal_replays(self) -> Iterator[tuple[LookupAdam, Replay]]:
-        """Replays of lookups whose column shards or copies on other ranks may be at different steps."""
-        for adam, replay in self.replays():
-            if adam.lookup.is_replicated or adam.lookup.splits_columns:
-                yield adam, replay
+    def _replayed_unequally(self) -> list[LookupAdam]:
+        """Replayed lookups whose column shards or copies on other ranks may be at different steps."""
+        return [adam for adam in self._replayed() if adam.lookup.is_replicated or adam.lookup.splits_columns]
 
     def complete_step(self, *_: Any) -> None:
         """Brings lookups that an interrupted backward pass left behind to the step that others have taken.
@@ -156,7 +153,7 @@ class CollectionAdam:
             return
         names = ", ".join(repr(shard.name) for adam in behind for shard in adam.lookup.shards)
         is_dense = self._config.absent_rows == "dense"
-        if any(adam.clipped.waits_for_ranks or (is_dense and not adam.clipped.is_local) for adam in behind):
+        if any(adam.clipped.in_torch.waits_for_ranks or (is_dense and not adam.clipped.is_local) for adam in behind):
             raise RuntimeError(
                 f"an exception interrupted the backward pass of step {step} before the tables {names} took it, and"
                 " other processes take part in their steps; load the latest checkpoint on all of them"
@@ -174,8 +171,8 @@ class CollectionAdam:
     def settle(self) -> int:
         """Completes the latest step and brings all rows up to date; returns the number of steps, alike on all ranks."""
         self.complete_step()
-        for adam, replay in self.replays():
-            replay.flush(adam.step)
+        for adam in self.lookups:
+            adam.flush()
         return self._agreed_steps()
 
     def restore(self, steps: int) -> None:
@@ -183,14 +180,14 @@ class CollectionAdam:
         for adam in self.lookups:
             adam.step = steps
         self.history.restart(steps)
-        for _, replay in self.replays():
-            replay.mark_current(steps)
+        for adam in self.lookups:
+            adam.mark_current()
 
     def stored_rates(self) -> list[float]:
         """Learning rates of all steps, alike on all ranks; leaves rows behind, except where shards or copies differ."""
         self.complete_step()
-        for adam, replay in self.unequal_replays():
-            replay.flush(adam.step)
+        for adam in self._replayed_unequally():
+            adam.flush()
         lrs, device = self.history.lrs, self.history.schedule.step_sizes.device
         agreed = torch.full((self._agreed_steps(),), -1.0, dtype=torch.float64, device=device)
         agreed[: len(lrs)] = lrs.to(device)
@@ -205,8 +202,8 @@ class CollectionAdam:
             adam.step = len(rates)
         self.history.replace(np.asarray(rates, np.float64))
         last_steps = [
-            (shard, replay.last_step_of(table))
-            for adam, replay in self.replays()
+            (shard, adam.last_step_of(table))
+            for adam in self._replayed()
             for table, shard in enumerate(adam.lookup.shards)
         ]
         copy_from_first_shards(self._column_ranks, last_steps)
@@ -222,3 +219,110 @@ class CollectionAdam:
 
 def _has_peers() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Entry:
+    """Entry of a state that is computed when the state is taken, and acts when the state is loaded.
+
+    KeyedOptimizer calls both functions, also where it is part of another one.
+    """
+
+    def __init__(self, take: Callable[[], Any], load: Callable[[Any], None]):
+        self.state_dict, self.load_state_dict = take, load
+
+
+class CollectionState:
+    """State of a collection's tables. All ranks must make, take and load it together.
+
+    Args:
+        path: the collection's path in the model, without the names of wrappers.
+        adam: Adam on the collection.
+
+    Attributes:
+        params: weights by path, sharded as in the model's ``state_dict()``.
+        of_param: ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are replayed,
+            within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
+    """
+
+    def __init__(self, path: str, adam: CollectionAdam):
+        self._adam, self._steps = adam, 0
+        lookups = adam.lookups
+        with adam.as_stored():
+            kinds = {
+                name: self._sharded([getattr(each, name) for each in lookups]) for name in ("exp_avg", "exp_avg_sq")
+            }
+            last_steps = [each.last_step for each in lookups if each.replays]
+            self._last_steps = self._sharded(last_steps, per_row=True) if adam.history.is_replayed else {}
+            weights = {
+                key: weight for key, weight in adam.collection.state_dict().items() if _table(key) in kinds["exp_avg"]
+            }
+        prefix = f"{path}." if path else ""
+        self.params: dict[str, Tensor] = {f"{prefix}{key}": weight for key, weight in weights.items()}
+        self.of_param: dict[Tensor, dict[str, Any]] = {
+            weight: {name: tensors[_table(key)] for name, tensors in kinds.items()} for key, weight in weights.items()
+        }
+        self._tables = [_table(key) for key in weights]
+        self._set_entries(stored=False)
+
+    @contextmanager
+    def as_stored(self) -> Iterator[None]:
+        """Makes it hold rows as they are in memory, some of them behind; has no effect unless rows are replayed."""
+        self._set_entries(stored=bool(self._last_steps))
+        try:
+            yield
+        finally:
+            self._set_entries(stored=False)
+
+    def require_entries(self, given: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises ValueError if the ``state`` of a state_dict lacks an entry."""
+        for key, weight in self.params.items():
+            entries = given.get(key, {})
+            missing = sorted(self.of_param[weight].keys() - entries.keys())
+            if not missing:
+                continue
+            remedy = "it is of another model"
+            if LAST_STEP in entries:
+                remedy = 'its rows may be behind: load it and the weights within as_stored(), under "replay"'
+            elif LAST_STEP in missing and entries:
+                remedy = "it was taken outside of as_stored(): load it and the weights there"
+            raise ValueError(f"the optimizer's state has no {missing[0]!r} of {key!r}; {remedy}")
+
+    def _set_entries(self, stored: bool) -> None:
+        last = len(self._tables) - 1
+        for number, (table, own) in enumerate(zip(self._tables, self.of_param.values(), strict=True)):
+            for name in (STEP, LAST_STEP, LRS):
+                own.pop(name, None)
+            if stored:
+                own[LAST_STEP] = self._last_steps[table]
+            else:
+                own[STEP] = Entry(
+                    self._take_steps if number == 0 else self._steps_taken,
+                    self._load_steps if number == last else _ignore,
+                )
+        if stored:  # loaded after the last steps of all tables
+            own[LRS] = Entry(self._adam.stored_rates, self._load_rates)
+
+    def _take_steps(self) -> Tensor:
+        self._steps = self._adam.settle()
+        return self._steps_taken()
+
+    def _steps_taken(self) -> Tensor:
+        return torch.tensor(self._steps)
+
+    def _load_steps(self, steps: Tensor) -> None:
+        self._adam.restore(int(steps))
+
+    def _load_rates(self, rates: Any) -> None:
+        self._adam.restore_stored(rates)
+
+    def _sharded(self, flats: list[Tensor], *, per_row: bool = False) -> dict[str, Any]:
+        dtype = torch.int32 if per_row else torch.float32
+        lookups = [each.lookup for each in self._adam.lookups]
+        return sharded_like_weights(self._adam.collection, lookups, flats, dtype, per_row=per_row)
+
+
+def _table(key: str) -> str:
+    return key.removesuffix(".weight")
+
+
+def _ignore(_: Any) -> None: ...

@@ -11,29 +11,29 @@ from math import inf
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torchrec.optim.fused import FusedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
+from cowrec.sparse_opt.clipping.backward import LossScale
 from cowrec.sparse_opt.clipping.handle import LookupsHandle, require_unattached, wrap_lookups
-from cowrec.sparse_opt.clipping.loss_scale import GradScaler, LossScale
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
-from cowrec.sparse_opt.clipping.table_rules import table_rules
+from cowrec.sparse_opt.clipping.table_rules import require_known, table_rules
 from cowrec.sparse_opt.tbe.discovery import (
+    all_table_names,
     called_modules,
     column_split_tables,
+    meant_tables,
     raised_on_all_ranks,
     sharded_collections,
     table_names,
 )
 
-from .collection_adam import CollectionAdam
-from .collection_state import CollectionState
+from .collection_adam import CollectionAdam, CollectionState
 from .lookup_adam import LookupAdam, require_replaceable
-from .replay import Replay, require_replayable
-from .table_rates import table_rates
-from .update_in_backward import look_up
+from .replay import require_replayable
 
 
 class EmbeddingAdam(FusedOptimizer):
@@ -92,8 +92,8 @@ class EmbeddingAdam(FusedOptimizer):
     ):
         self.config, self.rule = config, NoClip() if rule is None else rule
         self._rules_of = partial(table_rules, model, exclude=exclude)
-        self._rules, self._rates = self._rules_of(self.rule), table_rates(model, lr_factors)
-        self._rates.require_valid(config)
+        self._rules, self._lr_factors = self._rules_of(self.rule), _factors_of_tables(model, lr_factors)
+        _require_rates(self._lr_factors, config)
         self._column_ranks = column_ranks = column_split_tables(model)
         if config.absent_rows == "replay":
             require_replayable(self._rules, config, column_ranks)
@@ -108,7 +108,7 @@ class EmbeddingAdam(FusedOptimizer):
                     module,
                     [each for each in clipped if each.lookup.collection is module],
                     config,
-                    self._rates,
+                    self._lr_factors,
                     {name: column_ranks[name] for name in names[module].values() if name in column_ranks},
                     device,
                 )
@@ -122,7 +122,7 @@ class EmbeddingAdam(FusedOptimizer):
         self._handle: LookupsHandle = wrap_lookups(
             called,
             clipped,
-            lambda each, forward, inputs: look_up(adam_of[each], lambda: self.lr, loss_scale, forward, inputs),
+            lambda each, forward, inputs: adam_of[each].look_up(lambda: self.lr, loss_scale, forward, inputs),
             detach=self.remove,
         )
         for collection in self.collections:
@@ -173,8 +173,8 @@ class EmbeddingAdam(FusedOptimizer):
 
     def flush(self) -> None:
         """Brings every row and its moments up to date; has no effect unless rows are replayed."""
-        for adam, replay in self._replays():
-            replay.flush(adam.step)
+        for adam in self.lookups:
+            adam.flush()
 
     def reconfigure(
         self,
@@ -207,7 +207,7 @@ class EmbeddingAdam(FusedOptimizer):
         ):
             if now != given:
                 raise ValueError(f"{what} cannot change from {now!r} to {given!r}; make a new EmbeddingAdam")
-        self._rates.require_valid(config)
+        _require_rates(self._lr_factors, config)
         if config.absent_rows == "replay":
             require_replayable(rules, config, self._column_ranks)
         if self.steps:
@@ -220,12 +220,12 @@ class EmbeddingAdam(FusedOptimizer):
 
     def catch_up(self, table: str, rows: Tensor) -> None:
         """Brings rows of a table (distinct, int64 [n]) up to date, as far as they are replayed and held here."""
-        for adam, replay in self._replays():
+        for adam in (each for each in self.lookups if each.replays):
             for number, shard in enumerate(adam.lookup.shards):
                 if table in (shard.name, shard.table):
                     held = rows[(rows >= shard.first_row) & (rows < shard.first_row + shard.rows)] - shard.first_row
                     first = adam.clipped.layout.first_row[number]
-                    replay.catch_up_rows(held.to(first.device) + first, adam.step)
+                    adam.catch_up_rows(held.to(first.device) + first)
 
     @contextmanager
     def as_stored(self) -> Iterator[None]:
@@ -276,7 +276,7 @@ class EmbeddingAdam(FusedOptimizer):
     @property
     def is_capturable(self) -> bool:
         """True if a CUDA graph can repeat a step: it reads all that changes from the device, and waits for nothing."""
-        return self.config.absent_rows != "dense" and all(adam.clipped.runs_on_device for adam in self.lookups)
+        return self.config.absent_rows != "dense" and all(adam.clipped.rows.is_capturable for adam in self.lookups)
 
     def prepare_step(self) -> None:
         """Prepares the device for the coming step of a CUDA graph; call it before the capture and each replay."""
@@ -300,6 +300,21 @@ class EmbeddingAdam(FusedOptimizer):
         """Addresses of the tensors of a captured CUDA graph; capture it again when one has changed."""
         return tuple(address for adam in self.lookups for address in adam.addresses())
 
-    def _replays(self) -> Iterator[tuple[LookupAdam, Replay]]:
-        for each in self.collections:
-            yield from each.replays()
+
+def _factors_of_tables(model: nn.Module, lr_factors: Mapping[str, float] | None) -> dict[str, float]:
+    """Factors by the tables' names in the model. Raises ValueError, with the nearest name, for an unknown one."""
+    named = meant_tables(model, given := dict(lr_factors or {}))
+    require_known("lr_factors", list(named), all_table_names(model))
+    return {table: float(given[name]) for table, name in named.items()}
+
+
+def _require_rates(factors: Mapping[str, float], config: AdamConfig) -> None:
+    """Raises ValueError for a factor out of range, or a rate under which weight decay would change signs."""
+    for table, factor in factors.items():
+        if not 0 <= factor < inf:
+            raise ValueError(f"lr_factors of table {table!r} must be at least 0 and finite, got {factor}")
+        if config.lr * factor * config.weight_decay > 1:
+            raise ValueError(
+                f"lr_factors gives table {table!r} the learning rate {config.lr * factor:g}, whose product with"
+                f" weight_decay = {config.weight_decay:g} must be at most 1; lower one of them"
+            )

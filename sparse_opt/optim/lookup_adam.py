@@ -1,37 +1,33 @@
-"""Adam on the rows of one lookup: the step that its backward pass takes.
+"""Adam on the rows of one lookup: the step that its backward takes, and the steps that absent rows catch up with."""
 
-The step of the batch's rows runs in numba on CPU, in Triton on CUDA and otherwise in torch; all_rows.py has the step of
-all rows of the tables.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants, adam_element, table_scalars
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants
+from cowrec.sparse_opt.clipping.backward import LossScale, run_in_backward
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.kernels.cpu_adam import adam_rows
-from cowrec.sparse_opt.kernels.dense_adam import exact_root
+from cowrec.sparse_opt.clipping.handle import Forward, Inputs
 from cowrec.sparse_opt.kernels.layout import (
+    AdamRows,
     AdamState,
     DeviceSteps,
-    LastSteps,
+    LookupBackward,
     LookupBags,
+    LookupIds,
     RowResults,
-    to_float32,
-    to_numpy,
 )
-from cowrec.sparse_opt.kernels.torch_rows import LookupIds
-from cowrec.sparse_opt.tbe.lookup import LookupBackward, TbeLookup
+from cowrec.sparse_opt.kernels.profiling import EMBEDDING_UPDATE, profiled
+from cowrec.sparse_opt.kernels.torch_rows import is_behind, missed_decay
+from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 from .all_rows import update_all_rows
-from .replay import Replay
-from .step_history import StepHistory
-from .table_rates import TableRates
+from .replay import StepHistory, absent_clip_binds, decay_thresholds, log_beta2
 
-_NO_ROWS = torch.empty(0, dtype=torch.int32)
+_ROWS_AT_ONCE = 1 << 22
+_NO_SCALARS = AdamScalars(0.0, 0.0, 0.0)
 
 
 def require_replaceable(lookups: Sequence[TbeLookup]) -> None:
@@ -53,32 +49,54 @@ def require_replaceable(lookups: Sequence[TbeLookup]) -> None:
 class LookupAdam:
     """Moments and step count of one lookup, and its Adam step.
 
+    Under ``absent_rows = "replay"`` a row without an id in the batch takes its step later: its change, by L2, by its
+    first moment and by weight decay, depends only on the row and the learning rates of the steps. It is computed when
+    the row's id occurs again, when the row is evaluated, or when the table is read.
+
     Args:
         clipped: the lookup under its clip rule.
         config: Adam's settings.
         history: steps of the lookup's collection.
-        rates: factors of the tables' learning rates.
+        lr_factors: factors of the tables' learning rates, by name; 1 for those that are not named.
 
     Attributes:
         exp_avg, exp_avg_sq: moments, flat, float32, laid out like the weights.
-        replay: last steps of the rows under "replay", else None.
+        replays: whether absent rows are replayed.
+        last_step: as in :class:`LastSteps`.
+
+    Raises:
+        ValueError: rows are replayed and the tables are not float32.
     """
 
-    def __init__(self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory, rates: TableRates):
-        self.clipped = clipped
-        self._config, self._history = config, history
-        self._constants = adam_constants(config)
-        weights = self.lookup.flat_weights()
+    def __init__(
+        self, clipped: ClippedLookup, config: AdamConfig, history: StepHistory, lr_factors: Mapping[str, float]
+    ):
+        self.clipped, self._history = clipped, history
+        shards, weights = self.lookup.shards, self.lookup.flat_weights()
+        self.replays = config.absent_rows == "replay"
+        if self.replays and weights.dtype != torch.float32:
+            raise ValueError(
+                f"replay computes missed steps in float32, but table {shards[0].name!r} is {weights.dtype}, which"
+                ' rounds in each step; make the table float32 or set absent_rows = "lazy"'
+            )
         self.exp_avg, self.exp_avg_sq = self.lookup.zeros_of_weights(), self.lookup.zeros_of_weights()
-        self._lr_factors = rates.of(self.lookup)
+        self._lr_factors = torch.tensor([lr_factors.get(shard.name, 1.0) for shard in shards], dtype=torch.float32)
         self._lr_factors_here = self._lr_factors.to(weights.device)
+        rows = sum(shard.rows for shard in shards) if self.replays else 0
+        self.last_step = torch.zeros(rows, dtype=torch.int32, device=weights.device)
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
-        self.replay: Replay | None = None
-        if config.absent_rows == "replay":
-            self.replay = Replay(clipped, config, history, self.state, self._taken, self._lr_factors)
-        no_number = torch.empty(0, dtype=torch.float64, device=weights.device)
-        self._no_rows = DeviceSteps(self._taken, self._taken[:0], *history.schedule, self._lr_factors_here, no_number)
+        self._log_beta2_here = torch.empty(1, dtype=torch.float64, device=weights.device)
         self._captured: RowResults | None = None
+        self.reconfigure(config)
+
+    def reconfigure(self, config: AdamConfig) -> None:
+        """Changes the settings of the coming steps, under the lookup's present limits. No row may be behind."""
+        self._config, self._constants = config, adam_constants(config)
+        self._log_beta2 = log_beta2(config)
+        self._log_beta2_here.fill_(self._log_beta2)
+        limits = self.clipped.limits.per_table
+        self._clips_absent = any(absent_clip_binds(limit, config) for limit in limits)
+        self._thresholds = decay_thresholds(config, max(self._lr_factors.tolist()), limits)
 
     @property
     def lookup(self) -> TbeLookup:
@@ -101,20 +119,47 @@ class LookupAdam:
         self._taken.fill_(value)
         self._history.return_to(value)
 
-    def reconfigure(self, config: AdamConfig) -> None:
-        """Changes the settings of the coming steps, under the lookup's present limits. No row may be behind."""
-        self._config, self._constants = config, adam_constants(config)
-        if self.replay:
-            self.replay.reconfigure(config)
+    @property
+    def _device_steps(self) -> DeviceSteps:
+        numbers = (*self._history.schedule, self._lr_factors_here, self._log_beta2_here)
+        return DeviceSteps(self._taken, self.last_step, *numbers)
 
-    def catch_up(self, bags: LookupBags) -> LookupIds | None:
-        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
-        return self.replay.catch_up(bags, self.step) if self.replay else None
+    def _rows(self, scalars: AdamScalars = _NO_SCALARS) -> AdamRows:
+        numbers = (self._step, scalars, self._log_beta2, self._clips_absent)
+        return AdamRows(self.state, self._constants, self._thresholds, self._device_steps, *numbers)
+
+    def look_up(self, lr: Callable[[], float], loss_scale: LossScale, forward: Forward, inputs: Inputs) -> Tensor:
+        """Forward of the lookup: its rows catch up and are looked up; the backward then updates them.
+
+        Args:
+            lr: called in the backward, for the learning rate of its step.
+            loss_scale: scale of the loss.
+            forward: FBGEMM's.
+            inputs: its keyword arguments.
+        """
+        lookup, id_weights = self.lookup, inputs.get("per_sample_weights")
+        bags = self.clipped.bags.of(inputs)
+        ids = self.catch_up(bags)
+        with torch.no_grad():
+            if lookup.pools_on_cpu and inputs.get("batch_size_per_feature_per_rank") is None:
+                output = lookup.pool_on_cpu(inputs["indices"], inputs["offsets"], id_weights)
+            else:
+                output = forward(**inputs)
+        if not torch.is_grad_enabled():
+            return output
+        # Passes of one step may have brought rows to different steps.
+        step_of_forward = self._step if self.clipped.accumulation.passes == 1 else -1
+
+        def update(backward: LookupBackward) -> None:
+            with profiled(EMBEDDING_UPDATE):
+                self.update(backward, lr(), step_of_forward)
+
+        return run_in_backward(output, self.clipped, bags, id_weights, loss_scale, update, ids=ids)
 
     def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
         """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
-        if self.replay and step_of_forward < self.step:
-            self.replay.catch_up(backward.bags, self.step)
+        if step_of_forward < self._step:
+            self.catch_up(backward.bags)
         self._step += 1
         self._taken.add_(1)  # not a number from the host, which a captured graph would repeat
         try:
@@ -122,27 +167,79 @@ class LookupAdam:
         except BaseException:
             self.step = self._step - 1  # not taken; CollectionAdam.complete_step takes it if others have
             raise
-        self._history.record(self.step, lr)
+        self._history.record(self._step, lr)
 
     def take_without_ids(self, lr: float) -> None:
         """Takes a step in which no id occurs."""
         like = self.lookup.flat_weights()
         offsets = torch.zeros(len(self.lookup.feature_table) + 1, dtype=torch.int64, device=like.device)
         bags = self.clipped.bags.of({"indices": offsets[:0], "offsets": offsets})
-        self.update(LookupBackward(bags, None, torch.zeros(bags.size, device=like.device)), lr, self.step)
+        self.update(LookupBackward(bags, None, torch.zeros(bags.size, device=like.device)), lr, self._step)
 
     def _take_step(self, backward: LookupBackward, lr: float) -> None:
-        if self.replay or self.clipped.runs_on_device:
-            self._history.prepare(self.step, lr)
-        scalars = self._history.scalars(self.step, lr)
+        if self.replays or self.clipped.rows.is_capturable:
+            self._history.prepare(self._step, lr)
+        scalars = self._history.scalars(self._step, lr)
         if self._config.absent_rows == "dense":
             update_all_rows(self.clipped, self.state, backward, self._config, scalars, self._lr_factors)
-        elif self.clipped.runs_compiled(backward):
-            self._update_compiled(backward, scalars)
-        elif self.clipped.runs_on_device:
-            self._update_on_device(backward)
-        elif backward.bags.indices.numel() or self.clipped.waits_for_ranks:
-            self._update_in_torch(backward, scalars)
+        else:
+            self.clipped.rows.update(backward, self._rows(scalars))
+
+    def catch_up(self, bags: LookupBags) -> LookupIds | None:
+        """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
+        return self.clipped.rows.catch_up(bags, self._rows()) if self.replays else None
+
+    def catch_up_rows(self, rows: Tensor) -> None:
+        """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n].
+
+        All but the second moments of decayed rows then are those after the latest step.
+        """
+        behind = rows[is_behind(self.last_step[rows], self._step)]
+        if len(behind):
+            self.clipped.rows.replay(behind, self._rows())
+
+    def catch_up_all(self) -> None:
+        """Does :meth:`catch_up_rows` for every row."""
+        self.lookup.empty_cache()
+        for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
+            last = self.last_step[first : first + _ROWS_AT_ONCE]
+            behind = is_behind(last, self._step).nonzero().flatten() + first
+            if len(behind):
+                self.clipped.rows.replay(behind, self._rows())
+
+    def flush(self) -> None:
+        """Brings every row and all its moments to the latest step; has no effect unless rows are replayed."""
+        if not self.replays:
+            return
+        self.catch_up_all()
+        for table in range(len(self.lookup.shards)):
+            second = self.lookup.view_of(self.exp_avg_sq, table).split(_ROWS_AT_ONCE)
+            for last, part in zip(self.last_step_of(table).split(_ROWS_AT_ONCE), second, strict=True):
+                part.mul_(missed_decay(last, self._step, self._log_beta2)[:, None])
+                last.fill_(self._step)
+
+    def last_step_of(self, table: int) -> Tensor:
+        """:attr:`last_step` of one table's rows, in the same memory."""
+        first = int(self.clipped.layout.first_row[table])
+        return self.last_step[first : first + self.lookup.shards[table].rows]
+
+    def mark_current(self) -> None:
+        """Declares all rows, as they are, to be at the latest step."""
+        self.last_step.fill_(self._step)
+
+    def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
+        """Resets the state of rows that were given to new ids to that of rows that have taken no step.
+
+        Args:
+            elements: indices of their weights in the flat tensors, int64 [n, D].
+            shard: indices of their shards in the lookup, int64 [n], on the CPU.
+            row: their indices in those shards, int64 [n], on the CPU.
+        """
+        self.exp_avg[elements] = 0
+        self.exp_avg_sq[elements] = 0
+        if self.replays:
+            rows = self.clipped.layout.first_row[shard.to(elements.device)] + row.to(elements.device)
+            self.last_step[rows] = self._step
 
     def count_step(self) -> None:
         """Counts a step that a captured CUDA graph has taken, in which no code of this class ran."""
@@ -163,62 +260,4 @@ class LookupAdam:
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the tensors that a captured CUDA graph of a step reads and writes."""
-        steps = self._device_steps
-        return tuple(each.data_ptr() for each in (*self.state, *steps))
-
-    def forget(self, elements: Tensor, shard: Tensor, row: Tensor) -> None:
-        """Resets the state of rows that were given to new ids to that of rows that have taken no step.
-
-        Args:
-            elements: indices of their weights in the flat tensors, int64 [n, D].
-            shard: indices of their shards in the lookup, int64 [n], on the CPU.
-            row: their indices in those shards, int64 [n], on the CPU.
-        """
-        self.exp_avg[elements] = 0
-        self.exp_avg_sq[elements] = 0
-        if self.replay:
-            rows = self.clipped.layout.first_row[shard.to(elements.device)] + row.to(elements.device)
-            self.replay.last_step[rows] = self.step
-
-    def _update_compiled(self, backward: LookupBackward, scalars: AdamScalars) -> None:
-        progress = self.replay.progress(self.step) if self.replay else LastSteps(_NO_ROWS, self.step, 0.0)
-        numbers = (to_float32(self._constants), to_float32(scalars), self._lr_factors.numpy())
-        sums = self.clipped.compiled.sum_rows(backward)
-        self.clipped.compiled.run(adam_rows, sums, to_numpy(self.state), *numbers, to_numpy(progress))
-
-    def _update_on_device(self, backward: LookupBackward) -> None:
-        clipped = self.clipped
-        if not backward.bags.indices.numel():
-            clipped.statistics.record_no_rows()
-            return
-        rows = clipped.device_rows(backward)
-        steps, clips = self._device_steps, clipped.limits.clips
-        results = rows.update(clips, self.state, steps, self._constants, replays=self.replay is not None)
-        clipped.statistics.record_on_device(results, rows)
-
-    @property
-    def _device_steps(self) -> DeviceSteps:
-        if self.replay:
-            return self.replay.device_steps
-        return self._no_rows._replace(**self._history.schedule._asdict())
-
-    def _update_in_torch(self, backward: LookupBackward, scalars: AdamScalars) -> None:
-        clipped, state = self.clipped, self.state
-        sums = clipped.sum_rows(backward)
-        if self.replay and clipped.gathers_rows:
-            self._taken.sub_(1)
-            self.replay.catch_up_sums(sums, self.step - 1)
-            self._taken.add_(1)
-        decays = self.replay.take_step(sums, self.step) if self.replay else None
-        rows = clipped.row_gradients(sums)
-        rows.grad.add_(self._constants.twice_l2 * rows.weight)
-        factors = clipped.factors.of_rows(rows)[:, None]
-        grad = torch.where(clipped.factors.clipped_columns(rows), rows.grad * factors, rows.grad)
-        exp_avg, exp_avg_sq = state.exp_avg[rows.element], state.exp_avg_sq[rows.element]
-        if decays is not None:
-            exp_avg_sq *= decays[:, None]
-        own = table_scalars(scalars, self._lr_factors_here[rows.table][:, None])
-        stepped = adam_element(rows.weight, exp_avg, exp_avg_sq, grad, self._constants, own, exact_root, torch.div)
-        for flat, value in zip(state, stepped, strict=True):
-            # Padding repeats a real row, whose elements are then written twice with the same values.
-            flat[rows.element] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)
+        return tuple(each.data_ptr() for each in (*self.state, *self._device_steps))

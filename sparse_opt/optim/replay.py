@@ -1,47 +1,16 @@
-"""Replay: embedding rows take the Adam steps that they missed when they are needed.
+"""Replay of missed steps: which tables and rules allow it, when a row has decayed, and the steps that were taken."""
 
-A row without an id in the batch still changes in the published algorithm, by L2 and by its first moment, and where
-asked by decoupled weight decay, but the change depends only on the row and the learning rates of the steps. It can
-therefore be computed later: when the row's id occurs again, when the row is evaluated, or when the table is read.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from math import inf, log
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
+from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, BetaHistory, adam_constants, adam_scalars
 from cowrec.sparse_opt.algorithm.clip import RowLimit
-from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.table_rules import TableRules
-from cowrec.sparse_opt.kernels.cpu_replay import (
-    ROW_BITS,
-    join_keys,
-    replay_clipped_rows,
-    replay_rows,
-    rows_of_keys,
-    stale_rows,
-)
-from cowrec.sparse_opt.kernels.cpu_rows import bags_of
-from cowrec.sparse_opt.kernels.layout import (
-    AdamState,
-    DecayThresholds,
-    DeviceSteps,
-    LastSteps,
-    LookupBags,
-    StaleRows,
-    to_float32,
-    to_numpy,
-)
-from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads, threads_for
-from cowrec.sparse_opt.kernels.torch_rows import LookupIds, RowSums
-from cowrec.sparse_opt.tbe.lookup import raise_bad_id
-
-from .step_history import StepHistory
+from cowrec.sparse_opt.kernels.layout import DecayThresholds, Schedule
 
 DECAYED = 1e-11
 """Largest weight that has decayed where L2 draws it to zero; likewise the change that a first moment still causes."""
@@ -49,7 +18,8 @@ DECAYED_WITHOUT_L2 = 1e-20
 """Without L2 a weight keeps what its first moment adds, so that change must be below the weight's last digit."""
 DECAYED_SHARE_OF_FLOOR = 1e-6
 """Largest share of the clip's floor that a decayed weight may have: its norm then does not affect the limit."""
-_ROWS_AT_ONCE = 1 << 22
+_AHEAD = 1024
+"""Steps whose scalars are written at a time while the learning rate stays the same."""
 
 
 def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Iterable[str]) -> None:
@@ -65,7 +35,7 @@ def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Itera
             f"clip.rule = {rules.name!r} needs the norm of every row in every step, which absent_rows ="
             ' "replay" does not compute; set it to "lazy" (the rows of the batch alone) or "dense" (all rows)'
         )
-    for table in sorted(each for each in column_wise if _absent_clip_binds(rules.of(each).limit(1), config)):
+    for table in sorted(each for each in column_wise if absent_clip_binds(rules.of(each).limit(1), config)):
         raise ValueError(
             f"table {table!r} is sharded column-wise, and an absent row's L2 may exceed its limit alone"
             f" (2 * l2 = {2 * config.l2:g} is not below clip.r), which needs the norm of all its columns in every"
@@ -73,210 +43,21 @@ def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Itera
         )
 
 
-class Replay:
-    """Last steps of the rows of one lookup, and their catching up.
-
-    Args:
-        clipped: the lookup under its clip rule.
-        config: Adam's settings.
-        history: the optimizer's steps.
-        state: weights and moments, updated in place.
-        taken: the lookup's number of steps, int32 [1]; the steps that rows are brought to are at most this one.
-        lr_factors: factors of the tables' learning rates, float32 [tables], on the CPU.
-
-    Attributes:
-        last_step: as in :class:`LastSteps`.
-
-    Raises:
-        ValueError: the tables are not float32.
-    """
-
-    def __init__(
-        self,
-        clipped: ClippedLookup,
-        config: AdamConfig,
-        history: StepHistory,
-        state: AdamState,
-        taken: Tensor,
-        lr_factors: Tensor,
-    ):
-        self._clipped, self._layout, self._history, self._state = clipped, clipped.layout, history, state
-        weights, shards = state.weights, clipped.lookup.shards
-        if weights.dtype != torch.float32:
-            raise ValueError(
-                f"replay computes missed steps in float32, but table {shards[0].name!r} is {weights.dtype}, which"
-                ' rounds in each step; make the table float32 or set absent_rows = "lazy"'
-            )
-        # The rows that a CPU kernel takes together have one width and one rate.
-        kinds = list(zip((shard.embedding_dim for shard in shards), lr_factors.tolist(), strict=True))
-        self._kinds = sorted(set(kinds))
-        self._kind_of_table = np.array([self._kinds.index(kind) for kind in kinds])
-        self.last_step = torch.zeros(sum(shard.rows for shard in shards), dtype=torch.int32, device=weights.device)
-        self._taken, self._lr_factors = taken, lr_factors.to(weights.device)
-        self._log_beta2_on_device = torch.empty(1, dtype=torch.float64, device=weights.device)
-        self.reconfigure(config)
-
-    def reconfigure(self, config: AdamConfig) -> None:
-        """Changes the settings of the coming steps, under the lookup's present limits. No row may be behind."""
-        self._log_beta2 = log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
-        self._log_beta2_on_device.fill_(self._log_beta2)
-        limits = self._clipped.limits.per_table
-        self._absent_clip_binds = any(_absent_clip_binds(limit, config) for limit in limits)
-        self._constants = adam_constants(config)
-        largest_lr = config.lr * max(lr_factor for _, lr_factor in self._kinds)
-        weight = _decayed_weight(config, largest_lr, [limit.floor for limit in limits])
-        motion = weight * self._constants.eps * self._constants.one_minus_beta1
-        self._thresholds = DecayThresholds(config.lr, weight, motion)
-
-    @property
-    def device_steps(self) -> DeviceSteps:
-        """Steps of the rows and of the optimizer, as the CUDA kernels take them."""
-        numbers = (*self._history.schedule, self._lr_factors, self._log_beta2_on_device)
-        return DeviceSteps(self._taken, self.last_step, *numbers)
-
-    def progress(self, step: int) -> LastSteps:
-        """Last steps of the rows, and ``step``, as the kernels take them."""
-        return LastSteps(self.last_step, step, self._log_beta2)
-
-    def catch_up(self, bags: LookupBags, step: int) -> LookupIds | None:
-        """Brings the rows of a lookup's ids to ``step``, except for the second moments of decayed rows.
-
-        Returns:
-            The rows of the ids, if it had to find them.
-
-        Raises:
-            ValueError: an id is outside its table (on CPU).
-        """
-        if not self._clipped.uses_triton:
-            self._catch_up_on_cpu(bags, step)
-            return None
-        if not bags.indices.numel():
-            return None
-        ids = self._clipped.find_rows(bags)
-        self._replay_on_device(ids.row, ids.begin)
-        return ids
-
-    def catch_up_all(self, step: int) -> None:
-        """Brings every row to ``step``, except for the second moments of decayed rows."""
-        self._clipped.lookup.empty_cache()
-        for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
-            last = self.last_step[first : first + _ROWS_AT_ONCE]
-            self._replay_rows(((last >= 0) & (last < step)).nonzero().flatten() + first, step)
-
-    def catch_up_sums(self, sums: RowSums, step: int) -> None:
-        """Brings the rows of a backward pass to ``step``, including those that only other ranks looked up."""
-        self.catch_up_rows(self._row_index(sums.table, sums.start)[sums.counts.real], step)
-
-    def catch_up_rows(self, rows: Tensor, step: int) -> None:
-        """Brings distinct rows, by their indices among the rows of all tables (int64 [n]), to ``step``."""
-        last = self.last_step[rows]
-        self._replay_rows(rows[(last >= 0) & (last < step)], step)
-
-    def flush(self, step: int) -> None:
-        """Brings every row and all its moments to ``step``."""
-        self.catch_up_all(step)
-        for table in range(len(self._clipped.lookup.shards)):
-            last = self.last_step_of(table)
-            second = self._clipped.lookup.view_of(self._state.exp_avg_sq, table)
-            for part, part_of_second in zip(last.split(_ROWS_AT_ONCE), second.split(_ROWS_AT_ONCE), strict=True):
-                part_of_second.mul_(self._missed_decay(part, step)[:, None])
-                part.fill_(step)
-
-    def last_step_of(self, table: int) -> Tensor:
-        """:attr:`last_step` of one table's rows, in the same memory."""
-        first = int(self._layout.first_row[table])
-        return self.last_step[first : first + self._clipped.lookup.shards[table].rows]
-
-    def mark_current(self, step: int) -> None:
-        """Declares all rows, as they are, to be at ``step``."""
-        self.last_step.fill_(step)
-
-    def take_step(self, sums: RowSums, step: int) -> Tensor:
-        """Marks rows as being at ``step``; returns the decay that their second moments missed before it, [nnz]."""
-        rows = self._row_index(sums.table, sums.start)
-        decay = self._missed_decay(self.last_step[rows], step - 1)
-        self.last_step.index_fill_(0, rows, step)
-        return decay
-
-    def _missed_decay(self, last: Tensor, step: int) -> Tensor:
-        """Decay of second moments that rows with these last steps missed up to ``step``, float32."""
-        missed = torch.where(last < 0, step - ~last, 0)
-        return torch.where(missed > 0, (missed.double() * self._log_beta2).exp(), 1).float()
-
-    def _row_index(self, table: Tensor, start: Tensor) -> Tensor:
-        """Indices of rows of the given tables whose first elements are at ``start`` in the flat weights, int64 [n]."""
-        layout = self._layout
-        return layout.first_row[table] + (start - layout.start[table]) // layout.dim[table]
-
-    def _catch_up_on_cpu(self, lookup_bags: LookupBags, step: int) -> None:
-        layout, bags = self._clipped.numpy_layout, bags_of(lookup_bags)
-        keys, used = np.empty(len(bags.indices), np.int64), np.zeros(len(bags.begins) - 1, np.int64)
-        common = (layout, bags, to_numpy(self.progress(step)), keys, used)
-        groups = balanced_groups(bags.begins[1:] - bags.begins[:-1])
-        bad = in_threads([partial(stale_rows, group, *common) for group in groups])
-        found = join_keys(keys, bags.begins, used)
-        # Rows that were marked before the bad id was found are caught up too: no row is lost.
-        if found:
-            self._replay(keys[:found], step)
-        raise_bad_id(self._clipped.lookup, bad, bags.begins, bags.indices)
-
-    def _replay_rows(self, rows: Tensor, step: int) -> None:
-        """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n]."""
-        if not len(rows):
-            return
-        if self._clipped.uses_triton:
-            from cowrec.sparse_opt.kernels.triton_replay import distinct_begins
-
-            self._replay_on_device(rows, distinct_begins(rows))
-        else:
-            self._replay((self.last_step[rows].long() << ROW_BITS | rows).numpy(), step)
-
-    def _replay(self, keys: np.ndarray, step: int) -> None:
-        """Takes the missed steps of distinct rows on CPU, in the order of their last steps.
-
-        Args:
-            keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
-        """
-        keys.sort()
-        rows = StaleRows(*rows_of_keys(keys, self._clipped.numpy_layout))
-        if len(self._kinds) == 1:
-            self._replay_on_cpu(*self._kinds[0], rows, step)
-            return
-        kinds = self._kind_of_table[rows.table]
-        for number, kind in enumerate(self._kinds):
-            same = StaleRows(*(each[kinds == number] for each in rows))
-            if len(same.row):
-                self._replay_on_cpu(*kind, same, step)
-
-    def _replay_on_device(self, row: Tensor, begin: Tensor) -> None:
-        from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
-
-        replay_rows_on_device(
-            row,
-            begin,
-            self._layout,
-            self._clipped.limits.clips if self._absent_clip_binds else None,
-            self._state,
-            self._clipped.lookup.cache_of(row),
-            self.device_steps,
-            self._constants,
-            self._thresholds,
-        )
-
-    def _replay_on_cpu(self, dim: int, lr_factor: float, rows: Any, step: int) -> None:
-        tuples = (to_numpy(each) for each in (self._state, self.progress(step), self._history.schedule))
-        numbers = (to_float32(self._constants), to_float32(self._thresholds))
-        common: tuple[Any, ...] = (dim, np.float32(lr_factor), rows, *tuples, *numbers)
-        kernel: Callable[..., None] = replay_rows
-        if self._absent_clip_binds:
-            kernel, common = replay_clipped_rows, (*common, to_numpy(self._clipped.limits.clips))
-        parts = threads_for(len(rows.last) * step - int(rows.last.sum(dtype=np.int64)))
-        in_threads([partial(kernel, part, parts, *common) for part in range(parts)])
-
-
-def _absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:
+def absent_clip_binds(limit: RowLimit, config: AdamConfig) -> bool:
     """True if L2's gradient of an absent row may exceed its limit, which is at least r * ||w|| (one occurrence)."""
     return 2 * config.l2 > 0.999 * limit.r and config.l2 > 0 and limit.floor < inf
+
+
+def log_beta2(config: AdamConfig) -> float:
+    """Logarithm of the decay of the second moment in a step, in the kernels' float32."""
+    return log(np.float32(config.betas[1])) if config.betas[1] > 0 else -inf
+
+
+def decay_thresholds(config: AdamConfig, largest_lr_factor: float, limits: Sequence[RowLimit]) -> DecayThresholds:
+    """Thresholds of the rows of a lookup, whose tables have these limits and at most this factor of the rate."""
+    constants = adam_constants(config)
+    weight = _decayed_weight(config, config.lr * largest_lr_factor, [limit.floor for limit in limits])
+    return DecayThresholds(config.lr, weight, weight * constants.eps * constants.one_minus_beta1)
 
 
 def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> float:
@@ -294,3 +75,103 @@ def _decayed_weight(config: AdamConfig, lr: float, floors: Sequence[float]) -> f
     if 2 * config.l2 * lr / config.eps > 0.9 * (2 - lr * config.weight_decay) * (1 + beta1) / (1 - beta1):
         return 0.0
     return min(DECAYED, *(DECAYED_SHARE_OF_FLOOR * floor for floor in floors))
+
+
+class StepHistory:
+    """Learning rates of the steps so far, and Adam's scalars of these and the coming steps on the device.
+
+    Attributes:
+        schedule: scalars of the steps. Grows by new tensors.
+    """
+
+    def __init__(self, config: AdamConfig, device: torch.device):
+        self._config, self._betas = config, BetaHistory(config.betas)
+        self._lrs = np.empty(0)
+        self._steps = 0
+        self._scheduled, self._scheduled_lr = 0, config.lr
+        self.schedule = Schedule(*(torch.empty(0, device=device) for _ in Schedule._fields))
+
+    @property
+    def is_replayed(self) -> bool:
+        """True if rows replay these steps."""
+        return self._config.absent_rows == "replay"
+
+    def reconfigure(self, config: AdamConfig, after: int) -> None:
+        """Changes the settings of the steps after step ``after``. No row may be behind it."""
+        self._config, self._betas = config, self._betas.changed(config.betas, after)
+        self.return_to(after)
+
+    def scalars(self, step: int, lr: float) -> AdamScalars:
+        """Adam's scalars of step ``step``, from 1, which has the current settings."""
+        return adam_scalars(self._config, lr, step, self._betas)
+
+    @property
+    def lrs(self) -> Tensor:
+        """Learning rate of each step so far, float64 [steps], on CPU; shares the history's memory."""
+        return torch.from_numpy(self._lrs[: self._steps])
+
+    def lr_of(self, step: int) -> float:
+        """Learning rate of a step that was recorded, from 1."""
+        return float(self._lrs[step - 1])
+
+    def prepare(self, step: int, lr: float) -> None:
+        """Writes the scalars of step ``step``, from 1, and of steps after it, unless that is done.
+
+        Does not wait for the device.
+        """
+        if lr == self._scheduled_lr and step <= self._scheduled:
+            return
+        # A rate that has changed may change in every step.
+        count = _AHEAD if lr == self._scheduled_lr else 1
+        self._scheduled, self._scheduled_lr = step - 1 + count, lr
+        self._reserve(self._scheduled)
+        if count == 1:
+            # fill_ passes the number with the kernel; an assignment may copy it from the host.
+            for values, value in zip(self.schedule, self.scalars(step, lr), strict=True):
+                values[step - 1 : step].fill_(value)
+        else:
+            self._write(step, [lr] * count)
+
+    def record(self, step: int, lr: float) -> None:
+        """Records the learning rate of step ``step``, from 1, unless another lookup of the same step has done so."""
+        if step <= self._steps:
+            return
+        if step > len(self._lrs):
+            self._lrs = np.append(self._lrs, np.zeros(max(step, len(self._lrs), 1024)))
+        self._lrs[step - 1], self._steps = lr, step
+
+    def forget_after(self, step: int) -> None:
+        """Takes back the record of steps after ``step``."""
+        self._steps = min(self._steps, step)
+
+    def return_to(self, step: int) -> None:
+        """Makes step ``step`` the latest that has been scheduled: those after it may have other learning rates."""
+        self._scheduled = min(self._scheduled, step)
+
+    def restart(self, steps: int) -> None:
+        """Begins after step ``steps``; no row may be behind it."""
+        self._lrs, self._steps = np.zeros(steps), steps
+        self._scheduled = steps
+        self._reserve(steps)
+
+    def replace(self, lrs: np.ndarray) -> None:
+        """Sets the learning rates of all steps so far, float64 [steps]."""
+        self._lrs, self._steps = np.array(lrs, np.float64), len(lrs)
+        self._scheduled = len(lrs)
+        self._reserve(self._scheduled)
+        first = self._betas.since  # no row is behind the steps with other settings, which none takes again
+        self._write(first + 1, lrs[first:].tolist())
+
+    def _write(self, first: int, lrs: list[float]) -> None:
+        scalars = [self.scalars(step, lr) for step, lr in enumerate(lrs, first)]
+        both = torch.tensor(scalars, dtype=torch.float32).view(-1, len(Schedule._fields)).t().contiguous()
+        if self.schedule.step_sizes.is_cuda:
+            both = both.pin_memory()
+        for values, column in zip(self.schedule, both, strict=True):
+            values[first - 1 : first - 1 + len(lrs)].copy_(column, non_blocking=True)
+
+    def _reserve(self, steps: int) -> None:
+        capacity = len(self.schedule.step_sizes)
+        if steps > capacity:
+            more = max(steps, 2 * capacity, 2 * _AHEAD) - capacity
+            self.schedule = Schedule(*(torch.cat([values, values.new_zeros(more)]) for values in self.schedule))

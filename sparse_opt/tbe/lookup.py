@@ -26,7 +26,6 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from cowrec.sparse_opt.kernels.layout import Blocks, LookupBags, LookupLayout, RowCache
-from cowrec.sparse_opt.kernels.torch_rows import LookupIds
 
 
 def groups_of_ranks(collection: Any) -> Iterator[tuple[int, Any]]:
@@ -373,24 +372,6 @@ def _sharded_like(weight: ShardedTensor, parts: Sequence[Tensor], dtype: torch.d
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=weight._process_group
     )
-
-
-@dataclass(frozen=True)
-class LookupBackward:
-    """Inputs of one backward pass of a lookup.
-
-    Attributes:
-        bags: ids of the forward pass, nnz in all.
-        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
-        output_grad: gradient of the lookup's output, float; [B, sum D] of pooled rows, [nnz, D] of sequences, flat
-            under a variable batch size.
-        ids: rows of the ids, if the forward pass has found them already.
-    """
-
-    bags: LookupBags
-    id_weights: Tensor | None
-    output_grad: Tensor
-    ids: LookupIds | None = None
 
 
 def layout_of(lookup: TbeLookup) -> LookupLayout:

@@ -38,6 +38,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.clipping.row_backends import TritonRows
 from process_groups import in_processes, process_group
 
 FUSED_OPTIMIZERS = {
@@ -290,6 +292,11 @@ def moments(optimizer: EmbeddingAdam) -> dict[str, ShardedTensor | torch.Tensor]
         for name, value in own.items()
         if "exp_avg" in name
     }
+
+
+def run_triton(clipped: ClippedLookup) -> None:
+    """Gives a lookup the back end of CUDA, whose kernels Triton's interpreter runs on CPU."""
+    clipped.rows = TritonRows(clipped.lookup, clipped.layout, clipped.limits, clipped.statistics)
 
 
 def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:

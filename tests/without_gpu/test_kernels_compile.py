@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ahead_of_time import Launch, recorded_launches, resources
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
-from cowrec.sparse_opt.kernels import triton_update
+from cowrec.sparse_opt.kernels import triton_rows
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     Blocks,
@@ -29,9 +29,8 @@ from cowrec.sparse_opt.kernels.layout import (
     RowCache,
     TableClips,
 )
-from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
-from cowrec.sparse_opt.kernels.triton_update import DeviceRows
+from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
 
 ROWS_OF_TABLE = 100
 
@@ -165,7 +164,7 @@ def test_float32_is_rounded_as_on_the_cpu(architecture: int, variant: str) -> No
 
 
 def test_no_kernel_is_left_out() -> None:
-    folder = Path(triton_update.__file__).parent
+    folder = Path(triton_rows.__file__).parent
     sources = [file.read_text(encoding="utf-8") for file in folder.glob("triton_*.py")]
     launched = {name for source in sources for name in re.findall(r"(\w+)\[[^][]+\]\(", source)}
     assert {each.name for each in kernels(90, "odd batch")} == launched

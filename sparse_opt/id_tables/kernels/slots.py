@@ -6,7 +6,7 @@ Compiled by numba without the GIL.
 import numpy as np
 from numba import njit
 
-from cowrec.sparse_opt.kernels.cpu_adam import prefetch
+from cowrec.sparse_opt.kernels.numba_rows import prefetch
 
 from .hashing import home_slot, id_hash, tag_of
 from .memory import FREE, MAX_COUNT, Segment

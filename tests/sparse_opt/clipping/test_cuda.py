@@ -11,8 +11,8 @@ from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 from cowrec.sparse_opt import CLIP_RULES, AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.table_rules import TableRules
+from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.sparse_opt.tbe.lookup import LookupBackward
 from cowrec.trainer.sharded_model.build import set_product_precision
 from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
 
@@ -77,10 +77,10 @@ def test_row_work_never_waits_for_the_device() -> None:
     ids = {"indices": torch.tensor([0, 1, 0, 2], device=CUDA), "offsets": torch.arange(5, device=CUDA)}
     grad = torch.randn(4 // features, features * case.dim, device=CUDA)
     backward = LookupBackward(clipped.bags.of(ids), None, grad)
-    clipped.id_factors(backward)
+    clipped.rows.id_factors(backward)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        clipped.id_factors(backward)
+        clipped.rows.id_factors(backward)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

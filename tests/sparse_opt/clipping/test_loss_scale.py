@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.amp import GradScaler
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
-from cowrec.sparse_opt.clipping.loss_scale import LossScale
+from cowrec.sparse_opt.clipping.backward import LossScale
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.table_rules import TableRules
-from cowrec.sparse_opt.tbe.lookup import LookupBackward
+from cowrec.sparse_opt.kernels.layout import LookupBackward
 from process_groups import in_processes, process_group
 from sharded_case import Case, dense_optimizer, gather_tables, loss_of, moments_of, sharded_model
 

@@ -8,10 +8,9 @@ import torch
 
 from cowrec.sparse_opt import CowClip, NoClip, attach_cowclip, clip_rows
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.single_id_bags import clipped_output_grad
 from cowrec.sparse_opt.clipping.table_rules import TableRules
+from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from cowrec.sparse_opt.tbe.lookup import LookupBackward
 from sharded_case import Case, dense_optimizer, gather_tables, process_group, sharded_model, train_step
 
 BACK_ENDS = ["compiled", "torch"]
@@ -23,23 +22,19 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=BACK_ENDS)
-def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr("cowrec.sparse_opt.clipping.clipped_lookup.ClippedLookup.runs_compiled", lambda *_: False)
-    return str(request.param)
+def clipped_lookup(case: Case, rule: CowClip | NoClip, columns: int, back_end: str) -> ClippedLookup:
+    lookup, names = find_lookups(sharded_model(case, case.draw()["tables"]))[0][0], range(len(case.rows))
+    clipped = ClippedLookup(lookup, TableRules(rule), {f"t{t}": columns for t in names})
+    if back_end == "torch":
+        clipped.rows = clipped.in_torch
+    return clipped
 
 
-def clipped_lookup(case: Case, rule: CowClip | NoClip, columns: int) -> ClippedLookup:
-    model = sharded_model(case, case.draw()["tables"])
-    return ClippedLookup(find_lookups(model)[0][0], TableRules(rule), {f"t{t}": columns for t in range(len(case.rows))})
-
-
-@pytest.mark.usefixtures("back_end")
-def test_sums_over_ids_are_the_row_gradients() -> None:
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_sums_over_ids_are_the_row_gradients(back_end: str) -> None:
     """Compares with float64 loops, for repeated ids, bags without an id, and a shared table."""
     case = Case(max_ids=1)
-    clipped = clipped_lookup(case, CowClip(r=1.0, zeta=1e-3), 5)
+    clipped = clipped_lookup(case, CowClip(r=1.0, zeta=1e-3), 5, back_end)
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 2, 4 * case.batch)
     ids = [rng.integers(0, case.rows[t], n) for t, n in zip((0, 1, 2, 2), lengths.reshape(4, -1).sum(1), strict=True)]
@@ -47,7 +42,7 @@ def test_sums_over_ids_are_the_row_gradients() -> None:
     grad = torch.from_numpy(rng.normal(size=(case.batch, 4 * case.dim)).astype(np.float32))
     indices = torch.from_numpy(np.concatenate(ids))
     bags = clipped.bags.of({"indices": indices, "offsets": offsets})
-    output_grad = clipped_output_grad(clipped, LookupBackward(bags, None, grad), 0.1)
+    output_grad = clipped.rows.clipped_output_grad(LookupBackward(bags, None, grad), 0.1)
     assert output_grad.shape == grad.shape
 
     features = ((0,), (1,), (2, 3))
@@ -73,27 +68,27 @@ def test_sums_over_ids_are_the_row_gradients() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("back_end")
-def test_the_l2_of_a_frequent_id_is_not_lost() -> None:
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_the_l2_of_a_frequent_id_is_not_lost(back_end: str) -> None:
     """Divided over 2^15 occurrences, L2 would be below half a unit in the last place of each."""
     case = Case(rows=(1,), features=(("a",),), batch=1 << 15, max_ids=1)
-    clipped = clipped_lookup(case, NoClip(), case.dim)
+    clipped = clipped_lookup(case, NoClip(), case.dim, back_end)
     weight = clipped.lookup.flat_weights().fill_(0.5)
     grad = torch.ones(case.batch, case.dim)
     grad[1::2] = -1
     ids, offsets = torch.zeros(case.batch, dtype=torch.int64), torch.arange(case.batch + 1)
     bags = clipped.bags.of({"indices": ids, "offsets": offsets})
-    output_grad = clipped_output_grad(clipped, LookupBackward(bags, None, grad), 1e-4)
+    output_grad = clipped.rows.clipped_output_grad(LookupBackward(bags, None, grad), 1e-4)
     torch.testing.assert_close(output_grad.sum(0), 2e-4 * weight, rtol=1e-6, atol=0)
 
 
-@pytest.mark.usefixtures("back_end")
-def test_no_ids_at_all() -> None:
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_no_ids_at_all(back_end: str) -> None:
     case = Case(rows=(5,), features=(("a",),))
-    clipped = clipped_lookup(case, CowClip(), case.dim)
+    clipped = clipped_lookup(case, CowClip(), case.dim, back_end)
     none = {"indices": torch.zeros(0, dtype=torch.int64), "offsets": torch.zeros(5, dtype=torch.int64)}
     backward = LookupBackward(clipped.bags.of(none), None, torch.ones(4, case.dim))
-    assert not clipped_output_grad(clipped, backward, 0.1).any()
+    assert not clipped.rows.clipped_output_grad(backward, 0.1).any()
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])

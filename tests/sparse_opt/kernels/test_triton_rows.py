@@ -13,7 +13,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.algorithm.adam import adam_constants
-from cowrec.sparse_opt.kernels.cpu_replay import replay_clipped_rows, replay_rows
 from cowrec.sparse_opt.kernels.layout import (
     AdamState,
     DecayThresholds,
@@ -25,8 +24,9 @@ from cowrec.sparse_opt.kernels.layout import (
     to_float32,
     to_numpy,
 )
-from cowrec.sparse_opt.optim.step_history import StepHistory
-from sharded_case import Case, moments, process_group, sharded_model, train_step
+from cowrec.sparse_opt.kernels.numba_replay import replay_clipped_rows, replay_rows
+from cowrec.sparse_opt.optim.replay import StepHistory
+from sharded_case import Case, moments, process_group, run_triton, sharded_model, train_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -116,8 +116,8 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
         model = sharded_model(case, drawn["tables"])
         config = AdamConfig(lr=1e-3, l2=1e-2, weight_decay=0.1, absent_rows=absent_rows)
         optimizer = EmbeddingAdam(model, config, clip_columns=6, lr_factors={"t0": 0.3, "t2": 3.0}, **clip)
-        for adam in optimizer.lookups:
-            adam.clipped.uses_triton = uses_triton
+        for adam in optimizer.lookups if uses_triton else ():
+            run_triton(adam.clipped)
         for bags, targets in drawn["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         optimizer.flush()
@@ -138,8 +138,8 @@ def compare_fused(max_ids: int, **clip: Any) -> None:
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"])
         handle = attach_cowclip(model, CowClip(), **clip)
-        for clipped in handle._lookups:
-            clipped.uses_triton = uses_triton
+        for clipped in handle._lookups if uses_triton else ():
+            run_triton(clipped)
         for bags, targets in drawn["steps"]:
             train_step(case, model, bags, targets, 0, case.batch)
         stats = [[each.rows, each.clipped, each.median_ratio] for _, each in sorted(handle.stats().items())]
@@ -164,11 +164,11 @@ TRAININGS = (
 
 
 if __name__ == "__main__":
-    from cowrec.sparse_opt.kernels import triton_replay, triton_update
+    from cowrec.sparse_opt.kernels import triton_replay, triton_rows
 
     # The interpreter takes as long for a small program as for a large one.
-    triton_replay.ELEMENTS = triton_update.ELEMENTS = 512
-    triton_update.BLOCK, triton_update.IDS = 4, 2  # small, so that rows of small batches fill blocks of ids
+    triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
+    triton_rows.BLOCK, triton_rows.IDS = 4, 2  # small, so that rows of small batches fill blocks of ids
     for training in TRAININGS:
         compare_training(**training)
         print("equal")

@@ -26,7 +26,7 @@ from cowrec.sparse_opt.kernels.layout import (
     TableClips,
 )
 from cowrec.sparse_opt.kernels.torch_rows import LookupIds, count_ids, find_rows, row_sums
-from cowrec.sparse_opt.optim.step_history import StepHistory
+from cowrec.sparse_opt.optim.replay import StepHistory
 from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -98,8 +98,7 @@ def draw(weighted: bool, batch: int, device: torch.device) -> Problem:
 
 
 def compare(weighted: bool, batch: int, device: torch.device) -> None:
-    from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
-    from cowrec.sparse_opt.kernels.triton_update import BLOCK, DeviceRows
+    from cowrec.sparse_opt.kernels.triton_rows import BLOCK, DeviceRows, find_rows_on_device
 
     problem = draw(weighted, batch, device)
     layout, on_cpu = problem.layout, draw(weighted, batch, torch.device("cpu"))
@@ -145,9 +144,8 @@ def compare(weighted: bool, batch: int, device: torch.device) -> None:
 
 def compare_cached(batch: int, device: torch.device) -> None:
     """Rows in FBGEMM's cache are read and written there: what is behind the cache is never read and stays."""
-    from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
     from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
-    from cowrec.sparse_opt.kernels.triton_update import DeviceRows
+    from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
 
     problem, config = draw(True, batch, device), AdamConfig(lr=1e-2, l2=1e-3)
     layout, constants = problem.layout, adam_constants(config)
@@ -232,7 +230,7 @@ def looped_factors(problem: Problem, ids: LookupIds, sums: Tensor, columns: list
 
 def compare_outside() -> None:
     """Ids outside their tables are counted, and row 0 stands for them; so do ids outside all bags."""
-    from cowrec.sparse_opt.kernels.triton_ids import find_rows_on_device
+    from cowrec.sparse_opt.kernels.triton_rows import find_rows_on_device
 
     problem = draw(False, 32, torch.device("cpu"))
     indices, offsets = problem.bags.indices.clone(), problem.bags.offsets

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cowrec.data_pipeline import Batch
 from cowrec.sparse_opt import AdamConfig, ClipRule, EmbeddingAdam, Hyperparameters, NoClip, ReferenceCowClip, clip_rows
 from cowrec.sparse_opt.algorithm.adam import adam_scalars
-from cowrec.sparse_opt.kernels.dense_adam import dense_adam_
+from cowrec.sparse_opt.optim.all_rows import dense_adam_
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import dense_parameters

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cowrec.sparse_opt import AdamConfig
 from cowrec.sparse_opt.algorithm.adam import adam_scalars
-from cowrec.sparse_opt.optim.step_history import StepHistory
+from cowrec.sparse_opt.optim.replay import StepHistory
 
 RATES = (1e-2, 1e-3)
 CONFIG = AdamConfig(lr=RATES[0], adam_epsilon="keras")

@@ -38,6 +38,7 @@ from cowrec.trainer.training.pipeline import (
     why_not_captured,
 )
 from cowrec.trainer.training.state import TrainState
+from sharded_case import run_triton
 from trainer_cases import config_file, tensors
 
 BATCH = 8
@@ -113,7 +114,7 @@ def captured(state: TrainState, capture: Capture, device: str = "cpu") -> TrainS
     """Lets the steps of a run be captured, and its tables run their CUDA kernels."""
     assert state.adam
     for each in state.adam.lookups:
-        each.clipped.uses_triton = True
+        run_triton(each.clipped)
     assert state.adam.is_capturable
     state.pipeline = CapturedSteps(
         state.model, state.dense_optimizer, state.adam, torch.device(device), BATCH, capture=capture
@@ -257,7 +258,7 @@ def test_reasons(overrides: list[str], why: str, process: Process) -> None:
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
     for each in state.adam.lookups if state.adam else ():
-        each.clipped.uses_triton = True
+        run_triton(each.clipped)
     cuda = dataclasses.replace(process, device=torch.device("cuda"))
     assert why_not_captured(RunPlan.of(config, SCHEMA, cuda), state.model, state.embedding_optimizer) == why
     lists = dataclasses.replace(SCHEMA, sparse=(*SCHEMA.sparse, SparseField("tags", 9, kind="multi")))
@@ -289,13 +290,13 @@ def test_on_a_gpu(case: str) -> None:
 
 
 if __name__ == "__main__":
-    from cowrec.sparse_opt.kernels import triton_replay, triton_update
-    from cowrec.sparse_opt.optim import step_history
+    from cowrec.sparse_opt.kernels import triton_replay, triton_rows
+    from cowrec.sparse_opt.optim import replay
 
     # The interpreter takes as long for a small program as for a large one.
-    triton_replay.ELEMENTS = triton_update.ELEMENTS = 512
-    triton_update.BLOCK, triton_update.IDS = 4, 2
-    step_history._AHEAD = 3  # so that the schedule of the steps grows while they are captured
+    triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
+    triton_rows.BLOCK, triton_rows.IDS = 4, 2
+    replay._AHEAD = 3  # so that the schedule of the steps grows while they are captured
     with process_group("cpu") as only:
         for each in CASES:
             compare(each, only)

@@ -17,8 +17,7 @@ from numba import njit
 
 from cowrec.sparse_opt.algorithm.adam import AdamScalars
 
-from .cpu_adam import divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row
-from .cpu_rows import clip_factor
+from .numba_rows import clip_factor, divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row
 
 DECAY_INTERVAL = 32
 ROW_BITS = 33

@@ -1,0 +1,471 @@
+"""Work on the rows of a lookup's batches: one interface, and the back ends behind it, of which each lookup has one.
+
+Numba on CPU and Triton on CUDA run all of the work in kernels: for float32 rows that are complete here, under rules for
+single rows. :class:`TorchRows` takes the other lookups and leaves to the kernels of its device what they can do: find
+and sum the rows on CUDA, and replay missed steps everywhere.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cowrec.sparse_opt.algorithm.adam import adam_element, table_scalars
+from cowrec.sparse_opt.algorithm.clip import limits_of_norms, scales_of_norms
+from cowrec.sparse_opt.kernels import numba_replay, numba_rows
+from cowrec.sparse_opt.kernels.layout import (
+    AdamRows,
+    LookupBackward,
+    LookupBags,
+    LookupLayout,
+    StaleRows,
+    to_float32,
+    to_numpy,
+)
+from cowrec.sparse_opt.kernels.profiling import ROW_GRADIENTS, profiled
+from cowrec.sparse_opt.kernels.threads import balanced_groups, in_threads, threads_for
+from cowrec.sparse_opt.kernels.torch_rows import (
+    LookupIds,
+    RowGradients,
+    RowSums,
+    exact_root,
+    find_rows,
+    is_behind,
+    missed_decay,
+    row_sums,
+    rows_of_sums,
+    scatter_rows,
+    sums_of_ranks,
+    weight_grads,
+    with_sums,
+    with_weights,
+)
+from cowrec.sparse_opt.tbe.column_shards import ColumnShards
+from cowrec.sparse_opt.tbe.lookup import TbeLookup, raise_bad_id
+
+from .statistics import ClipStatistics
+from .table_rules import TableLimits
+
+_NO_WEIGHTS = np.empty(0, np.float32)
+_WORK_OF_ROW = 4
+"""Ids that take as long as one distinct row."""
+
+
+class RowBackend(Protocol):
+    """Work on the rows of a lookup's batches; clips record their statistics. Sizes: nnz ids.
+
+    Attributes:
+        is_capturable: whether a CUDA graph can repeat the work, which reads all that changes from the device and waits
+            for nothing.
+    """
+
+    is_capturable: bool
+
+    def find_rows(self, bags: LookupBags) -> LookupIds:
+        """Finds the rows of a lookup's ids."""
+
+    def sum_rows(self, backward: LookupBackward) -> RowSums:
+        """Distinct rows of a backward pass and their gradients, as torch takes them."""
+
+    def id_factors(self, backward: LookupBackward) -> Tensor:
+        """Clip factor of each id's row, float32 [nnz].
+
+        Raises:
+            ValueError: an id is outside its table (on CPU).
+        """
+
+    def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
+        """Computes an output gradient whose sum over each row's ids is ``clip(g + 2 * l2 * w)``.
+
+        FBGEMM adds up the output gradient over a row's ids. The row's complete gradient, L2 included, is therefore
+        written at one of its ids and zeros at the others: the sum is that gradient, and nothing is lost to rounding.
+
+        Args:
+            backward: ids, at most one in a bag and without weights, and the output gradient.
+            l2: coefficient of ``l2 * sum(w^2)`` in the loss, over the batch's rows, >= 0; also for columns that are not
+                clipped.
+
+        Returns:
+            float, of the shape and the type of the output gradient.
+
+        Raises:
+            ValueError: an id is outside its table (on CPU).
+        """
+
+    def update(self, backward: LookupBackward, adam: AdamRows) -> None:
+        """Adds L2, clips and takes the latest step of Adam on the rows of a backward pass, in place.
+
+        Where rows are replayed, writes their last steps; decayed rows first catch up the decay of their second moments.
+        """
+
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
+        """Takes the missed steps of the rows of a lookup's ids, except for the second moments of decayed rows.
+
+        Returns:
+            The rows of the ids, if it had to find them.
+
+        Raises:
+            ValueError: an id is outside its table (on CPU); rows that were behind are caught up all the same.
+        """
+
+    def replay(self, rows: Tensor, adam: AdamRows) -> None:
+        """Does :meth:`catch_up` for distinct rows that are behind, by their indices among all rows, int64 [n]."""
+
+
+class NumbaRows:
+    """The rows of a lookup on the CPU: kernels on as many threads as torch uses."""
+
+    is_capturable = False
+
+    def __init__(self, lookup: TbeLookup, layout: LookupLayout, limits: TableLimits, statistics: ClipStatistics):
+        self._lookup, self._layout, self._statistics = lookup, layout, statistics
+        self._numpy_layout, self._clips = to_numpy(layout), to_numpy(limits.clips)
+
+    def find_rows(self, bags: LookupBags) -> LookupIds:
+        return find_rows(self._layout, bags)
+
+    def sum_rows(self, backward: LookupBackward) -> RowSums:
+        ids = backward.ids or self.find_rows(backward.bags)
+        return row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
+
+    def id_factors(self, backward: LookupBackward) -> Tensor:
+        factors = torch.empty(backward.bags.indices.numel())
+        self._run(numba_rows.factors_of_ids, backward, self._lookup.flat_weights().numpy(), factors.numpy())
+        return factors
+
+    def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
+        written = torch.zeros(backward.output_grad.shape)
+        arguments = (self._lookup.flat_weights().numpy(), np.float32(2 * l2), written.view(-1).numpy())
+        self._run(numba_rows.write_row_gradients, backward, *arguments)
+        return written.to(backward.output_grad.dtype)
+
+    def update(self, backward: LookupBackward, adam: AdamRows) -> None:
+        numbers = (to_float32(adam.constants), to_float32(adam.scalars), adam.steps.lr_factors.numpy())
+        self._run(numba_rows.adam_rows, backward, to_numpy(adam.state), *numbers, to_numpy(adam.progress))
+
+    def _run(self, kernel: Any, backward: LookupBackward, *arguments: Any) -> None:
+        """Sums the rows' gradients, runs a kernel on them, in groups of tables, and records its ratios."""
+        bags, layout = numba_rows.bags_of(backward.bags), self._numpy_layout
+        # A distinct row costs several times what an id does, and a table has about as many in every step.
+        groups = balanced_groups(bags.begins[1:] - bags.begins[:-1] + _WORK_OF_ROW * self._statistics.latest_rows)
+        with profiled(ROW_GRADIENTS):
+            id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
+            common = (layout, bags, id_weights, backward.output_grad.float().contiguous().view(-1).numpy())
+            bad, sums = zip(*in_threads([partial(numba_rows.sum_rows, each, *common) for each in groups]), strict=True)
+            raise_bad_id(self._lookup, bad, bags.begins, bags.indices)
+        ratios = numba_rows.Ratios(np.empty(len(bags.indices), np.float32), np.zeros(len(bags.begins) - 1, np.int64))
+        arguments = (layout, bags, self._clips, ratios, *arguments)
+        in_threads([partial(kernel, *each, *arguments) for each in zip(groups, sums, strict=True)])
+        self._statistics.record_compiled(ratios, bags.begins)
+
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> None:
+        own = numba_rows.bags_of(bags)
+        keys, used = np.empty(len(own.indices), np.int64), np.zeros(len(own.begins) - 1, np.int64)
+        common = (self._numpy_layout, own, to_numpy(adam.progress), keys, used)
+        groups = balanced_groups(own.begins[1:] - own.begins[:-1])
+        bad = in_threads([partial(numba_replay.stale_rows, group, *common) for group in groups])
+        found = numba_replay.join_keys(keys, own.begins, used)
+        # Rows that were marked before the bad id was found are caught up too: no row is lost.
+        if found:
+            self._replay(keys[:found], adam)
+        raise_bad_id(self._lookup, bad, own.begins, own.indices)
+
+    def replay(self, rows: Tensor, adam: AdamRows) -> None:
+        self._replay((adam.steps.last_step[rows].long() << numba_replay.ROW_BITS | rows).numpy(), adam)
+
+    def _replay(self, keys: np.ndarray, adam: AdamRows) -> None:
+        """Takes the missed steps of distinct rows, in the order of their last steps.
+
+        Args:
+            keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
+        """
+        keys.sort()
+        rows: Any = StaleRows(*numba_replay.rows_of_keys(keys, self._numpy_layout))
+        lr_factors = adam.steps.lr_factors.numpy()
+        tuples = tuple(to_numpy(each) for each in (adam.state, adam.progress, adam.schedule))
+        numbers = (to_float32(adam.constants), to_float32(adam.thresholds))
+        # The rows that a kernel takes together have one width and one rate.
+        kinds = sorted({*zip(self._numpy_layout.dim.tolist(), lr_factors.tolist(), strict=True)})
+        for dim, lr_factor in kinds:
+            same: Any = rows
+            if len(kinds) > 1:
+                tables = (self._numpy_layout.dim == dim) & (lr_factors == np.float32(lr_factor))
+                same = StaleRows(*(each[tables[rows.table]] for each in rows))
+            work = len(same.last) * adam.step - int(same.last.sum(dtype=np.int64))
+            parts = threads_for(work) if len(same.last) else 0
+            common: tuple[Any, ...] = (parts, dim, np.float32(lr_factor), same, *tuples, *numbers)
+            kernel: Any = numba_replay.replay_rows
+            if adam.clips_absent:
+                kernel, common = numba_replay.replay_clipped_rows, (*common, self._clips)
+            if parts:
+                in_threads([partial(kernel, part, *common) for part in range(parts)])
+
+
+class TritonRows:
+    """The rows of a lookup on CUDA. Ids outside their tables are counted and become row 0, as in FBGEMM."""
+
+    is_capturable = True
+
+    def __init__(self, lookup: TbeLookup, layout: LookupLayout, limits: TableLimits, statistics: ClipStatistics):
+        from cowrec.sparse_opt.kernels import triton_replay, triton_rows
+
+        self._replay_kernels, self._kernels = triton_replay, triton_rows
+        self._lookup, self._layout, self._clips, self._statistics = lookup, layout, limits.clips, statistics
+
+    def find_rows(self, bags: LookupBags) -> LookupIds:
+        if not bags.indices.numel():
+            return find_rows(self._layout, bags)
+        return self._kernels.find_rows_on_device(self._layout, bags, self._statistics.outside)
+
+    def sum_rows(self, backward: LookupBackward) -> RowSums:
+        if not backward.bags.indices.numel():
+            ids = self.find_rows(backward.bags)
+            return row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
+        rows = self._rows(backward)
+        return with_sums(self._layout, rows.ids, rows.sums(), backward.output_grad.dtype)
+
+    def _rows(self, backward: LookupBackward) -> Any:
+        """DeviceRows of a backward pass, which has at least one id."""
+        ids = backward.ids or self.find_rows(backward.bags)
+        cache = self._lookup.cache_of(ids.row)
+        return self._kernels.DeviceRows(self._layout, ids, backward.id_weights, backward.output_grad, cache)
+
+    def id_factors(self, backward: LookupBackward) -> Tensor:
+        if not backward.bags.indices.numel():
+            self._statistics.record_no_rows()
+            return torch.empty(0, device=self._layout.rows.device)
+        rows = self._rows(backward)
+        factors, results = rows.factors(self._clips, self._lookup.flat_weights())
+        self._statistics.record_on_device(results, rows)
+        of_ids: Tensor = rows.of_ids(factors)
+        return of_ids
+
+    def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
+        if not backward.bags.indices.numel():
+            self._statistics.record_no_rows()
+            return torch.zeros_like(backward.output_grad)
+        rows = self._rows(backward)
+        written, results = rows.written(self._clips, self._lookup.flat_weights(), 2 * l2)
+        self._statistics.record_on_device(results, rows)
+        output_grad: Tensor = written
+        return output_grad
+
+    def update(self, backward: LookupBackward, adam: AdamRows) -> None:
+        if not backward.bags.indices.numel():
+            self._statistics.record_no_rows()
+            return
+        rows = self._rows(backward)
+        results = rows.update(self._clips, adam.state, adam.steps, adam.constants, replays=adam.replays)
+        self._statistics.record_on_device(results, rows)
+
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
+        if not bags.indices.numel():
+            return None
+        ids = self.find_rows(bags)
+        self._replay(ids.row, ids.begin, adam)
+        return ids
+
+    def replay(self, rows: Tensor, adam: AdamRows) -> None:
+        self._replay(rows, self._replay_kernels.distinct_begins(rows), adam)
+
+    def _replay(self, row: Tensor, begin: Tensor, adam: AdamRows) -> None:
+        clips, cache = self._clips if adam.clips_absent else None, self._lookup.cache_of(row)
+        numbers = (adam.steps, adam.constants, adam.thresholds)
+        self._replay_kernels.replay_rows_on_device(row, begin, self._layout, clips, adam.state, cache, *numbers)
+
+
+class RowFactors:
+    """Clip factors of the rows of one lookup, in torch; records their ratios in the statistics. Sizes: T tables.
+
+    Args:
+        columns: adds up norms over column shards; None where rows are complete.
+
+    Attributes:
+        adds_up_norms: whether a norm includes rows of other ranks.
+    """
+
+    def __init__(
+        self, lookup: TbeLookup, limits: TableLimits, columns: ColumnShards | None, statistics: ClipStatistics
+    ):
+        self.columns = columns
+        self.adds_up_norms = {"row": False, "field": lookup.splits_rows, "global": lookup.num_ranks > 1}[limits.scope]
+        self._lookup, self._limits, self._statistics = lookup, limits, statistics
+
+    def of_rows(self, rows: RowGradients) -> Tensor:
+        """Computes the clip factor of each row, float [nnz], padded like the rows."""
+        measured = self.clipped_columns(rows)
+        if self._limits.scope != "row":
+            return self.of_norms(rows, *self.group_norms(self._table_squares(rows, measured))[:, rows.table])
+        parts = [part.where(measured, 0) for part in (rows.grad, rows.weight)]
+        norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts])
+        if self.columns:
+            norms = self.columns.add_up(rows, norms.square()).sqrt()
+        return self.of_norms(rows, *norms)
+
+    def of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
+        """Computes :meth:`of_rows` from the norms of gradients and weights that bound each row, float [nnz]."""
+        norms, weight_norms = norms.to(rows.grad.dtype), weight_norms.to(rows.grad.dtype)
+        _, r, floor, per_occurrence = (each[rows.table] for each in self._limits.clips)
+        limits = limits_of_norms(weight_norms, rows.counts.count, r, floor, per_occurrence)
+        self._statistics.record(torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf), rows)
+        return scales_of_norms(norms, limits)
+
+    def group_norms(self, squares: Tensor) -> Tensor:
+        """Adds up the tables' squared norms here to norms of each table, or of all together, over all ranks.
+
+        ``squares`` is float64 [2, T], of gradients and of weights; returns [2, T]. Excluded tables do not count.
+        """
+        squares = squares.where(~self._limits.excluded, 0)
+        if self._limits.scope == "global":  # ranks may hold different tables: only the sum has one shape on all ranks
+            squares = squares.sum(1, keepdim=True)
+        if self.adds_up_norms:
+            dist.all_reduce(squares, group=self._lookup.process_group)
+        return squares.sqrt().expand(-1, len(self._lookup.shards))
+
+    def clipped_columns(self, rows: RowGradients) -> Tensor:
+        """True for the columns that the clip measures and scales, bool [nnz, D]."""
+        column = torch.arange(rows.grad.shape[1], device=rows.grad.device)
+        return column < self._limits.clips.columns[rows.table][:, None]
+
+    def _table_squares(self, rows: RowGradients, measured: Tensor) -> Tensor:
+        """Squared norms of each table's gradients and weights, over its rows of the batch; float64 [2, T]."""
+        measured = measured & rows.counts.real[:, None]
+        squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
+        zeros = torch.zeros(2, len(self._lookup.shards), dtype=torch.float64, device=measured.device)
+        return zeros.index_add_(1, rows.table, torch.stack(squares))
+
+
+class TorchRows:
+    """The rows of a lookup in torch, with the collectives that some plans and rules need.
+
+    Args:
+        lookup: the lookup.
+        layout: its geometry.
+        factors: clip factors of its rows.
+        device: kernels of its device.
+
+    Attributes:
+        factors: likewise.
+        gathers_rows: whether the ranks hold copies of the tables and exchange the rows of their batches.
+    """
+
+    is_capturable = False
+
+    def __init__(self, lookup: TbeLookup, layout: LookupLayout, factors: RowFactors, device: RowBackend):
+        self._lookup, self._layout, self.factors, self._device = lookup, layout, factors, device
+        self.gathers_rows = lookup.is_replicated and lookup.num_ranks > 1
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """True if a backward pass takes part in collectives even without ids."""
+        return self.factors.adds_up_norms or self.gathers_rows
+
+    def find_rows(self, bags: LookupBags) -> LookupIds:
+        return self._device.find_rows(bags)
+
+    def sum_rows(self, backward: LookupBackward) -> RowSums:
+        """Distinct rows of a backward pass and their gradients; of replicated tables those of all ranks."""
+        with profiled(ROW_GRADIENTS):
+            rows = self._device.sum_rows(backward)
+            return sums_of_ranks(rows, self._lookup.process_group) if self.gathers_rows else rows
+
+    def row_gradients(self, sums: RowSums) -> RowGradients:
+        """Rows as they are now, and their gradients.
+
+        Raises:
+            ValueError: FBGEMM caches the rows.
+        """
+        self._require_uncached()
+        return with_weights(sums, self._layout, self._lookup.flat_weights())
+
+    def id_factors(self, backward: LookupBackward) -> Tensor:
+        rows = self.row_gradients(self.sum_rows(backward))
+        return self.factors.of_rows(rows)[rows.counts.slot]
+
+    def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
+        output_grad = torch.zeros_like(backward.output_grad, memory_format=torch.contiguous_format)
+        rows = self._clipped(backward, l2)
+        first = rows.address[rows.counts.occurrence][:, None]
+        column = torch.arange(rows.grad.shape[1], device=output_grad.device)
+        scatter_rows(output_grad.view(-1), torch.where(rows.inside, first + column, first), rows)
+        return output_grad
+
+    def dense_gradient(self, backward: LookupBackward, l2: float) -> Tensor:
+        """Gradient of the lookup's flat weights, float [sum rows * D]: rows clipped with their L2, and zeros elsewhere.
+
+        For tables whose gradient a dense optimizer applies. Of data-parallel tables it is the gradient of the global
+        batch, so that they need no DistributedDataParallel: the ranks exchange the rows of their batches instead of
+        complete tables, and bound them by their occurrences in the global batch.
+        """
+        grad = torch.zeros_like(self._lookup.flat_weights())
+        if backward.bags.indices.numel() or self.waits_for_ranks:
+            rows = self._clipped(backward, l2)
+            scatter_rows(grad, rows.element, rows)
+        return grad
+
+    def _clipped(self, backward: LookupBackward, l2: float) -> RowGradients:
+        rows = self.row_gradients(self.sum_rows(backward))
+        rows.grad.add_(rows.weight, alpha=2 * l2)
+        self._clip(rows)
+        return rows
+
+    def _clip(self, rows: RowGradients) -> None:
+        factors = self.factors.of_rows(rows)[:, None]
+        rows.grad.mul_(torch.where(self.factors.clipped_columns(rows), factors, 1))
+
+    def id_weight_grad(self, backward: LookupBackward) -> Tensor:
+        """Gradient of each id's weight in its bag's sum, float32 [nnz]: its row times the gradient of the bag."""
+        self._require_uncached()
+        ids = backward.ids or self.find_rows(backward.bags)
+        return weight_grads(self._layout, ids, self._lookup.flat_weights(), backward.output_grad)
+
+    def update(self, backward: LookupBackward, adam: AdamRows) -> None:
+        if not (backward.bags.indices.numel() or self.waits_for_ranks):
+            return
+        sums = self.sum_rows(backward)
+        decays = self._mark(sums, adam) if adam.replays else None
+        rows = self.row_gradients(sums)
+        rows.grad.add_(adam.constants.twice_l2 * rows.weight)
+        self._clip(rows)
+        exp_avg, exp_avg_sq = adam.state.exp_avg[rows.element], adam.state.exp_avg_sq[rows.element]
+        if decays is not None:
+            exp_avg_sq *= decays[:, None]
+        own = table_scalars(adam.scalars, adam.steps.lr_factors[rows.table][:, None])
+        moments = (exp_avg, exp_avg_sq, rows.grad)
+        stepped = adam_element(rows.weight, *moments, adam.constants, own, exact_root, torch.div)
+        for flat, value in zip(adam.state, stepped, strict=True):
+            # Padding repeats a real row, whose elements are then written twice with the same values.
+            flat[rows.element] = torch.where(rows.inside, value, value[:, :1]).to(flat.dtype)
+
+    def _mark(self, sums: RowSums, adam: AdamRows) -> Tensor:
+        """Marks rows as being at the latest step; returns the decay that their second moments missed before it, [nnz].
+
+        Rows that only other ranks looked up take the steps that they missed first.
+        """
+        rows, last_step = rows_of_sums(self._layout, sums), adam.steps.last_step
+        if self.gathers_rows:
+            found = rows[sums.counts.real]
+            adam.steps.taken.sub_(1)
+            self.replay(found[is_behind(last_step[found], adam.step - 1)], adam._replace(step=adam.step - 1))
+            adam.steps.taken.add_(1)
+        decay = missed_decay(last_step[rows], adam.step - 1, adam.log_beta2)
+        last_step.index_fill_(0, rows, adam.step)
+        return decay
+
+    def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
+        return self._device.catch_up(bags, adam)
+
+    def replay(self, rows: Tensor, adam: AdamRows) -> None:
+        if len(rows):
+            self._device.replay(rows, adam)
+
+    def _require_uncached(self) -> None:
+        if self._lookup.is_cached:
+            raise ValueError(
+                f"table {self._lookup.shards[0].name!r} is behind FBGEMM's cache, whose rows only EmbeddingAdam under"
+                ' absent_rows = "replay" or "lazy", for float32, and attach_cowclip without single_id_bags can read,'
+                ' and neither for a gradient of ids\' weights; shard it under compute_kernel="fused_uvm"'
+            )

@@ -1,0 +1,502 @@
+"""CUDA kernels for the rows of a batch, written in Triton: find them, sum their gradients, clip, take the Adam step.
+
+Fused multiply-adds are off and roots and divisions are correctly rounded, so that the arithmetic of algorithm/adam.py
+gives the same bits on every back end. Numbers that change from step to step are read from the device, so that a
+captured CUDA graph can repeat the launches.
+
+Ids are sorted by row, so a row's gradient is a sum over neighbours. It is added up in registers, in float64, in an
+order that depends on the ids alone. A frequent row may have a third of the ids: another kernel first adds up the blocks
+of ids that belong to one row entirely, so that no program adds more than two partial blocks and these sums.
+"""
+
+from types import FunctionType
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars, adam_element, table_scalars
+
+from .layout import AdamState, DeviceSteps, LookupBags, LookupLayout, RowCache, RowResults, TableClips
+from .torch_rows import LookupIds
+
+MOST_PROGRAMS = 1 << 16
+"""Largest grid; programs take several blocks of rows in turn. Starting more would cost more than they save."""
+
+# Triton looks its language up in a function's globals, and algorithm/adam.py must not import Triton.
+step_of_element = triton.jit(FunctionType(adam_element.__code__, globals()))
+scalars_of_table = triton.jit(FunctionType(table_scalars.__code__, globals()))
+
+
+@triton.jit
+def scalars_of_rows(steps, step, lr_factor):
+    """Returns the scalars of step ``step``, from 0, for rows whose tables have these factors of the rate, [R]."""
+    scalars = AdamScalars(
+        tl.load(steps.step_sizes + step), tl.load(steps.denominator_scales + step), tl.load(steps.decays + step)
+    )
+    return scalars_of_table(scalars, lr_factor[:, None])
+
+
+@triton.jit
+def root(value):
+    return tl.sqrt_rn(value)
+
+
+@triton.jit
+def divide(numerator, denominator):
+    return tl.div_rn(numerator, denominator)
+
+
+@triton.jit
+def norms_of(rows):
+    wide = rows.to(tl.float64)
+    return tl.sqrt(tl.sum(wide * wide, axis=1)).to(tl.float32)
+
+
+@triton.jit
+def clip_factors(w, g, measured, r, floor, occurrences):
+    """Returns each row's clip factor and ``||g|| / limit``. Source: limits_of_norms in clip.py."""
+    limit = tl.maximum(r * norms_of(tl.where(measured, w, 0.0)), floor) * occurrences
+    norm = norms_of(tl.where(measured, g, 0.0))
+    factor = tl.where(norm > limit, divide(limit, tl.where(norm > limit, norm, 1.0)), 1.0)
+    ratio = tl.where(norm > 0.0, divide(norm, tl.where(limit > 0.0, limit, 1.0)), 0.0)
+    return factor, tl.where((norm > 0.0) & (limit == 0.0), float("inf"), ratio)
+
+
+@triton.jit
+def tables_of(row, first_row, tables, HALVINGS: tl.constexpr):
+    """Finds the table of each row: the last one that does not begin after it."""
+    table = tl.zeros_like(row)
+    for k in tl.static_range(HALVINGS):
+        later = table + (1 << (HALVINGS - 1 - k))
+        begins = tl.load(first_row + later, mask=later < tables, other=0)
+        table = tl.where((later < tables) & (begins <= row), later, table)
+    return table
+
+
+@triton.jit
+def weights_at(weights, element, cache, begin, exists, column, CACHED: tl.constexpr):
+    """Returns pointers to rows' weights: in FBGEMM's cache where it has the row."""
+    pointers = weights + element
+    if CACHED:
+        location = tl.load(cache.location + begin, mask=exists, other=-1).to(tl.int64)
+        cached = cache.weights + location[:, None] * cache.columns + column[None, :]
+        pointers = tl.where((location >= 0)[:, None], cached, pointers)
+    return pointers
+
+
+def halvings(tables: int) -> int:
+    """Steps of the binary search in :func:`tables_of`."""
+    return max(tables - 1, 0).bit_length()
+
+
+def programs(rows: int, per_program: int) -> tuple[int]:
+    """Grid of a kernel that takes ``per_program`` rows at a time."""
+    return (min(triton.cdiv(rows, per_program), MOST_PROGRAMS),)
+
+
+def warps(elements: int) -> int:
+    """Warps of a program for this many elements; few, because a row's steps depend on each other."""
+    return 1 if elements <= 256 else 4 if elements <= 1024 else 8
+
+
+_BAGS = 128
+_IDS = 1024
+
+
+@triton.jit(do_not_specialize=["count", "bags", "count_blocks"])
+def _locate(
+    indices, offsets, layout, blocks, address_of_id, row_of_id, outside, count, bags, count_blocks, num_rows,
+    BAGS: tl.constexpr, HALVINGS: tl.constexpr,
+):  # fmt: skip
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    exists = bag < bags
+    begin = tl.maximum(tl.load(offsets + bag, mask=exists, other=0).to(tl.int32), 0)
+    end = tl.minimum(tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int32), count)
+    # Ids outside all bags join the first and the last, as in FBGEMM.
+    begin, end = tl.where(bag == 0, 0, begin), tl.where(bag == bags - 1, count, end)
+    block = tables_of(bag, blocks.first_bag, count_blocks, HALVINGS)
+    table = tl.load(blocks.table + block, mask=exists, other=0)
+    distance = (bag - tl.load(blocks.first_bag + block)) * tl.load(blocks.stride + block)
+    address = (tl.load(blocks.address + block) + distance).to(address_of_id.dtype.element_ty)
+    first = tl.load(layout.first_row + table)
+    rows = tl.load(layout.rows + table)
+    longest = tl.max(end - begin)
+    position = 0
+    while position < longest:
+        i = begin + position
+        here = i < end
+        index = tl.load(indices + i, mask=here, other=0).to(tl.int64)
+        valid = (index >= 0) & (index < rows)
+        row = tl.minimum(first + tl.where(valid, index, 0), num_rows - 1)
+        tl.store(address_of_id + i, address, mask=here)
+        tl.store(row_of_id + i, row.to(row_of_id.dtype.element_ty), mask=here)
+        tl.atomic_add(outside + table, 1, mask=here & (valid == 0))
+        position += 1
+
+
+@triton.jit(do_not_specialize=["count"])
+def _begin_rows(changes, begin, count, IDS: tl.constexpr):
+    i = tl.program_id(0) * IDS + tl.arange(0, IDS)
+    slot = tl.load(changes + i - 1, mask=(i > 0) & (i < count), other=0)
+    before = tl.load(changes + i - 2, mask=(i > 1) & (i < count), other=0)
+    tl.store(begin + slot, i, mask=(i == 0) | ((i < count) & (slot > before)))
+    rows = tl.load(changes + count - 2, mask=count > 1, other=0) + 1
+    tl.store(begin + i, count, mask=(i >= rows) & (i <= count))
+
+
+def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor) -> LookupIds:
+    """Computes :func:`find_rows` on CUDA; ids outside their tables are counted and become row 0, as in FBGEMM.
+
+    Args:
+        layout: the lookup's geometry.
+        bags: ids, at least one.
+        outside: ids outside each table so far, int64 [tables]; added to.
+    """
+    count, number, blocks = bags.indices.numel(), len(bags.offsets) - 1, bags.blocks
+    # Zeros, so that offsets that do not ascend cannot leave rows outside the tables.
+    address, row = (
+        torch.zeros(count, dtype=torch.int32 if size < 1 << 31 else torch.int64, device=bags.indices.device)
+        for size in (bags.size, layout.num_rows)
+    )
+    _locate[(triton.cdiv(number, _BAGS),)](
+        bags.indices.contiguous(),
+        bags.offsets.contiguous(),
+        layout,
+        blocks,
+        address,
+        row,
+        outside,
+        count,
+        number,
+        len(blocks.table),
+        layout.num_rows,
+        BAGS=_BAGS,
+        HALVINGS=halvings(len(blocks.table)),
+        enable_fp_fusion=False,
+    )
+    row, order = torch.sort(row, stable=True)
+    return LookupIds(address, order, row, row_begins_on_device(row))
+
+
+def row_begins_on_device(row: Tensor) -> Tensor:
+    """Computes :func:`row_begins` on CUDA for sorted rows, int [nnz], nnz >= 1."""
+    changes = torch.cumsum(row[1:] != row[:-1], 0, dtype=torch.int32)
+    begin = torch.empty(len(row) + 1, dtype=torch.int32, device=row.device)
+    _begin_rows[(triton.cdiv(len(row) + 1, _IDS),)](changes, begin, len(row), IDS=_IDS, enable_fp_fusion=False)
+    return begin
+
+
+class OutputGrad(NamedTuple):
+    """Gradient of a lookup's output, and how it reaches the rows.
+
+    Attributes:
+        grad: float, contiguous, of any shape.
+        id_weights: factor of each id in its bag's sum, float [nnz]; ``grad`` where there is none.
+    """
+
+    grad: Tensor
+    id_weights: Tensor
+
+
+@triton.jit
+def _sum_at(
+    position, has, ids, output, column, dim,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Adds up the gradients at positions [R, I] of the sorted ids; float64 [R, COLUMNS]."""
+    i = tl.load(ids.order + position, mask=has, other=0)
+    address = tl.load(ids.address + i, mask=has, other=0).to(tl.int64)
+    inside = has[:, :, None] & (column[None, None, :] < dim[:, None, None])
+    g = tl.load(output.grad + address[:, :, None] + column[None, None, :], mask=inside, other=0.0).to(tl.float64)
+    if WEIGHTED:
+        g = g * tl.load(output.id_weights + i, mask=has, other=0.0).to(tl.float64)[:, :, None]
+    return tl.sum(g, axis=1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_blocks(
+    ids, count, output, layout, partial,
+    COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    row = tl.load(ids.row + block * BLOCK).to(tl.int64)
+    if row == tl.load(ids.row + block * BLOCK + BLOCK - 1).to(tl.int64):
+        column = tl.arange(0, COLUMNS)
+        table = tables_of(row + tl.zeros([1], tl.int64), layout.first_row, layout.tables, HALVINGS)
+        dim = tl.load(layout.dim + table)
+        sums = tl.zeros([1, COLUMNS], tl.float64)
+        for first in tl.range(0, BLOCK, IDS, loop_unroll_factor=4):
+            position = block * BLOCK + first + tl.arange(0, IDS)[None, :]
+            sums += _sum_at(position, position < count, ids, output, column, dim, WEIGHTED)
+        tl.store(
+            partial + block.to(tl.int64) * layout.max_dim + column[None, :], sums, mask=column[None, :] < dim[:, None]
+        )
+
+
+@triton.jit
+def row_sums(
+    begin, end, ids, output, layout, partial, column, dim,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Adds up the gradients of rows whose sorted ids begin and end there; float64 [ROWS, COLUMNS]."""
+    first_block = (begin + BLOCK - 1) // BLOCK
+    end_block = tl.maximum(end // BLOCK, first_block)
+    has_blocks = first_block < end_block
+    head = tl.where(has_blocks, first_block * BLOCK, end) - begin
+    tail = tl.where(has_blocks, end - end_block * BLOCK, 0)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float64)
+    offset = tl.arange(0, IDS)[None, :]
+    most = tl.max(head + tail)
+    done = 0
+    while done < most:
+        k = done + offset
+        in_head = k < head[:, None]
+        position = tl.where(in_head, begin[:, None] + k, (end - head - tail)[:, None] + k)
+        sums += _sum_at(position, k < (head + tail)[:, None], ids, output, column, dim, WEIGHTED)
+        done += IDS
+    most = tl.max(end_block - first_block)
+    done = 0
+    while done < most:
+        block = first_block[:, None] + done + offset
+        has = (block < end_block[:, None])[:, :, None] & (column[None, None, :] < dim[:, None, None])
+        address = block.to(tl.int64)[:, :, None] * layout.max_dim + column[None, None, :]
+        sums += tl.sum(tl.load(partial + address, mask=has, other=0.0), axis=1)
+        done += IDS
+    return sums
+
+
+@triton.jit
+def load_rows(ids, count, block, layout, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
+    """Returns index, existence, begin, end, row, table, width and first element of a block of distinct rows."""
+    u = block * ROWS + tl.arange(0, ROWS)
+    begin = tl.load(ids.begin + u, mask=u < count, other=count)
+    exists = begin < count
+    row = tl.load(ids.row + begin, mask=exists, other=0).to(tl.int64)
+    end = tl.load(ids.begin + u + 1, mask=exists, other=0)
+    table = tables_of(row, layout.first_row, layout.tables, HALVINGS)
+    dim = tl.where(exists, tl.load(layout.dim + table), 0)
+    start = tl.load(layout.start + table) + (row - tl.load(layout.first_row + table)) * dim
+    return u, exists, tl.where(exists, begin, 0), end, row, table, dim, start
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_rows(
+    ids, count, output, layout, partial, sums,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    block = tl.program_id(0)
+    while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
+        u, exists, begin, end, _, _, dim, _ = load_rows(ids, count, block, layout, ROWS, HALVINGS)
+        summed = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
+        address = u.to(tl.int64)[:, None] * layout.max_dim + column[None, :]
+        tl.store(sums + address, summed, mask=exists[:, None] & (column[None, :] < dim[:, None]))
+        block += tl.num_programs(0)
+
+
+BLOCK = 64
+"""Neighbouring ids of a block."""
+IDS, MOST_ELEMENTS = 8, 2048
+"""Ids of each row that a program adds at a time, and their elements; fewer ids of wide rows."""
+ELEMENTS = 32
+"""Elements of a program's rows, unless one row has more."""
+_COUNTED = 512
+
+
+@triton.jit
+def _clip(w, g, inside, occurrences, table, exists, clips, column):
+    """Returns each row's clip factor, ``||g|| / limit``, and the columns that they are for."""
+    measured = inside & (column[None, :] < tl.load(clips.columns + table, mask=exists, other=0)[:, None])
+    r = tl.load(clips.r + table, mask=exists, other=0.0)
+    floor = tl.load(clips.floor + table, mask=exists, other=0.0)
+    counts = tl.load(clips.per_occurrence + table, mask=exists, other=0) != 0
+    factor, ratio = clip_factors(w, g, measured, r, floor, tl.where(counts, occurrences, 1).to(tl.float32))
+    return factor, ratio, measured
+
+
+@triton.jit(do_not_specialize=["count"])
+def _update(
+    ids, count, output, layout, partial, cache, clips, state, steps, results, constants,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
+    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    step = tl.load(steps.taken)
+    block = tl.program_id(0)
+    while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
+        u, exists, begin, end, row, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
+        inside = exists[:, None] & (column[None, :] < dim[:, None])
+        element = start[:, None] + column[None, :]
+        weights = weights_at(state.weights, element, cache, begin, exists, column, CACHED)
+        w = tl.load(weights, mask=inside, other=0.0)
+        m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
+        v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
+        if REPLAYS:
+            last = tl.load(steps.last_step + row, mask=exists, other=step)
+            missed = tl.where(last < 0, step - 1 - (-last - 1), 0)
+            decay = tl.exp(missed.to(tl.float64) * tl.load(steps.log_beta2)).to(tl.float32)
+            v = tl.where((missed > 0)[:, None], v * decay[:, None], v)
+            tl.store(steps.last_step + row, step + tl.zeros_like(last), mask=exists)
+        sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
+        g = sums.to(tl.float32) + constants.twice_l2 * w
+        factor, ratio, measured = _clip(w, g, inside, end - begin, table, exists, clips, column)
+        g = tl.where(measured, g * factor[:, None], g)
+        tl.store(results.ratio + u, ratio, mask=exists)
+        tl.store(results.table + u, table.to(tl.int32), mask=exists)
+        scalars = scalars_of_rows(steps, step - 1, tl.load(steps.lr_factors + table, mask=exists, other=0.0))
+        w, m, v = step_of_element(w, m, v, g, constants, scalars, root, divide)
+        tl.store(weights, w, mask=inside)
+        tl.store(state.exp_avg + element, m, mask=inside)
+        tl.store(state.exp_avg_sq + element, v, mask=inside)
+        block += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _clip_rows(
+    ids, count, output, layout, partial, cache, clips, weights, results, out, twice_l2,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
+    WRITES: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    block = tl.program_id(0)
+    while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
+        u, exists, begin, end, _, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
+        inside = exists[:, None] & (column[None, :] < dim[:, None])
+        element = start[:, None] + column[None, :]
+        pointers = weights_at(weights, element, cache, begin, exists, column, CACHED)
+        w = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
+        g = sums.to(tl.float32)
+        if WRITES:
+            g += twice_l2 * w
+        factor, ratio, measured = _clip(w, g, inside, end - begin, table, exists, clips, column)
+        tl.store(results.ratio + u, ratio, mask=exists)
+        tl.store(results.table + u, table.to(tl.int32), mask=exists)
+        if WRITES:
+            g = tl.where(measured, g * factor[:, None], g)
+            first = tl.load(ids.order + begin, mask=exists, other=0)
+            address = tl.load(ids.address + first, mask=exists, other=0).to(tl.int64)
+            tl.store(out + address[:, None] + column[None, :], g, mask=inside)
+        else:
+            tl.store(out + u, factor, mask=exists)
+        block += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _count(begin, count, results, rows, clipped, ROWS: tl.constexpr):
+    u = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = tl.load(begin + u, mask=u < count, other=count) < count
+    table = tl.load(results.table + u, mask=exists, other=-1)
+    is_clipped = tl.load(results.ratio + u, mask=exists, other=0.0) > 1.0
+    tl.store(results.table + u, table, mask=u < count)
+    # Rows are sorted by table, so a block has few of them.
+    now = tl.min(tl.where(exists, table, 2147483647))
+    last = tl.max(table)
+    while now <= last:
+        here = table == now
+        tl.atomic_add(rows + now, tl.sum(here.to(tl.int64)))
+        tl.atomic_add(clipped + now, tl.sum((here & is_clipped).to(tl.int64)))
+        now = tl.min(tl.where(exists & (table > now), table, 2147483647))
+
+
+class DeviceRows:
+    """Distinct rows of a backward pass on CUDA, their gradients still unsummed; launches the kernels on them.
+
+    Args:
+        layout: geometry of the lookup.
+        ids: its ids, at least one.
+        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
+        output_grad: gradient of the lookup's output, float, of any shape.
+        cache: FBGEMM's cache of the rows; None if there is none.
+
+    Attributes:
+        ids: its ids.
+    """
+
+    def __init__(
+        self,
+        layout: LookupLayout,
+        ids: LookupIds,
+        id_weights: Tensor | None,
+        output_grad: Tensor,
+        cache: RowCache | None = None,
+    ):
+        grad = output_grad.contiguous()
+        self.ids, self._layout, self._count, self._cache = ids, layout, len(ids.row), cache
+        self._output = OutputGrad(grad, grad if id_weights is None else id_weights.contiguous())
+        columns = triton.next_power_of_2(layout.max_dim)
+        shared = {"COLUMNS": columns, "HALVINGS": halvings(len(layout.dim)), "WEIGHTED": id_weights is not None}
+        ids_at_once = max(1, min(IDS, MOST_ELEMENTS // columns))
+        shared |= {"BLOCK": BLOCK, "IDS": ids_at_once, "enable_fp_fusion": False}
+        rows = max(1, ELEMENTS // columns)
+        self._grid = programs(self._count, rows)
+        self._options = {**shared, "ROWS": rows, "num_warps": warps(rows * ids_at_once * columns)}
+        blocks = self._count // BLOCK
+        self._partial = torch.empty(max(blocks, 1), layout.max_dim, dtype=torch.float64, device=grad.device)
+        if blocks:
+            arguments = (ids, self._count, self._output, layout, self._partial)
+            sum_blocks[(blocks,)](*arguments, num_warps=warps(ids_at_once * columns), **shared)
+
+    def update(
+        self, clips: TableClips, state: AdamState, steps: DeviceSteps, constants: AdamConstants, *, replays: bool
+    ) -> RowResults:
+        """Adds L2, clips and takes the Adam step ``steps.taken`` on the rows, in place; weights float32.
+
+        Under replay, the rows' last steps are written, and decayed rows catch up the decay of their second moments.
+        """
+        results = self._results()
+        arguments = (*self._arguments, self._cache or state, clips, state, steps, results, constants)
+        _update[self._grid](*arguments, REPLAYS=replays, CACHED=self._cache is not None, **self._options)
+        return results
+
+    def factors(self, clips: TableClips, weights: Tensor) -> tuple[Tensor, RowResults]:
+        """Computes the clip factor of each distinct row, float32 [nnz], from the lookup's flat weights."""
+        factors = torch.empty(self._count, device=self.ids.row.device)
+        return factors, self._clip_into(factors, clips, weights)
+
+    def written(self, clips: TableClips, weights: Tensor, twice_l2: float) -> tuple[Tensor, RowResults]:
+        """Computes an output gradient whose sum over each row's ids is ``clip(g + twice_l2 * w)``.
+
+        It has the row's gradient at its first id and zeros at the others; bags hold at most one id.
+        """
+        written = torch.zeros_like(self._output.grad)
+        return written, self._clip_into(written, clips, weights, twice_l2, writes=True)
+
+    def sums(self) -> Tensor:
+        """Sums the gradient of each distinct row, float64 [nnz, D], zero in the padding and beyond a row's columns."""
+        sums = torch.zeros(self._count, self._layout.max_dim, dtype=torch.float64, device=self._output.grad.device)
+        sum_rows[self._grid](*self._arguments, sums, **self._options)
+        return sums
+
+    def of_ids(self, values: Tensor) -> Tensor:
+        """Copies a value of each distinct row, [nnz], to the row's ids in the order of the batch, [nnz]."""
+        counts = self.ids.begin.diff()
+        in_order = torch.repeat_interleave(values, counts, output_size=self._count)
+        return torch.empty_like(values).scatter_(0, self.ids.order, in_order)
+
+    def count(self, results: RowResults, rows: Tensor, clipped: Tensor) -> None:
+        """Adds the numbers of rows and of clipped rows of each table, int64 [tables], in place."""
+        grid = (triton.cdiv(self._count, _COUNTED),)
+        _count[grid](self.ids.begin, self._count, results, rows, clipped, ROWS=_COUNTED, enable_fp_fusion=False)
+
+    def _clip_into(
+        self, out: Tensor, clips: TableClips, weights: Tensor, twice_l2: float = 0.0, *, writes: bool = False
+    ) -> RowResults:
+        results, cached = self._results(), self._cache is not None
+        arguments = (*self._arguments, self._cache or clips, clips, weights, results, out, twice_l2)
+        _clip_rows[self._grid](*arguments, WRITES=writes, CACHED=cached, **self._options)
+        return results
+
+    @property
+    def _arguments(self) -> tuple:
+        return self.ids, self._count, self._output, self._layout, self._partial
+
+    def _results(self) -> RowResults:
+        device = self.ids.row.device
+        return RowResults(
+            torch.empty(self._count, device=device), torch.empty(self._count, dtype=torch.int32, device=device)
+        )
