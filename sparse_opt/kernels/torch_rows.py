@@ -33,7 +33,7 @@ class RowCounts:
 
 def find_rows(layout: LookupLayout, bags: LookupBags) -> LookupIds:
     """Finds the rows of a lookup's ids."""
-    blocks, bag = bags.blocks, _bag_of_ids(bags.offsets, bags.indices.numel())
+    blocks, bag = bags.blocks, parts_of_positions(bags.offsets, bags.indices.numel())
     block = torch.searchsorted(blocks.first_bag, bag, right=True) - 1
     address = blocks.address[block] + (bag - blocks.first_bag[block]) * blocks.stride[block]
     row, order = torch.sort(layout.first_row[blocks.table[block]] + bags.indices.long(), stable=True)
@@ -61,9 +61,7 @@ def count_rows(keys: Tensor) -> RowCounts:
 def _count_sorted(order: Tensor, begin: Tensor) -> RowCounts:
     count = begin[1:] - begin[:-1]
     real = count > 0
-    rows = torch.arange(len(order), device=order.device)
-    slot_in_order = torch.repeat_interleave(rows, count, output_size=len(order))
-    slot = torch.empty_like(order).scatter_(0, order, slot_in_order)
+    slot = torch.empty_like(order).scatter_(0, order, parts_of_positions(begin, len(order)))
     occurrence = order[torch.where(real, begin[:-1], 0)]
     return RowCounts(slot, occurrence, torch.where(real, count, count[:1]), real)
 
@@ -116,8 +114,6 @@ def row_sums(layout: LookupLayout, ids: LookupIds, id_weights: Tensor | None, ou
     """Sums the output gradient over each row's occurrences: ``g[row] = sum_i id_weight[i] * output_grad[bag(i)]``.
 
     Args:
-        layout: the lookup's geometry.
-        ids: of the lookup.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
         output_grad: gradient of the lookup's output, float, of any shape.
     """
@@ -212,10 +208,15 @@ def tables_of_rows(layout: LookupLayout, row: Tensor) -> Tensor:
     return torch.searchsorted(layout.first_row, row, right=True) - 1
 
 
-def _bag_of_ids(offsets: Tensor, nnz: int) -> Tensor:
-    """Finds the bag of each id, int64 [nnz]; ``offsets`` int [bags + 1]."""
-    bags = torch.arange(offsets.numel() - 1, device=offsets.device)
-    return torch.repeat_interleave(bags, (offsets[1:] - offsets[:-1]).long(), output_size=nnz)
+def parts_of_positions(begins: Tensor, size: int) -> Tensor:
+    """Finds the part of each of ``size`` positions, int64 [size]; ``begins``, int [parts + 1], ends with ``size``."""
+    # torch.repeat_interleave on CPU wakes all threads, even for a few elements.
+    ends = begins[1:].long()
+    return (
+        torch.zeros(size + 1, dtype=torch.int64, device=begins.device)
+        .scatter_add_(0, ends, torch.ones_like(ends))
+        .cumsum(0)[:size]
+    )
 
 
 def rows_of_sums(layout: LookupLayout, sums: RowSums) -> Tensor:
