@@ -21,9 +21,8 @@ from cowrec.sparse_opt.algorithm.clip import ClipRule
 from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupBags
 from cowrec.sparse_opt.tbe.discovery import called_modules, raised_on_all_ranks
 
-from .backward import LossScale, Run, run_in_backward
 from .clipped_lookup import ClippedLookup
-from .handle import Forward, Inputs, LookupsHandle, require_unattached, wrap_lookups
+from .handle import Forward, Inputs, LookupsHandle, LossScale, Run, require_unattached, run_in_backward, wrap_lookups
 from .requirements import clipped_lookups
 from .table_rules import table_rules
 

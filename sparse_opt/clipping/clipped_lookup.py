@@ -17,8 +17,6 @@ class ClippedLookup:
     """Lookup under a clip rule, and the back end that works on the rows of its batches.
 
     Args:
-        lookup: the lookup.
-        rules: clip rules.
         clip_columns: by table name, leading columns that are measured and clipped; all where there is none.
         groups: process groups of column shards, from :func:`groups_of_columns`.
 

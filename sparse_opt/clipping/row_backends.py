@@ -341,14 +341,8 @@ class RowFactors:
 class TorchRows:
     """The rows of a lookup in torch, with the collectives that some plans and rules need.
 
-    Args:
-        lookup: the lookup.
-        layout: its geometry.
-        factors: clip factors of its rows.
-        device: kernels of its device.
-
     Attributes:
-        factors: likewise.
+        factors: clip factors of the rows.
         gathers_rows: whether the ranks hold copies of the tables and exchange the rows of their batches.
     """
 

@@ -118,12 +118,10 @@ class TableLimits:
     """Limits that clip rules set for the tables of a lookup.
 
     Args:
-        lookup: lookup that holds the tables.
-        rules: clip rules.
         clip_columns: by table name, leading columns that are measured and clipped; all where there is none.
 
     Attributes:
-        scope: the rules'.
+        scope: what the rules bound the norm of.
         per_table: limit of each table.
         columns: columns of each table here that are measured and clipped.
         clips: limits and columns of the tables, as tensors.

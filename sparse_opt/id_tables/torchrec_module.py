@@ -46,9 +46,8 @@ class IdTableModule(ManagedCollisionModule):
         Args:
             config: ``features`` are the ``feature_names`` of the embedding table, in that order.
             on_new_rows: called with the rows that new ids got, int64 [n], before they are looked up.
-            seed: as for IdTables.
-            max_segments: as for IdTables.
-            device: of the features; must be the CPU, the default.
+            seed, max_segments: see :class:`IdTables`.
+            device: must be the CPU, the default.
 
         Raises:
             ValueError: another device than the CPU.

@@ -226,7 +226,7 @@ def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, 
 def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weights, twice_l2, output_grad):
     """Writes each row's clipped gradient, L2 included, at its first id into ``output_grad``, flat, of zeros.
 
-    For bags of at most one id. The plain definition is single_id_bags.py.
+    For bags of at most one id. The plain definition is that of TorchRows in row_backends.py.
     """
     tops, rows, counts, slots, sums = distinct_rows
     grads, blocks = sums.astype(np.float32), bags.blocks

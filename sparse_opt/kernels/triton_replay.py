@@ -125,7 +125,6 @@ def replay_rows_on_device(
     Args:
         row, begin: rows as in :class:`LookupIds`; one whose last step is the latest, or that has decayed, is left
             as it is.
-        layout: geometry of the lookup.
         clips: limits of the tables where an absent row may exceed its limit; else None.
         state: updated in place; weights float32.
         cache: FBGEMM's cache of these rows, updated in place; None if there is none.

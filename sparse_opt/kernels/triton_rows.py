@@ -151,8 +151,7 @@ def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor)
     """Computes :func:`find_rows` on CUDA; ids outside their tables are counted and become row 0, as in FBGEMM.
 
     Args:
-        layout: the lookup's geometry.
-        bags: ids, at least one.
+        bags: at least one id.
         outside: ids outside each table so far, int64 [tables]; added to.
     """
     count, number, blocks = bags.indices.numel(), len(bags.offsets) - 1, bags.blocks
@@ -407,14 +406,10 @@ class DeviceRows:
     """Distinct rows of a backward pass on CUDA, their gradients still unsummed; launches the kernels on them.
 
     Args:
-        layout: geometry of the lookup.
-        ids: its ids, at least one.
+        ids: at least one.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
         output_grad: gradient of the lookup's output, float, of any shape.
         cache: FBGEMM's cache of the rows; None if there is none.
-
-    Attributes:
-        ids: its ids.
     """
 
     def __init__(

@@ -26,15 +26,11 @@ class CollectionAdam:
     """The lookups of one sharded collection under Adam. A rank may hold none of them.
 
     Args:
-        collection: the collection.
-        clipped: its lookups on this rank, under their clip rule.
-        config: Adam's settings.
+        clipped: the collection's lookups on this rank.
         lr_factors: factors of the tables' learning rates, by name.
         column_ranks: ranks of the column shards of the collection's tables, for each part of their rows.
-        device: of the model.
 
     Attributes:
-        collection: the collection.
         lookups: Adam on each lookup.
         history: the collection's steps.
     """
@@ -169,14 +165,14 @@ class CollectionAdam:
                 adam.take_without_ids(self.history.lr_of(adam.step + 1))
 
     def settle(self) -> int:
-        """Completes the latest step and brings all rows up to date; returns the number of steps, alike on all ranks."""
+        """Completes the latest step and brings all rows up to date; returns the steps taken, the same on all ranks."""
         self.complete_step()
         for adam in self.lookups:
             adam.flush()
         return self._agreed_steps()
 
     def restore(self, steps: int) -> None:
-        """Takes all rows and moments, which were loaded, to be those after step ``steps``."""
+        """Declares all rows and moments, which were loaded, to be those after step ``steps``."""
         for adam in self.lookups:
             adam.step = steps
         self.history.restart(steps)
@@ -184,7 +180,7 @@ class CollectionAdam:
             adam.mark_current()
 
     def stored_rates(self) -> list[float]:
-        """Learning rates of all steps, alike on all ranks; leaves rows behind, except where shards or copies differ."""
+        """Learning rates of all steps, the same on all ranks. Rows stay behind unless shards or copies differ."""
         self.complete_step()
         for adam in self._replayed_unequally():
             adam.flush()
@@ -197,7 +193,7 @@ class CollectionAdam:
         return rates
 
     def restore_stored(self, rates: Sequence[float]) -> None:
-        """Takes rows to be at their last steps, which were loaded, after steps with these learning rates."""
+        """Declares the loaded last steps of the rows to be valid, after steps with these learning rates."""
         for adam in self.lookups:
             adam.step = len(rates)
         self.history.replace(np.asarray(rates, np.float64))
@@ -236,7 +232,6 @@ class CollectionState:
 
     Args:
         path: the collection's path in the model, without the names of wrappers.
-        adam: Adam on the collection.
 
     Attributes:
         params: weights by path, sharded as in the model's ``state_dict()``.
@@ -269,7 +264,8 @@ class CollectionState:
         """Makes it hold rows as they are in memory, some of them behind; has no effect unless rows are replayed."""
         self._set_entries(stored=bool(self._last_steps))
         try:
-            yield
+            with self._adam.as_stored():
+                yield
         finally:
             self._set_entries(stored=False)
 

@@ -16,8 +16,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
-from cowrec.sparse_opt.clipping.backward import LossScale
-from cowrec.sparse_opt.clipping.handle import LookupsHandle, require_unattached, wrap_lookups
+from cowrec.sparse_opt.clipping.handle import LookupsHandle, LossScale, require_unattached, wrap_lookups
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
 from cowrec.sparse_opt.clipping.table_rules import require_known, table_rules
@@ -42,9 +41,9 @@ class EmbeddingAdam(FusedOptimizer):
     The tables must be sharded under plain fused SGD (``EmbOptimType.EXACT_SGD``), whose update this class replaces.
     Data-parallel tables leave their DistributedDataParallel, and the dense optimizer must not train them.
 
-    It is a KeyedOptimizer like TorchRec's own fused ones: :meth:`step` and :meth:`zero_grad` do nothing, because tables
-    are updated in the backward pass, at the rate that ``param_groups`` holds then; learning rate schedulers and
-    TorchRec's wrappers set it there. Tables have no ``.grad``: GradientClippingOptimizer clips dense gradients alone.
+    It is a KeyedOptimizer like TorchRec's own fused ones: :meth:`step` and :meth:`zero_grad` do nothing, because the
+    backward pass updates the tables, with the learning rate in ``param_groups`` at that time; learning rate schedulers
+    and TorchRec's wrappers set it there. GradientClippingOptimizer clips dense gradients alone, as tables have none.
 
     The state of a table, by its weight's path, is ``exp_avg`` and ``exp_avg_sq``, float32, sharded like the weight, and
     ``step``, int64 []. Taking it brings all rows up to date first, so that it does not matter whether this state or the
@@ -62,7 +61,6 @@ class EmbeddingAdam(FusedOptimizer):
 
     Args:
         model: as in :func:`attach_cowclip`.
-        config: Adam's settings.
         rule: clip rule, or rules of tables, as in :func:`attach_cowclip`; none by default.
         exclude: tables left unclipped (they are trained).
         clip_columns: leading columns that are measured and clipped, for all tables or by name; bags may be of any kind.
@@ -153,11 +151,11 @@ class EmbeddingAdam(FusedOptimizer):
         return float(value)
 
     def stats(self) -> dict[str, TableStats]:
-        """Statistics as of :meth:`LookupsHandle.stats`."""
+        """See :meth:`LookupsHandle.stats`."""
         return self._handle.stats()
 
     def latest_ratios(self) -> dict[str, Tensor]:
-        """Ratios of the latest step, as of :meth:`LookupsHandle.latest_ratios`."""
+        """See :meth:`LookupsHandle.latest_ratios`."""
         return self._handle.latest_ratios()
 
     def accumulate(self, passes: int) -> None:
@@ -236,8 +234,7 @@ class EmbeddingAdam(FusedOptimizer):
         ``lrs``, a list of the learning rates of all steps.
         """
         with ExitStack() as stack:
-            for adam, state in zip(self.collections, self._states, strict=True):
-                stack.enter_context(adam.as_stored())
+            for state in self._states:
                 stack.enter_context(state.as_stored())
             yield
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, AdamScalars, adam_constants
-from cowrec.sparse_opt.clipping.backward import LossScale, run_in_backward
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
-from cowrec.sparse_opt.clipping.handle import Forward, Inputs
+from cowrec.sparse_opt.clipping.handle import Forward, Inputs, LossScale, run_in_backward
 from cowrec.sparse_opt.kernels.layout import (
     AdamRows,
     AdamState,
@@ -54,8 +53,6 @@ class LookupAdam:
     the row's id occurs again, when the row is evaluated, or when the table is read.
 
     Args:
-        clipped: the lookup under its clip rule.
-        config: Adam's settings.
         history: steps of the lookup's collection.
         lr_factors: factors of the tables' learning rates, by name; 1 for those that are not named.
 
@@ -100,7 +97,6 @@ class LookupAdam:
 
     @property
     def lookup(self) -> TbeLookup:
-        """Lookup that holds the tables."""
         return self.clipped.lookup
 
     @property

@@ -25,10 +25,7 @@ _AHEAD = 1024
 def require_replayable(rules: TableRules, config: AdamConfig, column_wise: Iterable[str]) -> None:
     """Raises ValueError, on all ranks alike, for a rule or tables that cannot be replayed.
 
-    Args:
-        rules: clip rules.
-        config: Adam's settings.
-        column_wise: tables that are sharded column-wise.
+    ``column_wise`` are the tables that are sharded column-wise.
     """
     if rules.scope != "row":
         raise ValueError(

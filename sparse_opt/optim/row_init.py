@@ -106,8 +106,7 @@ def initial_rows(keys: np.ndarray, features: np.ndarray, ids: np.ndarray, column
 
     Args:
         keys: keys of the ids' tables, uint64 [n].
-        features: int64 [n].
-        ids: int64 [n].
+        features, ids: int64 [n].
         columns: D.
         std: standard deviation.
 

@@ -40,7 +40,7 @@ def copy_from_first_shards(
     """Copies a value of the shard with a row's first column to all its column shards. All ranks must call together.
 
     Args:
-        tables: as of :func:`groups_of_columns`.
+        tables: see :func:`groups_of_columns`.
         parts: this rank's shards, of these and other tables, and a value for each of their rows, int32; updated.
     """
     groups = groups_of_columns(tables)
@@ -66,9 +66,7 @@ class ColumnShards:
     """Adds up squared norms over the column shards of one lookup's rows.
 
     Args:
-        lookup: a lookup that holds column shards.
-        layout: its geometry.
-        groups: of :func:`groups_of_columns`.
+        groups: see :func:`groups_of_columns`.
         clipped: names of its tables that are clipped. The norms of others must not be exchanged: a rank that holds
             only those has no ColumnShards and takes no part.
     """

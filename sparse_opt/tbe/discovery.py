@@ -77,7 +77,9 @@ def lookup_modules(collection: ShardedCollection) -> list[nn.Module]:
 
 
 def table_names(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
-    """Each collection of a model with its tables' names in the model, by their names in it; the same on all ranks.
+    """Lists the collections of a model, each with a mapping of its tables' names in it to their names in the model.
+
+    The same on all ranks.
 
     A name that several collections have becomes ``<path of the collection>.<name>``.
     """
@@ -95,9 +97,9 @@ def all_table_names(model: nn.Module) -> set[str]:
 
 
 def meant_tables(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """By their names in the model, the tables that a user's names mean, and what the user wrote.
+    """Finds the tables that a user's names stand for; returns the user's name of each, by its name in the model.
 
-    A name that several collections have means the tables of all of them; an unknown one means itself.
+    A name that several collections have stands for the tables of all of them, an unknown one for itself.
     """
     by_name: dict[str, list[str]] = {}
     for _, own in table_names(model):
@@ -115,7 +117,7 @@ def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
         ranks += [[] for _ in range(collection._env.world_size - len(ranks))]
         for rank, group in groups_of_ranks(collection):
             names = table_names_of(group)
-            if collection.module_sharding_plan[names[0]].sharding_type != ShardingType.DATA_PARALLEL.value:
+            if not _is_replicated(collection, names[0]):
                 ranks[rank].append(names)
     return ranks
 
@@ -123,10 +125,10 @@ def lookups_of_ranks(model: nn.Module) -> list[list[list[str]]]:
 def tables_on_some_ranks(model: nn.Module) -> set[str]:
     """Tables whose rows are sharded over several ranks, but not over all; the same on all ranks."""
     return {
-        names[name]
-        for collection, names in _sharded_tables(model)
-        for name, table in collection.module_sharding_plan.items()
-        if has_row_shards(collection, name) and len(set(table.ranks)) != collection._env.world_size
+        table
+        for table, collection, name in _sharded_tables(model)
+        if has_row_shards(collection, name)
+        and len(set(collection.module_sharding_plan[name].ranks)) != collection._env.world_size
     }
 
 
@@ -135,32 +137,18 @@ def column_split_tables(model: nn.Module) -> dict[str, list[tuple[int, ...]]]:
 
     Under grid sharding, where rows are sharded too, those of each part of the rows.
     """
-    return {
-        names[name]: list(ranks.values())
-        for collection, names in _sharded_tables(model)
-        for name in collection.module_sharding_plan
-        if (ranks := ranks_of_columns(collection, name))
-    }
+    found = {table: ranks_of_columns(collection, name) for table, collection, name in _sharded_tables(model)}
+    return {table: list(ranks.values()) for table, ranks in found.items() if ranks}
 
 
 def replicated_tables(model: nn.Module) -> set[str]:
     """Tables that every rank holds a copy of (data-parallel); the same on all ranks."""
-    return {
-        names[name]
-        for collection, names in _sharded_tables(model)
-        for name, table in collection.module_sharding_plan.items()
-        if table.sharding_type == ShardingType.DATA_PARALLEL.value
-    }
+    return {table for table, collection, name in _sharded_tables(model) if _is_replicated(collection, name)}
 
 
 def tables_in_replica_groups(model: nn.Module) -> set[str]:
     """Tables that groups of ranks hold copies of, whose weights they average (2D parallelism); alike on all ranks."""
-    return {
-        name
-        for collection, names in _sharded_tables(model)
-        if isinstance(collection._env, ShardingEnv2D)
-        for name in names.values()
-    }
+    return {table for table, collection, _ in _sharded_tables(model) if isinstance(collection._env, ShardingEnv2D)}
 
 
 def inconsistent_lookups(model: nn.Module) -> tuple[str, str] | None:
@@ -195,10 +183,7 @@ def leave_ddp(collection: ShardedCollection) -> Callable[[], None]:
 
 _INNER = "_embedding_bag_collection"
 """Attribute of a feature-processed collection."""
-
 _UNSHARDED = (EmbeddingBagCollection, EmbeddingCollection, FusedEmbeddingBagCollection)
-
-
 _WRAPPERS = ("_dmp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names of wrapped children, which paths leave out."""
 
@@ -222,10 +207,16 @@ def _collections_below(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Mo
         yield from _collections_below(child, path if hidden else f"{path}.{name}".lstrip("."))
 
 
-def _sharded_tables(model: nn.Module) -> Iterator[tuple[ShardedCollection, dict[str, str]]]:
+def _sharded_tables(model: nn.Module) -> Iterator[tuple[str, ShardedCollection, str]]:
+    """Sharded tables by their names in the model, with their collections and their names there."""
     for module, names in table_names(model):
         if isinstance(module, ShardedCollection):
-            yield module, names
+            yield from ((in_model, module, name) for name, in_model in names.items())
+
+
+def _is_replicated(collection: ShardedCollection, table: str) -> bool:
+    plan = collection.module_sharding_plan[table]
+    return bool(plan.sharding_type == ShardingType.DATA_PARALLEL.value)
 
 
 def _kernels(collection: Any) -> Iterator[Any]:

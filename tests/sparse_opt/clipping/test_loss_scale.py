@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.amp import GradScaler
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, FieldClip, attach_cowclip
-from cowrec.sparse_opt.clipping.backward import LossScale
+from cowrec.sparse_opt.clipping.handle import LossScale
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
