@@ -20,8 +20,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cowrec.models.linear_relu import linear_relu
-from cowrec.sparse_opt.clipping.compiled_rows import ROW_GRADIENTS
-from cowrec.sparse_opt.optim.update_in_backward import EMBEDDING_UPDATE
+from cowrec.sparse_opt.kernels.profiling import EMBEDDING_UPDATE, ROW_GRADIENTS
 from cowrec.trainer.training.pipeline import CapturedSteps, Pipeline
 
 WARMUP_STEPS = {"cpu": 3, "cuda": 10}
