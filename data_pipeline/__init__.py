@@ -6,8 +6,7 @@ from .codec import BadSample, Encoded, RawSamples, SampleCodec
 from .dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
 from .preparation.config import PrepareConfig
 from .preparation.prepare import prepare, work_bytes
-from .reading.memory import available_bytes, resident_bytes
-from .reading.reader import Reader
+from .reading.reader import Reader, available_bytes, resident_bytes
 from .schema_inference import infer_schema
 from .streams.open import open_source
 from .streams.position import Position

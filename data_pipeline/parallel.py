@@ -1,10 +1,11 @@
-"""An ordered parallel map with a bounded number of pending items."""
+"""Work in threads ahead of its consumer: an ordered parallel map, and prefetching. Both hold few results at a time."""
 
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import closing
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -31,6 +32,24 @@ def ordered_map(work: Callable[[Item], Result], items: Iterable[Item]) -> Genera
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def prefetched(make: Callable[[], Generator[Item, None, None]], capacity: int = 2) -> Generator[Item, None, None]:
+    """Yields the items of `make()`, which a thread prepares up to `capacity` items, and the next one, ahead.
+
+    An exception in the thread is raised here after the preceding items. When this generator ends, is closed or is
+    deleted, the thread has ended and the generator of `make()` is closed.
+    """
+    end = object()
+    with closing(make()) as items, ThreadPoolExecutor(1, thread_name_prefix="cowrec-reader") as thread:
+        pending: deque[Future[Any]] = deque(thread.submit(next, items, end) for _ in range(capacity + 1))
+        try:
+            while (item := pending.popleft().result()) is not end:
+                pending.append(thread.submit(next, items, end))
+                yield item
         finally:
             for future in pending:
                 future.cancel()

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from cowrec.data_pipeline.remote_data import fetch_missing
+from cowrec.data_pipeline.remote import fetch_missing
 
 from .sample_block import Bags, SampleBlock, id_dtype
 from .schema import (

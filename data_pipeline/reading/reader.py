@@ -19,13 +19,9 @@ import torch
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
+from cowrec.data_pipeline.parallel import prefetched
 
-from .global_batches import GlobalBatches
-from .gpu_copies import copied_to_gpu
-from .memory import check_fits
-from .prefetch import prefetched
-from .row_range import parts_within, positions
-from .shuffle import Window, epoch_windows
+from .order import GlobalBatches, Window, epoch_windows, parts_within, positions
 
 if TYPE_CHECKING:
     from cowrec.data_pipeline.dataset.batch import Batch
@@ -142,7 +138,7 @@ class Reader:
         Raises:
             ValueError: the split does not fit, or a shard is missing or damaged.
         """
-        check_fits(self.schema, self.split, self.device)
+        _check_fits(self.schema, self.split, self.device)
         starts = self._starts(range(len(self._parts)))
         windows = epoch_windows(self._sizes, self._window_rows, shuffle=False, seed=0, epoch=0)
         parts = ((starts[each.shards[0]], self._load(each.shards)) for each in windows)
@@ -191,7 +187,7 @@ class Reader:
         on_gpu, of_epoch, first = self.device.type == "cuda", self._yielded(epoch), self._first(epoch, start_step)
         if self._resident_block is None:
             streamed = prefetched(lambda: self._batches(of_epoch, self._streamed(epoch, start_step), first, pin=on_gpu))
-            return copied_to_gpu(streamed, self.device) if on_gpu else streamed
+            return _copied_to_gpu(streamed, self.device) if on_gpu else streamed
         if on_gpu:
             return self._batches(of_epoch, self._resident(epoch, start_step), first)
         return prefetched(lambda: self._batches(of_epoch, self._resident(epoch, start_step), first))
@@ -263,3 +259,69 @@ class Reader:
         order = window.keyed_order(device) if self._keyed_order else torch.from_numpy(window.order())
         parts = [self._parts[each] for each in window.shards]
         return positions(parts, starts[: len(parts)], device)[order.to(device)]
+
+
+def _copied_to_gpu(batches: Generator["Batch", None, None], device: torch.device) -> Generator["Batch", None, None]:
+    """Copies page-locked batches on a separate stream, one ahead of the consumer."""
+    stream = torch.cuda.Stream(device)
+
+    def copy(batch: "Batch") -> tuple["Batch", torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            return batch.to(device, non_blocking=True), stream.record_event()
+
+    def hand_over(batch: "Batch", copied: torch.cuda.Event) -> "Batch":
+        consumer = torch.cuda.current_stream(device)
+        consumer.wait_event(copied)
+        batch.record_stream(consumer)
+        return batch
+
+    with closing(batches):
+        ahead: tuple[Batch, torch.cuda.Event] | None = None
+        for batch in batches:
+            following = copy(batch)
+            if ahead:
+                yield hand_over(*ahead)
+            ahead = following
+        if ahead:
+            yield hand_over(*ahead)
+
+
+def resident_bytes(schema: Schema, split: str = "train") -> int:
+    """Returns the bytes that `Reader(resident=True)` stores for a split.
+
+    4 for each label, sample weight, true logit, dense value and id (8 if ids are raw), 4 for each weight of an id, 8
+    for each time and list offset.
+    """
+    size = schema.split(split)
+    id_bytes = 8 if schema.has_raw_ids else 4
+    numbers = len(schema.labels) + schema.sample_weights + schema.true_logits + len(schema.dense)
+    total = size.rows * (4 * numbers + 8 * schema.timed)
+    for field in schema.sparse:
+        if field.kind == "categorical":
+            total += id_bytes * size.rows
+        else:
+            value_bytes = id_bytes + (4 if field.kind == "weighted" else 0)
+            total += 8 * (size.rows + 1) + value_bytes * size.values.get(field.name, 0)
+    return total
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Returns the free bytes of the GPU's or the machine's memory; None if the system does not report them."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = dict(line.split(":", 1) for line in file)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _check_fits(schema: Schema, split: str, device: torch.device) -> None:
+    """Raises ValueError with the bytes needed and available if a split does not fit on `device`."""
+    needed, available = resident_bytes(schema, split), available_bytes(device)
+    if available is not None and needed > available:
+        raise ValueError(
+            f"resident: the {split} split needs {needed:,} bytes on {device}, {available:,} are available; "
+            "stream it instead (resident = false)"
+        )

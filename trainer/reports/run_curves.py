@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cowrec.data_pipeline.rotated_file import read_lines
+from cowrec.data_pipeline.files import read_lines
 
 from .text_table import aligned
 

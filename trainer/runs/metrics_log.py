@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from cowrec.data_pipeline.files import replace_file
-from cowrec.data_pipeline.rotated_file import append_line, earlier
+from cowrec.data_pipeline.files import append_line, earlier, replace_file
 from cowrec.trainer.runtime.errors import Interrupted
 
 from .run_dir import BOARD, METRICS, to_json

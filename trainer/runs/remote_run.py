@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cowrec.data_pipeline.files import PARTIAL, locked_folder
-from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
-from cowrec.data_pipeline.remote_data import copy_without_shards
+from cowrec.data_pipeline.remote import Place, RemoteFolder, copy_without_shards, is_remote, local_path
 
 from .checkpoint_folder import MANIFEST, Files, checksums, rank_of
 

@@ -14,7 +14,7 @@ from typing import Any
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.reading.global_batches import GlobalBatches
+from cowrec.data_pipeline.reading.order import GlobalBatches
 from cowrec.sparse_opt import ClipRule, Hyperparameters, scale_clip, scale_hyperparameters
 from cowrec.sparse_opt.algorithm.scaling import EmbeddingOptimizer
 from cowrec.trainer.config.run import RunConfig

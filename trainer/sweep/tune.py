@@ -21,7 +21,7 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import Trial, TrialState, create_trial
 
 from cowrec.data_pipeline import Schema
-from cowrec.data_pipeline.rotated_file import read_lines
+from cowrec.data_pipeline.files import read_lines
 from cowrec.trainer.config.run import RunConfig, save_config
 from cowrec.trainer.runs.checkpoint_folder import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
 from cowrec.data_pipeline.dataset.writer import size_of_split, write_shard
-from cowrec.data_pipeline.reading.shuffle import epoch_windows
+from cowrec.data_pipeline.reading.order import epoch_windows
 from numbered_data import flat, ids, make_reader, write_numbered
 
 
@@ -258,7 +258,7 @@ def test_unlabelled_samples_have_nan_labels(tmp_path):
 
 
 def reader_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "cowrec-reader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cowrec-reader")]
 
 
 def test_an_abandoned_epoch_leaves_no_thread(numbered):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline.reading.shuffle import Window
+from cowrec.data_pipeline.reading.order import Window
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

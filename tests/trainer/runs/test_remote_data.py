@@ -11,8 +11,7 @@ import torch
 
 from cowrec.data_pipeline import Reader
 from cowrec.data_pipeline.dataset.shards import shard_path
-from cowrec.data_pipeline.remote import RemoteFolder
-from cowrec.data_pipeline.remote_data import fetch_missing
+from cowrec.data_pipeline.remote import RemoteFolder, fetch_missing
 from cowrec.trainer.runs.remote_run import cache_folder, local_data
 from numbered_data import flat, ids, write_numbered
 from process_groups import in_processes, process_group

@@ -1,0 +1,219 @@
+"""Which samples a batch has: the order of an epoch, its global batches, and the parts of shards that are read.
+
+The shards are permuted, consecutive ones are grouped into windows of about `window_rows` samples, which are in memory
+together, and the samples of a window are permuted across all its shards. The order is a function of (seed, epoch), so
+it is the same on every rank and in every resumed run.
+
+A window has two permutations. `Window.order` is numpy's, drawn on the host. `Window.keyed_order` sorts keys that depend
+only on the seed and a sample's position, so that every device computes the same one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+# Constants of SplitMix64 (Steele, Lea and Flood 2014) as signed integers.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Shards whose samples are shuffled together.
+
+    Attributes:
+        start: position of its first sample in the epoch.
+        shards: shard numbers, in the order in which their samples are concatenated.
+        samples: number of samples.
+        key: (seed, epoch, number of the window), the seed of the permutation; None if samples keep their order.
+        number: of the windows before it in the epoch.
+    """
+
+    start: int
+    shards: tuple[int, ...]
+    samples: int
+    key: tuple[int, int, int] | None
+    number: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Position after its last sample."""
+        return self.start + self.samples
+
+    def order(self) -> np.ndarray:
+        """Returns the index among the concatenated samples for each position of the window, int64 [samples]."""
+        if self.key is None:
+            return np.arange(self.samples)
+        return _generator(*self.key).permutation(self.samples)
+
+    def keyed_order(self, device: torch.device) -> torch.Tensor:
+        """Returns another such permutation, the same on every device: int64 [samples]. Does not wait for the device.
+
+        torch's generators would not do: on CUDA their numbers depend on the GPU's number of multiprocessors, and ranks
+        on different GPUs would train on different permutations.
+        """
+        positions = torch.arange(self.samples, device=device)
+        if self.key is None:
+            return positions
+        start = int(np.random.SeedSequence(self.key).generate_state(1, np.uint64).view(np.int64)[0])
+        return torch.argsort(_splitmix64(positions * _STEP + start), stable=True)
+
+
+def epoch_windows(shards: Sequence[int], window_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[Window]:
+    """Returns the windows of an epoch over shards of the given sizes; each but the last has at least `window_rows`."""
+    numbers = np.arange(len(shards))
+    if shuffle:
+        numbers = _generator(seed, epoch, 0).permutation(numbers)
+    windows: list[Window] = []
+    start, samples, gathered = 0, 0, []
+    for position, number in enumerate(numbers.tolist()):
+        gathered.append(number)
+        samples += shards[number]
+        if samples >= window_rows or position == len(numbers) - 1:
+            key = (seed, epoch, len(windows) + 1) if shuffle else None
+            windows.append(Window(start, tuple(gathered), samples, key, len(windows)))
+            start, samples, gathered = start + samples, 0, []
+    return windows
+
+
+def _splitmix64(state: torch.Tensor) -> torch.Tensor:
+    """Returns the output of SplitMix64 for each state, an int64 whose bits are the unsigned number's."""
+    for shift, factor in _ROUNDS:
+        logical = (state >> shift) & ((1 << (64 - shift)) - 1)
+        state = (state ^ logical) * factor
+    return state
+
+
+def _generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, stream))))
+
+
+class GlobalBatches:
+    """Consecutive global batches that cover an epoch.
+
+    Args:
+        samples: of the epoch.
+        batch_size: of the batches after the first ones.
+        first: sizes of the first batches, at most ``samples`` in all.
+        drop_last: leave out the last batch if it is short.
+        shares: of the samples of a step that each batch has; 1 by default.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        first: Sequence[int] = (),
+        *,
+        drop_last: bool = False,
+        shares: Sequence[float] = (),
+    ) -> None:
+        self._shares = shares
+        self._samples, self._batch_size = samples, batch_size
+        self._starts = [0, *accumulate(first)]
+        full, remainder = divmod(samples - self._starts[-1], batch_size)
+        self._steps = len(first) + full + bool(remainder and not drop_last)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def start(self, step: int) -> int:
+        """Position of the first sample of batch ``step``, which is the number of samples before it."""
+        after = step - (len(self._starts) - 1)
+        start = self._starts[step] if after < 0 else self._starts[-1] + after * self._batch_size
+        return min(start, self._samples)
+
+    def share(self, step: int) -> float:
+        """Share of the samples of its step that batch ``step`` has."""
+        return self._shares[step] if self._shares else 1.0
+
+    def passes(self, step: int, passes: int) -> int:
+        """Parts of batch ``step`` that :meth:`in_passes` makes: no more than it has samples."""
+        return min(passes, self.start(step + 1) - self.start(step))
+
+    def in_passes(self, passes: int) -> "GlobalBatches":
+        """Splits each batch into consecutive parts whose sizes differ by at most one."""
+        if passes == 1:
+            return self
+        sizes, shares = list[int](), list[float]()
+        for step in range(len(self)):
+            size, number = self.start(step + 1) - self.start(step), self.passes(step, passes)
+            parts = [(part + 1) * size // number - part * size // number for part in range(number)]
+            sizes += parts
+            shares += [each / size for each in parts]
+        return GlobalBatches(sum(sizes), 1, sizes, shares=shares)
+
+    def of_rank(self, step: int, rank: int, world_size: int) -> tuple[int, int, int]:
+        """Returns (start, stop, size): the positions of ``rank``'s slice of batch ``step``, and that batch's size.
+
+        The slices of the ranks are contiguous, cover the batch and differ by at most one sample in size.
+        """
+        first = self.start(step)
+        size = self.start(step + 1) - first
+        return first + rank * size // world_size, first + (rank + 1) * size // world_size, size
+
+    def within(self, window: Window, step: int, rank: int, world_size: int) -> list[slice]:
+        """Returns the positions in the window of ``rank``'s slices of the batches from ``step`` on.
+
+        The last slice is that of the batch that ends in a later window, as far as it is in this one.
+        """
+        slices = []
+        for each in range(step, len(self)):
+            start, stop, _ = self.of_rank(each, rank, world_size)
+            slices.append(slice(*(min(max(end - window.start, 0), window.samples) for end in (start, stop))))
+            if stop > window.stop:
+                break
+        return slices
+
+    def turns(
+        self, windows: Iterable[Window], step: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Window, list[slice]]]:
+        """Yields consecutive windows, from that of batch ``step`` on, and ``rank``'s slices in each, :meth:`within`."""
+        for window in windows:
+            slices = self.within(window, step, rank, world_size)
+            yield window, slices
+            step += len(slices)
+            if slices and self.of_rank(step - 1, rank, world_size)[1] > window.stop:
+                step -= 1
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """Consecutive samples of one shard.
+
+    Attributes:
+        number: of the shard.
+        start: index of the first sample within the shard.
+        samples: number of samples.
+        shard_samples: number of samples of the complete shard.
+    """
+
+    number: int
+    start: int
+    samples: int
+    shard_samples: int
+
+
+def parts_within(shards: Sequence[int], start: int, stop: int) -> list[ShardPart]:
+    """Returns the parts of shards of the given sizes that hold samples [start, stop) of all their samples.
+
+    Shards without samples are parts too, so that the complete range has all shards.
+    """
+    parts = []
+    for number, end in enumerate(accumulate(shards)):
+        first = end - shards[number]
+        low, high = max(start, first), min(stop, end)
+        if low < high or not shards[number]:
+            parts.append(ShardPart(number, low - first, max(high - low, 0), shards[number]))
+    return parts
+
+
+def positions(parts: Sequence[ShardPart], starts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Returns the indices of the parts' samples in a block of complete shards, the first of which are at `starts`."""
+    firsts = [start + part.start for part, start in zip(parts, starts, strict=True)]
+    return torch.cat(
+        [torch.arange(first, first + part.samples, device=device) for part, first in zip(parts, firsts, strict=True)]
+    )
