@@ -35,7 +35,7 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseField,
     library_versions,
 )
-from cowrec.data_pipeline.dataset.writer import SHARD_ROWS, ShardWriter, new_folder
+from cowrec.data_pipeline.dataset.writer import SHARD_ROWS
 from cowrec.data_pipeline.encoding.encoder import raw_ids
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
@@ -43,17 +43,18 @@ from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
 
 from .planted import (
     PILOT_ROWS,
+    Draw,
     DrawArrays,
     Scales,
     best_quality,
-    empty_arrays,
     fill_dense,
     gaussian,
     intercept_for,
     keys,
     power_law_rank,
-    probability,
     require,
+    scales_of,
+    write_splits,
 )
 
 DAY = 86400
@@ -128,25 +129,6 @@ class DriftConfig:
 
 
 @dataclass(frozen=True)
-class DriftDraw:
-    """Samples of the drifting model.
-
-    Attributes:
-        ids: int64 [F, R]; core ids from 0 by decreasing frequency, short-lived ids -1 - number.
-        dense: float32 [N, R], in [0, 1).
-        logits: float64 [R], logits of the true click probabilities at these times.
-        labels: float32 [R], drawn with these probabilities.
-        times: int64 [R], Unix seconds, not decreasing.
-    """
-
-    ids: np.ndarray
-    dense: np.ndarray
-    logits: np.ndarray
-    labels: np.ndarray
-    times: np.ndarray
-
-
-@dataclass(frozen=True)
 class DriftingModel:
     """Drifting click model: a configuration and the intercept b that gives its click rate."""
 
@@ -160,25 +142,22 @@ class DriftingModel:
         moments = np.linspace(0.0, config.days, PILOT_ROWS, endpoint=False)
         return replace(model, intercept=intercept_for(model._drawn(PILOT, 0, moments).logits, config.ctr))
 
-    def draw(self, first_row: int, rows: int) -> DriftDraw:
-        """Draws samples [first_row, first_row + rows) of the endless stream."""
+    def draw(self, first_row: int, rows: int) -> Draw:
+        """Draws samples [first_row, first_row + rows) of the endless stream; short-lived ids are -1 - number."""
         config = self.config
         numbers = np.arange(first_row, first_row + rows)
         moments = numbers * config.days / config.rows
         times = config.start + np.floor(numbers * (config.days * DAY) / config.rows).astype(np.int64)
-        out = self._drawn(SAMPLES, first_row, moments)
-        logits = out.logits + self.intercept
-        labels = (out.uniforms < probability(logits)).astype(np.float32)
-        return DriftDraw(out.ids, out.dense, logits, labels, times)
+        return self._drawn(SAMPLES, first_row, moments).draw(self.intercept, times)
 
     def _drawn(self, stream: int, first_row: int, moments: np.ndarray) -> DrawArrays:
         """Draws samples at `moments`, float64 [R], in days since the start; ids int64."""
         config = self.config
-        out = empty_arrays(config.fields, config.num_dense, len(moments), np.int64)
+        out = DrawArrays.empty(config.fields, config.num_dense, len(moments), np.int64)
         (row_key,) = keys((config.seed, 1, stream), 1)
-        # A product of K pairs of components of deviation s has deviation sqrt(K) * s^2.
-        pair_scale = (config.interaction_effect / config.interaction_rank**0.5) ** 0.5
-        scales = Scales(config.skew, config.id_effect, pair_scale, config.interaction_rank, config.dense_effect)
+        scales = scales_of(
+            config.skew, config.id_effect, config.interaction_effect, config.interaction_rank, config.dense_effect
+        )
         new_ids = np.asarray(config.new_ids_per_day, np.float64)
         pace = _Pace(config.start / DAY, config.new_id_share, config.lifetime_days, config.drift_days)
         effects = keys((config.seed, 0), config.fields + config.num_dense)
@@ -279,21 +258,9 @@ def synthesize_drifting(
     if test_rows < 1:
         raise ValueError(f"test_rows must be at least 1, got {test_rows}")
     schema = _schema(config)
-    with new_folder(output, overwrite=overwrite) as folder:
-        splits = {}
-        for name, first, rows in (("train", 0, config.rows), ("test", config.rows, test_rows)):
-            writer = ShardWriter(folder, name, schema, SHARD_ROWS)
-            for table in _tables(config, first, rows, CHUNK_ROWS, true_logits=True):
-                writer.write(_with_raw_ids(table, schema))
-                if progress is not None:
-                    progress(table.num_rows)
-            splits[name] = writer.close()
-        (best,) = best_by_window(config, config.rows, test_rows, window_seconds=1 << 62)
-        quality = {each: best[each] for each in ("auc", "logloss", "expected_auc", "expected_logloss")}
-        known = not np.isnan(best["auc"])
-        schema = dataclasses.replace(schema, splits=splits, best=quality if known else None)
-        schema.save(folder)
-    return schema
+    parts = {"train": (0, config.rows), "test": (config.rows, test_rows)}
+    splits = {name: _encoded(schema, config, *part) for name, part in parts.items()}
+    return write_splits(output, schema, splits, SHARD_ROWS, overwrite=overwrite, progress=progress)
 
 
 def drift_config(data_dir: str | os.PathLike[str]) -> DriftConfig:
@@ -318,37 +285,37 @@ def drifting_tables(config: DriftConfig, first_row: int, rows: int, chunk_rows: 
     Columns: sample_id (its number), time (Unix seconds), label, I1..IN (float32), C1..CF (text: "core_17", or
     "born_1234" for a short-lived id).
     """
-    return _tables(config, first_row, rows, chunk_rows)
+    return (table for table, _ in _drawn(config, first_row, rows, chunk_rows))
 
 
-def _tables(
-    config: DriftConfig, first_row: int, rows: int, chunk_rows: int, *, true_logits: bool = False
-) -> Iterator[pa.Table]:
-    model = DriftingModel.of(config)
-    stop = first_row + rows
+def _drawn(config: DriftConfig, first_row: int, rows: int, chunk_rows: int) -> Iterator[tuple[pa.Table, Draw]]:
+    model, stop = DriftingModel.of(config), first_row + rows
 
-    def table(first: int) -> pa.Table:
+    def work(first: int) -> tuple[pa.Table, Draw]:
         draw = model.draw(first, min(chunk_rows, stop - first))
-        raw = raw_table(draw, first)
-        return raw.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))) if true_logits else raw
+        columns: dict[str, Any] = {
+            SAMPLE_ID: np.arange(first, first + len(draw.labels)),
+            TIME: draw.times,
+            LABEL: draw.labels,
+        }
+        columns |= {f"I{n + 1}": values for n, values in enumerate(draw.dense)}
+        columns |= {f"C{f + 1}": id_text(ids) for f, ids in enumerate(draw.ids)}
+        return pa.table({name: pa.array(values) for name, values in columns.items()}), draw
 
-    return ordered_map(table, range(first_row, stop, chunk_rows))
+    return ordered_map(work, range(first_row, stop, chunk_rows))
 
 
-def raw_table(draw: DriftDraw, first_row: int) -> pa.Table:
-    """Converts a draw to raw samples; see `drifting_tables`."""
-    columns: dict[str, Any] = {
-        SAMPLE_ID: np.arange(first_row, first_row + len(draw.labels)),
-        TIME: draw.times,
-        LABEL: draw.labels,
-    }
-    columns |= {f"I{n + 1}": values for n, values in enumerate(draw.dense)}
-    columns |= {f"C{f + 1}": id_text(ids) for f, ids in enumerate(draw.ids)}
-    return pa.table({name: pa.array(values) for name, values in columns.items()})
+def _encoded(schema: Schema, config: DriftConfig, first_row: int, rows: int) -> Iterator[tuple[pa.Table, Draw]]:
+    """Yields the tables with raw ids and the logits of the true click probabilities."""
+    for table, draw in _drawn(config, first_row, rows, CHUNK_ROWS):
+        for field in schema.sparse:
+            text = table[field.name].combine_chunks()
+            table = table.set_column(table.column_names.index(field.name), field.name, pa.array(raw_ids(text)))
+        yield table.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))), draw
 
 
 def id_text(ids: np.ndarray) -> pa.Array:
-    """Converts one field's ids of `DriftDraw.ids`, int64 [R], to text."""
+    """Converts one field's ids of `Draw.ids`, int64 [R], to text."""
     number = pa.array(np.where(ids < 0, -1 - ids, ids)).cast(pa.string())
     kind = pc.if_else(pa.array(ids < 0), "born", "core")
     return pc.binary_join_element_wise(kind, number, "_")
@@ -396,11 +363,3 @@ def _schema(config: DriftConfig) -> Schema:
         settings=json.loads(json.dumps(settings)),
         versions=library_versions(),
     )
-
-
-def _with_raw_ids(table: pa.Table, schema: Schema) -> pa.Table:
-    for field in schema.sparse:
-        index = table.schema.get_field_index(field.name)
-        text = table[field.name].combine_chunks()
-        table = table.set_column(index, field.name, pa.array(raw_ids(text)))
-    return table

@@ -12,9 +12,8 @@ F sparse fields, N dense fields, R samples, K interaction rank.
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numba
@@ -75,14 +74,47 @@ def intercept_for(logits: np.ndarray, ctr: float) -> float:
     return (low + high) / 2
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Samples of a model.
+
+    Attributes:
+        ids: int32 or int64 [F, R], ranks by decreasing frequency, from 0.
+        dense: float32 [N, R], in [0, 1).
+        logits: float64 [R], logits of the true click probabilities.
+        labels: float32 [R], drawn with these probabilities.
+        times: int64 [R], Unix seconds, not decreasing; None in the planted model.
+    """
+
+    ids: np.ndarray
+    dense: np.ndarray
+    logits: np.ndarray
+    labels: np.ndarray
+    times: np.ndarray | None = None
+
+
 class Scales(NamedTuple):
-    """Sizes of the effects on the logit, and the power law of ids; see `PlantedModel`."""
+    """The power law of ids, and standard deviations of the effects on the logit.
+
+    Attributes:
+        skew: exponent of the power law.
+        id_scale: of a_f.
+        pair_scale: of each component of v_f.
+        rank: K.
+        dense_scale: of c_n.
+    """
 
     skew: float
     id_scale: float
     pair_scale: float
     rank: int
     dense_scale: float
+
+
+def scales_of(skew: float, id_effect: float, interaction_effect: float, rank: int, dense_effect: float) -> Scales:
+    """Returns the scales at which the effect of one pair of ids has the deviation `interaction_effect`."""
+    # A product of K pairs of components of deviation s has deviation sqrt(K) * s^2.
+    return Scales(skew, id_effect, (interaction_effect / rank**0.5) ** 0.5, rank, dense_effect)
 
 
 class DrawArrays(NamedTuple):
@@ -93,12 +125,17 @@ class DrawArrays(NamedTuple):
     logits: np.ndarray
     uniforms: np.ndarray
 
+    @staticmethod
+    def empty(fields: int, num_dense: int, rows: int, id_type: type[np.integer]) -> "DrawArrays":
+        """Allocates the arrays; dense are float32, logits and uniforms float64."""
+        dense = np.empty((num_dense, rows), np.float32)
+        return DrawArrays(np.empty((fields, rows), id_type), dense, np.empty(rows), np.empty(rows))
 
-def empty_arrays(fields: int, num_dense: int, rows: int, id_type: type[np.integer]) -> DrawArrays:
-    """Allocates the arrays of a draw; ids are of `id_type`, dense float32, the others float64."""
-    return DrawArrays(
-        np.empty((fields, rows), id_type), np.empty((num_dense, rows), np.float32), np.empty(rows), np.empty(rows)
-    )
+    def draw(self, intercept: float, times: np.ndarray | None = None) -> Draw:
+        """Adds the intercept and draws the labels."""
+        logits = self.logits + intercept
+        labels = (self.uniforms < probability(logits)).astype(np.float32)
+        return Draw(self.ids, self.dense, logits, labels, times)
 
 
 @numba.njit(inline="always")
@@ -146,23 +183,6 @@ def _draw(
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Samples of the planted model.
-
-    Attributes:
-        ids: int32 [F, R], ranks by decreasing frequency, from 0.
-        dense: float32 [N, R], in [0, 1).
-        logits: float64 [R], logits of the true click probabilities.
-        labels: float32 [R], drawn with these probabilities.
-    """
-
-    ids: np.ndarray
-    dense: np.ndarray
-    logits: np.ndarray
-    labels: np.ndarray
-
-
-@dataclass(frozen=True)
 class PlantedModel:
     """Parameters of the planted model.
 
@@ -170,34 +190,23 @@ class PlantedModel:
         seed: seed of all effects and draws.
         sizes: vocabulary size of each sparse field, int64 [F].
         num_dense: N.
-        skew: exponent of the power law.
-        id_scale: standard deviation of a_f; logit units.
-        pair_scale: standard deviation of each component of v_f.
-        rank: K.
-        dense_scale: standard deviation of c_n.
+        scales: sizes of the effects.
         intercept: b.
     """
 
     seed: int
     sizes: np.ndarray
     num_dense: int
-    skew: float
-    id_scale: float
-    pair_scale: float
-    rank: int
-    dense_scale: float
+    scales: Scales
     intercept: float = 0.0
 
     def draw(self, stream: int, first_row: int, rows: int) -> Draw:
         """Draws samples [first_row, first_row + rows) of a stream; streams are independent draws of one model."""
-        out = empty_arrays(len(self.sizes), self.num_dense, rows, np.int32)
+        out = DrawArrays.empty(len(self.sizes), self.num_dense, rows, np.int32)
         effects = keys((self.seed, 0), len(self.sizes) + self.num_dense)
         (row_key,) = keys((self.seed, 1, stream), 1)
-        scales = Scales(self.skew, self.id_scale, self.pair_scale, self.rank, self.dense_scale)
-        _draw(first_row, row_key, effects, self.sizes, scales, out)
-        logits = out.logits + self.intercept
-        labels = (out.uniforms < probability(logits)).astype(np.float32)
-        return Draw(out.ids, out.dense, logits, labels)
+        _draw(first_row, row_key, effects, self.sizes, self.scales, out)
+        return out.draw(self.intercept)
 
 
 def keys(seed: tuple[int, ...], count: int) -> np.ndarray:
@@ -362,36 +371,50 @@ def synthesize(
     config = config or SynthesizeConfig()
     model = _planted(config)
     schema = _schema(config, model)
+    parts = {"train": (TRAIN, config.rows), "test": (TEST, config.test_rows)}
+    splits = {name: _drawn(schema, model, *part) for name, part in parts.items()}
+    return write_splits(output, schema, splits, config.shard_rows, overwrite=overwrite, progress=progress)
+
+
+def write_splits(
+    output: str | os.PathLike[str],
+    schema: Schema,
+    splits: Mapping[str, Iterator[tuple[pa.Table, Draw]]],
+    shard_rows: int,
+    *,
+    overwrite: bool,
+    progress: Callable[[int], None] | None,
+) -> Schema:
+    """Writes a data set from the tables of its splits and what they were made of.
+
+    Returns:
+        The schema with the sizes of the splits and the quality of the true probabilities on the test split.
+    """
     with new_folder(output, overwrite=overwrite) as folder:
-        splits = {}
-        seen: list[Draw] = []
-        for name, stream, rows in (("train", TRAIN, config.rows), ("test", TEST, config.test_rows)):
-            writer = ShardWriter(folder, name, schema, config.shard_rows)
-            for draw in _drawn(model, stream, rows):
-                writer.write(_table(schema, draw))
-                if stream == TEST:
-                    seen.append(dataclasses.replace(draw, ids=draw.ids[:0], dense=draw.dense[:0]))
+        sizes = {}
+        logits, labels = list[np.ndarray](), list[np.ndarray]()
+        for name, drawn in splits.items():
+            writer = ShardWriter(folder, name, schema, shard_rows)
+            for table, draw in drawn:
+                writer.write(table)
+                if name == "test":
+                    logits.append(draw.logits)
+                    labels.append(draw.labels)
                 if progress is not None:
-                    progress(len(draw.labels))
-            splits[name] = writer.close()
-        schema = dataclasses.replace(schema, splits=splits, best=_best(seen))
-        schema.save(Path(folder))
+                    progress(table.num_rows)
+            sizes[name] = writer.close()
+        best = best_quality(np.concatenate(logits), np.concatenate(labels))
+        schema = dataclasses.replace(schema, splits=sizes, best=None if np.isnan(best["auc"]) else best)
+        schema.save(folder)
     return schema
 
 
 def _planted(config: SynthesizeConfig) -> PlantedModel:
     sizes = [max(min(size, UNSCALED_SIZE), round(size * config.vocabulary_scale)) for size in CRITEO_SIZES]
-    model = PlantedModel(
-        seed=config.seed,
-        sizes=np.asarray(sizes, np.int64),
-        num_dense=NUM_DENSE,
-        skew=config.skew,
-        id_scale=config.id_effect,
-        # A product of K pairs of components of deviation s has deviation sqrt(K) * s^2.
-        pair_scale=(config.interaction_effect / config.interaction_rank**0.5) ** 0.5,
-        rank=config.interaction_rank,
-        dense_scale=config.dense_effect,
+    scales = scales_of(
+        config.skew, config.id_effect, config.interaction_effect, config.interaction_rank, config.dense_effect
     )
+    model = PlantedModel(config.seed, np.asarray(sizes, np.int64), NUM_DENSE, scales)
     return dataclasses.replace(model, intercept=intercept_for(model.draw(PILOT, 0, PILOT_ROWS).logits, config.ctr))
 
 
@@ -410,10 +433,12 @@ def _schema(config: SynthesizeConfig, model: PlantedModel) -> Schema:
     )
 
 
-def _drawn(model: PlantedModel, stream: int, rows: int) -> Iterator[Draw]:
-    return ordered_map(
-        lambda first: model.draw(stream, first, min(CHUNK_ROWS, rows - first)), range(0, rows, CHUNK_ROWS)
-    )
+def _drawn(schema: Schema, model: PlantedModel, stream: int, rows: int) -> Iterator[tuple[pa.Table, Draw]]:
+    def work(first: int) -> tuple[pa.Table, Draw]:
+        draw = model.draw(stream, first, min(CHUNK_ROWS, rows - first))
+        return _table(schema, draw), draw
+
+    return ordered_map(work, range(0, rows, CHUNK_ROWS))
 
 
 def _table(schema: Schema, draw: Draw) -> pa.Table:
@@ -422,10 +447,3 @@ def _table(schema: Schema, draw: Draw) -> pa.Table:
     ids = draw.ids + np.int32(RESERVED_ROWS)
     columns |= {field.name: values for field, values in zip(schema.sparse, ids, strict=True)}
     return pa.table({name: pa.array(values) for name, values in columns.items()})
-
-
-def _best(draws: list[Draw]) -> dict[str, float] | None:
-    logits = np.concatenate([draw.logits for draw in draws])
-    labels = np.concatenate([draw.labels for draw in draws])
-    best = best_quality(logits, labels)
-    return None if np.isnan(best["auc"]) else best

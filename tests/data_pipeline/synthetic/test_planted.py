@@ -13,6 +13,7 @@ from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
 from cowrec.data_pipeline.synthetic.planted import (
     CRITEO_SIZES,
     PlantedModel,
+    Scales,
     best_quality,
     exact_auc,
     exact_logloss,
@@ -27,16 +28,9 @@ def table(folder, split="train"):
 
 
 def model(seed=0, **changes):
-    settings_ = {
-        "sizes": np.array([5, 100, 10**7]),
-        "num_dense": 3,
-        "skew": 1.1,
-        "id_scale": 0.3,
-        "pair_scale": 0.2,
-        "rank": 2,
-        "dense_scale": 0.5,
-    }
-    return PlantedModel(seed=seed, **{**settings_, **changes})
+    scales = {"skew": 1.1, "id_scale": 0.3, "pair_scale": 0.2, "rank": 2, "dense_scale": 0.5}
+    scales |= {name: changes.pop(name) for name in scales.keys() & changes}
+    return PlantedModel(seed, changes.pop("sizes", np.array([5, 100, 10**7])), 3, Scales(**scales), **changes)
 
 
 @settings(max_examples=30, deadline=None)
