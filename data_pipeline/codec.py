@@ -28,8 +28,15 @@ import torch
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, RESERVED_ROWS, TIME, Schema
 from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
-from cowrec.data_pipeline.encoding.dense import bound, bounded, bucket_ids, scores
-from cowrec.data_pipeline.encoding.encoder import Encoder, hash_bucket_rows, raw_ids_of_hashed
+from cowrec.data_pipeline.encoding import (
+    Encoder,
+    bound,
+    bounded,
+    bucket_ids,
+    hash_bucket_rows,
+    raw_ids_of_hashed,
+    scores,
+)
 from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers
 from cowrec.data_pipeline.raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED, SampleColumns
 from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel

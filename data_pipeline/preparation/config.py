@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cowrec.data_pipeline.dataset.writer import SHARD_ROWS
+from cowrec.data_pipeline.dataset.shards import SHARD_ROWS
 from cowrec.data_pipeline.raw.layouts import DenseTransform
 from cowrec.data_pipeline.raw.parsing import OnBadRow
 

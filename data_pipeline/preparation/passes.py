@@ -22,16 +22,18 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseKind,
     Split,
 )
-from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
-from cowrec.data_pipeline.dataset.writer import PARTIAL, ShardSize, size_of_split, write_shard
-from cowrec.data_pipeline.encoding.dense import (
+from cowrec.data_pipeline.dataset.shards import PARTIAL, ShardSize, arrow_schema, shard_path, size_of_split, write_shard
+from cowrec.data_pipeline.encoding import (
+    Encoder,
     NumberStatistics,
     ValueCounts,
+    Vocabulary,
+    VocabularyCounter,
     bucket_ids,
     count_bounded,
+    counted_values,
     fitted,
 )
-from cowrec.data_pipeline.encoding.encoder import Encoder, Vocabulary, VocabularyCounter, counted_values
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
 from cowrec.data_pipeline.raw.layouts import DenseTransform, Layout, RawField

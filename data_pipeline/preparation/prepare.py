@@ -14,8 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from cowrec.data_pipeline.dataset.schema import SCHEMA_FILE, Schema, SourceFile, Split, library_versions
-from cowrec.data_pipeline.dataset.writer import disk_errors, new_folder
-from cowrec.data_pipeline.encoding.encoder import Encoder
+from cowrec.data_pipeline.dataset.shards import disk_errors, new_folder
+from cowrec.data_pipeline.encoding import Encoder
 from cowrec.data_pipeline.raw.inputs import Partition, RawFile, Source, find_inputs, partitions, stamp
 from cowrec.data_pipeline.raw.layouts import AVAZU, CRITEO, Layout, LayoutName, load_schema_file
 from cowrec.data_pipeline.raw.parsing import BadRowLedger, check_same_types, check_types

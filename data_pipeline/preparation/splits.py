@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from cowrec.data_pipeline.encoding.dense import ValueCounts
+from cowrec.data_pipeline.encoding import ValueCounts
 from cowrec.data_pipeline.hashing import uniforms
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
 from cowrec.data_pipeline.raw.layouts import Layout

@@ -1,11 +1,30 @@
-"""Reading of raw files of any format: a survey finds their segments, which are then read in any order."""
+"""Reading of raw files of any format: a survey finds their segments, which are then read in any order.
 
-from collections.abc import Generator, Iterable
+Text is in `text`. Of Parquet and Arrow IPC files only the wanted columns are read, with bounded memory."""
 
+import hashlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from .column_file import ColumnReader, look_at_columns, survey_columns
-from .inputs import Block, FileFormat, InputFile, RawFile, Report, Segment, Source, open_file
+from cowrec.data_pipeline.remote import is_remote
+
+from .inputs import (
+    Block,
+    FileFormat,
+    InputFile,
+    RawFile,
+    Report,
+    Segment,
+    Source,
+    changed_message,
+    open_file,
+    read_bytes,
+    stamp,
+)
 from .text import BLOCK_BYTES, TextReader, look_at_text, survey_text
 
 MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
@@ -36,7 +55,7 @@ def look(file: InputFile) -> tuple[Source, pa.Schema | None]:
             raise ValueError(f"input file {file.path} is {what}. Text, Parquet and Arrow files are read")
     for magic, kind in MAGIC.items():
         if first.startswith(magic):
-            return look_at_columns(file, kind)
+            return _look_at_columns(file, kind)
     return look_at_text(file), None
 
 
@@ -57,7 +76,7 @@ def survey(
     """
     if source.format == "text":
         return survey_text(source, report, header=header, segment_samples=segment_samples, block_bytes=block_bytes)
-    return survey_columns(source, report, segment_samples=segment_samples, block_bytes=block_bytes)
+    return _survey_columns(source, report, segment_samples=segment_samples, block_bytes=block_bytes)
 
 
 def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
@@ -72,7 +91,7 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
             if reader is None or reader.source != segment.source or segment.offset < reader.offset:
                 if reader is not None:
                     reader.close()
-                reader = _open(segment.source)
+                reader = _reader(segment.source)
             data = reader.read(segment)
             yield Block(segment.source, data, segment.first_place, segment.first_sample, segment.samples)
     finally:
@@ -80,8 +99,185 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
             reader.close()
 
 
-def _open(source: Source) -> TextReader | ColumnReader:
+def _reader(source: Source) -> "TextReader | ColumnReader":
     try:
         return TextReader(source) if source.format == "text" else ColumnReader(source)
     except FileNotFoundError:
         raise ValueError(f"input file {source.path} was deleted after the survey; restore it and run again") from None
+
+
+VALUE_BYTES = 8
+"""Least size of a value in memory; on disk, dictionaries and runs make values smaller."""
+MOST_ROWS = 1 << 16
+"""Largest number of rows of a segment."""
+
+
+def _look_at_columns(file: InputFile, kind: FileFormat) -> tuple[Source, pa.Schema]:
+    """Reads the columns of a file."""
+    found = stamp(file.path)
+    with _errors(file.path), closing(_open(file.path, kind)) as opened:
+        schema = opened.schema
+    return Source(file.path, kind, found, b"", tuple(schema.names), file.partition), schema
+
+
+def _survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
+    """Computes a file's checksum, and divides its rows into segments; see `survey`."""
+    sha256 = _checksum(source.path, report)
+    with _errors(source.path), closing(_open(source.path, source.format)) as opened:
+        starts, row_bytes = np.cumsum([0, *opened.groups]), opened.row_bytes(source.columns)
+    if stamp(source.path) != source.stamp:
+        raise ValueError(changed_message(source.path))
+    rows, file_bytes = int(starts[-1]), source.stamp[0]
+    most = min(MOST_ROWS, max(1, int(block_bytes / max(row_bytes, 1.0))))
+    segments, start = [], 0
+    while start < rows:
+        stop = min(start + most, rows, (start // segment_samples + 1) * segment_samples)
+        skipped = start - int(starts[np.searchsorted(starts, start, side="right") - 1])
+        share = file_bytes * stop // rows - file_bytes * start // rows
+        segments.append(
+            Segment(source, skipped <= segment_samples, start, stop - start, stop - start, start + 1, start, share)
+        )
+        start = stop
+    return RawFile(source, sha256, rows, tuple(segments))
+
+
+class ColumnReader:
+    """Reads the segments of a Parquet or Arrow file in their order. Raises ValueError if it changed since the survey.
+
+    Attributes:
+        offset: first row that was not read yet.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.offset = source, 0
+        if stamp(source.path) != source.stamp:
+            raise ValueError(changed_message(source.path))
+        with _errors(source.path):
+            self._file = _open(source.path, source.format)
+        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._surplus: list[pa.RecordBatch] = []
+
+    def read(self, segment: Segment) -> pa.Table:
+        """Returns the rows of a segment, the columns `source.columns`."""
+        with _errors(self.source.path, f", rows {segment.offset + 1} to {segment.offset + segment.size}"):
+            if self._batches is None or segment.offset != self.offset:
+                starts = np.cumsum([0, *self._file.groups])
+                group = int(np.searchsorted(starts, segment.offset, side="right")) - 1
+                self._batches = self._file.batches(group, self.source.columns, segment.size)
+                self._surplus, self.offset = [], int(starts[group])
+                while self.offset < segment.offset:
+                    self._take(min(segment.size, segment.offset - self.offset))
+            return self._take(segment.size)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, rows: int) -> pa.Table:
+        """Returns the next rows."""
+        assert self._batches is not None
+        found, self._surplus = self._surplus, []
+        count = sum(batch.num_rows for batch in found)
+        while count < rows:
+            batch = next(self._batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid("there are fewer rows than its footer says")
+            found.append(batch)
+            count += batch.num_rows
+        if count > rows:
+            last = found[-1]
+            kept = last.num_rows - (count - rows)
+            found[-1], self._surplus = last.slice(0, kept), [last.slice(kept)]
+        self.offset += rows
+        return pa.Table.from_batches(found)
+
+
+class _Parquet:
+    """Groups of rows of a Parquet file.
+
+    Attributes:
+        schema: the columns.
+        groups: number of rows of each group.
+    """
+
+    def __init__(self, path: str) -> None:
+        # Without a size of the buffer, all bytes of a row group would be read at once.
+        self._file = pq.ParquetFile(
+            open_file(path), buffer_size=read_bytes(path), pre_buffer=False, page_checksum_verification=True
+        )
+        self.schema = self._file.schema_arrow
+        self._meta = self._file.metadata
+        self.groups = [self._meta.row_group(group).num_rows for group in range(self._meta.num_row_groups)]
+
+    def row_bytes(self, columns: Sequence[str]) -> float:
+        """Estimates the size of a row in memory."""
+        # The leaves of a nested column have the paths `column.list.element` and the like.
+        leaves = [self._meta.schema.column(leaf).path for leaf in range(self._meta.num_columns)]
+        wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]
+        size = 0
+        for group in range(len(self.groups)):
+            chunks = [self._meta.row_group(group).column(leaf) for leaf in wanted]
+            size += sum(max(each.total_uncompressed_size, VALUE_BYTES * each.num_values) for each in chunks)
+        return size / max(sum(self.groups), 1)
+
+    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """Yields the rows from a group on, about `rows` at a time."""
+        groups = range(group, len(self.groups))
+        return self._file.iter_batches(batch_size=rows, row_groups=list(groups), columns=list(columns))
+
+    def close(self) -> None:
+        self._file.close(force=True)
+
+
+class _Arrow:
+    """Record batches of an Arrow file, as groups of rows; see `_Parquet`."""
+
+    def __init__(self, path: str) -> None:
+        self._source = open_file(path) if is_remote(path) else pa.memory_map(path)
+        reader = pa.ipc.open_file(self._source)
+        self.schema = reader.schema
+        counter = self._reader(())
+        self.groups = [counter.get_batch(group).num_rows for group in range(counter.num_record_batches)]
+
+    def row_bytes(self, columns: Sequence[str]) -> float:
+        for batch in self.batches(0, columns, 0):
+            if batch.num_rows:
+                return float(batch.nbytes / batch.num_rows)
+        return 0.0
+
+    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        reader = self._reader(columns)
+        return (reader.get_batch(index) for index in range(group, len(self.groups)))
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _reader(self, columns: Sequence[str]) -> pa.RecordBatchFileReader:
+        chosen = [self.schema.get_field_index(name) for name in columns]
+        return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=chosen))
+
+
+def _open(path: str, kind: FileFormat) -> _Parquet | _Arrow:
+    return _Parquet(path) if kind == "parquet" else _Arrow(path)
+
+
+def _checksum(path: str, report: Report) -> str:
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while chunk := file.read(read_bytes(path)):
+            digest.update(chunk)
+            report(len(chunk))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _errors(path: str, where: str = "") -> Iterator[None]:
+    """Turns errors of Arrow into ValueErrors that name the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}{where}: truncated or damaged, or written with a feature that pyarrow {pa.__version__} does not "
+            f"support ({error}). Copy or write it again"
+        ) from error

@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from cowrec.data_pipeline.urls import split_url, without_credentials
 
+from .brokers import KafkaSink, KafkaSource, RedisSink, RedisSource
 from .directory import DirectorySink, DirectorySource
-from .kafka_topic import KafkaSink, KafkaSource
-from .redis_stream import RedisSink, RedisSource
 from .source import SampleSource
 
 

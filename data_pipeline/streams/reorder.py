@@ -3,7 +3,7 @@
 P waiting samples, R arriving samples.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 MAX_OVERHEAD = 4
 """Stored samples per waiting sample above which samples already returned are freed."""
 MIN_COMPACTED_ROWS = 1 << 16
-MIN_STEP, MAX_PARTS = 1 << 12, 64
+MAX_PARTS = 64
 
 _EMPTY = np.zeros(0, np.int64)
 
@@ -108,64 +108,31 @@ class RecentIds:
     Args:
         window: number of ids to remember; at least 1.
         ids: uint64, ids remembered at the start, oldest first.
+
+    Attributes:
+        parts: immutable arrays whose concatenation ends with the remembered ids.
     """
 
     def __init__(self, window: int, ids: np.ndarray) -> None:
-        self._window, self._step = window, max(window, MIN_STEP)
-        self._count = 0
-        self._parts: tuple[np.ndarray, ...] = (ids[-window:],)
-        self._size = 1 << (4 * self._step).bit_length()
-        self._fill(ids[-window:])
-
-    @property
-    def parts(self) -> tuple[np.ndarray, ...]:
-        """Immutable arrays whose concatenation ends with the remembered ids; see `joined`."""
-        return self._parts
+        self._window = window
+        self._ids = OrderedDict.fromkeys(ids[-window:].tolist())
+        self.parts: tuple[np.ndarray, ...] = (ids[-window:],)
 
     def seen(self, ids: np.ndarray) -> np.ndarray:
         """Returns bool [R]: whether each id, uint64 [R], is in the window or earlier in `ids`; remembers the others."""
-        return np.concatenate([self._seen(ids[at : at + self._step]) for at in range(0, max(len(ids), 1), self._step)])
-
-    def _seen(self, ids: np.ndarray) -> np.ndarray:
-        if self._count + len(ids) > self._size // 2:
-            self._fill(self.joined(self._parts, self._window))
-        seen, self._count = _look_up(ids, self._ids, self._turns, self._count, self._window)
+        seen = np.zeros(len(ids), bool)
+        for index, each in enumerate(ids.tolist()):
+            if each in self._ids:
+                seen[index] = True
+            elif each:
+                self._ids[each] = None
+                if len(self._ids) > self._window:
+                    self._ids.popitem(last=False)
         new = ids[~seen & (ids != 0)]
-        if len(new):
-            self._parts = (*self._parts, new)
-        if len(self._parts) > MAX_PARTS:
-            self._parts = (self.joined(self._parts, self._window),)
+        self.parts = (*self.parts, new) if len(new) else self.parts
+        if len(self.parts) > MAX_PARTS:
+            self.parts = (np.concatenate(self.parts)[-self._window :],)
         return seen
-
-    @staticmethod
-    def joined(parts: Sequence[np.ndarray], window: int) -> np.ndarray:
-        """Returns the remembered ids, oldest first."""
-        return np.concatenate(parts)[-window:]
-
-    def _fill(self, ids: np.ndarray) -> None:
-        # Open addressing; the turn in which an id entered decides whether it is still in the window.
-        self._ids, self._turns = np.zeros(self._size, np.uint64), np.zeros(self._size, np.int64)
-        _, self._count = _look_up(ids, self._ids, self._turns, 0, self._window)
-
-
-@numba.njit(nogil=True, cache=True)
-def _look_up(ids: np.ndarray, slots: np.ndarray, turns: np.ndarray, count: int, window: int) -> tuple[np.ndarray, int]:
-    """Looks up ids, uint64 [R], and inserts the new ones; returns bool [R] and the number of turns so far."""
-    mask = np.uint64(len(slots) - 1)
-    seen = np.zeros(len(ids), np.bool_)
-    for i in range(len(ids)):
-        if ids[i] == 0:
-            continue
-        slot = ids[i] & mask
-        while slots[slot] != 0 and slots[slot] != ids[i]:
-            slot = (slot + np.uint64(1)) & mask
-        if slots[slot] != 0 and turns[slot] > count - window:
-            seen[i] = True
-        else:
-            count += 1
-            slots[slot] = ids[i]
-            turns[slot] = count
-    return seen, count
 
 
 WINDOW = 256

@@ -38,7 +38,7 @@ import pyarrow.compute as pc
 from cowrec.data_pipeline.codec import TIME_COLUMN, BadSample, Encoded, SampleCodec, sample_block
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
-from cowrec.data_pipeline.encoding.dense import count_bounded
+from cowrec.data_pipeline.encoding import count_bounded
 from cowrec.data_pipeline.hashing import string_hashes
 
 from .position import Entry, Journal, Position

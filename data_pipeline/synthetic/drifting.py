@@ -35,8 +35,8 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseField,
     library_versions,
 )
-from cowrec.data_pipeline.dataset.writer import SHARD_ROWS
-from cowrec.data_pipeline.encoding.encoder import raw_ids
+from cowrec.data_pipeline.dataset.shards import SHARD_ROWS
+from cowrec.data_pipeline.encoding import raw_ids
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
@@ -334,6 +334,7 @@ def best_by_window(config: DriftConfig, first_row: int, rows: int, window_second
     for start in range(0, rows, CHUNK_ROWS):
         draw = model.draw(first_row + start, min(CHUNK_ROWS, rows - start))
         here = slice(start, start + len(draw.labels))
+        assert draw.times is not None
         logits[here], labels[here], times[here] = draw.logits, draw.labels > 0, draw.times
     window = (times - config.start) // window_seconds
     firsts = np.flatnonzero(np.diff(window, prepend=-1))

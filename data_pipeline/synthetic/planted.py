@@ -29,7 +29,7 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseField,
     library_versions,
 )
-from cowrec.data_pipeline.dataset.writer import SHARD_ROWS, ShardWriter, new_folder
+from cowrec.data_pipeline.dataset.shards import SHARD_ROWS, ShardWriter, new_folder
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField, Split
-from cowrec.data_pipeline.dataset.writer import ShardWriter
+from cowrec.data_pipeline.dataset.shards import ShardWriter
 
 
 def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True, columns_of_samples=False):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cowrec.data_pipeline import RESERVED_ROWS, Schema
 from cowrec.data_pipeline.dataset.schema import library_versions
-from cowrec.data_pipeline.dataset.writer import new_folder
+from cowrec.data_pipeline.dataset.shards import new_folder
 from cowrec.data_pipeline.files import checksum, sync_folder, write_file
 from cowrec.data_pipeline.remote import Place
 from cowrec.models import ModelConfig, build_network, physical_dim

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm, rankdata
 
 from cowrec.data_pipeline import DenseField, PrepareConfig, SampleCodec, Schema, prepare
-from cowrec.data_pipeline.encoding.dense import MOST_VALUES, NumberStatistics, ValueCounts, fitted, transformed
+from cowrec.data_pipeline.encoding import MOST_VALUES, NumberStatistics, ValueCounts, fitted, transformed
 from raw_cases import read_split
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cowrec.data_pipeline.encoding.encoder as strings_module
-from cowrec.data_pipeline.encoding.encoder import StringTable, string_order
+import cowrec.data_pipeline.encoding as strings_module
+from cowrec.data_pipeline.encoding import StringTable, string_order
 
 # Zero bytes, prefixes of each other, and lengths around the eight bytes of a word.
 strings = st.one_of(

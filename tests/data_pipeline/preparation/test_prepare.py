@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare, work_bytes
-from cowrec.data_pipeline.encoding.dense import bucket_ids
+from cowrec.data_pipeline.encoding import bucket_ids
 from raw_cases import NULLS_SCHEMA, fnv_splitmix, read_split, write_criteo
 
 MIXED_HEADER = ["past views", "unused", "click", "price", "tags", "city"]

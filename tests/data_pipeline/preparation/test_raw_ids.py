@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import MISSING, PrepareConfig, Reader, Schema, SparseField, prepare, resident_bytes
-from cowrec.data_pipeline.encoding.encoder import raw_ids
+from cowrec.data_pipeline.encoding import raw_ids
 from cowrec.data_pipeline.raw.values import as_times
 from cowrec.trainer.training.dataloading import even_slices
 from raw_cases import fnv_splitmix, read_split, write_criteo, write_timed

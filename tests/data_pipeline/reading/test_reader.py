@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField
-from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path
-from cowrec.data_pipeline.dataset.writer import size_of_split, write_shard
+from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path, size_of_split, write_shard
 from cowrec.data_pipeline.reading.order import epoch_windows
 from numbered_data import flat, ids, make_reader, write_numbered
 

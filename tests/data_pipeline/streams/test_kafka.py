@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cowrec.data_pipeline import SampleStream, open_source
-from cowrec.data_pipeline.streams import kafka_topic
+from cowrec.data_pipeline.streams import brokers
 from stream_cases import lines, make_codec, numbers, sample
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
@@ -51,7 +51,7 @@ def trained(stream, count, seconds=30):
 
 
 def test_partitions_added_while_running_are_read_from_their_beginning(broker, monkeypatch, caplog):
-    monkeypatch.setattr(kafka_topic, "PARTITIONS_SECONDS", 0.2)
+    monkeypatch.setattr(brokers, "PARTITIONS_SECONDS", 0.2)
     broker.create("grows", 1)
     broker.send_messages("grows", samples(0, 5))
     source = open_source(f"kafka://{broker.address}/grows")
@@ -153,7 +153,7 @@ def test_settings_that_librdkafka_refuses_are_an_error_without_credentials(broke
 
 def test_credentials_are_in_no_log(monkeypatch, caplog):
     """librdkafka itself logs all of its settings here."""
-    monkeypatch.setattr(kafka_topic, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(brokers, "ANSWER_SECONDS", 1.0)
     caplog.set_level(logging.DEBUG)
     secret = "security.protocol=SASL_PLAINTEXT&sasl.mechanisms=PLAIN&sasl.username=me&sasl.password=hush-hush&debug=all"
     with pytest.raises(OSError, match="no Kafka broker answers") as refused:

@@ -314,7 +314,7 @@ def test_kafka_offsets_beyond_the_topic_are_an_error(cluster):
 
 
 def test_no_kafka_broker(monkeypatch):
-    monkeypatch.setattr("cowrec.data_pipeline.streams.kafka_topic.ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("cowrec.data_pipeline.streams.brokers.ANSWER_SECONDS", 0.5)
     with pytest.raises(OSError, match="no Kafka broker answers"):
         open_source("kafka://127.0.0.1:1/clicks")
 

@@ -1,1 +1,0 @@
-"""Parsed columns to features: transforms of dense values, vocabularies of ids."""
