@@ -260,18 +260,18 @@ class SampleCodec:
     def encode_request(self, samples: Sequence[Mapping[str, Any]]) -> tuple[SampleBlock, tuple[BadSample, ...]]:
         """Encodes samples for prediction; returns the good ones and the bad ones.
 
-        Faster than Arrow columns if all are good, up to twice as slow if not. Equals
-        `encode(from_objects(samples, training=False), training=False)` but for NaN, which JSON does not have: it is bad
-        even where it means a missing value.
+        Equals `encode(from_objects(samples, training=False), training=False)`, and is faster if all are good.
 
         Raises:
             ValueError: see `encode`.
         """
-        if self._request_encoder is None:
-            encoded = self.encode(self.from_objects(samples, training=False), training=False)
-            return encoded.block, encoded.bad
-        block, problems = self._request_encoder.encode(samples)
-        return block, _bad(problems)
+        if self._request_encoder is not None:
+            # What is wrong is found in columns.
+            with suppress(AttributeError, TypeError, ValueError, OverflowError):
+                return self._request_encoder.encode(samples), ()
+        encoded = self.encode(self.from_objects(samples, training=False), training=False)
+        block = encoded.block
+        return replace(block, dense=block.dense.contiguous()), encoded.bad  # as networks compiled elsewhere expect
 
     def _types_for(self, training: bool) -> Mapping[str, ColumnType]:
         return self._types if training else self._features
@@ -333,70 +333,42 @@ class _RequestEncoder:
         self._bound = np.array([[bound(field)] for field in encoder.dense]).reshape(-1, 1)
         self._quantile = [index for index, field in enumerate(encoder.dense) if field.transform == "quantile"]
 
-    def encode(self, samples: Sequence[Mapping[str, Any]]) -> tuple[SampleBlock, dict[int, str]]:
-        """Encodes the good ones; returns the problems of the others too, by index, in order.
+    def encode(self, samples: Sequence[Mapping[str, Any]]) -> SampleBlock:
+        """Encodes samples that are all good; labels are NaN, times are unknown.
 
         Raises:
-            ValueError: no sample has some column.
+            AttributeError, TypeError, ValueError, OverflowError: one is not; it is not told which one.
         """
-        with suppress(KeyError, TypeError, ValueError, OverflowError):  # what is wrong is found sample by sample
-            columns = {name: [sample[name] for sample in samples] for name in self._types}
-            return self._encoded({name: _canonical(values, self._types[name]) for name, values in columns.items()}), {}
-        good, problems, present = canonical_samples(samples, self._types)
-        if good:
-            require_columns(self._types, present)
-        problems |= {number: problem for number, values in good.items() if (problem := self._problem(values))}
-        kept = [values for number, values in good.items() if number not in problems]
-        columns = {name: [values[name] for values in kept] for name in self._types}
-        return self._encoded(columns), dict(sorted(problems.items()))
-
-    def _problem(self, sample: Mapping[str, Any]) -> str:
-        """Returns an error that canonical types do not rule out; empty if there is none."""
-        for name in self._numeric:
-            value = sample[self._column[name]]
-            if value is not None and not math.isfinite(value):
-                return f"column {self._column[name]}: must be a finite number or null, got {value}"
-        for field in self._encoder.sparse:
-            value = sample[self._column[field.source]]
-            weights = [abs(each["weight"]) for each in value or ()] if field.kind == "weighted" else []
-            if not all(map(math.isfinite, weights)):
-                return f"column {self._column[field.source]}: weights must be finite numbers"
-            if weights and max(weights) > MAX_WEIGHT:
-                return f"column {self._column[field.source]}: {WEIGHTS_ARE_BOUNDED}, got {max(weights):g}"
-        return ""
-
-    def _encoded(self, columns: _Columns) -> SampleBlock:
-        """The samples; labels are NaN, times are unknown.
-
-        Raises:
-            ValueError: one has a problem, or a text is not UTF-8; it is not told which one.
-            OverflowError: a number is too large.
-        """
+        columns: dict[str, Sequence[Any]] = {}
+        for name, column in self._types.items():
+            values = [sample.get(name) for sample in samples]
+            if values.count(None) == len(values) and not any(name in sample for sample in samples):
+                raise ValueError(f"no sample has the column {name!r}")
+            columns[name] = _canonical(values, column)
         raw = [columns[self._column[name]] for name in self._numeric]
-        samples = len(columns[next(iter(columns))])
-        numbers = np.array(raw, np.float64).reshape(len(raw), samples)  # None became NaN
+        numbers = np.array(raw, np.float64).reshape(len(raw), len(samples))  # None became NaN
         if np.isfinite(numbers).sum() + sum(each.count(None) for each in raw) < numbers.size:
             raise ValueError("a number is not finite")
         texts, lengths, weights = self._texts(columns, numbers)
-        ids = self._ids(texts, [samples if each is None else sum(each) for each in lengths])
+        ids = self._ids(texts, [len(samples) if each is None else sum(each) for each in lengths])
         singles, bags, start = [], {}, 0
         for field, counts in zip(self._encoder.sparse, lengths, strict=True):
             if counts is None:
-                stop = start + samples
+                stop = start + len(samples)
                 singles.append(ids[start:stop])
             else:
                 stop = start + sum(counts)
-                values = weights.get(field.name)
+                weight = weights.get(field.name)
                 bags[field.name] = Bags(
                     torch.from_numpy(ids[start:stop]),
                     torch.tensor([0, *counts]).cumsum(0),
-                    None if values is None else torch.from_numpy(values.astype(np.float32)),
+                    None if weight is None else torch.from_numpy(weight.astype(np.float32)),
                 )
             start = stop
-        table = np.array(singles, ids.dtype).reshape(len(singles), samples)
+        table = np.array(singles, ids.dtype).reshape(len(singles), len(samples))
         return SampleBlock(
             torch.from_numpy(self._transformed(numbers)).t().contiguous(),  # as networks compiled elsewhere expect
-            torch.full((samples,), math.nan),
+            torch.full((len(samples),), math.nan),
             torch.from_numpy(table).t(),
             bags,
         )

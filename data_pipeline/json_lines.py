@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from cowrec.data_pipeline.raw.columns import PAIR
 from cowrec.data_pipeline.raw.layouts import RawField
 from cowrec.data_pipeline.raw.values import NUMBER_PATTERN, marker_numbers
 
 ValueKind = Literal["number", "time", "label", "id", "ids", "weighted"]
 
-PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 CANONICAL = {
     "number": pa.float64(),
     "time": pa.float64(),

@@ -116,7 +116,7 @@ def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None, conf
     """Returns the sum of all `progress` calls: bytes on disk of the raw files, times the number of passes over them."""
     by_shares_of_time = config is not None and config.split == "time" and config.test_from is None
     passes = 3 + by_shares_of_time if like is None else 2
-    return passes * sum(stamp(file.path)[0] for file in find_inputs([os.fspath(path) for path in inputs]))
+    return passes * sum(stamp(file)[0] for file in find_inputs([os.fspath(path) for path in inputs]))
 
 
 @contextmanager

@@ -22,20 +22,7 @@ from cowrec.data_pipeline.remote import is_remote, local_path, open_filesystem
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
-@dataclass(frozen=True)
-class InputFile:
-    """A raw file, and the values that the folders in its path give to columns.
-
-    Attributes:
-        path: the file.
-        partition: (column, value) of each folder `column=value` in the path, as Hive names them; None is missing.
-    """
-
-    path: str
-    partition: tuple[tuple[str, str | None], ...] = ()
-
-
-def find_inputs(inputs: Sequence[str]) -> list[InputFile]:
+def find_inputs(inputs: Sequence[str]) -> list[str]:
     """Returns the files of all inputs, in their order.
 
     An input is a file; a folder, which stands for all files in it and in its folders, in the order of their paths,
@@ -62,12 +49,13 @@ def find_inputs(inputs: Sequence[str]) -> list[InputFile]:
         if key in seen:
             raise ValueError(f"input file {file} is given twice; its samples would count double")
         seen.add(key)
-    return [InputFile(file, _partition(path_of(file))) for file in files]
+    return files
 
 
-def _partition(path: str) -> tuple[tuple[str, str | None], ...]:
+def partition_of(place: str) -> tuple[tuple[str, str | None], ...]:
+    """Returns (column, value) of each folder `column=value` in a file's path, as Hive names them; None is missing."""
     values: dict[str, str | None] = {}
-    for part in Path(path).parts[:-1]:
+    for part in Path(path_of(place)).parts[:-1]:
         name, equals, value = part.partition("=")
         if equals and name:
             values[unquote(name)] = None if value == HIVE_NULL else unquote(value)
@@ -89,7 +77,7 @@ class Source:
         stamp: size and modification time of the file at the survey.
         first_line: of text: the first line, without its ending.
         columns: of Parquet and Arrow files: those that are read, all of them at first.
-        partition: values of columns that the path gives, see `InputFile`.
+        partition: values of columns that the path gives, see `partition_of`.
     """
 
     path: str
@@ -242,7 +230,7 @@ def open_file(place: str) -> pa.NativeFile:
 
 
 def find_files(text: str) -> list[str]:
-    """Returns the files that a file, folder or pattern stands for; see `inputs.find_inputs`.
+    """Returns the files that a file, folder or pattern stands for; see `find_inputs`.
 
     Raises:
         ValueError: a pattern matches nothing, or a folder has no file.

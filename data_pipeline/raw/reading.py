@@ -15,17 +15,17 @@ from cowrec.data_pipeline.remote import is_remote
 from .inputs import (
     Block,
     FileFormat,
-    InputFile,
     RawFile,
     Report,
     Segment,
     Source,
     changed_message,
     open_file,
+    partition_of,
     read_bytes,
     stamp,
 )
-from .text import BLOCK_BYTES, TextReader, look_at_text, survey_text
+from .text import BLOCK_BYTES, RawText, look_at_text, survey_text
 
 MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 REFUSED = {
@@ -39,7 +39,7 @@ REFUSED = {
 }
 
 
-def look(file: InputFile) -> tuple[Source, pa.Schema | None]:
+def look(path: str) -> tuple[Source, pa.Schema | None]:
     """Reads the beginning of a file, text or, recognized by its first bytes, Parquet or Arrow IPC (Feather).
 
     Returns:
@@ -48,15 +48,15 @@ def look(file: InputFile) -> tuple[Source, pa.Schema | None]:
     Raises:
         ValueError: a truncated or damaged file, or one of another format.
     """
-    with open_file(file.path) as opened:
+    with open_file(path) as opened:
         first = opened.read(16)
     for magic, what in REFUSED.items():
         if first.startswith(magic):
-            raise ValueError(f"input file {file.path} is {what}. Text, Parquet and Arrow files are read")
+            raise ValueError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")
     for magic, kind in MAGIC.items():
         if first.startswith(magic):
-            return _look_at_columns(file, kind)
-    return look_at_text(file), None
+            return _look_at_columns(path, kind)
+    return look_at_text(path), None
 
 
 def survey(
@@ -85,23 +85,23 @@ def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
     Raises:
         ValueError: a file is missing or has changed since the survey.
     """
-    reader: TextReader | ColumnReader | None = None
+    reader: RawText | ColumnReader | None = None
     try:
         for segment in segments:
             if reader is None or reader.source != segment.source or segment.offset < reader.offset:
                 if reader is not None:
                     reader.close()
                 reader = _reader(segment.source)
-            data = reader.read(segment)
+            data = reader.read_segment(segment)
             yield Block(segment.source, data, segment.first_place, segment.first_sample, segment.samples)
     finally:
         if reader is not None:
             reader.close()
 
 
-def _reader(source: Source) -> "TextReader | ColumnReader":
+def _reader(source: Source) -> "RawText | ColumnReader":
     try:
-        return TextReader(source) if source.format == "text" else ColumnReader(source)
+        return RawText(source.path, source) if source.format == "text" else ColumnReader(source)
     except FileNotFoundError:
         raise ValueError(f"input file {source.path} was deleted after the survey; restore it and run again") from None
 
@@ -112,12 +112,11 @@ MOST_ROWS = 1 << 16
 """Largest number of rows of a segment."""
 
 
-def _look_at_columns(file: InputFile, kind: FileFormat) -> tuple[Source, pa.Schema]:
-    """Reads the columns of a file."""
-    found = stamp(file.path)
-    with _errors(file.path), closing(_open(file.path, kind)) as opened:
+def _look_at_columns(path: str, kind: FileFormat) -> tuple[Source, pa.Schema]:
+    found = stamp(path)
+    with _errors(path), closing(_open(path, kind)) as opened:
         schema = opened.schema
-    return Source(file.path, kind, found, b"", tuple(schema.names), file.partition), schema
+    return Source(path, kind, found, b"", tuple(schema.names), partition_of(path)), schema
 
 
 def _survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
@@ -157,7 +156,7 @@ class ColumnReader:
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._surplus: list[pa.RecordBatch] = []
 
-    def read(self, segment: Segment) -> pa.Table:
+    def read_segment(self, segment: Segment) -> pa.Table:
         """Returns the rows of a segment, the columns `source.columns`."""
         with _errors(self.source.path, f", rows {segment.offset + 1} to {segment.offset + segment.size}"):
             if self._batches is None or segment.offset != self.offset:

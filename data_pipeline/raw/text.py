@@ -11,21 +11,32 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import BinaryIO, cast
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 
-from .inputs import InputFile, RawFile, Report, Segment, Source, changed_message, open_file, read_bytes, stamp
+from .inputs import (
+    RawFile,
+    Report,
+    Segment,
+    Source,
+    changed_message,
+    open_file,
+    partition_of,
+    read_bytes,
+    stamp,
+)
 
 NEWLINE = 10
 
 
-def look_at_text(file: InputFile) -> Source:
+def look_at_text(path: str) -> Source:
     """Reads the first line of a text file; it is empty if the text is."""
-    with RawText(file.path) as text:
+    with RawText(path) as text:
         lines = next(line_blocks(text, BLOCK_BYTES), b"")
-        return Source(file.path, "text", text.stamp, leading_line(lines), partition=file.partition)
+        first = lines.split(b"\n", 1)[0].removesuffix(b"\r").removeprefix(BYTE_ORDER_MARK)
+        return Source(path, "text", text.stamp, first, partition=partition_of(path))
 
 
 def survey_text(source: Source, report: Report, *, header: bool, segment_samples: int, block_bytes: int) -> RawFile:
@@ -36,10 +47,14 @@ def survey_text(source: Source, report: Report, *, header: bool, segment_samples
     """
     segments: list[Segment] = []
     offset, place, samples, reported = 0, 1, 0, 0
-    with RawText(source.path, checksum=True) as text:
+    with RawText(source.path, source, checksum=True) as text:
         for lines in line_blocks(text, block_bytes):
             if not offset:
-                offset = (lines.find(b"\n") + 1 or len(lines)) if header else _mark_bytes(lines)
+                offset = (
+                    (lines.find(b"\n") + 1 or len(lines))
+                    if header
+                    else len(BYTE_ORDER_MARK) * lines.startswith(BYTE_ORDER_MARK)
+                )
                 place, lines = place + header, lines[offset:]
             for part, is_header in _without_headers(lines, source.first_line if header else b""):
                 if is_header:
@@ -50,42 +65,10 @@ def survey_text(source: Source, report: Report, *, header: bool, segment_samples
                     offset, place, samples = offset + size, place + count, samples + count
             if segments:
                 reported += _add_file_bytes(segments, text.disk_bytes - reported, report)
-        if text.stamp != source.stamp:
-            raise ValueError(changed_message(source.path))
         if not segments:
             raise ValueError(f"input file {source.path} has no samples; copy it again, or remove it")
         _add_file_bytes(segments, text.disk_bytes - reported, report)  # what follows an archive's last line
         return RawFile(source, text.sha256, samples, tuple(segments))
-
-
-class TextReader:
-    """Reads the segments of a text file in their order. Raises ValueError if it changed since the survey."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self._text = source, RawText(source.path)
-        if self._text.stamp != source.stamp:
-            self.close()
-            raise ValueError(changed_message(source.path))
-
-    @property
-    def offset(self) -> int:
-        """First byte of the text that was not read yet."""
-        return self._text.offset
-
-    def read(self, segment: Segment) -> bytes:
-        """Returns the lines of a segment, each with a newline."""
-        self._text.skip_to(segment.offset)
-        data = self._text.read(segment.size)
-        if len(data) < segment.size:
-            raise ValueError(changed_message(self.source.path))
-        return data if data.endswith(b"\n") else data + b"\n"
-
-    def close(self) -> None:
-        self._text.close()
-
-
-def _mark_bytes(lines: bytes) -> int:
-    return len(lines) - len(lines.removeprefix(BYTE_ORDER_MARK))
 
 
 def _add_file_bytes(segments: list[Segment], file_bytes: int, report: Report) -> int:
@@ -125,16 +108,24 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class RawText:
     """Reader of a file's text, decompressed if needed. A context manager.
 
+    Args:
+        path: the file.
+        source: what it was at the survey; a ValueError is raised if it has changed since.
+        checksum: compute `sha256`.
+
     Attributes:
         stamp: the file's size and modification time.
         plain: True if the file is not compressed.
         offset: bytes of text read or skipped so far.
     """
 
-    def __init__(self, path: str, *, checksum: bool = False) -> None:
-        self.path, self.offset = path, 0
+    def __init__(self, path: str, source: Source | None = None, *, checksum: bool = False) -> None:
+        self.path, self.source, self.offset = path, source, 0
         self._raw = _CountedFile(path, checksum)
         self.stamp = stamp(path)
+        if source is not None and self.stamp != source.stamp:
+            self.close()
+            raise ValueError(changed_message(path))
         self._buffered = io.BufferedReader(self._raw, read_bytes(path))
         self._kind, opener = _format(self._buffered.peek(6)[:6])
         self.plain = self._kind == "plain"
@@ -167,6 +158,14 @@ class RawText:
                 self._raw.finish()  # the checksum includes what follows the archive
         self.offset += size - missing
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_segment(self, segment: Segment) -> bytes:
+        """Returns the lines of a segment, each with a newline."""
+        self.skip_to(segment.offset)
+        data = self.read(segment.size)
+        if len(data) < segment.size:
+            raise ValueError(changed_message(self.path))
+        return data if data.endswith(b"\n") else data + b"\n"
 
     def skip_to(self, offset: int) -> None:
         """Moves forward to an offset in the text."""
@@ -240,11 +239,6 @@ def _is_text(data: bytes) -> str:
     return "is this a text file?"
 
 
-def leading_line(lines: bytes) -> bytes:
-    """Returns the first line of the beginning of a file, without its line ending and byte order mark."""
-    return lines.split(b"\n", 1)[0].removesuffix(b"\r").removeprefix(BYTE_ORDER_MARK)
-
-
 class _CountedFile(io.RawIOBase):
     """A file that counts the bytes read from its beginning on, and optionally computes their SHA-256.
 
@@ -294,7 +288,7 @@ class _Refused(Exception):
     """An archive that is intact and not read."""
 
 
-def _format(magic: bytes) -> tuple[str, Callable[[BinaryIO], BinaryIO]]:
+def _format(magic: bytes) -> tuple[str, Callable[[Any], Any]]:
     """Identifies a file by its first bytes. Returns the format's name and a function that opens its text."""
     for kind, (start, opener) in COMPRESSIONS.items():
         if magic.startswith(start):
@@ -302,19 +296,11 @@ def _format(magic: bytes) -> tuple[str, Callable[[BinaryIO], BinaryIO]]:
     return "plain", lambda file: file
 
 
-def _arrow_stream(codec: str) -> Callable[[BinaryIO], BinaryIO]:
+def _arrow_stream(codec: str) -> Callable[[Any], Any]:
     return lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
 
 
-def _lzma_text(file: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, lzma.LZMAFile(file))
-
-
-def _bzip2_text(file: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, bz2.BZ2File(file))
-
-
-def _zip_member(file: BinaryIO) -> BinaryIO:
+def _zip_member(file: Any) -> IO[bytes]:
     """Opens the one file in a zip archive. Raises `_Refused` if there are several, or it is encrypted."""
     archive = zipfile.ZipFile(file)
     members = [each for each in archive.infolist() if not each.is_dir() and not _is_hidden(each.filename)]
@@ -325,18 +311,18 @@ def _zip_member(file: BinaryIO) -> BinaryIO:
         )
     if members[0].flag_bits & 1:
         raise _Refused(f"the zip archive is encrypted; extract it and give the file {members[0].filename}")
-    return cast(BinaryIO, archive.open(members[0]))
+    return archive.open(members[0])
 
 
 def _is_hidden(name: str) -> bool:
     return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
-COMPRESSIONS: dict[str, tuple[bytes, Callable[[BinaryIO], BinaryIO]]] = {
+COMPRESSIONS: dict[str, tuple[bytes, Callable[[Any], Any]]] = {
     "gzip": (b"\x1f\x8b", _arrow_stream("gzip")),
     "zstd": (b"\x28\xb5\x2f\xfd", _arrow_stream("zstd")),
-    "xz": (b"\xfd7zXZ\x00", _lzma_text),
-    "bzip2": (b"BZh", _bzip2_text),
+    "xz": (b"\xfd7zXZ\x00", lzma.LZMAFile),
+    "bzip2": (b"BZh", bz2.BZ2File),
     "lz4": (b"\x04\x22\x4d\x18", _arrow_stream("lz4")),
     "zip": (b"PK\x03\x04", _zip_member),
 }

@@ -42,7 +42,7 @@ from cowrec.data_pipeline.encoding import count_bounded
 from cowrec.data_pipeline.hashing import string_hashes
 
 from .position import Entry, Journal, Position
-from .reorder import RecentIds, ReorderBuffer, follow
+from .reorder import RecentIds, follow
 from .source import Chunk, PatientSource, SampleSource, StillBlocked
 
 if TYPE_CHECKING:
@@ -130,13 +130,16 @@ class SampleStream:
             raise ValueError("lateness_seconds, duplicates_window, max_wait_seconds, ahead_seconds must be at least 0")
         if late not in ("drop", "train"):
             raise ValueError(f"late must be drop or train, got {late!r}")
-        self._source, self._encoder = PatientSource(source), ChunkEncoder(codec, ahead_seconds)
+        self._source, self._codec, self._ahead = PatientSource(source), codec, ahead_seconds
+        self._logged, self._since = 0, time.monotonic()
         self._batch_size, self._lateness, self._late = batch_size, lateness_seconds, late
         self._max_wait, self._max_waiting = max_wait_seconds, most_waiting
         self.position = position or Position()
         if self.ended:  # the source may have new samples since
             self.position = dataclasses.replace(self.position, ended=False)
-        self._encoder.check_columns(self.position.waiting)
+        expected = [(each.name, each.type) for each in self._no_samples().table.schema]
+        if any([(each.name, each.type) for each in table.schema] != expected for table in self.position.waiting.tables):
+            raise ValueError("the position is of a stream with other fields; start without it")
         self._recent = RecentIds(duplicates_window, np.concatenate(self.position.recent)) if duplicates_window else None
         self._journal = Journal(journal, self.position.entry) if journal is not None else None
         self._must_seek, self._last_arrival = True, time.monotonic()
@@ -213,7 +216,7 @@ class SampleStream:
             due=max(0, state.due - count),
             counters=state.counted(handed_out=count, batches=1, forced=forced),
         )
-        return StreamBatch(table, self._encoder.schema, self.position)
+        return StreamBatch(table, self._codec.schema, self.position)
 
     def _advance(self, deadline: float) -> bool:
         """Applies the next entry of the journal or, after its end, the next event; False if none comes in time."""
@@ -274,13 +277,16 @@ class SampleStream:
         if chunk is None:
             counters = state.counted(flushes=int(entry.kind == "flush"))
             return dataclasses.replace(state, entry=state.entry + 1, due=len(state.waiting), counters=counters)
-        encoded = self._encoder.encode(chunk, entry.now)
+        encoded = self._encode(chunk, entry.now)
         table, times = encoded.table, encoded.time
-        repeated = self._recent.seen(id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
+        repeated = self._recent.seen(_id_hashes(encoded)) if self._recent else np.zeros(len(times), bool)
         if repeated.any():
             table, times = table.filter(pa.array(~repeated)), times[~repeated]
         followed = follow(times, state.latest, state.newest, self._lateness)
-        table, times = with_times(table, followed.time) if followed.early.any() else table, followed.time
+        if followed.early.any():
+            place = table.column_names.index(TIME_COLUMN)
+            table = table.set_column(place, TIME_COLUMN, pa.array(followed.time))
+        times = followed.time
         late = times < followed.newest - self._lateness
         if late.any() and self._late == "drop":
             table, times = table.filter(pa.array(~late)), times[~late]
@@ -303,25 +309,7 @@ class SampleStream:
             ),
         )
 
-
-class ChunkEncoder:
-    """Encodes chunks with a codec.
-
-    Args:
-        codec: encodes raw samples.
-        ahead_seconds: a sample whose time is more than this ahead of the clock is malformed; 0: no limit.
-    """
-
-    def __init__(self, codec: SampleCodec, ahead_seconds: int) -> None:
-        self._codec, self._ahead = codec, ahead_seconds
-        self._logged, self._since = 0, time.monotonic()
-
-    @property
-    def schema(self) -> Schema:
-        """Schema of the encoded samples."""
-        return self._codec.schema
-
-    def encode(self, chunk: Chunk, now: int) -> Encoded:
+    def _encode(self, chunk: Chunk, now: int) -> Encoded:
         """Encodes the good samples of a chunk that arrived at `now`, Unix seconds; logs the first malformed ones."""
         table = isinstance(chunk.samples, pa.Table)
         raw = self._codec.from_table(chunk.samples) if table else self._codec.from_json(chunk.samples)
@@ -342,13 +330,6 @@ class ChunkEncoder:
             logger.warning("%s is dropped: %s", place, each.reason)
         return encoded
 
-    def check_columns(self, waiting: ReorderBuffer) -> None:
-        """Raises ValueError if waiting samples were encoded for another data set."""
-        expected = self._no_samples().table.schema
-        for table in waiting.tables:
-            if [(each.name, each.type) for each in table.schema] != [(each.name, each.type) for each in expected]:
-                raise ValueError("the position is of a stream with other fields; start without it")
-
     def _no_samples(self) -> Encoded:
         return self._codec.encode(self._codec.from_objects([]))
 
@@ -358,12 +339,7 @@ def _shown(start: Any) -> str:
     return ", ".join(f"{key} {value}" for key, value in start.items()) if isinstance(start, dict) else str(start)
 
 
-def with_times(table: pa.Table, time: np.ndarray) -> pa.Table:
-    """Returns the columns of `Encoded.table` with other times, int64 [R]."""
-    return table.set_column(table.column_names.index(TIME_COLUMN), TIME_COLUMN, pa.array(time))
-
-
-def id_hashes(encoded: Encoded) -> np.ndarray:
+def _id_hashes(encoded: Encoded) -> np.ndarray:
     """Returns the hash of each sample id, uint64 [R]; 0 for a sample without an id."""
     ids = encoded.sample_ids.combine_chunks()
     ids = pa.concat_arrays(ids.chunks) if isinstance(ids, pa.ChunkedArray) else ids

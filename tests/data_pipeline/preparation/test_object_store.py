@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, prepare, work_bytes
-from cowrec.data_pipeline.raw.inputs import find_inputs
+from cowrec.data_pipeline.raw.inputs import find_inputs, partition_of
 from cowrec.data_pipeline.remote import RemoteFolder
 from raw_cases import content
 from servers.s3_server import s3_clients
@@ -65,13 +65,13 @@ def test_a_data_set_from_and_to_an_object_store(logs, tmp_path):
 
 def test_files_in_an_object_store_are_found(logs):
     def names(*inputs):
-        return [file.path.removeprefix(logs) for file in find_inputs(inputs)]
+        return [file.removeprefix(logs) for file in find_inputs(inputs)]
 
     parts = ["/city=K%25C3%25B6ln/part.csv", "/city=a/part.parquet", "/city=b%20c/part=1.arrow", "/city=d/part.csv.gz"]
     assert names(logs) == names(f"{logs}/") == names(f"{logs}/**") == names(f"{logs}/*") == parts
     assert names(f"{logs}/**/*.csv") == names(f"{logs}/city=*/*.csv") == parts[:1]
     assert names(f"{logs}{parts[2]}") == parts[2:3]
-    assert dict(find_inputs([f"{logs}{parts[0]}"])[0].partition) == {"city": "Köln"}
+    assert dict(partition_of(f"{logs}{parts[0]}")) == {"city": "Köln"}
     endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
     query = f"?endpoint_override={endpoint}&scheme=http&region=us-east-1"
     assert names(logs + query) == [part + query for part in parts]

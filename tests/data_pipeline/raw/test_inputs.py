@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cowrec.data_pipeline.raw.inputs import find_inputs
+from cowrec.data_pipeline.raw.inputs import find_inputs, partition_of
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def paths(*inputs):
-    return [os.path.relpath(file.path) for file in find_inputs([os.fspath(each) for each in inputs])]
+    return [os.path.relpath(file) for file in find_inputs([os.fspath(each) for each in inputs])]
 
 
 def test_files_keep_their_order_and_others_are_sorted(folder):
@@ -39,7 +39,7 @@ def test_files_keep_their_order_and_others_are_sorted(folder):
 
 def test_folders_named_column_value_give_columns(folder):
     found = {
-        os.path.basename(os.path.dirname(file.path)): file.partition for file in find_inputs(["more", "city=K%C3%B6ln"])
+        os.path.basename(os.path.dirname(file)): partition_of(file) for file in find_inputs(["more", "city=K%C3%B6ln"])
     }
     assert found["city=K%C3%B6ln"] == (("city", "Köln"),)
     assert found["hour=3"] == (("date", "2024-01-02"), ("hour", "3"))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline.raw.inputs import InputFile, partitions
+from cowrec.data_pipeline.raw.inputs import partitions
 from cowrec.data_pipeline.raw.reading import blocks, look, survey
 
 TEXT = "".join(f"{number},{random.Random(number).random()}\n" for number in range(3000)).encode()
@@ -48,7 +48,7 @@ COMPRESSORS |= {"lz4": lz4, "zip": zipped}
 
 
 def surveyed(path, *, header=False, segment_samples=1000, report=lambda _: None, **options):
-    source, _ = look(InputFile(str(path)))
+    source, _ = look(str(path))
     return survey(source, report, header=header, segment_samples=segment_samples, **options)
 
 
