@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections import OrderedDict
 
 import pyarrow as pa
@@ -127,3 +128,37 @@ def arrivals(samples, lateness, window):
         if not late:
             good.append((each["time"], each["number"]))
     return good, counts
+
+
+def polled(source, count, seconds=20):
+    """Polls chunks until they hold `count` samples."""
+    chunks, deadline = [], time.monotonic() + seconds
+    while sum(len(chunk) for chunk in chunks) < count:
+        assert time.monotonic() < deadline, f"only {sum(map(len, chunks))} of {count} samples arrived"
+        chunk = source.poll(1000, 0.1)
+        chunks += [chunk] if chunk is not None else []
+    return chunks
+
+
+def contents(chunks):
+    """Returns the numbers of all samples."""
+    return [int(each["number"]) for chunk in chunks for each in samples_of(chunk)]
+
+
+def samples_of(chunk):
+    return chunk.samples.to_pylist() if isinstance(chunk.samples, pa.Table) else map(json.loads, chunk.samples)
+
+
+def batches_of(stream, count, seconds=30):
+    """Reads batches until they hold `count` samples."""
+    batches, deadline = [], time.monotonic() + seconds
+    while sum(len(batch.block) for batch in batches) < count:
+        assert time.monotonic() < deadline, f"only {[numbers(batch) for batch in batches]}"
+        batch = stream.next_batch(0.1)
+        batches += [batch] if batch is not None else []
+    return batches
+
+
+def returned(stream, count):
+    """Returns the numbers of the samples of batches that hold `count` samples."""
+    return [number for batch in batches_of(stream, count) for number in numbers(batch)]

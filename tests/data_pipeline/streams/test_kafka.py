@@ -1,6 +1,5 @@
 """The Kafka source: a real broker that is ended, frozen and loses messages, and moving leaders of a mock cluster."""
 
-import json
 import logging
 import signal
 import time
@@ -9,7 +8,7 @@ import pytest
 
 from cowrec.data_pipeline import SampleStream, open_source
 from cowrec.data_pipeline.streams import brokers
-from stream_cases import lines, make_codec, numbers, sample
+from stream_cases import contents, lines, make_codec, polled, returned, sample
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 pytest.importorskip("noida_db")
@@ -31,23 +30,8 @@ def samples(start, stop):
     return lines([sample(n, n) for n in range(start, stop)])
 
 
-def read(source, count, seconds=30):
-    """Polls until `count` samples have arrived; returns their numbers."""
-    found, deadline = [], time.monotonic() + seconds
-    while len(found) < count:
-        assert time.monotonic() < deadline, f"only {found}"
-        chunk = source.poll(1000, 0.1)
-        found += [int(json.loads(each)["number"]) for each in chunk.samples] if chunk else []
-    return found
-
-
-def trained(stream, count, seconds=30):
-    found, deadline = [], time.monotonic() + seconds
-    while len(found) < count:
-        assert time.monotonic() < deadline, f"only {found}"
-        batch = stream.next_batch(0.1)
-        found += numbers(batch) if batch else []
-    return found
+def read(source, count):
+    return contents(polled(source, count))
 
 
 def test_partitions_added_while_running_are_read_from_their_beginning(broker, monkeypatch, caplog):
@@ -92,19 +76,19 @@ def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path
     broker.send_messages("outage", samples(0, 10))
     options = {"batch_size": 5, "journal": tmp_path / "journal"}
     stream = SampleStream(open_source(f"kafka://{broker.address}/outage"), codec, **options)
-    assert trained(stream, 10) == list(range(10))
+    assert returned(stream, 10) == list(range(10))
     broker.send(signal.SIGTERM)
     end = time.monotonic() + 1
     while time.monotonic() < end:
         assert stream.next_batch(0.1) is None
     broker.start()
     broker.send_messages("outage", samples(10, 20))
-    assert trained(stream, 10) == list(range(10, 20))
+    assert returned(stream, 10) == list(range(10, 20))
     broker.send(signal.SIGSTOP)
     assert stream.next_batch(1.0) is None
     broker.send(signal.SIGCONT)
     broker.send_messages("outage", samples(20, 30))
-    assert trained(stream, 10) == list(range(20, 30))
+    assert returned(stream, 10) == list(range(20, 30))
     assert stream.counters["lost"] == stream.counters["duplicates"] == 0
     assert 1 <= len(caplog.records) <= 20, caplog.text
     stream.close()
@@ -116,12 +100,12 @@ def test_retention_counts_what_was_not_read_and_refuses_to_repeat_what_is_gone(b
     options = {"batch_size": 5, "journal": tmp_path / "journal"}
     address = f"kafka://{broker.address}/retention"
     stream = SampleStream(open_source(address), codec, **options)
-    assert trained(stream, 10) == list(range(10))
+    assert returned(stream, 10) == list(range(10))
     stream.close()
     broker.send_messages("retention", samples(10, 20))
     broker.delete_before("retention", 0, 15)
     stream = SampleStream(open_source(address), codec, **options, position=stream.position)
-    assert trained(stream, 5) == list(range(15, 20))
+    assert returned(stream, 5) == list(range(15, 20))
     assert stream.counters["lost"] == stream.counters["lost_messages"] == 5
     assert "5 messages of 'retention', partition 0, were deleted before they were read" in caplog.text
     stream.close()
@@ -139,7 +123,7 @@ def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated
     options = {"batch_size": 5, "journal": tmp_path / "journal"}
     for _ in range(2):
         stream = SampleStream(open_source(f"kafka://{broker.address}/transactions"), codec, **options)
-        assert trained(stream, 5) == [0, 1, 2, 4, 5]
+        assert returned(stream, 5) == [0, 1, 2, 4, 5]
         assert stream.counters["lost"] == stream.counters["malformed"] == 0
         stream.close()
 

@@ -1,6 +1,5 @@
 """Sources and sinks: a folder filled by another process, a real Redis that is killed, librdkafka's mock cluster."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,19 @@ from cowrec.data_pipeline.streams.directory import END
 from cowrec.data_pipeline.streams.open import open_sink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
 from servers.redis_server import redis_server
-from stream_cases import as_table, lines, make_codec, numbers, sample, write_file
+from stream_cases import (
+    as_table,
+    batches_of,
+    contents,
+    lines,
+    make_codec,
+    numbers,
+    polled,
+    returned,
+    sample,
+    samples_of,
+    write_file,
+)
 from trainer_cases import ENVIRONMENT
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
@@ -25,35 +36,6 @@ confluent_kafka = pytest.importorskip("confluent_kafka")
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory):
     return make_codec(tmp_path_factory.mktemp("codec"))
-
-
-def polled(source, count, seconds=20):
-    """Polls chunks until they hold `count` samples."""
-    chunks, deadline = [], time.monotonic() + seconds
-    while sum(len(chunk) for chunk in chunks) < count:
-        assert time.monotonic() < deadline, f"only {sum(map(len, chunks))} of {count} samples arrived"
-        chunk = source.poll(1000, 0.1)
-        chunks += [chunk] if chunk is not None else []
-    return chunks
-
-
-def contents(chunks):
-    """Returns the numbers of all samples."""
-    return [int(each["number"]) for chunk in chunks for each in samples_of(chunk)]
-
-
-def samples_of(chunk):
-    return chunk.samples.to_pylist() if isinstance(chunk.samples, pa.Table) else map(json.loads, chunk.samples)
-
-
-def batches_of(stream, count, seconds=30):
-    """Reads batches until they hold `count` samples."""
-    batches, deadline = [], time.monotonic() + seconds
-    while sum(len(batch.block) for batch in batches) < count:
-        assert time.monotonic() < deadline, f"only {[numbers(batch) for batch in batches]}"
-        batch = stream.next_batch(0.1)
-        batches += [batch] if batch is not None else []
-    return batches
 
 
 WRITER = """
@@ -129,7 +111,7 @@ def test_a_file_that_blocks_keeps_nobody_waiting(tmp_path, codec):
     write_file(tmp_path, "a.parquet", [sample(n, n) for n in range(6)])
     os.mkfifo(tmp_path / "b.arrow")
     stream = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, max_wait_seconds=0.1)
-    assert [number for batch in batches_of(stream, 6) for number in numbers(batch)] == list(range(6))
+    assert returned(stream, 6) == list(range(6))
     assert stream.next_batch(0.05) is None
     assert not stream.ended
     stream.close()
@@ -250,13 +232,13 @@ def test_redis_entries_trimmed_before_they_were_read_are_reported(server, codec,
     add(server, [sample(n, n) for n in range(4)])
     first = batches_of(stream, 4)
     add(server, [sample(n, n) for n in range(4, 20)], maxlen=6, approximate=False)
-    assert [number for batch in batches_of(stream, 6) for number in numbers(batch)] == [14, 15, 16, 17, 18, 19]
+    assert returned(stream, 6) == [14, 15, 16, 17, 18, 19]
     assert (stream.counters["gaps"], stream.counters["lost"]) == (1, 1)
     assert "were trimmed before they were read" in caplog.text
     with pytest.raises(ValueError, match=r"the journal has . samples from 0-0 to .*, the source only 0"):
         SampleStream(redis_source(server), codec, **options).next_batch(0)
     again = SampleStream(redis_source(server), codec, **options, position=first[-1].end)
-    assert [number for batch in batches_of(again, 6) for number in numbers(batch)] == [14, 15, 16, 17, 18, 19]
+    assert returned(again, 6) == [14, 15, 16, 17, 18, 19]
     assert again.counters["lost"] == 1
 
 
