@@ -246,7 +246,9 @@ class SampleCodec:
             time = columns.times(self._time, self._layout.time_format)
         has_ids = SAMPLE_ID in samples.table.column_names
         sample_ids = columns.texts(SAMPLE_ID) if has_ids else pa.nulls(count, pa.string()).fill_null("")
-        parsed = self._parsed(columns, samples.index, label)
+        rows = {field.name: field.num_embeddings for field in self.schema.sparse if field.encoding == "synthetic"}
+        numbers, ids, weights = columns.of_fields(self._layout.fields, rows)
+        parsed = Parsed(samples.index, {LABEL: label}, None, numbers, ids, weights, [])
         wanted = arrow_schema(_features(self.schema))
         table = self._encoder.encode(parsed).select(wanted.names).cast(wanted)
         table = table.append_column(TIME_COLUMN, pa.array(time)).append_column(ID_COLUMN, sample_ids)
@@ -275,24 +277,6 @@ class SampleCodec:
 
     def _types_for(self, training: bool) -> Mapping[str, ColumnType]:
         return self._types if training else self._features
-
-    def _parsed(self, columns: SampleColumns, index: np.ndarray, label: np.ndarray) -> Parsed:
-        numbers: dict[str, np.ndarray] = {}
-        ids: dict[str, pa.Array] = {}
-        weights: dict[str, np.ndarray] = {}
-        tables = {field.name: field.num_embeddings for field in self.schema.sparse if field.encoding == "synthetic"}
-        for field in self._layout.fields:
-            if field.kind == "numeric":
-                numbers[field.name] = columns.numbers(field.column, field.null)
-            elif field.name in tables:
-                ids[field.name] = pa.array(columns.row_numbers(field.column, MISSING, tables[field.name]))
-            elif field.kind == "categorical":
-                ids[field.name] = columns.texts(field.column, field.null)
-            else:
-                ids[field.name], pair_weights = columns.lists(field)
-                if pair_weights is not None:
-                    weights[field.name] = pair_weights
-        return Parsed(index, {LABEL: label}, None, numbers, ids, weights, [])
 
 
 def _bad(problems: Mapping[int, str]) -> tuple[BadSample, ...]:

@@ -71,14 +71,9 @@ def checksum(path: Path) -> str:
 
 @contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Holds an exclusive lock on a file or folder; the system releases it when the process ends for any reason.
+    """Holds an exclusive lock on an existing file or folder; the system releases it when the process ends.
 
-    Args:
-        path: an existing file or folder.
-        busy: message of the error, in place of the default one.
-
-    Raises:
-        ValueError: another process holds the lock.
+    Raises ValueError if another process holds the lock, with the message `busy` if given.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -108,15 +103,9 @@ def earlier(path: Path) -> Path:
 
 
 def append_line(path: Path, line: bytes, max_bytes: int) -> bool:
-    """Appends a line; returns whether the file was full and has been renamed before.
+    """Appends a line, with its line end; returns whether the file had `max_bytes` (0: no limit) and was renamed before.
 
-    Args:
-        path: the file; created if missing.
-        line: ends with a line end.
-        max_bytes: size of a full file; 0: none is.
-
-    Raises:
-        OSError: it cannot be written.
+    Raises OSError if it cannot be written.
     """
     with path.open("ab") as file:
         if not max_bytes or not file.tell() or file.tell() + len(line) <= max_bytes:
@@ -130,8 +119,7 @@ def append_line(path: Path, line: bytes, max_bytes: int) -> bool:
 def read_lines(path: Path) -> list[bytes]:
     """The complete lines of both files, while another process may append to them; the last may be incomplete there.
 
-    Raises:
-        FileNotFoundError: there is neither file.
+    Raises FileNotFoundError if there is neither file.
     """
     newest, oldest = _consistent(path)
     if newest is None and oldest is None:

@@ -53,11 +53,7 @@ def is_remote(place: Place) -> bool:
 
 
 def local_path(place: Place) -> Path:
-    """Returns the path of a local place, which may be a file:// URI.
-
-    Raises:
-        ValueError: it is not local.
-    """
+    """Returns the path of a local place, which may be a file:// URI. Raises ValueError if it is not local."""
     if is_remote(place):
         raise ValueError(f"{os.fspath(place)} is not local")
     text = os.fspath(place)
@@ -72,13 +68,10 @@ def require_local(place: Place, what: str, why: str) -> Path:
 
 
 def open_filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
-    """Opens the file system of a URI; also returns the path within it.
+    """Opens the file system of a URI; also returns the path within it. Raises ValueError if it cannot be opened.
 
     Credentials, regions and endpoints come from the environment, as for other programs (AWS_ACCESS_KEY_ID,
     AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...), or from the query of the URI (`?region=...`), see pyarrow.
-
-    Raises:
-        ValueError: the URI is invalid, or its file system cannot be opened.
     """
     try:
         return pafs.FileSystem.from_uri(uri)
@@ -89,10 +82,7 @@ def open_filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
 class RemoteFolder:
     """A folder in an object store, whose files are copied to and from local folders. Names are relative to it.
 
-    An object appears completely or not at all.
-
-    Args:
-        uri: of the folder; it need not exist.
+    An object appears completely or not at all. The folder of the URI need not exist.
 
     Raises:
         ValueError: see :func:`open_filesystem`.
@@ -133,11 +123,7 @@ class RemoteFolder:
                     self._files.delete_file(str(self._path / name))
 
     def download(self, folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """Copies the wanted files into a local folder, except for those that it has with the same size and time.
-
-        Raises:
-            OSError: the store does not answer, or the disk is full.
-        """
+        """Copies the wanted files into a local folder, unless it has them, as by size and time. Raises OSError."""
         for name, found in self.list().items():
             target = folder / name
             if wanted(name) and not (target.is_file() and stamp(target) == (found.size, found.mtime_ns)):
@@ -148,15 +134,8 @@ class RemoteFolder:
     def fetch(self, name: str, folder: Path, expected: Sequence[int] | None = None) -> None:
         """Copies a file that a local folder lacks, unless another process is copying it; then waits for that one.
 
-        Does nothing if there is no such file.
-
-        Args:
-            name: of the file.
-            folder: that it is copied to.
-            expected: its size, and time in nanoseconds; by default any.
-
-        Raises:
-            OSError: the store does not answer, the file is not as expected, or the disk is full.
+        Does nothing if there is no such file. Raises OSError if the store does not answer, the disk is full, or the
+        file has another size, or time in nanoseconds, than `expected`.
         """
         with _named(f"{self.uri}/{name}"):
             found = self._files.get_file_info(str(self._path / name))
@@ -225,10 +204,7 @@ _SHARD = re.compile(r"(?!vocabulary/)[^/]+/\d+\.parquet")
 def copy_without_shards(uri: str, folder: Path) -> bool:
     """Copies what a data set has besides shards, and removes from the copy what has changed since it was fetched.
 
-    One process at a time. Returns whether there is such a data set.
-
-    Raises:
-        OSError: the object store does not answer, or the disk is full.
+    One process at a time. Returns whether there is such a data set. Raises OSError.
     """
     remote = RemoteFolder(uri)
     found = remote.list()

@@ -186,11 +186,7 @@ class RawSample:
 
 
 def read_sample(path: str | os.PathLike[str]) -> RawSample:
-    """Reads the first rows of a text, Parquet or Arrow file.
-
-    Raises:
-        ValueError: the file cannot be read, or is text without columns.
-    """
+    """Reads the first rows of a file. Raises ValueError if it cannot be read, or is text without columns."""
     files = find_inputs([os.fspath(path)])
     source, types = look(files[0])
     if types is None:

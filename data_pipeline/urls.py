@@ -44,14 +44,10 @@ def split_url(url: str) -> SplitResult:
 
 
 def open_redis(url: str, **options: Any) -> Any:
-    """Creates the client of a Redis server, `redis.Redis`; it connects when it is used.
+    """Creates the client of a Redis server, `redis.Redis` with redis-py's options; it connects when it is used.
 
-    Args:
-        url: ``redis://USER:PASSWORD@HOST:PORT/DB``; ``rediss://`` for TLS.
-        options: of redis-py.
-
-    Raises:
-        ValueError: redis-py is not installed, or the URL is not valid.
+    The URL is ``redis://USER:PASSWORD@HOST:PORT/DB``, or ``rediss://`` for TLS. Raises ValueError if it is not valid,
+    or redis-py is not installed.
     """
     try:
         import redis

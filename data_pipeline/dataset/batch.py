@@ -1,6 +1,8 @@
 """The mini-batch: input of the model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -44,31 +46,19 @@ class Batch(Pipelineable):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Moves the batch to `device`; tensors already on it are shared, not copied."""
-        return Batch(
-            self.dense.to(device, non_blocking=non_blocking),
-            self.sparse.to(device, non_blocking=non_blocking),
-            self.label.to(device, non_blocking=non_blocking),
-            self.global_batch_size,
-            *(None if each is None else each.to(device, non_blocking=non_blocking) for each in self._optional),
-            share=self.share,
-        )
+        return self._with_each(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Copies the batch to page-locked memory, from which `to(cuda, non_blocking=True)` is asynchronous."""
-        return Batch(
-            self.dense.pin_memory(),
-            self.sparse.pin_memory(),
-            self.label.pin_memory(),
-            self.global_batch_size,
-            *(None if each is None else each.pin_memory() for each in self._optional),
-            share=self.share,
-        )
+        return self._with_each(lambda part: part.pin_memory())
+
+    def _with_each(self, change: Callable[[Any], Any]) -> "Batch":
+        optional = (None if each is None else change(each) for each in self._optional)
+        parts = change(self.dense), change(self.sparse), change(self.label)
+        return Batch(*parts, self.global_batch_size, *optional, share=self.share)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Prevents reuse of the memory until the current work of `stream` is done (CUDA only)."""
-        self.dense.record_stream(stream)
-        self.sparse.record_stream(stream)
-        self.label.record_stream(stream)
-        for each in self._optional:
+        for each in (self.dense, self.sparse, self.label, *self._optional):
             if each is not None:
                 each.record_stream(stream)

@@ -107,8 +107,7 @@ def shard_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[st
 def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
     """Converts a table with the columns of `arrow_schema` to a `SampleBlock`; `path` is for messages.
 
-    Raises:
-        ValueError: a value is null, or a list of weights differs in length from its list of ids.
+    Raises ValueError if a value is null, or a list of weights differs in length from its list of ids.
     """
     single = [field.name for field in schema.sparse if field.kind == "categorical"]
     labels = _stacked(table, schema.label_columns, np.float32, path)
@@ -353,14 +352,9 @@ def size_of_split(shards: Sequence[ShardSize], schema: Schema, *, labelled: bool
 
 
 class ShardWriter:
-    """Collects the samples of one split and writes them as Parquet files of `shard_rows` samples.
+    """Collects the samples of one split and writes them as Parquet files of `shard_rows` samples into its sub-folder.
 
-    Args:
-        folder: the data set's folder.
-        split: name of the split and of its sub-folder.
-        schema: dense and sparse fields; its splits are not used.
-        shard_rows: samples of each file; the last one may have fewer.
-        labelled: False if labels are NaN.
+    The last file may have fewer. The schema's splits are not used; `labelled` is False if labels are NaN.
     """
 
     def __init__(self, folder: Path, split: str, schema: Schema, shard_rows: int, *, labelled: bool = True) -> None:

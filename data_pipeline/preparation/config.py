@@ -73,15 +73,10 @@ class PrepareConfig:
     shard_rows: int = SHARD_ROWS
 
     def __post_init__(self) -> None:
-        for name, most in (("min_count", None), ("shard_rows", None)):
-            _check_range(name, getattr(self, name), 1, most)
-        for name, most in (
-            ("hash_buckets", MOST_BUCKETS),
-            ("max_ids", None),
-            ("seed", 2**63 - 1),
-            ("max_bad_rows", None),
-        ):
-            _check_range(name, getattr(self, name), 0, most)
+        most = {"hash_buckets": MOST_BUCKETS, "seed": 2**63 - 1}
+        for name in ("min_count", "shard_rows", "hash_buckets", "max_ids", "seed", "max_bad_rows"):
+            least = int(name in ("min_count", "shard_rows"))
+            _check_range(name, getattr(self, name), least, most.get(name))
         for name, choices in (
             ("dense", get_args(DenseTransform)),
             ("fit_on", ("train", "all")),

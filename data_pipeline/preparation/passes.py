@@ -273,10 +273,7 @@ def bounded_numbers(encoder: Encoder, encoded: pa.Table) -> Doubts:
 def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
     """Counts the `TWINS` of each field among the samples of a block and, where there is one, in the vocabulary.
 
-    Args:
-        encoder: the encoder of the data set.
-        parsed: the samples.
-        encoded: the columns that the encoder made of them.
+    `encoded` are the columns that the encoder made of them.
     """
     doubts: Doubts = Counter()
     for each in encoder.sparse:

@@ -77,7 +77,10 @@ def prepare(
     described, sources = _look(_layout(layout, schema_file, earlier), groups, keep, need_label=earlier is None)
     written = output_folder(output, overwrite=overwrite, shared=scheduler is not None)
     with written as folder, _engine(scheduler, folder) as engine:
-        files = _surveyed(engine, sources, described, config, report)
+        work = partial(survey, header=described.header, segment_samples=config.shard_rows)
+        files = engine.survey(work, sources, report)
+        if not any(file.samples for file in files):
+            raise ValueError(f"input file {files[0].source.path} has no samples, and neither has any other")
         parts, ledger = partitions(files, config.shard_rows), BadRowLedger(config.on_bad_row, config.max_bad_rows)
         if earlier is None:
             split = _by_files(files, groups) or _split_rule(engine, parts, described, config, report)
@@ -199,16 +202,6 @@ def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareCon
     return splits
 
 
-def _surveyed(
-    engine: Engine, sources: Sequence[Source], layout: Layout, config: PrepareConfig, report: Progress
-) -> Sequence[RawFile]:
-    work = partial(survey, header=layout.header, segment_samples=config.shard_rows)
-    files = engine.survey(work, sources, report)
-    if not any(file.samples for file in files):
-        raise ValueError(f"input file {files[0].source.path} has no samples, and neither has any other")
-    return files
-
-
 def _thinned(split: SplitRule, layout: Layout, negative_fraction: float) -> SplitRule:
     if negative_fraction < 1 and len(layout.labels) > 1:
         raise ValueError("negative_fraction takes one label, whose negatives are left out; the schema file has several")
@@ -267,12 +260,7 @@ def output_folder(output: Place, *, overwrite: bool, shared: bool) -> Iterator[P
     """Creates a local folder that becomes `output` at the end of the block, or is removed on an exception.
 
     For an object store it is a temporary folder (in $TMPDIR), which is uploaded with `schema.json` last, so that an
-    interrupted upload leaves no data set.
-
-    Args:
-        output: a path or a URI, of a new or empty folder.
-        overwrite: replace an existing data set.
-        shared: other machines write to the folder, too.
+    interrupted upload leaves no data set. If it is `shared`, other machines write to the folder, too.
 
     Raises:
         ValueError: `output` exists and is not empty (with `overwrite`: and is no data set), is being written by another

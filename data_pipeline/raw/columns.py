@@ -5,12 +5,14 @@ Text, JSON and Parquet all come here as one typed table. R samples.
 
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from cowrec.data_pipeline.dataset.schema import MISSING
 
 from .layouts import RawField, RawLabel
 from .values import (
@@ -47,7 +49,7 @@ class SampleColumns:
 
     Attributes:
         problems: column and what is wrong, by row.
-        doubts: what is suspicious about ids, see `IdText`, by column and doubt.
+        doubts: what is suspicious about ids, see `as_id_text`, by column and doubt.
     """
 
     def __init__(self, table: pa.Table, null_items: Literal["missing", "wrong"]) -> None:
@@ -84,7 +86,7 @@ class SampleColumns:
         found = as_id_text(without_nan(column, ["NaN"]))
         if found is None:
             raise _wrong_type(label.column, column.type, "labels: numbers, truth values or text")
-        text = without_markers(found.text.fill_null(""), label.null)
+        text = without_markers(found[0].fill_null(""), label.null)
         values, wrong = label.values(text)
         self._fail(wrong, label.column, self._columns[label.column], label.rule)
         if required:
@@ -129,6 +131,29 @@ class SampleColumns:
         text, wrong = self._id_texts(without_nan(self._columns[name], null), name)
         self._fail(wrong, name, self._columns[name], "must be a finite number or null")
         return without_markers(text.fill_null(""), null)
+
+    def of_fields(
+        self, fields: Iterable[RawField], tables: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, pa.Array], dict[str, np.ndarray]]:
+        """Returns the numbers, ids and weights of fields, by name, as `Parsed` has them.
+
+        `tables` are the embedding rows of fields whose ids are row numbers already; of them the ids are int32.
+        """
+        numbers: dict[str, np.ndarray] = {}
+        ids: dict[str, pa.Array] = {}
+        weights: dict[str, np.ndarray] = {}
+        for field in fields:
+            if field.kind == "numeric":
+                numbers[field.name] = self.numbers(field.column, field.null)
+            elif tables and field.name in tables:
+                ids[field.name] = pa.array(self.row_numbers(field.column, MISSING, tables[field.name]))
+            elif field.kind == "categorical":
+                ids[field.name] = self.texts(field.column, field.null)
+            else:
+                ids[field.name], of_pairs = self.lists(field)
+                if of_pairs is not None:
+                    weights[field.name] = of_pairs
+        return numbers, ids, weights
 
     def row_numbers(self, name: str, missing: int, end: int) -> np.ndarray:
         """Returns rows of an embedding table, int32 [R], from integers or their text; `missing` where null."""
@@ -203,8 +228,9 @@ class SampleColumns:
         found = as_id_text(values)
         if found is None:
             raise _wrong_type(name, values.type, "ids: strings, numbers, truth values or times")
-        self.doubts.update({(name, doubt): count for doubt, count in found.doubts.items()})
-        return found.text, found.wrong
+        text, wrong, doubts = found
+        self.doubts.update({(name, doubt): count for doubt, count in doubts.items()})
+        return text, wrong
 
     def _numbers(self, name: str, null: Collection[str] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Returns float64 [R], NaN where missing or wrong, and bool [R], True where wrong."""

@@ -32,7 +32,7 @@ class Parsed:
         bad: the invalid samples.
         sample_weights: float32 [R]; None if samples have none.
         kept: by raw column, strings [R].
-        doubts: what is suspicious about ids, see `IdText`, by column and doubt.
+        doubts: what is suspicious about ids, see `as_id_text`, by column and doubt.
     """
 
     sample_numbers: np.ndarray
@@ -79,17 +79,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)
     sample_weights = columns.weights(layout.weight) if layout.has_weights else None
     time = columns.times(layout.time, layout.time_format) if layout.time else None
-    numeric = [each for each in layout.fields if each.kind == "numeric"]
-    numbers = {each.name: columns.numbers(each.column, each.null) for each in numeric}
-    ids: dict[str, pa.Array] = {}
-    weights: dict[str, np.ndarray] = {}
-    for each in layout.fields:
-        if each.kind == "categorical":
-            ids[each.name] = columns.texts(each.column, each.null)
-        elif each.kind != "numeric":
-            ids[each.name], pair_weights = columns.lists(each)
-            if pair_weights is not None:
-                weights[each.name] = pair_weights
+    numbers, ids, weights = columns.of_fields(layout.fields)
     kept = {name: columns.shown(name) for name in layout.found_keep}
     bad = [
         BadRow(block.source, int(raw.places[row]), column, problem, _advice(column, problem, layout))
@@ -210,8 +200,8 @@ def split_text(block: Block, layout: Layout) -> RawTable:
     Raises:
         ValueError: a quoted value contains a newline, so that lines and samples do not correspond.
     """
-    filtered = filter_lines(block, layout.quote)
-    lines, path, columns = filtered.lines, block.source.path, layout.columns_in(block.source)
+    data, lines, longest, bad = filter_lines(block, layout.quote)
+    path, columns = block.source.path, layout.columns_in(block.source)
     wanted = [name for name in layout.used_columns if name in columns]
     # Unused columns may have any name, even a repeated one.
     names = [name if name in wanted else f"unused {number}" for number, name in enumerate(columns)]
@@ -221,9 +211,9 @@ def split_text(block: Block, layout: Layout) -> RawTable:
         wrong.append((row.number - 1, row.actual_columns))
         return "skip"
 
-    if not filtered.data:
-        return RawTable(pa.table({name: pa.array([], pa.string()) for name in wanted}), lines, filtered.bad)
-    data, delimiter = filtered.data, layout.delimiter
+    if not data:
+        return RawTable(pa.table({name: pa.array([], pa.string()) for name in wanted}), lines, bad)
+    delimiter = layout.delimiter
     if len(delimiter.encode()) > 1:  # which Arrow does not support
         if SEPARATOR in data:
             raise ValueError(f"{path}, lines {lines[0]} to {lines[-1]}: the byte 0x1f is in the text; remove it")
@@ -231,9 +221,7 @@ def split_text(block: Block, layout: Layout) -> RawTable:
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(data),
-            pa.csv.ReadOptions(
-                column_names=names, use_threads=False, block_size=max(PARSE_BYTES, 2 * filtered.longest)
-            ),
+            pa.csv.ReadOptions(column_names=names, use_threads=False, block_size=max(PARSE_BYTES, 2 * longest)),
             pa.csv.ParseOptions(
                 delimiter=delimiter,
                 quote_char=layout.quote or False,
@@ -252,11 +240,11 @@ def split_text(block: Block, layout: Layout) -> RawTable:
     if table.num_rows + len(wrong) != len(lines):
         raise ValueError(_multiline_message(table, lines, path))
     hint = f" separated by {layout.delimiter!r}"
-    bad = [
+    bad += [
         BadRow(block.source, int(lines[row]), "", f"{found} columns, must be {len(names)}{hint if found == 1 else ''}")
         for row, found in wrong
     ]
-    return RawTable(table, np.delete(lines, [row for row, _ in wrong]), filtered.bad + bad)
+    return RawTable(table, np.delete(lines, [row for row, _ in wrong]), bad)
 
 
 def _multiline_message(table: pa.Table, lines: np.ndarray, path: str) -> str:
@@ -273,76 +261,45 @@ def _multiline_message(table: pa.Table, lines: np.ndarray, path: str) -> str:
 NEWLINE, RETURN = 10, 13
 
 
-@dataclass(frozen=True)
-class FilteredLines:
-    """The lines of a block that the CSV parser can read.
-
-    Attributes:
-        data: text of the remaining lines.
-        lines: their line numbers in the file, int64.
-        longest: upper bound of the bytes of a line.
-        bad: the removed lines.
-    """
-
-    data: bytes
-    lines: np.ndarray
-    longest: int
-    bad: "list[BadRow]"
-
-
-def filter_lines(block: Block, quote: str) -> FilteredLines:
+def filter_lines(block: Block, quote: str) -> "tuple[bytes, np.ndarray, int, list[BadRow]]":
     """Removes lines that are empty, not UTF-8, contain a lone carriage return or, given a `quote`, unbalanced quotes.
 
     A line with unbalanced quotes is nearly always half of a record with a newline inside quotes. Such records are not
     supported: files are split into blocks at newlines, which keeps line numbers exact.
+
+    Returns:
+        The text of the remaining lines, their numbers in the file, int64, an upper bound of the bytes of a line, and
+        the removed lines.
     """
     assert isinstance(block.data, bytes)
     text = np.frombuffer(block.data, np.uint8)
     ends = np.flatnonzero(text == NEWLINE)
     problems: dict[int, str] = {}
     if quote:
-        for line in _unbalanced(text, ends, ord(quote)):
+        per_line = np.bincount(np.searchsorted(ends, np.flatnonzero(text == ord(quote))), minlength=len(ends))
+        for line in np.flatnonzero(per_line % 2).tolist():
             problems[line] = (
                 f"unbalanced quote {quote}; a newline inside quotes is not supported: replace it in the file, or set "
                 'quote = "" in the schema file if quotes have no meaning'
             )
-    for line in _lone_returns(text, ends):
+    returns = np.flatnonzero(text == RETURN)
+    # Each line ends with a newline, so a byte follows each carriage return.
+    for line in np.searchsorted(ends, returns[text[returns + 1] != NEWLINE]).tolist():
         problems[line] = "a carriage return inside the line; convert the file's line endings to newlines"
-    for line in _empty(text, ends):
+    starts = np.r_[0, ends[:-1] + 1]
+    for line in np.flatnonzero((ends == starts) | ((ends == starts + 1) & (text[starts] == RETURN))).tolist():
         problems[line] = "the line is empty; remove it, or skip it as a bad row"
     for line, byte in _not_utf8(block.data, ends):
         problems[line] = f"not UTF-8 (byte 0x{byte:02x}); convert the file to UTF-8 first"
     lines = np.arange(block.first_place, block.first_place + len(ends))
-    starts = np.r_[0, ends[:-1] + 1]
     longest = int((ends - starts).max(initial=0)) + 1
     if not problems:
-        return FilteredLines(block.data, lines, longest, [])
+        return block.data, lines, longest, []
     bad = np.asarray(sorted(problems))
     kept_from, kept_to = np.r_[0, ends[bad] + 1], np.r_[starts[bad], len(text)]
     data = b"".join(block.data[start:stop] for start, stop in zip(kept_from, kept_to, strict=True))
     rows = [BadRow(block.source, int(lines[line]), "", problems[line]) for line in bad.tolist()]
-    return FilteredLines(data, np.delete(lines, bad), longest, rows)
-
-
-def _unbalanced(text: np.ndarray, ends: np.ndarray, quote: int) -> list[int]:
-    """Returns the indices of lines with an odd number of quotes."""
-    per_line = np.bincount(np.searchsorted(ends, np.flatnonzero(text == quote)), minlength=len(ends))
-    return np.flatnonzero(per_line % 2).tolist()
-
-
-def _lone_returns(text: np.ndarray, ends: np.ndarray) -> list[int]:
-    """Returns the indices of lines with a carriage return before their end."""
-    returns = np.flatnonzero(text == RETURN)
-    # Each line ends with a newline, so a byte follows each carriage return.
-    lone = returns[text[returns + 1] != NEWLINE]
-    return np.unique(np.searchsorted(ends, lone)).tolist()
-
-
-def _empty(text: np.ndarray, ends: np.ndarray) -> list[int]:
-    """Returns the indices of lines without text."""
-    starts = np.r_[0, ends[:-1] + 1]
-    lengths = ends - starts
-    return np.flatnonzero((lengths == 0) | ((lengths == 1) & (text[starts] == RETURN))).tolist()
+    return data, np.delete(lines, bad), longest, rows
 
 
 def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:

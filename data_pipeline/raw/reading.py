@@ -82,8 +82,7 @@ def survey(
 def blocks(segments: Iterable[Segment]) -> Generator[Block, None, None]:
     """Reads segments; a compressed file is decompressed again for every segment that is out of order.
 
-    Raises:
-        ValueError: a file is missing or has changed since the survey.
+    Raises ValueError if a file is missing or has changed since the survey.
     """
     reader: RawText | ColumnReader | None = None
     try:
@@ -141,10 +140,9 @@ def _survey_columns(source: Source, report: Report, *, segment_samples: int, blo
 
 
 class ColumnReader:
-    """Reads the segments of a Parquet or Arrow file in their order. Raises ValueError if it changed since the survey.
+    """Reads the segments of a Parquet or Arrow file in their order; `offset` is the first row that was not read yet.
 
-    Attributes:
-        offset: first row that was not read yet.
+    Raises ValueError if the file changed since the survey.
     """
 
     def __init__(self, source: Source) -> None:
@@ -191,12 +189,7 @@ class ColumnReader:
 
 
 class _Parquet:
-    """Groups of rows of a Parquet file.
-
-    Attributes:
-        schema: the columns.
-        groups: number of rows of each group.
-    """
+    """Groups of rows of a Parquet file: its columns as `schema`, the number of rows of each group as `groups`."""
 
     def __init__(self, path: str) -> None:
         # Without a size of the buffer, all bytes of a row group would be read at once.

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -144,21 +143,6 @@ FRACTIONS, ROUNDED = "fractions", "rounded"
 """What is suspicious about ids that are floating point numbers."""
 
 
-@dataclass(frozen=True)
-class IdText:
-    """Ids as text.
-
-    Attributes:
-        text: strings [R], null where missing.
-        wrong: bool [R], True where a value cannot be an id.
-        doubts: how many ids are `FRACTIONS` (no whole number), or so large that they were `ROUNDED`.
-    """
-
-    text: pa.Array
-    wrong: np.ndarray
-    doubts: Counter[str] = field(default_factory=Counter)
-
-
 def plain_array(values: pa.Array) -> pa.Array:
     """Returns an array whose type is neither a dictionary, an extension nor one of several kinds of lists or text.
 
@@ -210,28 +194,30 @@ def as_floats(values: pa.Array) -> tuple[np.ndarray, np.ndarray] | None:
     return (numbers if scale == 1.0 else numbers / scale), wrong
 
 
-def as_id_text(values: pa.Array) -> IdText | None:
+def as_id_text(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]] | None:
     """Converts ids of any flat type to text, so that equal ids have equal text whatever their type is.
 
     An integer has its decimal digits, and so has a float or decimal that is a whole number. Truth values are "true" and
     "false", dates "2024-01-31", times "2024-01-31 07:00:00" in UTC.
 
     Returns:
-        None if the type holds no ids.
+        Strings [R], null where missing; bool [R], True where a value cannot be an id; and how many ids are `FRACTIONS`
+        (no whole number), or so large that they were `ROUNDED`. None if the type holds no ids.
     """
     kind = values.type
-    fine = np.zeros(len(values), bool)
-    if is_text(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
-        return IdText(values.cast(pa.string()), fine)
     if pa.types.is_floating(kind):
         return _float_ids(values)
-    if pa.types.is_date(kind):
-        return IdText(values.cast(pa.date32()).cast(pa.string()), fine)
-    if pa.types.is_decimal(kind):
-        return IdText(_without_zeros(values.cast(pa.string())), fine)
-    if pa.types.is_timestamp(kind):
-        return IdText(_without_zeros(values.cast(pa.timestamp(kind.unit)).cast(pa.string())), fine)
-    return None
+    if is_text(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+        text = values.cast(pa.string())
+    elif pa.types.is_date(kind):
+        text = values.cast(pa.date32()).cast(pa.string())
+    elif pa.types.is_decimal(kind):
+        text = _without_zeros(values.cast(pa.string()))
+    elif pa.types.is_timestamp(kind):
+        text = _without_zeros(values.cast(pa.timestamp(kind.unit)).cast(pa.string()))
+    else:
+        return None
+    return text, np.zeros(len(values), bool), Counter()
 
 
 def family(kind: pa.DataType) -> str:
@@ -263,7 +249,7 @@ def mask(array: pa.Array) -> np.ndarray:
     return array.to_numpy(zero_copy_only=False)
 
 
-def _float_ids(values: pa.Array) -> IdText:
+def _float_ids(values: pa.Array) -> tuple[pa.Array, np.ndarray, Counter[str]]:
     bits = values.type.bit_width
     values = values.cast(pa.float32()) if bits == 16 else values
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -274,7 +260,7 @@ def _float_ids(values: pa.Array) -> IdText:
     text = pc.if_else(pa.array(whole), digits, values.cast(pa.string()))
     doubts = Counter({FRACTIONS: int((np.isfinite(numbers) & ~whole).sum())})
     doubts[ROUNDED] = int((np.isfinite(numbers) & (size >= EXACT_INTEGERS[bits])).sum())
-    return IdText(text, wrong, +doubts)
+    return text, wrong, +doubts
 
 
 def _without_zeros(text: pa.Array) -> pa.Array:

@@ -95,11 +95,11 @@ class GlobalBatches:
     """Consecutive global batches that cover an epoch.
 
     Args:
-        samples: of the epoch.
-        batch_size: of the batches after the first ones.
+        samples: number of samples of the epoch.
+        batch_size: size of the batches after the first ones.
         first: sizes of the first batches, at most ``samples`` in all.
         drop_last: leave out the last batch if it is short.
-        shares: of the samples of a step that each batch has; 1 by default.
+        shares: share of the samples of its step that each batch has; 1 by default.
     """
 
     def __init__(
@@ -182,14 +182,7 @@ class GlobalBatches:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Consecutive samples of one shard.
-
-    Attributes:
-        number: of the shard.
-        start: index of the first sample within the shard.
-        samples: number of samples.
-        shard_samples: number of samples of the complete shard.
-    """
+    """Consecutive samples of shard `number`, from index `start` on, out of all its `shard_samples`."""
 
     number: int
     start: int

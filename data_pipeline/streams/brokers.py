@@ -41,14 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 class RedisSource:
-    """One stream; a position is the id of the last entry read.
+    """The stream at a key of the server at a URL; a position is the id of the last entry read.
 
-    Args:
-        url: URL of the server, as redis-py takes it.
-        stream: key of the stream.
-
-    Raises:
-        ValueError: redis-py is not installed, or the URL is not valid.
+    Raises ValueError as `open_redis`.
     """
 
     def __init__(self, url: str, stream: str) -> None:

@@ -1,10 +1,9 @@
 """Addresses of streams: opens the source or the sink that an address names; and sending of samples."""
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 import pyarrow as pa
@@ -36,26 +35,14 @@ def open_source(address: str, *, damaged: Literal["stop", "skip"] = "stop") -> S
         ValueError: the address is of another kind or incomplete, or a package is not installed.
         OSError: the source does not exist or does not answer.
     """
-    parsed = _parse(address)
-    if parsed.kind == "redis":
-        return RedisSource(parsed.server, parsed.name)
-    if parsed.kind == "kafka":
-        return KafkaSource(parsed.server, parsed.name, parsed.settings)
-    return DirectorySource(Path(parsed.name), damaged)
+    source: SampleSource = _opened(address, RedisSource, KafkaSource, lambda folder: DirectorySource(folder, damaged))
+    return source
 
 
 def open_sink(address: str) -> SampleSink:
-    """Opens the sink at an address, given as to `open_source`; a folder is created if missing.
-
-    Raises:
-        ValueError: the address is of another kind or incomplete, or a package is not installed.
-    """
-    parsed = _parse(address)
-    if parsed.kind == "redis":
-        return RedisSink(parsed.server, parsed.name)
-    if parsed.kind == "kafka":
-        return KafkaSink(parsed.server, parsed.name, parsed.settings)
-    return DirectorySink(Path(parsed.name))
+    """Opens the sink at an address, given as to `open_source`, with its errors; a folder is created if missing."""
+    sink: SampleSink = _opened(address, RedisSink, KafkaSink, DirectorySink)
+    return sink
 
 
 def send(tables: Iterable[pa.Table], sink: SampleSink, rate: float = 0.0) -> int:
@@ -69,24 +56,20 @@ def send(tables: Iterable[pa.Table], sink: SampleSink, rate: float = 0.0) -> int
     return sent
 
 
-@dataclass(frozen=True)
-class _Address:
-    """Parts of an address: the Redis URL or Kafka brokers, and the name of the folder, Redis key or Kafka topic."""
-
-    kind: Literal["folder", "redis", "kafka"]
-    server: str
-    name: str
-    settings: dict[str, str]
-
-
-def _parse(address: str) -> _Address:
+def _opened(
+    address: str,
+    redis: Callable[[str, str], Any],
+    kafka: Callable[[str, str, dict[str, str]], Any],
+    folder: Callable[[Path], Any],
+) -> Any:
+    """Calls what opens an address of its kind, with the URL or brokers and the name of the key, topic or folder."""
     parts, shown = split_url(address), without_credentials(address)
     options = dict(parse_qsl(parts.query))
     if parts.scheme in ("redis", "rediss"):
         stream = options.pop("stream", "")
         if not stream:
             raise ValueError(f"{shown}: must name a stream; add ?stream=NAME")
-        return _Address("redis", urlunsplit(parts._replace(query=urlencode(options))), stream, {})
+        return redis(urlunsplit(parts._replace(query=urlencode(options))), stream)
     if parts.scheme == "kafka":
         topic = parts.path.strip("/")
         if "@" in parts.netloc:
@@ -95,7 +78,7 @@ def _parse(address: str) -> _Address:
             )
         if not parts.netloc or not topic or "/" in topic:
             raise ValueError(f"{shown}: must be kafka://broker[,broker]/topic")
-        return _Address("kafka", parts.netloc, topic, options)
+        return kafka(parts.netloc, topic, options)
     if parts.scheme not in ("", "file"):
         raise ValueError(f"{shown}: must be a folder, redis:// or kafka://, got {parts.scheme}://")
-    return _Address("folder", "", parts.path if parts.scheme else address, {})
+    return folder(Path(parts.path if parts.scheme else address))

@@ -175,11 +175,7 @@ class Journal:
         return self._entries.get(number)
 
     def append(self, entry: Entry) -> None:
-        """Writes an entry to disk; it is durable when this returns.
-
-        Raises:
-            OSError: the entry cannot be written, and must not take effect.
-        """
+        """Writes an entry to disk; it is durable when this returns. After an OSError it must not take effect."""
         with self._lock:
             line = _line(self.next, entry)
             try:

@@ -103,14 +103,8 @@ class ReorderBuffer:
 class RecentIds:
     """Set of the last `window` distinct ids, by the order in which they entered the window.
 
-    An id is a 64-bit hash, so one in 2^64 / window distinct ids collides with another. 0 is no id.
-
-    Args:
-        window: number of ids to remember; at least 1.
-        ids: uint64, ids remembered at the start, oldest first.
-
-    Attributes:
-        parts: immutable arrays whose concatenation ends with the remembered ids.
+    An id is a 64-bit hash, so one in 2^64 / window distinct ids collides with another. 0 is no id. At the start `ids`,
+    uint64, are remembered, oldest first; `parts` are immutable arrays whose concatenation ends with the remembered ids.
     """
 
     def __init__(self, window: int, ids: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm, rankdata
 
 import cowrec.data_pipeline.encoding as strings_module
-from cowrec.data_pipeline import DenseField, PrepareConfig, SampleCodec, Schema, prepare
+from cowrec.data_pipeline import DenseField, PrepareConfig, SampleCodec, Schema
 from cowrec.data_pipeline.encoding import (
     MOST_VALUES,
     NumberStatistics,
@@ -21,7 +21,7 @@ from cowrec.data_pipeline.encoding import (
     string_order,
     transformed,
 )
-from raw_cases import read_split
+from raw_cases import prepare_text, read_split
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -105,10 +105,7 @@ fields = [
 def test_each_field_has_its_own_transform(tmp_path):
     prices = np.exp(2 * np.random.default_rng(0).standard_normal(1600))
     lines = [f"{n % 2},{price},{n},3,s" for n, price in enumerate(prices)]
-    (tmp_path / "raw.csv").write_text("\n".join(["label,price,height,views,shop", *lines]))
-    (tmp_path / "schema.toml").write_text(SCHEMA)
-    config = PrepareConfig(test_fraction=0)
-    schema = prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
+    schema = prepare_text(tmp_path, SCHEMA, "\n".join(["label,price,height,views,shop", *lines]))
     assert [each.transform for each in schema.dense] == ["quantile", "log", "minmax"]
     assert [each.name for each in schema.sparse] == ["views_bucket", "shop"]
     assert Schema.load(tmp_path / "out") == schema
@@ -120,10 +117,9 @@ def test_each_field_has_its_own_transform(tmp_path):
 def test_numbers_far_outside_of_the_training_range_are_bounded_and_reported(tmp_path, caplog, dense):
     """The largest numbers of float64 too; the codec of streams and requests gives the same numbers."""
     far = ["1e39", "1e25", "-1e25", "1e308", "-1e308", "2e6", "1"]
-    (tmp_path / "raw.csv").write_text("\n".join(["label,price", "0,0", "1,1", *(f"0,{each}" for each in far)]))
-    (tmp_path / "schema.toml").write_text('fields = [{name = "price", kind = "numeric"}]')
+    text = "\n".join(["label,price", "0,0", "1,1", *(f"0,{each}" for each in far)])
     config = PrepareConfig(dense=dense, split="order", test_rows=len(far))
-    prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
+    prepare_text(tmp_path, 'fields = [{name = "price", kind = "numeric"}]', text, config=config)
     stored = np.array(read_split(tmp_path / "out", "test")["price"])
     largest = {"quantile": 1.0, "minmax": 100.0, "log": 100.0, "none": 1e6}[dense]
     numbers = np.array(far, float)
@@ -149,13 +145,11 @@ def test_a_range_wider_than_float64_gives_finite_numbers(transform):
 
 
 def test_ids_that_look_missing_are_reported(tmp_path, caplog):
-    (tmp_path / "raw.csv").write_text("label,shop,city\n1,\\N,a\n0,a,b\n1,NULL,a")
     schema = "{}fields = [{{name = 'shop', kind = 'categorical'}}, {{name = 'city', kind = 'categorical'}}]"
     for number, null in enumerate(["", "null = ['\\N', 'NULL']\n"]):
         caplog.clear()
-        (tmp_path / "schema.toml").write_text(schema.format(null))
-        arguments = {"schema_file": tmp_path / "schema.toml"}
-        prepare("tabular", [tmp_path / "raw.csv"], tmp_path / f"{number}", PrepareConfig(test_fraction=0), **arguments)
+        text = "label,shop,city\n1,\\N,a\n0,a,b\n1,NULL,a"
+        prepare_text(tmp_path, schema.format(null), text, output=f"{number}")
         assert len(caplog.messages) == 1 - number
         expected = r"""field 'shop' has the ids NULL, \N; if they mean a missing value, set null = ["NULL", "\\N"]"""
         assert number or expected in caplog.messages[0]

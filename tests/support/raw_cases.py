@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from cowrec.data_pipeline import PrepareConfig, prepare
+
 MIXED_SCHEMA = """
 delimiter = ","
 label = "click"
@@ -34,6 +36,16 @@ NULLS_SCHEMA = 'null = ["NA", "-1"]\n' + MIXED_SCHEMA + 'null = ["none"]\n'
 
 TIMED_SCHEMA = 'time = "seen at"\n' + MIXED_SCHEMA
 TIMED_HEADER = "seen at,past views,click,price,tags,city"
+
+
+def prepare_text(folder, schema, *texts, output="out", config=None, **options):
+    """Prepares files of these texts, raw.csv, raw1.csv and so on, with a schema file; by default all for training."""
+    (folder / "schema.toml").write_text(schema)
+    paths = [folder / f"raw{number or ''}.csv" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    config = config or PrepareConfig(test_fraction=0.0)
+    return prepare("tabular", paths, folder / output, config, schema_file=folder / "schema.toml", **options)
 
 
 def read_split(folder, split):

@@ -180,14 +180,8 @@ def changed(table, name, row, value, kind=None):
 
 
 def run(folder, *inputs, **options):
-    inputs = [folder / each for each in inputs]
-    return prepare(
-        "tabular",
-        inputs,
-        folder / "out",
-        PrepareConfig(test_fraction=0.0, **options),
-        schema_file=folder / "schema.toml",
-    )
+    inputs, config = [folder / each for each in inputs], PrepareConfig(test_fraction=0.0, **options)
+    return prepare("tabular", inputs, folder / "out", config, schema_file=folder / "schema.toml")
 
 
 def test_new_samples_in_parquet_have_the_ids_of_a_vocabulary_from_text(tmp_path, samples):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare
 from cowrec.data_pipeline.raw.layouts import RawLabel
-from raw_cases import read_split
+from raw_cases import prepare_text, read_split
 
 WRONG = "wrong"
 
@@ -61,19 +61,15 @@ def test_values_of_labels_follow_the_rules(column):
 def prepared(tmp_path):
     """Prepares rows of a file with these columns; returns the schema and the columns of the training samples."""
 
-    def run(toml, header, rows, output="out", config=None, **arguments):
-        (tmp_path / "raw.csv").write_text("\n".join([header, *rows]))
-        (tmp_path / "schema.toml").write_text(toml + '\n[[fields]]\nname = "shop"\nkind = "categorical"')
-        described = {} if "like" in arguments else {"schema_file": tmp_path / "schema.toml"}
-        schema = prepare(
-            "tabular",
-            [tmp_path / "raw.csv"],
-            tmp_path / output,
-            config or PrepareConfig(test_fraction=0),
-            **described,
-            **arguments,
-        )
-        return schema, read_split(tmp_path / output, "test" if "like" in arguments else "train")
+    def run(toml, header, rows, output="out", like=None, **arguments):
+        text = "\n".join([header, *rows])
+        if like is None:
+            toml += '\n[[fields]]\nname = "shop"\nkind = "categorical"'
+            schema = prepare_text(tmp_path, toml, text, output=output, **arguments)
+            return schema, read_split(tmp_path / output, "train")
+        (tmp_path / "raw.csv").write_text(text)
+        schema = prepare("tabular", [tmp_path / "raw.csv"], tmp_path / output, like=like, **arguments)
+        return schema, read_split(tmp_path / output, "test")
 
     return run
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from raw_cases import read_split
+from raw_cases import prepare_text, read_split
 
 SCHEMA = 'time = "at"\nfields = [{name = "shop", kind = "categorical"}]'
 SPLITS = ("train", "validation", "test")
@@ -18,11 +18,9 @@ DAY = 86_400
 
 def prepared(folder, times, output="out", schema=SCHEMA, **config):
     """Prepares a sample at each time; returns the schema and the sample numbers of each split."""
-    (folder / "schema.toml").write_text(schema)
-    lines = [f"{n % 2},s{n % 3},{time}" for n, time in enumerate(times)]
-    (folder / "raw.csv").write_text("\n".join(["label,shop,at", *lines]))
-    arguments = {"schema_file": folder / "schema.toml", "overwrite": True}
-    made = prepare("tabular", [folder / "raw.csv"], folder / output, PrepareConfig(shard_rows=7, **config), **arguments)
+    lines = ["label,shop,at", *(f"{n % 2},s{n % 3},{time}" for n, time in enumerate(times))]
+    config = PrepareConfig(shard_rows=7, **config)
+    made = prepare_text(folder, schema, "\n".join(lines), output=output, config=config, overwrite=True)
     return made, {name: read_split(folder / output, name)["sample_number"] for name in made.splits}
 
 

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
+from raw_cases import prepare_text
 
 GOOD = "1,2.5,x,a|b,k:1 l:2\n"
 NEGATIVE = b"0" + GOOD.encode()[1:]
@@ -21,6 +22,7 @@ fields = [
     {name = "history", kind = "weighted", separator = " ", weight_separator = ":"},
 ]
 """
+ONE_FIELD = '[[fields]]\nname = "x"\nkind = "categorical"'
 BAD_LINES = {
     "too few columns": (b"1,2.5,x\n", ": 3 columns, must be 5"),
     "too many columns": (b"1,2.5,x,a,k:1,9\n", ": 6 columns, must be 5"),
@@ -46,14 +48,9 @@ BAD_LINES = {
 @pytest.fixture
 def prepared(tmp_path):
     """Prepares raw bytes; returns the schema."""
-    (tmp_path / "schema.toml").write_text(SCHEMA)
-
-    def run(content, name="raw.csv", **config):
-        (tmp_path / name).write_bytes(content)
-        settings = PrepareConfig(test_fraction=0.0, **config)
-        return prepare("tabular", [tmp_path / name], tmp_path / "out", settings, schema_file=tmp_path / "schema.toml")
-
-    return run
+    return lambda content, **config: prepare_text(
+        tmp_path, SCHEMA, content, config=PrepareConfig(test_fraction=0.0, **config)
+    )
 
 
 def leftovers(folder):
@@ -62,22 +59,20 @@ def leftovers(folder):
 
 @pytest.mark.parametrize("delimiter", ["||", "::", "§"])
 def test_a_delimiter_of_several_characters(tmp_path, delimiter):
-    (tmp_path / "schema.toml").write_text(
+    schema = (
         f'delimiter = "{delimiter}"\nquote = ""\nlabel = "click"\nfields = [{{name = "city", kind = "categorical"}}]'
     )
     rows = [["id", "click", "city"], ["1", "0", '"b'], ["2", "1", ""], ["3", "1", ":c"]]
-    (tmp_path / "raw.csv").write_text("\n".join(delimiter.join(row) for row in rows))
-    options = {"schema_file": tmp_path / "schema.toml"}
-    prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", PrepareConfig(test_fraction=0.0), **options)
+    text = "\n".join(delimiter.join(row) for row in rows)
+    prepare_text(tmp_path, schema, text)
     columns = pq.read_table(tmp_path / "out" / "train" / "00000.parquet").to_pydict()
     assert (columns["label"], columns["city"]) == ([0, 1, 1], [2, 1, 3])
     for bad, message in (
         ("4;1;c", "line 5: 1 columns, must be 3 separated by"),
         ("\x1f", "the byte 0x1f is in the text"),
     ):
-        (tmp_path / "raw.csv").write_text("\n".join([*(delimiter.join(row) for row in rows), bad]))
         with pytest.raises(ValueError, match=message):
-            prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "new", **options)
+            prepare_text(tmp_path, schema, f"{text}\n{bad}", output="new")
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
@@ -160,56 +155,32 @@ def test_headers_are_checked(tmp_path):
     (tmp_path / "a.csv").write_text("id,click\n1,2\n")
     with pytest.raises(ValueError, match=r"a\.csv, line 1: no column 'C1', 'C14'"):
         prepare("avazu", [tmp_path / "a.csv"], tmp_path / "out")
-    (tmp_path / "schema.toml").write_text('[[fields]]\nname = "x"\nkind = "categorical"')
-    (tmp_path / "a.csv").write_text("label,x\n1,2\n")
-    (tmp_path / "b.csv").write_text("y,label\n1,0\n")
-    with pytest.raises(ValueError, match=r"b\.csv, line 1: no column 'x' among y, label"):
-        prepare(
-            "tabular", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml"
-        )
-    (tmp_path / "b.csv").write_text("label,x\n")
-    with pytest.raises(ValueError, match=r"b\.csv has no samples"):
-        prepare(
-            "tabular", [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml"
-        )
-    (tmp_path / "b.csv").write_text("label,x,x\n1,2,2\n")
-    with pytest.raises(ValueError, match="column 'x' occurs more than once"):
-        prepare("tabular", [tmp_path / "b.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml")
+    for second, message in (
+        ("y,label\n1,0\n", r"raw1\.csv, line 1: no column 'x' among y, label"),
+        ("label,x\n", r"raw1\.csv has no samples"),
+        ("label,x,x\n1,2,2\n", "column 'x' occurs more than once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare_text(tmp_path, ONE_FIELD, "label,x\n1,2\n", second)
 
 
 def test_a_byte_order_mark_is_not_part_of_the_header(tmp_path):
-    (tmp_path / "schema.toml").write_text('[[fields]]\nname = "x"\nkind = "categorical"')
-    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbflabel,x\n1,2\n0,2\n")
-    schema = prepare(
-        "tabular",
-        [tmp_path / "a.csv"],
-        tmp_path / "out",
-        PrepareConfig(test_fraction=0.0),
-        schema_file=tmp_path / "schema.toml",
-    )
-    assert schema.splits["train"].rows == 2
+    assert prepare_text(tmp_path, ONE_FIELD, b"\xef\xbb\xbflabel,x\n1,2\n0,2\n").splits["train"].rows == 2
 
 
 def test_a_data_set_without_training_samples_is_refused(prepared, tmp_path):
-    (tmp_path / "raw.csv").write_bytes(GOOD.encode() * 3)
-    config = PrepareConfig(split="order", test_rows=3)
-    with pytest.raises(
-        ValueError, match="test_rows and validation_rows must be less than the 3 samples in the files, got 3"
-    ):
-        prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "out", config, schema_file=tmp_path / "schema.toml")
+    message = "test_rows and validation_rows must be less than the 3 samples in the files, got 3"
+    with pytest.raises(ValueError, match=message):
+        prepare_text(tmp_path, SCHEMA, GOOD * 3, config=PrepareConfig(split="order", test_rows=3))
     with pytest.raises(ValueError, match="no training sample"):
         prepared(b"2,2,x,a,k:1\n", on_bad_row="skip")
 
 
 def test_a_failed_run_keeps_the_existing_data_set(prepared, tmp_path):
     prepared(GOOD.encode() + NEGATIVE)
-    (tmp_path / "raw.csv").write_bytes(b"bad\n")
     with pytest.raises(ValueError, match="exists and is not empty"):
         prepared(GOOD.encode())
-    (tmp_path / "raw.csv").write_bytes(GOOD.encode() + b"bad\n")
     with pytest.raises(ValueError, match="line 2"):
-        prepare(
-            "tabular", [tmp_path / "raw.csv"], tmp_path / "out", schema_file=tmp_path / "schema.toml", overwrite=True
-        )
+        prepare_text(tmp_path, SCHEMA, GOOD + "bad\n", overwrite=True)
     assert Schema.load(tmp_path / "out").splits["train"].rows == 2
     assert leftovers(tmp_path) == ["out"]
