@@ -249,25 +249,19 @@ def _encoding_notes(data: bytes, path: str) -> list[str]:
 
 
 def _split(lines: Sequence[str], delimiter: str, quote: str) -> list[tuple[str, ...]]:
-    rows = []
-    for line in lines:
-        if quote and quote in line:
-            rows.append(tuple(next(csv.reader([line], delimiter=delimiter, quotechar=quote), [])))
-        else:
-            rows.append(tuple(line.split(delimiter)))
-    return rows
+    def split(line: str) -> Sequence[str]:
+        quoted = quote and quote in line
+        return next(csv.reader([line], delimiter=delimiter, quotechar=quote), []) if quoted else line.split(delimiter)
+
+    return [tuple(split(line)) for line in lines]
 
 
 def _delimiter(lines: Sequence[str], quote: str, path: str) -> tuple[str, int]:
     """Returns the delimiter that divides most lines alike, into most columns, and their number."""
-    found = []
-    for delimiter in DELIMITERS:
-        width, count = Counter(len(row) for row in _split(lines, delimiter, quote)).most_common(1)[0]
-        if width > 1:
-            found.append((count, width, delimiter))
-    if not found:
+    widths = {each: Counter(map(len, _split(lines, each, quote))).most_common(1)[0] for each in DELIMITERS}
+    delimiter, (width, _) = max(widths.items(), key=lambda each: (each[1][0] > 1, each[1][1], each[1][0]))
+    if width == 1:
         raise ValueError(f"{path}: no delimiter found among {DELIMITERS!r}; write the schema file by hand")
-    _, width, delimiter = max(found, key=lambda each: each[:2])
     return delimiter, width
 
 

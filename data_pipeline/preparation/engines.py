@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.inputs import Block, Partition, RawFile, Report, Source, Survey
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Shared = TypeVar("Shared")
 Result = TypeVar("Result")
+Work: TypeAlias = Callable[[Shared, int, list[Block]], Result]
+Results: TypeAlias = Generator[Result, None, None]
 
 
 class Engine(Protocol):
@@ -31,9 +33,7 @@ class Engine(Protocol):
         """Returns `work(source, report)` of each file, in order."""
         ...
 
-    def map(
-        self, work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
-    ) -> Generator[Result, None, None]:
+    def map(self, work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> Results[Result]:
         """Yields `work(shared, number, blocks)` of each partition, in order, with a bounded number of results."""
         ...
 
@@ -44,13 +44,11 @@ class LocalEngine:
     def survey(self, work: Survey, sources: Sequence[Source], report: Report) -> Sequence[RawFile]:
         return [work(source, report) for source in sources]
 
-    def map(
-        self, work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
-    ) -> Generator[Result, None, None]:
+    def map(self, work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> Results[Result]:
         return ordered_map(lambda item: work(shared, item[0].number, item[1]), load_blocks(partitions))
 
 
-def load_blocks(partitions: Iterable[Partition]) -> Generator[tuple[Partition, list[Block]], None, None]:
+def load_blocks(partitions: Iterable[Partition]) -> Results[tuple[Partition, list[Block]]]:
     """Yields partitions with their blocks. Raises ValueError if a file is missing or changed since the survey."""
     partitions = list(partitions)
     with closing(blocks(segment for each in partitions for segment in each.segments)) as found:
@@ -96,15 +94,11 @@ class DaskEngine:
             report(sum(segment.file_bytes for segment in file.segments))
         return files
 
-    def map(
-        self, work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
-    ) -> Generator[Result, None, None]:
+    def map(self, work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> Results[Result]:
         for results in self._ordered(partial(_process, work), shared, _tasks(partitions)):
             yield from results
 
-    def _ordered(
-        self, task: Callable[[Any, Any], Result], shared: object, items: Iterable[Any]
-    ) -> Generator[Result, None, None]:
+    def _ordered(self, task: Callable[[Any, Any], Result], shared: object, items: Iterable[Any]) -> Results[Result]:
         """Yields `task(shared, item)` of each item in order, with at most two pending tasks per thread."""
         path = self._folder / PLAN_FILE
         with path.open("wb") as file:
@@ -134,9 +128,7 @@ def _survey(work: Survey, _: None, source: Source) -> RawFile:
     return work(source, lambda _: None)
 
 
-def _process(
-    work: Callable[[Shared, int, list[Block]], Result], shared: Shared, partitions: Sequence[Partition]
-) -> list[Result]:
+def _process(work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> list[Result]:
     return [work(shared, each.number, blocks) for each, blocks in load_blocks(partitions)]
 
 

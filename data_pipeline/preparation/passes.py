@@ -265,11 +265,6 @@ def warn_of(doubts: Doubts) -> None:
         logger.warning(MESSAGES[doubt].format(name=name, count=count))
 
 
-def bounded_numbers(encoder: Encoder, encoded: pa.Table) -> Doubts:
-    """Counts the `BOUNDED` numbers of each field in the columns that the encoder made of a block."""
-    return Counter({(name, BOUNDED): count for name, count in count_bounded(encoder.dense, encoded).items()})
-
-
 def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
     """Counts the `TWINS` of each field among the samples of a block and, where there is one, in the vocabulary.
 
@@ -363,7 +358,8 @@ def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Wr
         parsed = parse(block, plan.layout)
         bad += parsed.bad
         table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
-        doubts += parsed.doubts + twin_ids(plan.encoder, parsed, table) + bounded_numbers(plan.encoder, table)
+        doubts += parsed.doubts + twin_ids(plan.encoder, parsed, table)
+        doubts += {(name, BOUNDED): count for name, count in count_bounded(plan.encoder.dense, table).items()}
         splits = plan.split.split_of(parsed)
         for index, name in enumerate(SPLITS):
             chosen = splits == index

@@ -164,37 +164,31 @@ class TimeOrder:
     """The newest training sample and the times of the others, to notice that a split by order leaks the future.
 
     Attributes:
-        newest: Unix seconds of the newest training sample.
+        newest: Unix seconds of the newest training sample; before all times if there is none.
         others: times of the samples for validation and testing.
     """
 
-    newest: int | None = None
+    newest: int = -NEVER
     others: ValueCounts = field(default_factory=lambda: ValueCounts(MOST_TIMES))
 
     def add(self, time: np.ndarray | None, splits: np.ndarray) -> None:
         """Adds samples: int64 [R] Unix seconds, and the index of the split of each."""
         if time is not None:
             train = splits == TRAIN
-            self._extend(int(time[train].max()) if train.any() else None)
+            self.newest = max(self.newest, int(time[train].max(initial=-NEVER)))
             self.others.add(time[splits > TRAIN])
 
     def merge(self, other: "TimeOrder") -> None:
         """Adds those of another part of the samples."""
-        self._extend(other.newest)
+        self.newest = max(self.newest, other.newest)
         self.others.merge(other.others)
 
     def report(self) -> None:
         """Warns if samples for validation or testing are older than the newest training sample."""
-        if self.newest is None or not self.others.total:
-            return
-        older = self.others.counts[self.others.values < self.newest].sum() / self.others.total
+        older = self.others.counts[self.others.values < self.newest].sum() / max(self.others.total, 1)
         if older > 0:
             logger.warning(
                 "the samples are not sorted by time: %.3g %% of those for validation and testing are older than the"
                 ' newest training sample, so the model trains on their future; use split = "time"',
                 100 * older,
             )
-
-    def _extend(self, newest: int | None) -> None:
-        if newest is not None:
-            self.newest = newest if self.newest is None else max(self.newest, newest)

@@ -155,29 +155,23 @@ class GlobalBatches:
         size = self.start(step + 1) - first
         return first + rank * size // world_size, first + (rank + 1) * size // world_size, size
 
-    def within(self, window: Window, step: int, rank: int, world_size: int) -> list[slice]:
-        """Returns the positions in the window of ``rank``'s slices of the batches from ``step`` on.
-
-        The last slice is that of the batch that ends in a later window, as far as it is in this one.
-        """
-        slices = []
-        for each in range(step, len(self)):
-            start, stop, _ = self.of_rank(each, rank, world_size)
-            slices.append(slice(*(min(max(end - window.start, 0), window.samples) for end in (start, stop))))
-            if stop > window.stop:
-                break
-        return slices
-
     def turns(
         self, windows: Iterable[Window], step: int, rank: int, world_size: int
     ) -> Iterator[tuple[Window, list[slice]]]:
-        """Yields consecutive windows, from that of batch ``step`` on, and ``rank``'s slices in each, :meth:`within`."""
+        """Yields consecutive windows, from that of batch ``step`` on, and ``rank``'s slices of the batches in each.
+
+        Slices are positions in the window; the last one may be of a batch that ends in a later window, as far as it is
+        in this one.
+        """
         for window in windows:
-            slices = self.within(window, step, rank, world_size)
+            slices = []
+            for each in range(step, len(self)):
+                start, stop, _ = self.of_rank(each, rank, world_size)
+                slices.append(slice(*(min(max(end - window.start, 0), window.samples) for end in (start, stop))))
+                if stop > window.stop:
+                    break
+                step += 1
             yield window, slices
-            step += len(slices)
-            if slices and self.of_rank(step - 1, rank, world_size)[1] > window.stop:
-                step -= 1
 
 
 @dataclass(frozen=True)

@@ -94,15 +94,7 @@ class Draw:
 
 
 class Scales(NamedTuple):
-    """The power law of ids, and standard deviations of the effects on the logit.
-
-    Attributes:
-        skew: exponent of the power law.
-        id_scale: of a_f.
-        pair_scale: of each component of v_f.
-        rank: K.
-        dense_scale: of c_n.
-    """
+    """The exponent of the ids' power law, K as `rank`, and standard deviations of a_f, components of v_f, and c_n."""
 
     skew: float
     id_scale: float
