@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from cowrec.data_pipeline.raw.reading import look, survey
 from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
 
 from .config import DEFAULT_TEST_FRACTION, PrepareConfig
-from .engines import Engine, LocalEngine
+from .engines import Engine, LocalEngine, dask_engine
 from .passes import FitPlan, WritePlan, fit, prepared_schema, write_splits
 from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso, seconds_of
 
@@ -83,8 +83,10 @@ def prepare(
             raise ValueError(f"input file {files[0].source.path} has no samples, and neither has any other")
         parts, ledger = partitions(files, config.shard_rows), BadRowLedger(config.on_bad_row, config.max_bad_rows)
         if earlier is None:
+            if config.negative_fraction < 1 and len(described.labels) > 1:
+                raise ValueError("negative_fraction takes one label, whose negatives are left out, not several")
             split = _by_files(files, groups) or _split_rule(engine, parts, described, config, report)
-            split = _thinned(split, described, config.negative_fraction)
+            split = dataclasses.replace(split, negative_fraction=config.negative_fraction)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)
             skipped = BadRowLedger("skip", ledger.by_path.total())
         else:
@@ -97,7 +99,11 @@ def prepare(
             splits=_checked_splits(splits, described, config),
             settings=_settings(config, described, split) if earlier is None else earlier.settings,
             negative_fraction=split.negative_fraction,
-            sources=_sources(files, ledger),
+            sources=tuple(
+                SourceFile(path, file.source.stamp[0], file.sha256, file.samples, ledger.by_path[path])
+                for file in files
+                for path in [file.source.path]
+            ),
             versions=library_versions(),
         )
         schema.save(folder)
@@ -122,15 +128,8 @@ def work_bytes(inputs: Sequence[PathLike], *, like: PathLike | None = None, conf
     return passes * sum(stamp(file)[0] for file in find_inputs([os.fspath(path) for path in inputs]))
 
 
-@contextmanager
-def _engine(scheduler: str | None, folder: Path) -> Iterator[Engine]:
-    if scheduler is None:
-        yield LocalEngine()
-        return
-    from .engines import dask_engine
-
-    with dask_engine(scheduler, folder) as engine:
-        yield engine
+def _engine(scheduler: str | None, folder: Path) -> AbstractContextManager[Engine]:
+    return nullcontext(LocalEngine()) if scheduler is None else dask_engine(scheduler, folder)
 
 
 def _layout(name: LayoutName, schema_file: PathLike | None, earlier: Schema | None) -> Layout:
@@ -202,12 +201,6 @@ def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareCon
     return splits
 
 
-def _thinned(split: SplitRule, layout: Layout, negative_fraction: float) -> SplitRule:
-    if negative_fraction < 1 and len(layout.labels) > 1:
-        raise ValueError("negative_fraction takes one label, whose negatives are left out; the schema file has several")
-    return dataclasses.replace(split, negative_fraction=negative_fraction)
-
-
 def _split_rule(
     engine: Engine, parts: Sequence[Partition], layout: Layout, config: PrepareConfig, report: Progress
 ) -> SplitRule:
@@ -246,13 +239,6 @@ def _settings(config: PrepareConfig, layout: Layout, split: SplitRule) -> dict[s
         first = {"validation_from": split.first_validation, "test_from": split.first_test}
         settings["split"] = {key: iso(seconds) for key, seconds in first.items() if key[:-5] in split.names}
     return dict(json.loads(json.dumps(settings)))  # turns tuples into lists, as `Schema.load` returns them
-
-
-def _sources(files: Sequence[RawFile], ledger: BadRowLedger) -> tuple[SourceFile, ...]:
-    return tuple(
-        SourceFile(file.source.path, file.source.stamp[0], file.sha256, file.samples, ledger.by_path[file.source.path])
-        for file in files
-    )
 
 
 @contextmanager

@@ -89,9 +89,6 @@ class PatientSource:
     in such a call can neither save its state nor end.
 
     Only one call runs at a time. `seek` takes effect with the next poll; `close` abandons a call that blocks.
-
-    Args:
-        source: the source.
     """
 
     def __init__(self, source: SampleSource) -> None:
@@ -102,16 +99,13 @@ class PatientSource:
 
     @property
     def ended(self) -> bool:
-        """See `SampleSource`."""
         return self._running is None and self._seek_to is None and self._source.ended
 
     @property
     def counters(self) -> dict[str, int]:
-        """See `SampleSource`."""
         return self._source.counters
 
     def seek(self, positions: Mapping[str, SourcePosition]) -> None:
-        """See `SampleSource`."""
         self._seek_to, self._is_stale = positions, self._running is not None
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
