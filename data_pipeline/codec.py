@@ -45,7 +45,7 @@ from cowrec.data_pipeline.raw.parsing import Parsed
 from .json_lines import (
     CANONICAL_VALUE,
     ColumnType,
-    canonical_samples,
+    canonical_values,
     long_texts,
     parse_lines,
     require_columns,
@@ -209,21 +209,29 @@ class SampleCodec:
     def from_objects(self, samples: Iterable[Any], *, training: bool = True) -> RawSamples:
         """Converts samples given as dictionaries of JSON values; `training`: see `encode`."""
         types = self._types_for(training)
-        good, problems, present = canonical_samples(samples, types)
+        good, bad, present = dict[int, dict[str, Any]](), list[BadSample](), set[str]()
+        for index, sample in enumerate(samples):
+            try:
+                good[index] = canonical_values(sample, types)
+            except ValueError as error:
+                bad.append(BadSample(index, str(error)))
+            else:
+                present |= sample.keys() & types.keys()
         # If no sample is valid, missing columns are not reported as another error.
         columns = {
             name: to_array([each[name] for each in good.values()], kind)
             for name, kind in types.items()
             if name in present or not good
         }
-        return RawSamples(pa.table(columns), np.array([*good], np.int64), _bad(problems))
+        return RawSamples(pa.table(columns), np.array([*good], np.int64), tuple(bad))
 
     def from_table(self, table: pa.Table) -> RawSamples:
         """Selects the known columns of an Arrow table, such as one of a Parquet file."""
         table = table.select([name for name in self._types if name in table.column_names])
         found = long_texts(table)
         kept = np.setdiff1d(np.arange(table.num_rows), list(found))
-        return RawSamples(table.take(pa.array(kept)) if found else table, kept, _bad(found))
+        bad = tuple(BadSample(row, reason) for row, reason in found.items())
+        return RawSamples(table.take(pa.array(kept)) if found else table, kept, bad)
 
     def encode(self, samples: RawSamples, *, training: bool = True) -> Encoded:
         """Encodes all good samples.
@@ -277,10 +285,6 @@ class SampleCodec:
 
     def _types_for(self, training: bool) -> Mapping[str, ColumnType]:
         return self._types if training else self._features
-
-
-def _bad(problems: Mapping[int, str]) -> tuple[BadSample, ...]:
-    return tuple(BadSample(index, reason) for index, reason in problems.items())
 
 
 _Columns = Mapping[str, Sequence[Any]]

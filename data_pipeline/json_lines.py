@@ -152,25 +152,6 @@ def canonical_values(sample: Any, columns: Mapping[str, ColumnType]) -> dict[str
     return values
 
 
-def canonical_samples(
-    samples: Iterable[Any], columns: Mapping[str, ColumnType]
-) -> tuple[dict[int, dict[str, Any]], dict[int, str], set[str]]:
-    """Converts samples as `canonical_values` does.
-
-    Returns:
-        The values of the good ones and the problems of the others, by index, and the columns that a good one has.
-    """
-    good, problems, present = dict[int, dict[str, Any]](), dict[int, str](), set[str]()
-    for number, sample in enumerate(samples):
-        try:
-            good[number] = canonical_values(sample, columns)
-        except ValueError as error:
-            problems[number] = str(error)
-        else:
-            present |= sample.keys() & columns.keys()
-    return good, problems, present
-
-
 def to_array(values: Sequence[Any], column: ColumnType) -> pa.Array:
     """Converts canonical values to an Arrow array."""
     if column.kind == "time" and any(isinstance(value, str) for value in values):

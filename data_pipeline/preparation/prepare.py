@@ -84,7 +84,8 @@ def prepare(
         parts, ledger = partitions(files, config.shard_rows), BadRowLedger(config.on_bad_row, config.max_bad_rows)
         if earlier is None:
             if config.negative_fraction < 1 and len(described.labels) > 1:
-                raise ValueError("negative_fraction takes one label, whose negatives are left out, not several")
+                message = "negative_fraction takes one label, whose negatives are left out"
+                raise ValueError(f"{message}; the schema file has several")
             split = _by_files(files, groups) or _split_rule(engine, parts, described, config, report)
             split = dataclasses.replace(split, negative_fraction=config.negative_fraction)
             encoder = fit(engine, parts, FitPlan(described, config, split), ledger, report)

@@ -1,8 +1,9 @@
-"""Messages about settings, schema files and addresses: each names the problem, the value and the remedy."""
+"""Messages about settings, counts, schema files and addresses: each names the problem, the value and the remedy."""
 
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, SparseField, SynthesizeConfig, open_source
+from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.raw.layouts import load_schema_file
 from cowrec.data_pipeline.streams.open import open_sink
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
@@ -126,3 +127,17 @@ def test_schema_files_are_checked(tmp_path, text, message):
     (tmp_path / "schema.toml").write_text(text)
     with pytest.raises(ValueError, match=r"schema\.toml.*" + message):
         load_schema_file(tmp_path / "schema.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("512", 512), ("64K", 65536), (" 64k", 65536), ("1_000", 1000), ("1M", 1 << 20), ("4G", 1 << 32), ("-1", -1)],
+)
+def test_units_are_powers_of_1024(text: str, number: int) -> None:
+    assert parse_count(text, "--rows") == number
+
+
+@pytest.mark.parametrize("text", ["", "K", "8Q", "1.5K", "8KB", "1e6", "1,000", "_1", "2 K"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--rows must be a whole number such as 512, 64K or 1M \(K is 1,024, M is"):
+        parse_count(text, "--rows")
