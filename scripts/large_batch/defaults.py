@@ -125,7 +125,7 @@ def train_cowrec(
             for _ in range(read.train.steps(epoch)):
                 state.step(batches)
             for name in found:
-                samples = predicted_samples(state, getattr(read, name)).own
+                samples = predicted_samples(state, getattr(read, name))
                 found[name].append(measures(samples.logits, samples.label))
     return found
 

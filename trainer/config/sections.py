@@ -139,13 +139,11 @@ class CheckpointConfig:
         keep_last: number of latest checkpoints to keep.
         keep_best: also keep the checkpoint after the epoch with the best "auc" or "logloss" of the validation samples,
             or of the test split where there are none. The report and later commands are of that epoch.
-        asynchronous: train while a checkpoint is written, which needs memory for a copy of tables and moments.
     """
 
     every_steps: int = 0
     keep_last: int = 2
     keep_best: Literal["none", "auc", "logloss"] = "none"
-    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         require("checkpoint.every_steps", self.every_steps, self.every_steps >= 0, "at least 0")
@@ -283,8 +281,6 @@ class ClipConfig:
             all rows with optimizer.absent_rows = "dense"; they cannot be combined with "replay".
         r, zeta, bound, max_norm: values of the rule at optimizer.base_batch_size; optimizer.scaling scales them to
             train.batch_size. max_norm is the threshold of "constant", "field" and "global".
-        histogram: count rows by ``||g|| / limit``, in the steps after which metrics are written, into the report's
-            `clip_histogram`.
     """
 
     rule: str = "cowclip"
@@ -292,7 +288,6 @@ class ClipConfig:
     zeta: float | None = None
     bound: float | None = None
     max_norm: float | None = None
-    histogram: bool = False
 
     def __post_init__(self) -> None:
         require_known("clip.rule", self.rule, CLIP_RULES)
@@ -302,7 +297,7 @@ class ClipConfig:
         if self.rule == NoClip.name:  # so that the one override clip.rule=none turns any run's clip off
             return NoClip()
         kind: Any = CLIP_RULES[self.rule]
-        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("rule", "histogram")}
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key != "rule"}
         given = {key: value for key, value in values.items() if value is not None}
         known = {each.name for each in dataclasses.fields(kind)}
         for key, value in given.items():
@@ -326,10 +321,7 @@ class OnlineConfig:
         duplicates_window: number of latest samples whose `sample_id` is remembered; a repeated sample is left out.
         ahead: a sample whose time is further ahead of this machine's clock is malformed, since it would make all others
             late and expire ids; empty: no limit.
-        most_waiting: most samples to hold while they are put in order.
         max_wait_seconds: time without a new sample after which a partial batch is trained on; 0: never.
-        warmup_steps: steps over which the dense learning rate rises; a stream has no epochs, so that
-            optimizer.warmup_epochs has no effect.
         window: sample time over which progressive AUC, logloss and calibration are computed.
         snapshot_seconds: time between two checkpoints.
         on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "skip"
@@ -352,9 +344,7 @@ class OnlineConfig:
     late: Literal["drop", "train"] = "drop"
     duplicates_window: int = 1 << 18
     ahead: str = "1d"
-    most_waiting: int = 1 << 20
     max_wait_seconds: float = 5.0
-    warmup_steps: int = 0
     window: str = "1h"
     snapshot_seconds: float = 60.0
     on_nonfinite: OnNonfinite = "skip"
@@ -372,11 +362,9 @@ class OnlineConfig:
             seconds(getattr(self, key), f"online.{key}")
         if not self.window:
             raise ValueError('online.window must be a time such as "1h", got an empty text')
-        if self.most_waiting < 1:
-            raise ValueError(f"online.most_waiting must be at least 1, got {self.most_waiting}")
         if not 0 <= self.metrics_port < 1 << 16:
             raise ValueError(f"online.metrics_port must be between 0 and 65535, got {self.metrics_port}")
-        for key in ("duplicates_window", "warmup_steps", "metrics_file_bytes"):
+        for key in ("duplicates_window", "metrics_file_bytes"):
             if getattr(self, key) < 0:
                 raise ValueError(f"online.{key} must be at least 0, got {getattr(self, key)}")
         if self.keep_full_versions < 2:

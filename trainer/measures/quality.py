@@ -1,23 +1,83 @@
-"""Quality of predictions: of labels, and expected under known true probabilities.
+"""Quality of predictions: of labels, and expected under known true probabilities; by numpy, in float64.
 
-R samples.
+R samples, T tasks, U distinct scores.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import frexp, fsum, nan
-from typing import Any
+from math import nan
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .calibration import BinnedSamples, CalibrationBins
-from .exact_sums import ExactSums
-from .samples import Samples
-from .score_blocks import PART, Masses, score_blocks, total_masses
+BINS = 20
+
+
+class Samples(NamedTuple):
+    """Predictions of samples and what they are compared with, on one device.
+
+    Attributes:
+        logits: float [R], or [R, T] of T > 1 tasks.
+        label: float32, of the same shape; NaN where unknown.
+        weight: of samples, float32 [R]; None where all have the same.
+        true_logit: logit of the true click probability, float32 [R]; None where it is unknown.
+    """
+
+    logits: Tensor
+    label: Tensor
+    weight: Tensor | None = None
+    true_logit: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Samples":
+        """The same with every column changed."""
+        weight, true_logit = (None if each is None else change(each) for each in (self.weight, self.true_logit))
+        return Samples(change(self.logits), change(self.label), weight, true_logit)
+
+    def where(self, chosen: Tensor) -> "Samples":
+        """The chosen samples: by a mask, bool [R], or by indices."""
+        return self.each(lambda column: column[chosen])
+
+    def of_task(self, task: int) -> "Samples":
+        """Logits and labels of one task, [R]."""
+        return self if self.logits.ndim == 1 else self._replace(logits=self.logits[:, task], label=self.label[:, task])
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Logits as float32, labels and weights (ones where there are none) as float64, [R] each, of one task."""
+        label = self.label.cpu().numpy().astype(np.float64)
+        weight = np.ones_like(label) if self.weight is None else self.weight.cpu().numpy().astype(np.float64)
+        return self.logits.float().cpu().numpy(), label, weight
+
+
+@dataclass(frozen=True)
+class CalibrationBins:
+    """Samples in at most ``BINS`` bins of ascending predictions and of equal weight, as nearly as possible.
+
+    Equal predictions are in one bin, so that bins may be fewer.
+
+    Attributes:
+        lower, upper: lowest and highest prediction of each bin.
+        prediction: mean prediction.
+        ctr: mean label.
+        weight: sum of the weights of the samples; their number where they have none.
+    """
+
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+    prediction: tuple[float, ...]
+    ctr: tuple[float, ...]
+    weight: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error: the weighted mean of ``|prediction - ctr|`` over the bins.
+
+        Source: Guo et al. 2017 (arXiv 1706.04599), equation 3; bins of equal weight instead of equal width, since most
+        click probabilities are small.
+        """
+        rows = zip(self.prediction, self.ctr, self.weight, strict=True)
+        return sum(abs(p - y) * w for p, y, w in rows) / sum(self.weight)
 
 
 @dataclass(frozen=True)
@@ -39,11 +99,12 @@ class Quality:
         calibration_error: see :class:`CalibrationBins`; NaN without samples.
         ctr: mean label.
         calibration_bins: of the complete split.
-        expected_auc: see :func:`expected_auc`.
+        expected_auc: probability that a click's logit exceeds another sample's, over labels drawn with p; see
+            :func:`measure`.
         expected_logloss: mean of -(p log q + (1 - p) log(1 - q)) for predictions q.
         excess_logloss: expected_logloss less its least possible value, that of q = p: the mean Kullback-Leibler
             divergence of q from p.
-        by_id_counts: the same of each group of samples; see :class:`IdCountGroups`.
+        by_id_counts: the same of each third of the samples; see :func:`id_count_thirds`.
         by_task: of several tasks, the quality of each; the other values are those of the main one.
     """
 
@@ -77,150 +138,147 @@ class Quality:
             values |= {f"{name}_{task}": value for name, value in quality.values().items()}
         return values
 
+    def without_bins(self) -> "Quality":
+        return dataclasses.replace(self, calibration_bins=None)
 
-def measure(samples: Samples, together: bool = False) -> Quality:
+
+def measure_tasks(samples: Samples, labels: Sequence[str]) -> Quality:
+    """Measures the main task, that of the first label; of several tasks each."""
+    quality = measure(samples.of_task(0))
+    if len(labels) == 1:
+        return quality
+    others = {label: measure(samples.of_task(task)) for task, label in enumerate(labels) if task}
+    by_task = {label: each.without_bins() for label, each in {labels[0]: quality, **others}.items()}
+    return dataclasses.replace(quality, by_task=by_task)
+
+
+def measure(samples: Samples) -> Quality:
     """Measures predictions of one task, as float32; samples whose label is unknown are left out.
 
-    The result depends neither on the order of the samples nor on how processes share them: AUC and means are computed
-    from the number (the weight, rounded to 2 ** -35 of the largest or less) of clicks and of other samples at each
-    score, and summed without rounding.
-
-    Args:
-        samples: of this process.
-        together: measures the samples of all processes, which call together.
+    The expected AUC is P / (p * (1 - p') summed over all pairs of different samples), where P is the same sum over the
+    pairs that the logits order rightly, of equal logits half of them.
     """
-    device = samples.label.device
-    labelled = _Labelled(samples, together)
-    clicks, others = total_masses(len(samples.label), labelled, device, together).tolist()
-    total = clicks + others
-    if not total:
-        return Quality(nan, nan, labelled.rows)
-    bins = BinnedSamples(total, labelled.unit, device)
-    pairs, losses = _pairs_and_losses(samples.logits, labelled, together, bins)
-    found = bins.bins()
-    logloss, ctr = losses / total, clicks / total
-    mean = fsum(p * w for p, w in zip(found.prediction, found.weight, strict=True)) / fsum(found.weight)
+    samples = samples.where(~samples.label.isnan())
+    rows = len(samples.label)
+    unknown_truth = samples.true_logit is not None and bool(samples.true_logit.isnan().any())
+    logits, label, weight = samples.arrays()
+    weighed = weight > 0
+    if not weighed.any():
+        return Quality(nan, nan, rows)
+    order = np.flatnonzero(weighed)[logits[weighed].argsort()]
+    scores, label, weight = logits[order], label[order], weight[order]
+    clicks, others = _by_score(scores, weight * label), _by_score(scores, weight * (1 - label))
+    of_blocks = clicks + others
+    total, clicked = of_blocks.sum(), clicks.sum()
+    ctr, both = float(clicked / total), 0 < clicked < total
+    logloss = float((weight * _cross_entropy(scores, label)).sum() / total)
+    prediction = _probability(scores[_block_starts(scores)])
+    bins = _calibration_bins(prediction, clicks, of_blocks)
     quality = Quality(
-        pairs / (clicks * others) if clicks and others else nan,
+        float(_ordered_pairs(clicks, others).sum() / (clicked * others.sum())) if both else nan,
         logloss,
-        labelled.rows,
-        logloss / entropy(ctr) if clicks and others else nan,
-        mean / ctr if clicks else nan,
-        found.error,
+        rows,
+        logloss / entropy(ctr) if both else nan,
+        float((prediction * of_blocks).sum() / total) / ctr if clicked else nan,
+        bins.error,
         ctr,
-        found,
+        bins,
     )
-    return quality if samples.true_logit is None else _with_expected(quality, samples, labelled, together)
-
-
-class _Labelled:
-    """Weights of labelled samples as integers: the masses of clicks and of other samples.
-
-    Attributes:
-        rows: samples whose label is known.
-        unit: of the integers, a power of two; so small that their sum over all samples is below 2 ** 62.
-    """
-
-    def __init__(self, samples: Samples, together: bool) -> None:
-        self._samples = samples
-        self.unit = 1.0
-        rows = (~samples.label.isnan()).sum()
-        if together:
-            dist.all_reduce(rows)
-        self.rows = int(rows)
-        if samples.weight is not None:
-            known = samples.weight.where(~samples.label.isnan(), 0.0)
-            largest = known.max() if len(known) else known.new_zeros(())
-            if together:
-                dist.all_reduce(largest, dist.ReduceOp.MAX)
-            self.unit = 2.0 ** (frexp(float(largest))[1] + self.rows.bit_length() - 62)
-
-    def __call__(self, indices: Tensor) -> Tensor:
-        label = self._samples.label[indices]
-        weight = (~label.isnan()).long()
-        if self._samples.weight is not None:
-            weight *= (self._samples.weight[indices].double() / self.unit).round().long()
-        clicked = label == 1
-        return torch.stack([weight * clicked, weight * ~clicked], 1)
-
-
-def _with_expected(quality: Quality, samples: Samples, labelled: _Labelled, together: bool) -> Quality:
-    """Adds the expected values, under the true probabilities p; see :func:`expected_auc` for the formula of the AUC."""
-    truth, label, device = samples.true_logit, samples.label, samples.label.device
-    assert truth is not None
-    unknown = (truth.isnan() & ~label.isnan()).sum()
-    if together:
-        dist.all_reduce(unknown)
-    if int(unknown):
+    if samples.true_logit is None:
+        return quality
+    if unknown_truth:
         return dataclasses.replace(quality, expected_auc=nan, expected_logloss=nan, excess_logloss=nan)
-    one = 1 << (62 - labelled.rows.bit_length())  # probabilities are integers too, so that any order has the same sum
-
-    def masses(indices: Tensor) -> Tensor:
-        p = _losses_and_probability(truth[indices])[2]
-        positive = (p * one).round().long()
-        known = (~label[indices].isnan()).long()
-        return torch.stack([positive, one - positive, (p * (1 - p) * one).round().long()], 1) * known[:, None]
-
-    positive, negative, own = total_masses(len(label), masses, device, together).tolist()
-    pairs, losses = _pairs_and_losses(samples.logits, lambda indices: masses(indices)[:, :2], together)
-    least = ExactSums(1, device)
-    for part, known in zip(truth.split(PART), label.isnan().logical_not().split(PART), strict=True):
-        of_click, of_other, p = _losses_and_probability(part[known])
-        least.add(p * of_click + (1 - p) * of_other)
-    if together:
-        least.add_other_processes()
-    expected = losses / (labelled.rows * one)
+    order = logits.argsort()
+    scores, truth = logits[order], samples.true_logit.cpu().numpy()[order]
+    p = _probability(truth)
+    positive, negative, own = _by_score(scores, p), _by_score(scores, 1 - p), (p * (1 - p)).sum()
+    pairs, expected = _ordered_pairs(positive, negative).sum(), _cross_entropy(scores, p).mean()
     return dataclasses.replace(
         quality,
-        expected_auc=(pairs - own * one / 2) / (positive * negative - own * one) if labelled.rows > 1 else nan,
-        expected_logloss=expected,
-        excess_logloss=expected - least.floats()[0] / labelled.rows,
+        expected_auc=float((pairs - own / 2) / (positive.sum() * negative.sum() - own)) if rows > 1 else nan,
+        expected_logloss=float(expected),
+        excess_logloss=float(expected - _cross_entropy(truth, p).mean()),
     )
 
 
-def _pairs_and_losses(
-    logits: Tensor, masses: Masses, together: bool, bins: BinnedSamples | None = None
-) -> tuple[float, float]:
-    """Pairs in the right order, of equal logits half of them, and losses: by the masses of clicks and of others."""
-    pairs, losses = ExactSums(1, logits.device), ExactSums(1, logits.device)
-    for blocks in score_blocks(logits.float(), masses, together):
-        clicks, others = blocks.masses.double().unbind(1)
-        of_click, of_other, p = _losses_and_probability(blocks.scores)
-        pairs.add(clicks * (blocks.below[:, 1].double() + others / 2))
-        losses.add(clicks * of_click + others * of_other)
-        if bins:
-            bins.add(p, blocks.masses[:, 0], blocks.masses.sum(1), blocks.below.sum(1))
-    if together:
-        pairs.add_other_processes()
-        losses.add_other_processes()
-        if bins:
-            bins.add_other_processes()
-    return pairs.floats()[0], losses.floats()[0]
+def group_aucs(logits: np.ndarray, label: np.ndarray, weight: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray:
+    """AUC of each group: the weighted share of its pairs of a click and a non-click that the logits order rightly.
 
+    A pair weighs the product of its two weights; one of equal logits counts half.
 
-def _losses_and_probability(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of a click, loss of another sample, and the probability of a click, of each logit: float64.
+    Args:
+        logits: float32 [R].
+        label: 0 or 1, float64 [R].
+        weight: at least 0, float64 [R].
+        groups: of the samples, int64 [R], in [0, count).
+        count: number of groups, G.
 
-    On the CPU by numpy: torch's results depend on the place of a number in a vector register.
+    Returns:
+        float64 [G], NaN for a group without a pair.
     """
-    library: Any = torch if logits.is_cuda else np
-    x: Any = logits.double() if logits.is_cuda else logits.double().numpy()
-    size = library.abs(x)
-    small = library.exp(-size)
-    least = library.log1p(small)
-    with np.errstate(invalid="ignore"):  # an infinite logit has a NaN for the class that it excludes
-        columns = (
-            (size - x) / 2 + least,
-            (size + x) / 2 + least,
-            library.where(x >= 0, 1 / (1 + small), small / (1 + small)),
-        )
-    of_click, of_other, p = columns if logits.is_cuda else map(torch.from_numpy, columns)
-    return of_click, of_other, p
+    if not len(logits):
+        return np.full(count, nan)
+    order = np.lexsort((logits, groups))
+    scores, groups = logits[order], groups[order]
+    clicks, others = (_by_score(scores, (weight * each)[order], groups) for each in (label, 1 - label))
+    of_block = groups[_block_starts(scores, groups)]
+    group_clicks, group_others = (np.bincount(of_block, each, count) for each in (clicks, others))
+    before_group = (group_others.cumsum() - group_others)[of_block]
+    pairs = np.bincount(of_block, _ordered_pairs(clicks, others) - clicks * before_group, count)
+    with np.errstate(invalid="ignore"):
+        return pairs / (group_clicks * group_others)
 
 
 def entropy(p: float) -> float:
     """Entropy of a click of probability p in (0, 1), in nats."""
-    return float(torch.special.entr(torch.tensor([p, 1 - p], dtype=torch.float64)).sum())
+    return float(-p * np.log(p) - (1 - p) * np.log1p(-p))
+
+
+def _block_starts(scores: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
+    """Index of the first sample of each block of equal sorted scores, and groups, int64 [U]."""
+    changes = scores[1:] != scores[:-1]
+    if groups is not None:
+        changes |= groups[1:] != groups[:-1]
+    return np.concatenate([[0], np.flatnonzero(changes) + 1])
+
+
+def _by_score(scores: np.ndarray, values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
+    """Sums values, float64 [R], of equal scores and groups: [U]."""
+    summed: np.ndarray = np.add.reduceat(values, _block_starts(scores, groups))
+    return summed
+
+
+def _ordered_pairs(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:
+    """Pairs of each block's positive with lower blocks' negative weights, and half of those within it: [U]."""
+    pairs: np.ndarray = positive * (negative.cumsum() - negative / 2)
+    return pairs
+
+
+def _cross_entropy(logits: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """-(p log q + (1 - p) log(1 - q)) of logits of q, float64; NaN or infinite for a logit that is not finite."""
+    x = logits.astype(np.float64)
+    size = np.abs(x)
+    with np.errstate(invalid="ignore"):
+        losses: np.ndarray = (size - (2 * p - 1) * x) / 2 + np.log1p(np.exp(-size))
+    return losses
+
+
+def _probability(logits: np.ndarray) -> np.ndarray:
+    """Sigmoid in float64."""
+    x = logits.astype(np.float64)
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
+
+
+def _calibration_bins(prediction: np.ndarray, clicks: np.ndarray, weight: np.ndarray) -> CalibrationBins:
+    """Bins of blocks with ascending predictions, all float64 [U]."""
+    middle = weight.cumsum() - weight / 2
+    numbers = np.minimum(middle * (BINS / weight.sum()), BINS - 1).astype(np.int64)
+    starts = np.concatenate([[0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1])
+    ends = np.append(starts[1:], len(numbers)) - 1
+    weights, clicked, predicted = (np.add.reduceat(each, starts) for each in (weight, clicks, prediction * weight))
+    columns = (prediction[starts], prediction[ends], predicted / weights, clicked / weights, weights)
+    return CalibrationBins(*(tuple(each.tolist()) for each in columns))
 
 
 def _plain(value: Any) -> Any:

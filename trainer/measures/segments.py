@@ -1,9 +1,8 @@
-"""Quality by segment: samples grouped by the values of a column of the data set, and GAUC over the groups.
+"""Groups of a split's samples, by the values of a column or by how often their ids occur in training; GAUC.
 
 R samples, K pairs of a sample and its group, G groups.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import nan
@@ -15,16 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 
 from cowrec.data_pipeline import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, Schema, SparseField
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
 from cowrec.data_pipeline.dataset.shards import read_columns
+from cowrec.data_pipeline.reading.id_counts import log_id_counts
 
-from .auc import ascending, aucs
-from .quality import measure
-from .samples import Samples
+from .quality import Samples, group_aucs, measure
 
+THIRDS = ("rare", "middle", "frequent")
 _MISSING_NAME, _UNKNOWN_NAME = "(missing)", "(rare or unknown)"
 
 
@@ -39,8 +37,8 @@ class Segments:
         names: returns the names of values.
     """
 
-    groups: Tensor
-    samples: Tensor
+    groups: np.ndarray
+    samples: np.ndarray
     values: np.ndarray
     names: Callable[[np.ndarray], list[str]]
 
@@ -56,7 +54,8 @@ class Segments:
             stored = read_columns(data_dir, schema, split, [KEPT_PREFIX + column])[KEPT_PREFIX + column]
             coded = stored.cast(pa.large_string()).combine_chunks().dictionary_encode()
             values = coded.dictionary.to_numpy(zero_copy_only=False)
-            return Segments(_tensor(coded.indices), torch.arange(len(coded)), values, _kept_names)
+            groups = np.array(coded.indices, np.int64)
+            return Segments(groups, np.arange(len(coded)), values, _kept_names)
         field = _sparse_field(schema, column, data_dir)
         stored = read_columns(data_dir, schema, split, [column])[column].combine_chunks()
         if not pa.types.is_list(stored.type):
@@ -69,7 +68,7 @@ class Segments:
             ids[lengths[samples] > 0] = pc.list_flatten(stored).to_numpy()
             values, groups = np.unique(ids, return_inverse=True)
             samples, groups = np.divmod(np.unique(samples * len(values) + groups), len(values))  # each id once
-        return Segments(_tensor(groups), _tensor(samples), values, lambda chosen: _id_names(data_dir, field, chosen))
+        return Segments(groups, samples, values, lambda chosen: _id_names(data_dir, field, chosen))
 
     def measure(self, split: Samples, top: int) -> dict[str, Any]:
         """Measures the groups of a split's samples.
@@ -82,40 +81,48 @@ class Segments:
             * largest: id and :class:`Quality` of each of the ``top`` groups with most weight, in descending order;
             * rest: :class:`Quality` of the samples in all other groups; None if there are none.
         """
-        groups, samples = (each.to(split.label.device) for each in (self.groups, self.samples))
-        order = ascending(split.logits[samples])
-        order = order[~split.label[samples[order]].isnan()]
-        groups, pairs = groups[order], split.where(samples[order])
-        weight, count = pairs.weights(), len(self.values)
-        of_groups = torch.zeros(count, dtype=torch.float64, device=weight.device).index_add_(0, groups, weight)
-        auc = aucs(pairs.logits, pairs.label, weight, groups, count)
-        both = ~auc.isnan()
+        logits, label, weight = (each[self.samples] for each in split.arrays())
+        known = ~np.isnan(label)
+        groups, samples, weight, count = self.groups[known], self.samples[known], weight[known], len(self.values)
+        of_groups = np.bincount(groups, weight, count)
+        auc = group_aucs(logits[known], label[known], weight, groups, count)
+        both = ~np.isnan(auc)
         in_gauc = of_groups[both].sum()
-        order = of_groups.argsort(descending=True, stable=True)
+        order = (-of_groups).argsort(kind="stable")
         order = order[of_groups[order] > 0]
-        ids = self.names(self.values[order[:top].cpu().numpy()])
+
+        def measured(chosen: np.ndarray) -> dict[str, Any]:
+            return measure(split.where(torch.from_numpy(samples[chosen]))).without_bins().values()
+
+        names = self.names(self.values[order[:top]])
         largest = [
-            {"id": name, **_values(pairs.where(groups == group))}
-            for name, group in zip(ids, order[:top].tolist(), strict=True)
+            {"id": name, **measured(groups == group)} for name, group in zip(names, order[:top].tolist(), strict=True)
         ]
-        others = torch.ones(count, dtype=torch.bool, device=weight.device)
-        others[order[:top]] = False
         return {
-            "gauc": ((auc * of_groups)[both].sum() / in_gauc).item() if in_gauc else nan,
+            "gauc": float((auc * of_groups)[both].sum() / in_gauc) if in_gauc else nan,
             "groups": len(order),
             "groups_in_gauc": int(both.sum()),
-            "share_in_gauc": (in_gauc / of_groups.sum()).item() if len(order) else nan,
+            "share_in_gauc": float(in_gauc / of_groups.sum()) if len(order) else nan,
             "largest": largest,
-            "rest": _values(pairs.where(others[groups])) if len(order) > top else None,
+            "rest": measured(~np.isin(groups, order[:top])) if len(order) > top else None,
         }
 
 
-def _values(samples: Samples) -> dict[str, Any]:
-    return dataclasses.replace(measure(samples), calibration_bins=None).values()
+def id_count_thirds(data_dir: Path, split: str, train_rows: int | None = None) -> np.ndarray:
+    """Thirds of a split's samples by the mean over fields of log(1 + occurrences of the sample's id in training).
 
+    Samples with equal means are in one third, so that it depends on a sample's ids alone.
 
-def _tensor(numbers: np.ndarray | pa.Array) -> Tensor:
-    return torch.from_numpy(np.array(numbers, np.int64))
+    Args:
+        train_rows: training samples in which ids are counted, the first ones; by default all.
+
+    Returns:
+        Index into ``THIRDS`` of each sample in the stored order, int8 [R].
+    """
+    values = log_id_counts(data_dir, split, [field.name for field in Schema.load(data_dir).sparse], train_rows)
+    first, second = (-(-len(values) * part // 3) - 1 for part in (1, 2))
+    ordered = np.partition(values, (first, second))
+    return (values > ordered[first]).astype(np.int8) + (values > ordered[second])
 
 
 def _sparse_field(schema: Schema, column: str, data_dir: Path) -> SparseField:

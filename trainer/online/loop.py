@@ -112,7 +112,7 @@ class _OnlineRun:
         self.config, self.run_dir, self.process = config, place.folder, process
         self.codec = SampleCodec.load(config.data.dir)
         self.codec.require_trainable()
-        plan = RunPlan.of(config, self.codec.schema, process, schedule=Schedule(config.online.warmup_steps))
+        plan = RunPlan.of(config, self.codec.schema, process, schedule=Schedule())
         # A batch is not taken before the one before it was trained on, which would postpone its predictions.
         self.trainer = Trainer(plan, place, config.online.on_nonfinite, reads_ahead=False)
         self.state, self.say = self.trainer.state, self.trainer.say
@@ -278,7 +278,7 @@ class _OnlineRun:
             duplicates_window=online.duplicates_window,
             max_wait_seconds=online.max_wait_seconds,
             ahead_seconds=seconds(online.ahead, "online.ahead"),
-            most_waiting=max(online.most_waiting, self.config.train.batch_size),
+            most_waiting=max(1 << 20, self.config.train.batch_size),
             journal=self.run_dir / JOURNAL,
             position=position,
         )

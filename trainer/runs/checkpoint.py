@@ -42,7 +42,7 @@ class Checkpoints:
 
     Args:
         place: of the run, to which checkpoints are uploaded while training continues.
-        config: which checkpoints are kept, and whether training continues while one is written.
+        config: which checkpoints are kept.
         process: this process.
         say: receives a warning when a checkpoint could not be written.
         lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
@@ -127,8 +127,6 @@ class Checkpoints:
                 sealed.set_exception(error)
 
         written.add_done_callback(finish)
-        if not self._config.asynchronous:
-            self._settle()
 
     def _upload_shards(self, partial: Path) -> Files:
         """Uploads this process's shards if hosts share no folder; returns those of all, on the first process."""

@@ -37,8 +37,7 @@ _MAY_CHANGE = {
         "on_nonfinite",
     ),
     "evaluate": ("by_id_counts",),
-    "checkpoint": ("every_steps", "keep_last", "keep_best", "asynchronous"),
-    "clip": ("histogram",),
+    "checkpoint": ("every_steps", "keep_last", "keep_best"),
     "online": (
         "snapshot_seconds",
         "report_seconds",

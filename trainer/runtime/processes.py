@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .environment import launched_rank, launched_world_size, quiet_libraries
 from .launcher import ending_with_launcher
@@ -115,6 +116,25 @@ def from_first(process: Process, action: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return cast("T", result)
+
+
+def gathered(values: Tensor, process: Process, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Values of all processes, by rank, joined on the first one; on the others this process's own. All call together.
+
+    Args:
+        values: [n, ...], where n may differ.
+        group: of all processes, by default the whole group.
+    """
+    if process.world_size == 1:
+        return values
+    counts = values.new_empty(process.world_size, dtype=torch.int64)
+    dist.all_gather_into_tensor(counts, counts.new_tensor([len(values)]), group=group)
+    sizes = counts.tolist()
+    padded = values.new_zeros(max(sizes), *values.shape[1:])
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in sizes] if process.is_first else None
+    dist.gather(padded, parts, 0, group=group)
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)]) if parts else values
 
 
 def _keep_freed_memory() -> None:

@@ -6,20 +6,21 @@ split is measured after each epoch.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.data_pipeline import Batch, Reader
-from cowrec.trainer.measures.id_count_groups import GROUPS, IdCountGroups
-from cowrec.trainer.measures.quality import Quality, measure
-from cowrec.trainer.measures.samples import CollectedSamples, Samples
+from cowrec.trainer.measures.quality import Quality, Samples, measure, measure_tasks
+from cowrec.trainer.measures.segments import THIRDS, id_count_thirds
+from cowrec.trainer.runtime.processes import from_first, gathered
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 from .dataloading import Readers, even_slices
@@ -58,11 +59,11 @@ class EpochQuality:
     """
 
     def __init__(self, plan: RunPlan, readers: Readers, non_finite: Callable[[str], Exception]) -> None:
-        config, process = self._config, self._process = plan.config, plan.process
+        config, process = plan.config, plan.process
         self._readers, self._non_finite = readers, non_finite
-        self._groups: IdCountGroups | None = None
-        if config.evaluate.by_id_counts:
-            self._groups = IdCountGroups.of(Path(config.data.dir), "test", process, plan.train_rows)
+        self._thirds: np.ndarray | None = None
+        if config.evaluate.by_id_counts and process.is_first:
+            self._thirds = id_count_thirds(Path(config.data.dir), "test", plan.train_rows)
 
     @property
     def tests_each_epoch(self) -> bool:
@@ -82,7 +83,7 @@ class EpochQuality:
 
     def measure_test(self, state: TrainState) -> tuple[dict[str, Any], str]:
         """Returns the measures of the test split, and a text for the terminal."""
-        test = self._finite(evaluate(state, self._readers.test, self._groups), "test split")
+        test = self._finite(evaluate(state, self._readers.test, self._thirds), "test split")
         return test.values(), f"test {test}"
 
     def _finite(self, quality: Quality, where: str) -> Quality:
@@ -96,32 +97,47 @@ def _auc_and_logloss(quality: Quality) -> dict[str, Any]:
     return {key: each for key, each in quality.values().items() if key.startswith(("auc", "logloss"))}
 
 
-def evaluate(state: TrainState, reader: Reader, groups: IdCountGroups | None = None) -> Quality:
+def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None) -> Quality:
     """Measures a reader's labelled samples; all processes call together and get the same numbers.
 
     Args:
         reader: not shuffled.
-        groups: of the split's samples, to be measured by themselves too; the reader then reads the complete split.
+        thirds: of the split's samples by their ids, to be measured by themselves too, see :func:`id_count_thirds`; on
+            the first process. The reader then reads the complete split.
     """
-    collected = predicted_samples(state, reader)
-    quality = state.tasks.measure(collected.own, together=True)
-    if not groups:
-        return quality
-    samples, of_samples = state.tasks.main_of(collected.own), groups.of_samples[collected.positions]
-    of_groups = [measure(samples.where(of_samples == number), together=True) for number in range(len(GROUPS))]
-    by_id_counts = dict(
-        zip(GROUPS, (dataclasses.replace(each, calibration_bins=None) for each in of_groups), strict=True)
-    )
-    return dataclasses.replace(quality, by_id_counts=by_id_counts)
+    samples = predicted_samples(state, reader)
+
+    def measured() -> Quality:
+        quality = measure_tasks(samples, state.plan.schema.labels)
+        if thirds is None:
+            return quality
+        main, numbers = samples.of_task(0), torch.from_numpy(thirds)
+        by_third = {name: measure(main.where(numbers == third)).without_bins() for third, name in enumerate(THIRDS)}
+        return dataclasses.replace(quality, by_id_counts=by_third)
+
+    return from_first(state.plan.process, measured)
 
 
-def predicted_samples(state: TrainState, reader: Reader) -> CollectedSamples:
-    """Predictions of this process's samples of a reader, in its order; all processes call together."""
-    positions = [reader.positions(step) for step in range(len(reader))]
-    collected = CollectedSamples(sum(each.stop - each.start for each in positions))
-    for each, predicted in zip(positions, predictions(state, reader), strict=True):
-        collected.add(each, predicted)
-    return collected
+def predicted_samples(state: TrainState, reader: Reader) -> Samples:
+    """Predictions of all samples of a reader, in its order, on the CPU of the first process; on others, of their own.
+
+    All processes call together. The first one holds 8 bytes of each sample, 12 with weights, and sorts them.
+    """
+    process = state.plan.process
+    # Copied, since a column of a batch may be a part of a larger block.
+    collected = [samples.each(torch.clone) for samples in predictions(state, reader)]
+    logits, label, weight, true_logit = zip(*collected, strict=True)
+    own = Samples(torch.cat(logits), torch.cat(label), _joined(weight), _joined(true_logit))
+    if process.world_size == 1:
+        return own.each(Tensor.cpu)
+    slices = [reader.positions(step) for step in range(len(reader))]
+    positions = torch.cat([torch.arange(each.start, each.stop, device=process.device) for each in slices])
+    order = gathered(positions, process).cpu().argsort()
+    return own.each(lambda column: gathered(column, process).cpu()[order])
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    return None if parts[0] is None else torch.cat([each for each in parts if each is not None])
 
 
 def predictions(state: TrainState, reader: Reader) -> Iterator[Samples]:

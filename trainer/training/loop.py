@@ -414,8 +414,6 @@ class Trainer:
         """Writes the readings of the clip and of the id tables, where there are any."""
         if self.state.clip_watch:
             log.write("clip", self.steps, **labels, **self.state.clip_watch.read())
-        if self.state.ratio_histogram:
-            self.state.ratio_histogram.add()
         if self.state.id_tables:
             log.write("ids", self.steps, **labels, **self.state.id_tables.counters())
 
@@ -451,7 +449,6 @@ class Trainer:
             "batches_set_aside": self.set_aside,
             "clip_statistics": statistics,
             "clip_remark": clip_remark(statistics),
-            "clip_histogram": self.state.ratio_histogram.total() if self.state.ratio_histogram else None,
             "cuda_graph": self.state.captured,
             "seed": self.config.train.seed,
             **self.plan.describe(),

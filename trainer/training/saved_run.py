@@ -21,13 +21,14 @@ from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.measures.quality import measure_tasks
 from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.own_code import find_code, load_record, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
-from cowrec.trainer.runtime.processes import Process, process_group
+from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.tables import TableSpec, gathered_table, local_shards, tables_of
@@ -68,13 +69,12 @@ def evaluate_run(
     run_dir, data_dir = local_copy(run_dir, "run"), local_data(data_dir)
     with _saved_run(run_dir, data_dir, split, checkpoint) as (state, reader, progress):
         require_labels(reader.schema, split, data_dir)
-        segments = {column: Segments.of(data_dir, split, column) for column in by}
-        collected = predicted_samples(state, reader)
-        quality = state.tasks.measure(collected.own, together=True)
-        by_column = {}
-        if segments:
-            samples = state.tasks.main_of(collected.of_all_processes())
-            by_column = {column: groups.measure(samples, top) for column, groups in segments.items()}
+        process, segments = state.plan.process, dict[str, Segments]()
+        on_first(process, lambda: segments.update({column: Segments.of(data_dir, split, column) for column in by}))
+        samples = predicted_samples(state, reader)
+        quality = from_first(process, lambda: measure_tasks(samples, reader.schema.labels))
+        main = samples.of_task(0)
+        by_column = from_first(process, lambda: {name: each.measure(main, top) for name, each in segments.items()})
         if launched_rank() == 0:
             logger.info("%s samples of %s: %s", f"{quality.rows:,}", split, quality)
         return quality.values() | {"step": progress.step} | ({"by": by_column} if by else {})
@@ -98,7 +98,8 @@ def predict_run(run_dir: Place, data_dir: Place, output: Place, split: str = "te
     data_dir = local_data(data_dir)
     with _saved_run(local_copy(run_dir, "run"), data_dir, split, checkpoint) as (state, reader, _):
         beside = _Beside(data_dir, split)
-        names = state.tasks.named("prediction")
+        labels = reader.schema.labels
+        names = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
         schema = pa.schema([*beside.schema, *((name, pa.float32()) for name in names)])
         with replacing(Path(output)) as file, pq.ParquetWriter(file, schema) as writer:
             for each in predictions(state, reader):

@@ -14,8 +14,6 @@ from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
 from cowrec.trainer.config.run import to_plain
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import ClipWatch
-from cowrec.trainer.measures.ratio_histogram import RatioHistogram
-from cowrec.trainer.measures.tasks import Tasks
 from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.checkpoint_reader import (
@@ -67,8 +65,6 @@ class TrainState:
         pipeline: runs steps and evaluation.
         why_not_captured: why no step can be a captured CUDA graph; "" if they can.
         clip_watch: reads the clip's statistics; None without a clip.
-        ratio_histogram: counts rows by norm over limit; None without a clip and unless `clip.histogram`.
-        tasks: names of the labels, and the main one.
         logit_shift: correction of predictions for the negatives that the training split lacks, see `Schema`.
         steps, environment: training steps taken; versions and hardware.
 
@@ -85,18 +81,14 @@ class TrainState:
         self.plan = plan
         config, schema, process = plan.config, plan.schema, plan.process
         self._config, self._process = config, process
-        self.tasks = Tasks(schema.labels)
         self.logit_shift = schema.logit_shift
         self.model = build_sharded(plan)
         self.embedding_optimizer = embedding_optimizer(plan, self.model)
         self.ids = IdTranslation(plan, self.model, self.adam)
         self.clip_watch: ClipWatch | None = None
-        self.ratio_histogram: RatioHistogram | None = None
         if self.embedding_optimizer is not None and config.clip.rule != "none":
             tables = [spec.name for spec in plan.tables]
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
-            if config.clip.histogram:
-                self.ratio_histogram = RatioHistogram(self.embedding_optimizer.latest_ratios, tables, process)
         self._values = plan.scaled.hyperparameters
         self._guard = StepGuard(self.model, process) if on_nonfinite == "skip" else None
         admits = self._guard.admits if self._guard else None

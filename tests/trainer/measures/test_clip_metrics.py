@@ -136,27 +136,6 @@ def test_remark_on_a_clip_without_effect(clipped: float, distance: float, remark
     assert clip_remark({"rows": 0, "clipped": np.nan, "limit_to_norm": np.nan}) is None
 
 
-@pytest.mark.parametrize(
-    ("data", "overrides"),
-    [("data", ()), ("data", ("optimizer.absent_rows=dense",)), ("single/data", ("optimizer.embedding=adagrad",))],
-    ids=["compiled", "torch", "fused"],
-)
-def test_histogram_agrees_with_the_counts_of_clipped_rows(
-    folder: Path, tmp_path: Path, data: str, overrides: tuple[str, ...]
-) -> None:
-    """Metrics are written after every step here, so that no step is missing; rows above the edge 1 are clipped."""
-    every = ("train.log_every=1", "clip.histogram=true", "train.epochs=1", *overrides)
-    _, report = trained(folder, tmp_path / "run", *every, data=data)
-    histogram, total = report["clip_histogram"], report["clip_statistics"]
-    above = np.array(histogram["edges"][:-1]) > 1 - 1e-9
-    assert sum(above) == 8
-    assert histogram["fields"].keys() == total["fields"].keys()
-    for name, counts in histogram["fields"].items():
-        field = total["fields"][name]
-        assert sum(counts) == field["rows"] > 0
-        assert np.array(counts)[above].sum() == pytest.approx(field["clipped"] * field["rows"], abs=1e-6)
-
-
 @pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
     with process_group("cpu") as process:

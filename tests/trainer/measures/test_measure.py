@@ -1,6 +1,7 @@
 """Measures of arbitrary predictions, weights and groups, against scikit-learn and plain loops."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import log_loss, roc_auc_score
 
-from cowrec.trainer.measures.auc import ascending, aucs
-from cowrec.trainer.measures.quality import measure
-from cowrec.trainer.measures.samples import Samples
+from cowrec.trainer.measures.quality import Samples, group_aucs, measure
+from cowrec.trainer.runtime.processes import Process, gathered
+from process_groups import in_processes, process_group
 
 # Few different logits, so that many are equal; weights may be 0.
 SAMPLES = st.lists(
@@ -34,8 +35,7 @@ def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]
     logits, label, weight, groups = columns(drawn)
     quality = measure(Samples(logits, label, weight))
     assert quality.rows == len(drawn)
-    order = ascending(logits)
-    of_groups = aucs(logits[order], label[order].double(), weight[order].double(), groups[order], 5)
+    of_groups = group_aucs(*Samples(logits, label, weight).arrays(), groups.numpy(), 5)
     kept = weight > 0
     for expected, chosen in zip(
         [quality.auc, *of_groups.tolist()], [groups >= 0, *(groups == g for g in range(5))], strict=True
@@ -93,3 +93,39 @@ def test_samples_without_a_label_are_left_out() -> None:
     nothing = measure(Samples(logits[2:], label[2:]))
     assert nothing.rows == 0
     assert math.isnan(nothing.logloss)
+
+
+def test_zeros_of_both_signs_and_neighbouring_numbers_are_ordered_exactly() -> None:
+    rng = np.random.default_rng(0)
+    near = 2 + rng.integers(0, 300, 3000) * 2.0**-22
+    for logits in (near, rng.integers(-4, 5, 3000) / 2 * rng.choice([1, -1], 3000)):
+        label = rng.random(3000) < 1 / (1 + np.exp(2 - logits))
+        quality = measure(Samples(*(torch.from_numpy(each.astype(np.float32)) for each in (logits, label))))
+        assert quality.auc == pytest.approx(roc_auc_score(label, logits), abs=1e-12)
+
+
+def test_numbers_that_are_not_finite_are_no_quality() -> None:
+    label = torch.tensor([0.0, 1.0, 1.0])
+    for wrong in (math.nan, math.inf):
+        assert not math.isfinite(measure(Samples(torch.tensor([0.0, wrong, 1.0]), label)).logloss)
+    logits = torch.tensor([-1.0, 1.0, 0.5])
+    quality = measure(Samples(logits, label, true_logit=torch.tensor([1.0, math.nan, 0.0])))
+    assert quality.auc == 1
+    assert quality.expected_auc is not None
+    assert quality.expected_logloss is not None
+    assert math.isnan(quality.expected_auc + quality.expected_logloss)
+
+
+def _gather(rank: int, folder: str) -> None:
+    with process_group(rank, 3, folder):
+        process = Process(rank, 3, 3, True, torch.device("cpu"))
+        own = torch.arange(6.0).view(3, 2)[: (2, 0, 3)[rank]] + rank
+        for values in (own, own.long()[:, 0]):
+            found = gathered(values, process)
+            assert found.dtype == values.dtype
+            expected = [[0, 1], [2, 3], [2, 3], [4, 5], [6, 7]] if rank == 0 else own.tolist()
+            assert found.tolist() == (expected if values is own else [row[0] for row in expected])
+
+
+def test_the_first_process_gathers_shares_of_any_size(tmp_path: Path) -> None:
+    in_processes(_gather, (str(tmp_path),), 3)

@@ -239,11 +239,6 @@ def test_checkpoints_that_are_kept(folder: Path, tmp_path: Path) -> None:
     assert left == {18, 20, best}
 
 
-def test_synchronous_saving(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "run", "checkpoint.asynchronous=false")
-    assert same(checkpoint(tmp_path / "run"), checkpoint(uninterrupted))
-
-
 def test_fields_of_several_kinds_resume(tmp_path: Path) -> None:
     make_data(tmp_path, UNWEIGHTED)
     config_file(tmp_path)

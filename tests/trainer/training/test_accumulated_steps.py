@@ -13,7 +13,7 @@ from cowrec.trainer.training.loop import train
 from run_comparison import same
 from trainer_cases import checkpoint, config_file, interrupted, make_data
 
-ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "checkpoint.asynchronous=false"]
+ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100"]
 
 
 @pytest.fixture(scope="module")

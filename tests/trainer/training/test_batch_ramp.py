@@ -23,7 +23,7 @@ RAMP = [
 ]
 SIZES = [6, 6, 12, 12, 24, 24, 48, 48, 25, 51, 51, 51, 51, 1]
 """Batches of RAMP's two epochs over 205 samples: twice each size below 51, the rest, then an epoch without a ramp."""
-ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.log_every=1", "checkpoint.asynchronous=false"]
+ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.log_every=1"]
 
 
 @pytest.fixture(scope="module")

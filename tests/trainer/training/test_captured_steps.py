@@ -172,7 +172,7 @@ def compare(case: str, process: Process) -> None:
     everywhere = range(len(SIZES))
     sequential = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     expected, end = train(sequential, everywhere), everything(sequential)
-    checkpoints = Checkpoints(RunPlace(folder, resume=True), CheckpointConfig(asynchronous=False), process, print)
+    checkpoints = Checkpoints(RunPlace(folder, resume=True), CheckpointConfig(), process, print)
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
     graph = Graph(state)
     captured(state, graph)
