@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from .import_path import chosen, is_import_path
 from .options import checked_options
+from .own_code import chosen, is_import_path
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """From logits and labels, float [B] or [B, T], to the loss of each, of the same shape."""

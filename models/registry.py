@@ -9,7 +9,6 @@ from torch import nn
 
 from .config import ModelConfig
 from .front import EmbeddingFront, Front, LookedUpFront
-from .import_path import chosen, is_import_path
 from .multi_task.mmoe import MMoE
 from .multi_task.ple import PLE
 from .multi_task.shared_bottom import SharedBottom
@@ -23,7 +22,7 @@ from .networks.masknet import ParallelMaskNet, SerialMaskNet
 from .networks.wdl import WideDeep
 from .networks.xdeepfm import XDeepFM
 from .options import checked_options
-from .own_network import check_class, check_network
+from .own_code import check_network, chosen, is_import_path
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -139,8 +138,13 @@ def _takes_tasks(network: type[nn.Module]) -> bool:
 
 def _class_and_options(config: ModelConfig) -> tuple[type[nn.Module], dict[str, object]]:
     name = config.name
-    network = check_class(name, chosen("model.name", name, MODELS, 'a network of your own is "module:Class"'))
+    network = chosen("model.name", name, MODELS, 'a network of your own is "module:Class"')
     owner = f'model.name = "{name}"'
+    if not (inspect.isclass(network) and issubclass(network, nn.Module)):
+        kind = f"the class {network.__name__}" if inspect.isclass(network) else f"of type {type(network).__name__}"
+        raise ValueError(
+            f"{owner} is {kind}, not a subclass of torch.nn.Module; name a class such as docs/models.md has"
+        )
     return network, checked_options(network, config.options, "model.options", owner, first=2, reserved=_TASKS)
 
 

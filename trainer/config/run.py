@@ -17,7 +17,7 @@ from cowrec.data_pipeline import PrepareConfig
 from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.files import replace_file
 from cowrec.models import ModelConfig, loss_of, require_model
-from cowrec.models.import_path import is_import_path, require_beside, search_also
+from cowrec.models.own_code import is_import_path, require_beside, search_also
 from cowrec.sparse_opt import NoClip
 
 from .checks import nearest_name

@@ -20,7 +20,7 @@ from cowrec.data_pipeline.dataset.shards import new_folder
 from cowrec.data_pipeline.files import checksum, sync_folder, write_file
 from cowrec.data_pipeline.remote import Place
 from cowrec.models import ModelConfig, build_network, physical_dim
-from cowrec.models.import_path import is_import_path
+from cowrec.models.own_code import is_import_path
 from cowrec.sparse_opt import IdTables
 from cowrec.trainer.runs.own_code import own_code
 from cowrec.trainer.runs.remote_run import local_copy, written_folder

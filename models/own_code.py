@@ -1,0 +1,157 @@
+"""Code of the user's own, which a configuration names as "module:name": importing it, and trying a network of it."""
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .front import LookedUpFront
+
+
+def is_import_path(name: str) -> bool:
+    """True for "module:name", false for the name of something built in."""
+    return ":" in name
+
+
+def search_also(*folders: Path) -> None:
+    """Appends folders to Python's path, of this process and later subprocesses."""
+    sys.path += [each for each in dict.fromkeys(str(folder.absolute()) for folder in folders) if each not in sys.path]
+
+
+def chosen(key: str, name: str, known: Mapping[str, Any], own: str) -> Any:
+    """What ``key = "name"`` of a configuration means: one of ``known``, or the user's own; see :func:`imported`.
+
+    Raises:
+        ValueError: neither is called so; the message says with ``own`` how one's own is written.
+    """
+    if is_import_path(name):
+        return imported(key, name)
+    if name not in known:
+        nearest = get_close_matches(name, known, n=1)
+        hint = f'did you mean "{nearest[0]}"? ' if nearest else ""
+        raise ValueError(f'{key} is "{name}"; {hint}known: {", ".join(known)}; {own}')
+    return known[name]
+
+
+def imported(key: str, name: str) -> Any:
+    """Imports the object that ``key = "module:name"`` of a configuration means.
+
+    Raises:
+        ValueError: not of this form, no such module or name in it, an error while it is imported, or a file that has
+            changed since then.
+    """
+    module_name, _, attribute = name.partition(":")
+    given = f'{key} = "{name}"'
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)) or module_name.endswith(".py"):
+        no_file = f' (write "{module_name.removesuffix(".py")}:{attribute}")' if module_name.endswith(".py") else ""
+        raise ValueError(
+            f'{given} must be "MODULE:NAME" with the dotted name of a Python module and a name in it, for example'
+            f' "my_module:Net"{no_file}; a folder is given by PYTHONPATH'
+        )
+    if module_name == "__main__":
+        raise ValueError(f"{given}: later commands cannot import __main__; put {attribute} into a file")
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{given}: there is no module {error.name} in Python's path, the folder of the TOML file or the current"
+                f" folder {Path.cwd()}; add the folder that has {module_name.replace('.', '/')}.py to PYTHONPATH"
+            ) from None
+        raise ValueError(f"{given}: importing it failed{_place(error)}: {type(error).__name__}: {error}") from error
+    file = file_of(module)
+    if file and file.is_file() and _SOURCES.setdefault(module, file.read_bytes()) != file.read_bytes():
+        raise ValueError(f"{given}: {file} has changed since this process imported it; restart Python")
+    if not hasattr(module, attribute):
+        nearest = get_close_matches(attribute, [each for each in vars(module) if not each.startswith("_")], n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"add {attribute} to it, or name another module"
+        raise ValueError(f"{given}: {file or module_name} has no {attribute}; {hint}")
+    return getattr(module, attribute)
+
+
+_SOURCES: dict[ModuleType, bytes] = {}
+"""Contents of the file of each module when it was first used."""
+
+
+def file_of(module: ModuleType) -> Path | None:
+    """The file that a module was imported from; None for one that is built into Python, or made in memory."""
+    file = getattr(module, "__file__", None)
+    return Path(file).absolute() if file else None
+
+
+def require_beside(key: str, name: str, folder: Path) -> None:
+    """Raises ValueError if ``module:name``, once imported, is another file than the one in ``folder``."""
+    module_name = name.partition(":")[0]
+    inside, file = folder.absolute().joinpath(*module_name.split(".")), file_of(sys.modules[module_name])
+    for beside in (inside.with_suffix(".py"), inside / "__init__.py"):
+        if beside.is_file() and file is not None and not beside.samefile(file):
+            raise ValueError(
+                f'{key} = "{name}": {file} is imported, but {beside} exists too; rename one of them, or, if both are'
+                " used by one Python process, use two"
+            )
+
+
+def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num_fields: int, num_tasks: int) -> None:
+    """Makes a network and computes logits of three samples in training, and of one in evaluation.
+
+    Raises:
+        ValueError: it does not keep the front, fails, returns anything but a logit for each sample (and task), or its
+            logits do not depend on the embeddings.
+    """
+    given = f'model.name = "{name}"'
+    network = _tried(given, "making it with (config, front)", build)
+    if not any(module is front for module in network.modules()):
+        raise ValueError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise ValueError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
+    rows = torch.rand(3, num_fields, front.row_width, requires_grad=True)
+    logits = _logits(given, network.train(), front, rows, num_tasks)
+    if not logits.requires_grad or torch.autograd.grad(logits.sum(), rows, allow_unused=True)[0] is None:
+        raise ValueError(
+            f"{given} computes logits that do not depend on the embeddings, so that no table would be trained; compute"
+            " them from self.front(dense, sparse), without detach()"
+        )
+    with torch.no_grad():
+        _logits(given, network.eval(), front, rows[:1], num_tasks)
+
+
+def _logits(given: str, network: nn.Module, front: LookedUpFront, rows: Tensor, num_tasks: int) -> Tensor:
+    samples = len(rows)
+    shape = [samples, num_tasks] if num_tasks > 1 else [samples]
+    what = f"its forward(dense, sparse) on {samples} sample{'s' if samples > 1 else ''}"
+    logits = _tried(given, what, lambda: network(torch.rand(samples, front.num_dense), rows))
+    found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+    if found != f"{shape} of torch.float32":
+        remedy = "for a last dimension of one return logits.squeeze(1)" if "1]" in found else "see docs/models.md"
+        raise ValueError(
+            f"{given}: {what} returned {found} instead of one logit for each"
+            f" {'sample and task' if num_tasks > 1 else 'sample'}, float32 {shape}; {remedy}"
+        )
+    tensor: Tensor = logits
+    return tensor
+
+
+def _tried(given: str, what: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise ValueError(
+            f"{given}: {what} failed{_place(error)}: {type(error).__name__}: {error}; in the check the ids are looked"
+            " up already, so that sparse can only be passed to self.front"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """`` (FILE:LINE)`` of the innermost frame of an error in the user's code."""
+    others = (__file__, inspect.getfile(importlib), "<frozen", "/torch/")
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not any(map(each.filename.count, others))]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
