@@ -13,21 +13,20 @@ from .runtime.environment import quiet_libraries
 if TYPE_CHECKING:
     from .config.run import RunConfig, load_config, save_config
     from .export.export import export_run as export_model
-    from .runtime.console import show_log
-    from .runtime.version import __version__
+    from .runtime.environment import __version__, show_log
     from .training.loop import train
     from .training.saved_run import evaluate_run as evaluate
     from .training.saved_run import predict_run as predict
 
 _ORIGIN = {
     "RunConfig": ".config.run",
-    "__version__": ".runtime.version",
+    "__version__": ".runtime.environment",
     "evaluate": ".training.saved_run:evaluate_run",
     "export_model": ".export.export:export_run",
     "load_config": ".config.run",
     "predict": ".training.saved_run:predict_run",
     "save_config": ".config.run",
-    "show_log": ".runtime.console",
+    "show_log": ".runtime.environment",
     "train": ".training.loop",
 }
 

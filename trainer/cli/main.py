@@ -11,9 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, prepare_process
+from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, log_end, prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, is_message, message_of
-from cowrec.trainer.runtime.service_log import log_end
 
 from . import (
     bench_command,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.service_log import LogSettings, open_log
+from cowrec.trainer.runtime.environment import LogSettings, open_log
 
 from .flag_values import count_flag
 from .run_flags import LogFile, LogForm, LogFormName

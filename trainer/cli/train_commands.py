@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
-from cowrec.trainer.runtime.service_log import LogSettings, open_log
+from cowrec.trainer.runtime.environment import LogSettings, launched_rank, launched_world_size, open_log
 
 from .run_flags import (
     LogBackups,

@@ -55,8 +55,8 @@ class TrainConfig:
         seed: seed of initial values and shuffling.
         device: "auto" is CUDA on a machine with a GPU, else the CPU.
         log_every: steps between two lines of metrics, and between two checks that the loss is finite.
-        log_seconds: seconds between two lines about the progress of the run, where stderr is no terminal; a line comes
-            with the next metrics, after `log_every` steps. 0: no lines.
+        log_seconds: seconds between two lines about the progress of the run; a line comes with the next metrics, after
+            `log_every` steps. 0: no lines.
         warm_start: folder of an earlier run whose weights to start from; rows are matched by the ids they stand for.
         timeout_seconds: time after which a process that keeps the others waiting counts as hung, which ends the run.
         loss: loss of a sample: "bce", the binary cross-entropy; "focal", which counts samples less that are predicted

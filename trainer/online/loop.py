@@ -38,8 +38,7 @@ from cowrec.trainer.runs.checkpoint_folder import checkpoint_name, list_checkpoi
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runs.run_dir import write_report
-from cowrec.trainer.runtime.peers import Peers
-from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
+from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
@@ -371,7 +370,7 @@ class Turns:
 
     def logits(self, turn: Turn, own: Tensor) -> Tensor:
         """Logits of all samples of a turn on the first process, from those of this process's, [B]."""
-        return self._peers.gathered(own.cpu(), turn.sizes)
+        return self._peers.gathered(own.cpu())
 
     def _shared_out(self, arrived: StreamBatch | None, saves: bool, publishes: Due, ends: bool) -> Turn:
         peers, samples = self._peers, 0 if arrived is None else len(arrived.table)

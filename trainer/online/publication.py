@@ -28,8 +28,7 @@ from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import DEADLINE, open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY
-from cowrec.trainer.runtime.peers import CHUNK, Peers
-from cowrec.trainer.runtime.processes import Process, from_first, on_first
+from cowrec.trainer.runtime.processes import CHUNK, Peers, Process, from_first, on_first
 from cowrec.trainer.sharded_model.tables import TableSpec, local_shards, tables_of
 from cowrec.trainer.training.state import TrainState
 

@@ -1,1 +1,1 @@
-"""Processes of a run: their group, their heartbeat, and how they stop."""
+"""The process of a command and those of a run: settings and log, their group, how they stop, calls in others."""

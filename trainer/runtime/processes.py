@@ -1,9 +1,13 @@
-"""The process group of a run: torchrun's if it launched this process, otherwise a group of one."""
+"""The processes of a run: their group, which torchrun launches or which has one process, and what they exchange."""
 
 import ctypes
+import logging
 import os
+import select
+import signal
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .environment import launched_rank, launched_world_size, quiet_libraries
-from .launcher import ending_with_launcher
 
 T = TypeVar("T")
+CHUNK = 1 << 20
+"""Columns that are sent at a time, which bounds what the receiver holds."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
     with (
         quiet_libraries(),
         _loopback() if local_world_size == world_size else nullcontext(),
-        ending_with_launcher() if launched else nullcontext(),
+        _ending_with_launcher() if launched else nullcontext(),
     ):
         store: dist.Store | None = None if launched else dist.HashStore()
         if launched and local_world_size == world_size:
@@ -135,6 +141,82 @@ def gathered(values: Tensor, process: Process, group: dist.ProcessGroup | None =
     parts = [torch.empty_like(padded) for _ in sizes] if process.is_first else None
     dist.gather(padded, parts, 0, group=group)
     return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)]) if parts else values
+
+
+class Peers:
+    """Exchange on the CPU, in a gloo group of all processes, apart from the model's own communication.
+
+    They call each method together; a process alone exchanges nothing.
+
+    Calls from several threads need a group for each thread.
+
+    Args:
+        process: this process; waits for another are bounded by its timeout.
+
+    Attributes:
+        rank, count: of this process; of all of them.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process, self.rank, self.count = process, process.rank, process.world_size
+        self._group = None if self.count == 1 else dist.new_group(backend="gloo", timeout=process.timeout)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def numbers(self, values: Sequence[int]) -> list[int]:
+        """Numbers of the first process; the others pass as many, of any value."""
+        if self.count == 1:
+            return list(values)
+        sent = torch.tensor(values, dtype=torch.int64)
+        dist.broadcast(sent, 0, group=self._group)
+        return sent.tolist()
+
+    def error(self, error: Exception | None) -> Exception:
+        """The error of the first process."""
+        found = [error]
+        if self.count > 1:
+            dist.broadcast_object_list(found, 0, group=self._group)
+        assert found[0] is not None
+        return found[0]
+
+    def send(self, values: Tensor, rank: int) -> None:
+        """Sends a contiguous tensor on the CPU to a process, which receives it meanwhile."""
+        dist.send(values, rank, group=self._group)
+
+    def receive(self, rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Receives a tensor of this shape from a process."""
+        received = torch.empty(shape, dtype=dtype)
+        dist.recv(received, rank, group=self._group)
+        return received
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Values of all processes; see :func:`gathered`."""
+        return gathered(values, self._process, self._group)
+
+    def all_columns(self, own: Tensor) -> Iterator[Tensor]:
+        """Yields the columns of all processes, by rank, in chunks, int64 [k, n], of this process's [k, m]."""
+        if self.count == 1:
+            yield own
+            return
+        for rank, count in enumerate(self._counts(own.shape[1])):
+            for first in range(0, count, CHUNK):
+                size = min(CHUNK, count - first)
+                chunk = torch.empty(len(own), size, dtype=torch.int64)
+                if rank == self.rank:
+                    chunk.copy_(own[:, first : first + size])
+                dist.broadcast(chunk, rank, group=self._group)
+                yield chunk
+
+    def columns_on_first(self, own: Tensor) -> Tensor:
+        """Columns of all processes, by rank, int64 [k, n], on the first one; on the others this process's own."""
+        return self.gathered(own.T).T
+
+    def _counts(self, count: int) -> list[int]:
+        counts = torch.empty(self.count, dtype=torch.int64)
+        dist.all_gather_into_tensor(counts, torch.tensor([count]), group=self._group)
+        return counts.tolist()
 
 
 def _keep_freed_memory() -> None:
@@ -200,3 +282,33 @@ def _loopback() -> Iterator[None]:
 
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@contextmanager
+def _ending_with_launcher() -> Iterator[None]:
+    """In the block, SIGTERM is sent to this process once the one that launched it has ended, even by a kill.
+
+    A run whose torchrun was killed would otherwise go on unattended, and keep its folder from the run that replaces it.
+    Linux only; does nothing elsewhere.
+    """
+    try:
+        launcher = os.pidfd_open(os.getppid())
+    except (AttributeError, OSError):  # not Linux, or the launcher is outside this container
+        yield
+        return
+    done, stop = os.pipe()
+
+    def watch() -> None:
+        if launcher in select.select([launcher, done], [], [])[0]:
+            logger.warning("the process that launched this one has ended; stopping")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch, name="cowrec-launcher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(stop)  # ends the thread
+        thread.join()
+        os.close(done)
+        os.close(launcher)

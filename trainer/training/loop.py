@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,9 @@ from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_data
 from cowrec.trainer.runs.run_dir import CONFIG, create_run_dir, hold_run_dir, require_own, require_unused, write_report
 from cowrec.trainer.runs.trackers import TRACKERS, TrackedRun, Tracking, flattened, require_trackers
-from cowrec.trainer.runtime.console import ProgressDisplay, Speed
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
-from cowrec.trainer.runtime.heartbeat import Heartbeat
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
-from cowrec.trainer.runtime.stopping import LossWatch, StopRequest, ignoring_sigterm, stop_requests
+from cowrec.trainer.runtime.stopping import Heartbeat, LossWatch, StopRequest, ignoring_sigterm, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
 
@@ -94,16 +92,15 @@ class _EpochRun:
 
     def __init__(self, plan: RunPlan, place: RunPlace, readers: Readers, after_epoch: AfterEpoch | None) -> None:
         self.plan, self.after_epoch = plan, after_epoch
-        self.config, self.process = config, process = plan.config, plan.process
+        self.config, self.process = plan.config, plan.process
         self.reader, self.validation = readers.train, readers.validation
-        self.trainer = Trainer(plan, place, config.train.on_nonfinite)
+        self.trainer = Trainer(plan, place, plan.config.train.on_nonfinite)
         keep_resident(self.reader, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = EpochQuality(plan, readers, self._non_finite)
         self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
-        self.speed = Speed()
-        self.display = ProgressDisplay(process.is_first, config.train.epochs, plan.train_rows, config.train.log_seconds)
+        self.speed, self.told = Speed(), time.monotonic()
         self.epochs: list[EpochEnd] = []
 
     def train(self, resume: bool) -> dict[str, Any]:
@@ -131,26 +128,21 @@ class _EpochRun:
         batches = self.state.ids.training_batches(slices)
         self.state.pipeline.reset()
         self.speed.start(self._done())
-        self.display.start(self.epoch, self._done())
-        try:
-            while self.epoch_step < steps:
-                step = self.trainer.step(batches, self.reader.passes(self.epoch, self.epoch_step))
-                self.epoch_step += 1
-                if step.set_aside:
-                    self._report_set_aside(log, step.set_aside)
-                stopping, saving = stop.agreed(), not step.set_aside and self._saves_now(steps)
-                if not (stopping or saving or self._logs_now(steps)):
-                    continue
-                done = self._done()
-                loss = self.write_metrics(log, done, dense_lr=step.dense_lr, embedding_lr=step.embedding_lr)
-                self.display.show(self.trainer.steps, done, loss)
-                if stopping or saving:
-                    self.save()
-                    self.speed.start(done)
-                if stopping:
-                    raise self.trainer.interrupted()
-        finally:
-            self.display.end()
+        while self.epoch_step < steps:
+            step = self.trainer.step(batches, self.reader.passes(self.epoch, self.epoch_step))
+            self.epoch_step += 1
+            if step.set_aside:
+                self._report_set_aside(log, step.set_aside)
+            stopping, saving = stop.agreed(), not step.set_aside and self._saves_now(steps)
+            if not (stopping or saving or self._logs_now(steps)):
+                continue
+            done = self._done()
+            self.write_metrics(log, done, dense_lr=step.dense_lr, embedding_lr=step.embedding_lr)
+            if stopping or saving:
+                self.save()
+                self.speed.start(done)
+            if stopping:
+                raise self.trainer.interrupted()
         self.epoch, self.epoch_step = self.epoch + 1, 0
 
     def _done(self) -> int:
@@ -165,14 +157,20 @@ class _EpochRun:
         every = self.config.checkpoint.every_steps
         return every > 0 and self.trainer.steps % every == 0 and self.epoch_step < steps
 
-    def write_metrics(self, log: MetricsLog, done: int, **rates: float) -> float:
-        """Writes the metrics since the last call, ``done`` samples into the epoch; returns the mean loss."""
+    def write_metrics(self, log: MetricsLog, done: int, **rates: float) -> None:
+        """Writes the metrics since the last call, ``done`` samples into the epoch, and now and then logs a line."""
         loss = self.trainer.checked_loss(within=f" (epoch {self.epoch + 1})")
         rate = self.speed.measure(done, counts=self.trainer.steps > 1)
         values = {"loss": loss, "samples_per_second": rate, **rates}
         log.write("train", self.trainer.steps, epoch=self.epoch, **values)
         self.trainer.write_statistics(log, epoch=self.epoch)
-        return loss
+        if 0 < self.config.train.log_seconds <= time.monotonic() - self.told:
+            self.told, epochs, samples = time.monotonic(), self.config.train.epochs, self.plan.train_rows
+            left = _duration(((epochs - self.epoch) * samples - done) / rate if rate else inf)
+            self.say(
+                f"epoch {self.epoch + 1}/{epochs}  {done / samples:.1%}  step {self.trainer.steps:,}"
+                f"  loss {loss:.4f}  {rate:,.0f} samples/s  {left} left"
+            )
 
     def _report_set_aside(self, log: MetricsLog, reason: str) -> None:
         log.write("set_aside", self.trainer.steps, epoch=self.epoch, batch=self.epoch_step, reason=reason)
@@ -289,6 +287,28 @@ class _EpochRun:
             f"{self.trainer.describe_settings()}"
             + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
         )
+
+
+class Speed:
+    """Sums samples and seconds of training steps, leaving out evaluations and checkpoints."""
+
+    def __init__(self, samples: int = 0, seconds: float = 0.0) -> None:
+        self.samples, self.seconds = samples, seconds
+        self.start(0)
+
+    def start(self, done: int) -> None:
+        """Starts the clock, ``done`` samples into the epoch."""
+        self._done, self._since = done, time.perf_counter()
+
+    def measure(self, done: int, *, counts: bool) -> float:
+        """Samples per second since the last call, ``done`` samples into the epoch; added to the sums if it counts."""
+        now = time.perf_counter()
+        samples, seconds = done - self._done, now - self._since
+        self._done, self._since = done, now
+        if counts:
+            self.samples += samples
+            self.seconds += seconds
+        return samples / seconds
 
 
 class Trainer:
@@ -484,3 +504,11 @@ class Trainer:
 def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: bool) -> None:
     """Raises ValueError unless the folder is unused or, on resuming, holds a run of this configuration."""
     on_first(process, lambda: require_own(run_dir, config) if resume else require_unused(run_dir))
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes and seconds; "?" where they are not known."""
+    if not isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

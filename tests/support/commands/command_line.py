@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cowrec.trainer.cli.main import main
-from cowrec.trainer.runtime.console import hide_log
+from cowrec.trainer.runtime.environment import hide_log
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:

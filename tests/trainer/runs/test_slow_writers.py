@@ -15,8 +15,8 @@ from cowrec.trainer.runs.checkpoint import Checkpoints
 from cowrec.trainer.runs.checkpoint_folder import Progress
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.errors import ProcessLost
-from cowrec.trainer.runtime.heartbeat import Heartbeat
 from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.runtime.stopping import Heartbeat
 from process_groups import in_processes, start_in_processes
 from trainer_cases import free_port, launched_as
 

@@ -11,7 +11,7 @@ import pytest
 
 from commands.forked_commands import run_forked
 from cowrec.trainer.reports.run_curves import RunCurves
-from cowrec.trainer.runtime.service_log import LogSettings
+from cowrec.trainer.runtime.environment import LogSettings
 from online_cases import make_case
 from serving import Serving
 from trainer_cases import ENVIRONMENT
@@ -98,7 +98,7 @@ PROGRAM = """
 import logging, sys, threading, warnings
 from pathlib import Path
 from cowrec.trainer.reports.run_curves import RunCurves
-from cowrec.trainer.runtime.service_log import LogSettings, open_log
+from cowrec.trainer.runtime.environment import LogSettings, open_log
 logger = logging.getLogger("cowrec.trainer.any")
 for file in (None, Path(sys.argv[1])):
     open_log(LogSettings("json", file, max_bytes=0))
