@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 from cowrec.trainer.export.export import export_run
-from cowrec.trainer.runs.checkpoint_folder import list_checkpoints
+from cowrec.trainer.runs.checkpoint import list_checkpoints
 from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import CHECKPOINTS
 from cowrec.trainer.serving.served_model import ServedModel

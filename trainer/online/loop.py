@@ -34,7 +34,7 @@ from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_defaults
-from cowrec.trainer.runs.checkpoint_folder import checkpoint_name, list_checkpoints
+from cowrec.trainer.runs.checkpoint import checkpoint_name, list_checkpoints
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runs.run_dir import write_report

@@ -3,40 +3,48 @@
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from cowrec.data_pipeline.files import PARTIAL, locked_folder
+from cowrec.data_pipeline.files import PARTIAL, checksum, locked_folder
 from cowrec.data_pipeline.remote import Place, RemoteFolder, copy_without_shards, is_remote, local_path
 
-from .checkpoint_folder import MANIFEST, Files, checksums, rank_of
+MANIFEST = "checkpoint.json"
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+
+Files = Mapping[str, Sequence[Any]]
+"""Size and SHA-256 of files of a checkpoint, by name."""
+
+
+def rank_of(name: str) -> int | None:
+    """The process that wrote a file of a checkpoint, if it is a shard; None for another file."""
+    found = _SHARD.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def checksums(files: Iterable[Path]) -> Files:
+    """Computes what a manifest lists of files."""
+    return {each.name: [each.stat().st_size, checksum(each)] for each in sorted(files)}
 
 
 def local_copy(place: Place, what: str = "folder") -> Path:
     """Returns the local path of a place; a folder in an object store is copied first, what has changed of it.
 
-    Copies are kept in `cache_folder`.
-
     Args:
         place: a path or a URI.
-        what: the place is, for messages.
+        what: kind of folder, for messages.
 
     Raises:
         ValueError: there is no such folder in the object store.
         OSError: the object store does not answer.
     """
-    if not is_remote(place):
-        return local_path(place)
-    uri = os.fspath(place)
-    folder = cache_folder(uri)
-    with _one_at_a_time(folder):
-        if not _mirror(RemoteFolder(uri), folder):
-            raise ValueError(f"{what} {uri} does not exist, or is empty")
-    return folder
+    return _copied(place, what, lambda uri, folder: _mirror(RemoteFolder(uri), folder))
 
 
 def local_data(place: Place) -> Path:
@@ -49,13 +57,20 @@ def local_data(place: Place) -> Path:
         ValueError: there is no such data set in the object store.
         OSError: the object store does not answer.
     """
+    return _copied(place, "data set", copy_without_shards)
+
+
+def _copied(place: Place, what: str, copy: Callable[[str, Path], bool]) -> Path:
+    """Copies to `cache_folder`, while no other process does; ``copy`` returns whether there is such a folder."""
     if not is_remote(place):
         return local_path(place)
     uri = os.fspath(place)
     folder = cache_folder(uri)
-    with _one_at_a_time(folder):
-        if not copy_without_shards(uri, folder):
-            raise ValueError(f"data set {uri} does not exist, or is empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not copy(uri, folder):
+            raise ValueError(f"{what} {uri} does not exist, or is empty")
     return folder
 
 
@@ -230,12 +245,3 @@ def _files(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
         if each.is_file() and not any(part.endswith(PARTIAL) for part in name.parts):
             status = each.stat()
             yield str(name), (status.st_size, status.st_mtime_ns)
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Waits until no other process copies to the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

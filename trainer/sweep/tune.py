@@ -23,7 +23,7 @@ from optuna.trial import Trial, TrialState, create_trial
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import read_lines
 from cowrec.trainer.config.run import RunConfig, save_config
-from cowrec.trainer.runs.checkpoint_folder import best_epoch
+from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS
 from cowrec.trainer.runtime.errors import NonFiniteLoss, ProcessFailed
 from cowrec.trainer.sharded_model.run_plan import Scaled

@@ -18,8 +18,7 @@ from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import RunConfig, load_config, to_plain, with_defaults
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
-from cowrec.trainer.runs.checkpoint import Checkpoints, WriteFiles
-from cowrec.trainer.runs.checkpoint_folder import Progress, best_epoch
+from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
 from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.remote_run import RunPlace, local_data
 from cowrec.trainer.runs.run_dir import CONFIG, create_run_dir, hold_run_dir, require_own, require_unused, write_report

@@ -23,7 +23,7 @@ from cowrec.data_pipeline.remote import Place
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.measures.quality import measure_tasks
 from cowrec.trainer.measures.segments import Segments
-from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.checkpoint import Progress
 from cowrec.trainer.runs.own_code import find_code, load_record, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY

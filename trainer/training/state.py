@@ -14,9 +14,11 @@ from cowrec.sparse_opt.tbe.discovery import find_lookups, set_rates
 from cowrec.trainer.config.run import to_plain
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import ClipWatch
-from cowrec.trainer.runs.checkpoint import Checkpoints, State, WriteFiles
-from cowrec.trainer.runs.checkpoint_folder import Progress
-from cowrec.trainer.runs.checkpoint_reader import (
+from cowrec.trainer.runs.checkpoint import (
+    Checkpoints,
+    Progress,
+    State,
+    WriteFiles,
     checkpoint_keys,
     choose_checkpoint,
     read_checkpoint,

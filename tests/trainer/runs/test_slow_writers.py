@@ -11,8 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from cowrec.trainer.config.sections import CheckpointConfig
-from cowrec.trainer.runs.checkpoint import Checkpoints
-from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.errors import ProcessLost
 from cowrec.trainer.runtime.processes import process_group

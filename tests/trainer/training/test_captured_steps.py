@@ -23,8 +23,7 @@ from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import CheckpointConfig, ShardingConfig
-from cowrec.trainer.runs.checkpoint import Checkpoints
-from cowrec.trainer.runs.checkpoint_folder import Progress
+from cowrec.trainer.runs.checkpoint import Checkpoints, Progress
 from cowrec.trainer.runs.remote_run import RunPlace
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule

@@ -12,7 +12,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import Reader
 from cowrec.trainer.config.run import load_config
-from cowrec.trainer.runs.checkpoint_folder import best_epoch
+from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from run_comparison import same
