@@ -9,17 +9,13 @@ from torch import nn
 
 from .config import ModelConfig
 from .front import EmbeddingFront, Front, LookedUpFront
-from .multi_task.mmoe import MMoE
-from .multi_task.ple import PLE
-from .multi_task.shared_bottom import SharedBottom
 from .networks.autoint import AutoInt
 from .networks.dcn import DCN, DCNMix, DCNv2
-from .networks.deepfm import DeepFM
+from .networks.deepfm import FM, DeepFM, WideDeep
 from .networks.dlrm import DLRM
 from .networks.finalmlp import FinalMlp
-from .networks.fm import FM
 from .networks.masknet import ParallelMaskNet, SerialMaskNet
-from .networks.wdl import WideDeep
+from .networks.multi_task import PLE, MMoE, SharedBottom
 from .networks.xdeepfm import XDeepFM
 from .options import checked_options
 from .own_code import check_network, chosen, is_import_path

@@ -51,7 +51,6 @@ class AutoInt(nn.Module):
 
     Args:
         config: uses ``hidden`` and ``dropout`` if ``deep``.
-        front: embeddings and dense features.
         layers: number of interacting layers.
         heads: H.
         attention_dim: A.
@@ -78,7 +77,6 @@ class AutoInt(nn.Module):
         self.output = LogitKernel(inputs * widths[-1] + (config.hidden[-1] if deep else 0), bias=True)
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         parts = [self.interacting(self.embeddings(x.rows, dense)).flatten(1)]
         if self.mlp is not None:

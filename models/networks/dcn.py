@@ -1,14 +1,117 @@
-"""Deep & Cross networks: a linear model, and cross layers beside an MLP under one output kernel."""
+"""Deep & Cross networks: a linear model, and cross layers beside an MLP under one output kernel.
+
+Cross layers are explicit feature crosses of growing order, x <- x0 * f(x) + x, in three forms of f.
+Sizes: B samples, K input width, L layers, E experts, R rank.
+"""
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from cowrec.models.config import ModelConfig
 from cowrec.models.front import Front, Sparse
-from cowrec.models.layers import LinearPart, LogitKernel, Mlp
+from cowrec.models.layers import LinearPart, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
-from .cross import MatrixCross, MixtureCross, VectorCross
+
+def zero_biases(layers: int, width: int) -> nn.ParameterList:
+    return nn.ParameterList(torch.zeros(width) for _ in range(layers))
+
+
+class _KernelCross(nn.Module):
+    """Layers with one kernel each, [K, W]."""
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, width: int, layers: int, kernel_width: int) -> None:
+        super().__init__()
+        self.kernels = nn.ParameterList(glorot_normal(width, kernel_width) for _ in range(layers))
+        self.biases = zero_biases(layers, width)
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        return list(self.kernels)
+
+
+class VectorCross(_KernelCross):
+    """x <- x0 * (x . w) + b + x. Source: Deep & Cross Network (arXiv 1708.05123), equation 3.
+
+    Args:
+        width: K.
+        layers: L.
+    """
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__(width, layers, 1)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[B, K] -> [B, K]."""
+        x = x0
+        for kernel, bias in zip(self.kernels, self.biases, strict=True):
+            x = x0 * (x @ kernel) + bias + x
+        return x
+
+
+class MatrixCross(_KernelCross):
+    """x <- x0 * (W x + b) + x. Source: DCN V2 (arXiv 2008.13535), equation 1.
+
+    Args:
+        width: K.
+        layers: L.
+    """
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__(width, layers, width)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[B, K] -> [B, K]."""
+        x = x0
+        for kernel, bias in zip(self.kernels, self.biases, strict=True):
+            x = x0 * nn.functional.linear(x, kernel, bias) + x
+        return x
+
+
+class MixtureCross(nn.Module):
+    """x <- x0 * (sum_e g_e(x) U_e tanh(C_e tanh(V_e' x)) + b) + x, with softmax gates g that all layers share.
+
+    Source: DCN V2 (arXiv 2008.13535), section 3.3, as the CowClip reference has it under the name DCNv2.
+
+    Args:
+        width: K.
+        layers: L.
+        experts: E.
+        rank: R.
+    """
+
+    l2_group: Literal["linear", "cross"] = "cross"
+
+    def __init__(self, width: int, layers: int, experts: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.ParameterList(glorot_normal(experts, width, rank) for _ in range(layers))  # V
+        self.core = nn.ParameterList(glorot_normal(experts, rank, rank) for _ in range(layers))  # C
+        self.up = nn.ParameterList(glorot_normal(experts, width, rank) for _ in range(layers))  # U
+        self.biases = zero_biases(layers, width)
+        # Each gate is a layer with one output, so its fans are (K, 1); the reference initialises it uniformly.
+        self.gate = nn.Parameter(
+            torch.stack([nn.init.xavier_uniform_(torch.empty(1, width))[0] for _ in range(experts)])
+        )
+
+    def l2_kernels(self) -> list[nn.Parameter]:
+        """The kernels without the gate, as in the reference."""
+        return [*self.down, *self.core, *self.up]
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """[B, K] -> [B, K]."""
+        x = x0
+        for down, core, up, bias in zip(self.down, self.core, self.up, self.biases, strict=True):
+            gate = torch.softmax(x @ self.gate.T, dim=1)  # [B, E]
+            inner = torch.tanh(torch.einsum("bk,ekr->ber", x, down))
+            inner = torch.tanh(torch.einsum("ber,esr->bes", inner, core))
+            # The gates sum to 1, so weighting the R-wide part first equals mixing the experts' K-wide outputs, but
+            # needs no tensor [B, E, K].
+            mixed = torch.einsum("ber,ekr->bk", inner * gate.unsqueeze(2), up)
+            x = x0 * (mixed + bias) + x
+        return x
 
 
 class CrossAndDeep(nn.Module):
@@ -16,7 +119,6 @@ class CrossAndDeep(nn.Module):
 
     Args:
         config: uses ``hidden`` and ``dropout``.
-        front: embeddings and dense features.
         cross: a module [B, K] -> [B, K] with K = ``front.width``.
     """
 
@@ -29,7 +131,6 @@ class CrossAndDeep(nn.Module):
         self.output = LogitKernel(front.width + config.hidden[-1])
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         both = torch.cat([self.cross(x.flat), self.mlp(x.flat)], dim=1)
         return self.linear(x.wide, dense) + self.output(both)
@@ -39,8 +140,6 @@ class DCN(CrossAndDeep):
     """Cross layers with a vector each (arXiv 1708.05123).
 
     Args:
-        config: see :class:`CrossAndDeep`.
-        front: embeddings and dense features.
         layers: number of cross layers.
     """
 
@@ -52,8 +151,6 @@ class DCNMix(CrossAndDeep):
     """Cross layers of low-rank experts, called DCNv2 in the CowClip paper and its reference.
 
     Args:
-        config: see :class:`CrossAndDeep`.
-        front: embeddings and dense features.
         layers: number of cross layers.
         experts: number of experts in each cross layer.
         rank: rank of each expert's matrices.
@@ -69,8 +166,6 @@ class DCNv2(CrossAndDeep):
     """Cross layers with a full matrix each (arXiv 2008.13535).
 
     Args:
-        config: see :class:`CrossAndDeep`.
-        front: embeddings and dense features.
         layers: number of cross layers.
     """
 

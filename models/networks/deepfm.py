@@ -1,4 +1,7 @@
-"""DeepFM (arXiv 1703.04247): a linear model, all pairwise products of embeddings, and an MLP."""
+"""A linear model with pairwise products of embeddings, an MLP, or both.
+
+Factorization machine (Rendle 2010), Wide & Deep (arXiv 1606.07792), DeepFM (arXiv 1703.04247).
+"""
 
 from typing import Any
 
@@ -51,9 +54,7 @@ class _PairwiseProducts(torch.autograd.Function):
 class DeepFM(nn.Module):
     """logit = linear + pairwise products of the fields' embeddings + MLP.
 
-    Args:
-        config: uses ``hidden`` and ``dropout``.
-        front: embeddings and dense features.
+    Of the configuration it uses ``hidden`` and ``dropout``.
     """
 
     def __init__(self, config: ModelConfig, front: Front) -> None:
@@ -65,6 +66,41 @@ class DeepFM(nn.Module):
         self.output = LogitKernel(config.hidden[-1])
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         return self.linear(x.wide, dense) + self.pairs(x.rows) + self.output(self.mlp(x.flat))
+
+
+class FM(nn.Module):
+    """logit = linear + pairwise products of the fields' embeddings. Source: Rendle 2010, equation 1.
+
+    Args:
+        config: has nothing that is used; ``hidden`` has no effect.
+    """
+
+    def __init__(self, config: ModelConfig, front: Front) -> None:
+        super().__init__()
+        self.front = front
+        self.pairs = PairwiseProducts(front.embedding_dim)
+        self.linear = LinearPart(front.num_dense)
+
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
+        x = self.front(dense, sparse)
+        return self.linear(x.wide, dense) + self.pairs(x.rows)
+
+
+class WideDeep(nn.Module):
+    """logit = linear + MLP.
+
+    Of the configuration it uses ``hidden`` and ``dropout``.
+    """
+
+    def __init__(self, config: ModelConfig, front: Front) -> None:
+        super().__init__()
+        self.front = front
+        self.linear = LinearPart(front.num_dense)
+        self.mlp = Mlp(front.width, config.hidden, config.dropout)
+        self.output = LogitKernel(config.hidden[-1])
+
+    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
+        x = self.front(dense, sparse)
+        return self.linear(x.wide, dense) + self.output(self.mlp(x.flat))

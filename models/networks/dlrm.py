@@ -36,7 +36,6 @@ class DLRM(nn.Module):
         self.output = LogitKernel(config.hidden[-1], bias=True)
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         vectors, parts = x.rows[:, :, : self.front.embedding_dim], []
         if self.bottom is not None:

@@ -65,7 +65,6 @@ class FinalMlp(nn.Module):
 
     Args:
         config: uses ``hidden``, of the first MLP, and ``dropout``.
-        front: embeddings and dense features.
         second: widths of the second MLP; by default those of the first.
         heads: number of heads of the fusion, a divisor of the MLPs' last widths.
         gate: widths of the hidden layers of the gates.
@@ -93,7 +92,6 @@ class FinalMlp(nn.Module):
         self.fusion = BilinearFusion(hidden[0][-1], hidden[1][-1], heads)
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse).flat
         first, second = (mlp(gate(x)) for gate, mlp in zip(self.gates, self.streams, strict=True))
         return self.fusion(first, second)

@@ -83,7 +83,6 @@ class SerialMaskNet(_MaskNet):
 
     Args:
         config: ``hidden`` are the widths of the blocks; uses no ``dropout``.
-        front: embeddings and dense features.
         reduction: see :class:`MaskBlock`.
     """
 
@@ -94,7 +93,6 @@ class SerialMaskNet(_MaskNet):
         self.output = LogitKernel(config.hidden[-1], bias=True)
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         e, x = self.inputs(dense, sparse)
         for block in self.blocks:
             x = block(e, x)
@@ -106,7 +104,6 @@ class ParallelMaskNet(_MaskNet):
 
     Args:
         config: uses ``hidden`` and ``dropout`` for the MLP.
-        front: embeddings and dense features.
         blocks: number of mask blocks.
         block_width: width of the output of each.
         reduction: see :class:`MaskBlock`.
@@ -127,6 +124,5 @@ class ParallelMaskNet(_MaskNet):
         self.output = LogitKernel(config.hidden[-1], bias=True)
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         e, x = self.inputs(dense, sparse)
         return self.output(self.mlp(torch.cat([block(e, x) for block in self.blocks], dim=1)))

@@ -51,7 +51,6 @@ class XDeepFM(nn.Module):
 
     Args:
         config: uses ``hidden`` and ``dropout``.
-        front: embeddings and dense features.
         maps: numbers of feature maps of the CIN's layers.
     """
 
@@ -64,7 +63,6 @@ class XDeepFM(nn.Module):
         self.output = LogitKernel(sum(maps) + config.hidden[-1])
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        """Logits [B] of dense features [B, N] and the fields' ids."""
         x = self.front(dense, sparse)
         interactions = self.interactions(x.rows[:, :, : self.front.embedding_dim])
         return self.linear(x.wide, dense) + self.output(torch.cat([interactions, self.mlp(x.flat)], dim=1))
