@@ -1,4 +1,4 @@
-# cowrec in a container, for CPUs or, with --build-arg DEVICE=cuda, for NVIDIA GPUs: docs/scaling.md#containers
+# cowrec in a container, for CPUs or, with --build-arg DEVICE=cuda, for NVIDIA GPUs: docs/train.md#containers
 ARG DEVICE=cpu
 
 FROM python:3.12-slim-bookworm AS base

@@ -31,7 +31,7 @@ help:
 	@echo 'make test-matrix  pytest under both Pythons and both matched sets, each in build/venv-*; one of them:'
 	@for entry in $(MATRIX); do echo "                  make $$entry"; done
 	@echo 'make test-without-gpu  the tests of the CUDA path that need no GPU, under both matched sets'
-	@echo 'make docs         build the documentation as a site in build/site; make test does so too'
+	@echo 'make docs         build the documentation as a site in build/site; make test-all does so too'
 	@echo 'make setup        only set up .venv (PYTHON=python3.12 chooses the interpreter)'
 	@echo 'make clean        remove .venv, build leftovers and caches; your runs and data stay'
 

@@ -6,6 +6,7 @@ After a change of a key: python tests/test_reference.py > docs/reference.md
 import dataclasses
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,8 @@ HEAD = """# Reference: every key
 This page is made from the docstrings of the code.
 
 * [Run files](#run-files), for `cowrec train` and most other commands: `cowrec config init` writes one with all keys.
-  `--set section.key=value` overrides a key. [training.md](training.md) explains how the keys work together.
-* [Schema files](#schema-files), for `cowrec prepare tabular`: [preparing.md](preparing.md) explains them.
+  `--set section.key=value` overrides a key. [train.md](train.md) explains how the keys work together.
+* [Schema files](#schema-files), for `cowrec prepare tabular`: [train.md](train.md#prepare-the-data) explains them.
 
 A key without a default has no effect unless it is set. A whole number may be text with a unit: `"64K"` is 65,536,
 `"1M"` is 1,024 K, `"1G"` 1,024 M; the same units, without quotes, are those of `--set` and of flags that are counts.
@@ -34,16 +35,18 @@ A key without a default has no effect unless it is set. A whole number may be te
 
 
 def table(keys: list[Key], texts: dict[str, str] | None = None) -> Iterator[str]:
-    """A paragraph for each text, below the keys that it is about."""
+    """A line for each text, after the keys that it is about."""
     groups: dict[str, list[Key]] = {}
     for key in keys:
         groups.setdefault(key.text, []).append(key)
     for text, own in groups.items():
+        named = []
         for key in own:
-            default = f", default `{key.default}`" if key.default else ""
-            limits = f" ({key.range})" if key.range else ""
-            yield f"* **`{key.name}`**: {key.type}{limits}{default}"
-        yield f"\n  {text}\n"
+            default = f"default `{key.default}`" if key.default else ""
+            named.append(f"**`{key.name}`** ({'; '.join(filter(None, (key.type, key.range, default)))})")
+        line = f"* {', '.join(named)}: {text}"
+        yield textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    yield ""
 
 
 def sections() -> dict[str, type]:
@@ -57,7 +60,7 @@ def of_schema_files() -> Iterator[str]:
     yield "## Schema files\n\nAll keys, with examples of values:\n"
     yield "```toml\n" + "\n".join(line[4:] for line in lines[2 : lines.index("", 3)]) + "\n```\n"
     notes = doc.split("\n\n")[2]
-    yield f"{' '.join(notes.split())}\n"
+    yield textwrap.fill(" ".join(notes.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
     for title, kind, known in (
         ("Keys of a field, in `[[fields]]`", RawField, layouts._FIELD_TYPES),
         ("Keys of a label, in `labels`", RawLabel, layouts._LABEL_TYPES),

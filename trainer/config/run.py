@@ -180,7 +180,7 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
     L2 is 20 / samples times the number of epochs after the first, at most two, between 1e-6 and 1e-2. The sum of the
     losses then has the same penalty for every number of samples, as under a normal prior of the weights; in the first
     epoch no sample is seen again, so that nothing is learnt by heart. Measured on 6,000 to 180,000 samples and up to
-    three epochs; see docs/training.md.
+    three epochs; see docs/train.md.
 
     Args:
         config: of a run.

@@ -65,7 +65,7 @@ class TrainConfig:
         task_weights: weight of the loss of each of several labels, by its name, as a table; 1 for those not listed.
         loss_options: options of the loss, as a table: gamma and alpha of "focal", or those of your function.
         trackers: trackers of experiments that get the metrics too: "mlflow", "wandb" or both. Server, project and
-            credentials come from the environment variables of their libraries; see docs/training.md.
+            credentials come from the environment variables of their libraries; see docs/train.md.
         precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
             "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
         cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows

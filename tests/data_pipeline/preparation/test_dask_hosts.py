@@ -15,11 +15,11 @@ from servers.hosts import hosts
 pytest.importorskip("distributed")
 pytestmark = pytest.mark.thorough
 
-PAGE = Path(__file__).parents[3] / "docs" / "preparing.md"
+PAGE = Path(__file__).parents[3] / "docs" / "train.md"
 
 
 def documented(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """The commands of docs/preparing.md: of the scheduler, of a worker, and of the preparation."""
+    """The commands of docs/train.md: of the scheduler, of a worker, and of the preparation."""
     found = re.search(r"(dask scheduler) .*\n *(dask worker .*?)  .*\n *(cowrec prepare .*)\n", PAGE.read_text())
     assert found
     line = found[3].replace("/data/day_*.txt", str(folder / "raw")).replace("/data/criteo", str(folder / "there"))

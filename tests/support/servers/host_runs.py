@@ -16,8 +16,8 @@ MIXED = ["sharding.plan=table_wise", 'sharding.tables={city="row_wise",tags="col
 
 
 def launch_line(hosts: str, processes: int) -> list[str]:
-    """The command of docs/scaling.md for several machines, up to the configuration."""
-    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    """The command of docs/train.md for several machines, up to the configuration."""
+    page = (Path(__file__).parents[3] / "docs" / "train.md").read_text()
     found = re.search(r"    (torchrun --nnodes 8 (?:.+\\\n)+.+ cowrec.trainer train) CONFIG.toml", page)
     assert found
     line = found[1].replace("\\\n", " ").replace("--nnodes 8", f"--nnodes {hosts}")

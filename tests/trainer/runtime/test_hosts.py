@@ -108,7 +108,7 @@ def test_a_lost_host_is_named_and_the_other_ends(folder: Path, tmp_path: Path, f
     """Also where it had rank 0 and torchrun's store; with Linux's default the other would wait for a quarter hour."""
     what, whom, other, message = FAULTS[fault]
     with hosts(2, tmp_path / "logs") as two:
-        for name in two.names:  # as docs/scaling.md recommends
+        for name in two.names:  # as docs/train.md recommends
             two.run(name, ["sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2"])
         restarts = 3 if whom == "host1" else 0  # which torchrun cannot make without its store
         start(two, training(folder, tmp_path / "run", ENDLESS, restarts=restarts))
