@@ -35,7 +35,7 @@ class Stream:
     A row in a batch has one to three occurrences, in any samples, also twice in a bag.
     """
 
-    steps: int = 450
+    steps: int = 330
     periods: tuple[int, ...] = (1, 10, 37, 300, 0)
     adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-3, l2=1e-3, eps=1e-7, adam_epsilon="keras"))
     rule: ClipRule = field(default_factory=lambda: CowClip(r=1.0, zeta=1e-5))
@@ -139,12 +139,12 @@ STREAMS = {
     "clip binds": Stream(gradients=1.0, rule=ReferenceCowClip(r=0.3, bound=1e-4), clip_columns=8),
     "absent rows are clipped": Stream(adam=AdamConfig(lr=1e-3, l2=0.1), rule=CowClip(r=0.05, zeta=1e-4)),
     "constant": Stream(adam=AdamConfig(lr=1e-3, l2=0.1), rule=ConstantClip(max_norm=1e-3)),
-    "no floor": Stream(steps=400, rule=CowClip(r=1.0, zeta=0.0)),
+    "no floor": Stream(rule=CowClip(r=1.0, zeta=0.0)),
     "no clip, no L2": Stream(adam=AdamConfig(lr=1e-2), rule=NoClip()),
     "a schedule": Stream(adam=AdamConfig(lr=1e-3, l2=1e-4), schedule=warm_up_then_cosine),
     "weight decay": Stream(adam=AdamConfig(lr=1e-2, weight_decay=0.5), rule=NoClip(), gradients=1.0, steps=800),
     "weight decay and L2": Stream(
-        adam=AdamConfig(lr=1e-3, l2=1e-4, weight_decay=0.1), schedule=warm_up_then_cosine, read_at=(333, 334)
+        adam=AdamConfig(lr=1e-3, l2=1e-4, weight_decay=0.1), schedule=warm_up_then_cosine, read_at=(320, 321)
     ),
     "paper": Stream(
         adam=AdamConfig(lr=1e-4, l2=1e-5, eps=1e-7, adam_epsilon="keras"),
@@ -156,8 +156,8 @@ STREAMS = {
         schedule=warm_up_then_cosine,
         lr_factors={"t0": 0.25, "t2": 4.0},
     ),
-    "unusual betas": Stream(adam=AdamConfig(lr=1e-3, l2=1e-2, betas=(0.0, 0.0)), steps=300),
-    "table-wise": Stream(sharding="table_wise", compared_at=(100, 401)),
+    "unusual betas": Stream(adam=AdamConfig(lr=1e-3, l2=1e-2, betas=(0.0, 0.0))),
+    "table-wise": Stream(sharding="table_wise", compared_at=(100, 301)),
 }
 
 
@@ -178,7 +178,7 @@ def test_replay_equals_the_dense_oracle(name: str) -> None:
     assert_close(replayed, {step: dense[step] for step in replayed}, scales)
 
 
-@pytest.mark.parametrize(("longest", "rows"), [(2000, 3), pytest.param(10_000, 5, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("longest", "rows"), [(1200, 3), pytest.param(10_000, 5, marks=pytest.mark.thorough)])
 def test_rows_that_recur_after_thousands_of_steps(longest: int, rows: int) -> None:
     """Trains with the paper's settings: rows recur after 9 steps and more; rows that never occur decay."""
     steps, periods = longest + 700, (9, longest // 10, longest * 2 // 5, longest, 0)
