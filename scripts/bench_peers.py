@@ -27,7 +27,7 @@ from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
 from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
 from cowrec.trainer.bench.parts import LEAST_STEPS, speed
 from cowrec.trainer.bench.settings import Bench
-from cowrec.trainer.cli.flag_values import parse_count, parse_list, parse_names, parse_table_rows
+from cowrec.trainer.cli.flags import parse_count, parse_list, parse_names, parse_table_rows
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment

@@ -49,7 +49,7 @@ from cowrec.data_pipeline.synthetic.drifting import (
     synthesize_drifting,
 )
 from cowrec.models import ModelConfig, build_network, physical_dim
-from cowrec.trainer.cli.flag_values import parse_list
+from cowrec.trainer.cli.flags import parse_list
 from cowrec.trainer.export.export import TrainedTable, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange
 from cowrec.trainer.publishing.publisher import Publisher

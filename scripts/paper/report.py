@@ -16,7 +16,7 @@ import torch
 from matplotlib.axes import Axes
 
 from cowrec.data_pipeline import Schema
-from cowrec.trainer.cli.flag_values import parse_count, parse_list
+from cowrec.trainer.cli.flags import parse_count, parse_list
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.runs.provenance import environment
 

@@ -13,7 +13,7 @@ from typing import Any
 from cowrec.data_pipeline.files import replace_file
 from cowrec.models import MODELS
 from cowrec.sparse_opt import SCALING_RULES
-from cowrec.trainer.cli.flag_values import parse_count, parse_list
+from cowrec.trainer.cli.flags import parse_count, parse_list
 
 SETTINGS = "settings.json"
 

@@ -1,4 +1,4 @@
-"""The commands that make data: ``cowrec prepare | synthesize | stream``."""
+"""The commands that make data: ``cowrec schema infer | prepare | synthesize | stream``."""
 
 import dataclasses
 import sys
@@ -12,9 +12,11 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperCommand
 
-from .flag_values import count_flag, parse_local
+from .flags import count_flag, parse_local
 
 app = typer.Typer()
+schema = typer.Typer(no_args_is_help=True)
+app.add_typer(schema, name="schema", help="Describes the columns of raw files.")
 
 
 class LayoutName(StrEnum):
@@ -74,6 +76,37 @@ def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
         yield argument
 
 
+@schema.callback()
+def _schema() -> None:
+    """Describes the columns of raw files, for `cowrec prepare tabular --schema`."""
+
+
+@schema.command()
+def infer(
+    file: Annotated[Path, typer.Argument(help="Raw file: text, plain or compressed, Parquet or Arrow.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="TOML file to write; it must not exist. [stdout]")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Column of the label. [one of two values]")] = "",
+) -> None:
+    """Writes a commented schema file from the first rows of a raw file, and says in it what is unsure.
+
+    Please check the label, the time, and which integers are numbers and which are ids.
+
+    Example: `cowrec schema infer clicks.csv --output columns.toml`
+    """
+    from cowrec.data_pipeline import infer_schema
+
+    if output is not None and output.exists():
+        raise ValueError(f"{output} exists; choose another file or remove it")
+    text = infer_schema(file, label=label)
+    if output is None:
+        print(text, end="")
+        return
+    output.write_text(text, encoding="utf-8")
+    print(f"{output}: {text.count('{name')} fields, {text.count('unsure')} remarks to check")
+
+
 @app.command(cls=_Prepare)
 def prepare(
     layout: Annotated[LayoutName, typer.Argument(help="Layout of the raw files.")],
@@ -117,7 +150,7 @@ def prepare(
     files = [*inputs, *(validation or ()), *(test or ())]
     settings = _prepare_config(config, [*(overrides or ()), *(["prepare.raw_ids=true"] if raw_ids else ())])
     with _bar(work_bytes(files, like=like, config=settings), "B", f"prepare {layout}") as bar:
-        schema = run(
+        made = run(
             layout.value,
             inputs,
             output,
@@ -131,7 +164,7 @@ def prepare(
             progress=bar.update,
             scheduler=scheduler,
         )
-    print(f"{output}: {_summary(schema)}")
+    print(f"{output}: {_summary(made)}")
 
 
 @app.command()
@@ -165,12 +198,12 @@ def synthesize(
             if vocabulary_scale is not None:
                 raise ValueError("--vocabulary-scale has no effect on drifting samples; leave it out or --days")
             drift = DriftConfig(rows=rows, days=days, seed=seed)
-            schema = synthesize_drifting(output, drift, test_rows=test_rows, progress=bar.update)
+            made = synthesize_drifting(output, drift, test_rows=test_rows, progress=bar.update)
         else:
             scale = SynthesizeConfig.vocabulary_scale if vocabulary_scale is None else vocabulary_scale
             config = SynthesizeConfig(rows=rows, test_rows=test_rows, seed=seed, vocabulary_scale=scale)
-            schema = run(output, config, progress=bar.update)
-    best = schema.best or {}
+            made = run(output, config, progress=bar.update)
+    best = made.best or {}
     print(f"{output}: {rows:,} train samples, {test_rows:,} test samples, best possible AUC {best['auc']:.4f}")
 
 

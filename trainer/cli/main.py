@@ -14,19 +14,7 @@ import typer
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, log_end, prepare_process
 from cowrec.trainer.runtime.errors import Interrupted, is_message, message_of
 
-from . import (
-    bench_command,
-    config_command,
-    data_commands,
-    model_commands,
-    plan_command,
-    plot_command,
-    schema_command,
-    serve_commands,
-    sweep_commands,
-    train_commands,
-    versions_command,
-)
+from . import bench_commands, data_commands, model_commands, sweep_commands, train_commands
 
 app = typer.Typer(
     name="cowrec",
@@ -35,20 +23,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
 )
-for commands in (
-    schema_command,
-    data_commands,
-    train_commands,
-    sweep_commands,
-    plan_command,
-    model_commands,
-    serve_commands,
-    versions_command,
-    plot_command,
-    bench_command,
-):
+for commands in (data_commands, train_commands, sweep_commands, model_commands, bench_commands):
     app.add_typer(commands.app)
-app.add_typer(config_command.app, name="config")
 
 
 def _show_version(asked: bool) -> None:

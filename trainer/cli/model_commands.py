@@ -1,15 +1,16 @@
-"""The commands that use a trained model: ``cowrec evaluate | predict | export``."""
+"""The commands that use a trained model: ``cowrec evaluate | predict | export | serve | versions``."""
 
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank
+from cowrec.trainer.runtime.environment import LogSettings, launched_rank, open_log
 
-from .flag_values import count_flag, parse_local
+from .flags import LogFile, LogForm, LogFormName, count_flag, parse_local
 
 app = typer.Typer()
 
@@ -25,6 +26,22 @@ RunData = Annotated[str, typer.Option(help="Data set prepared with the run's ids
 
 Checkpoint = Annotated[
     str, typer.Option(help="Checkpoint to use: latest, best, or a step. [best, where checkpoint.keep_best keeps it]")
+]
+Follow = Annotated[
+    str | None,
+    typer.Option(help="Publication whose new versions to apply: folder, s3://BUCKET/FOLDER or redis://HOST:PORT."),
+]
+MaxAge = Annotated[
+    float | None,
+    typer.Option(help="Seconds since a version was published, after which /readyz is 503. [any]"),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is reachable from other machines.")]
+HealthPort = Annotated[
+    int | None,
+    typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /health, /metrics. [none]"),
+]
+TimeoutMs = Annotated[
+    float, typer.Option(help="Time from a request's arrival to its prediction; a request may ask for less.")
 ]
 
 
@@ -102,3 +119,81 @@ def export(
     manifest = export_run(run_dir, output, precision.value, checkpoint=checkpoint)
     size = sum(each[0] for each in manifest.files.values())
     print(f"{output}: step {manifest.step}, {size:,} bytes, logits within {manifest.logits_error:.2g}")
+
+
+@app.command()
+def serve(
+    export_dir: Annotated[str, typer.Argument(help="Folder of an exported model: a path or s3://BUCKET/EXPORT.")],
+    follow: Follow = None,
+    max_age: MaxAge = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    health_port: HealthPort = None,
+    max_samples: Annotated[int, count_flag("Most samples in a request.")] = 1000,
+    timeout_ms: TimeoutMs = 1000.0,
+    log_format: LogForm = LogFormName.text,
+    log_file: LogFile = None,
+) -> None:
+    """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).
+
+    A sample is a JSON object of the raw columns; a request is one sample, a list of samples, or
+    `{"shared": {...}, "samples": [...]}` for samples that share fields.
+
+    Example: `cowrec serve exports/criteo --follow published`
+
+    Example: `curl localhost:8000/predict --data '{"I1": 3, "C1": "68fd1e64", ...}'`
+    """
+    from cowrec.trainer.runs.remote_run import local_copy
+
+    try:
+        from cowrec.trainer.serving.server import serve as run
+        from cowrec.trainer.serving.service import Limits
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'cowrec[serve]'"
+        raise ImportError(f"serve requires {error.name}, which is not installed: {remedy}") from error
+
+    open_log(LogSettings(log_format.value, log_file), "%(asctime)s cowrec: %(message)s")
+    limits = Limits(max_samples, timeout_ms)
+    model = local_copy(export_dir, "export")
+    run(model, follow, host=host, port=port, health_port=health_port, limits=limits, max_age=max_age)
+
+
+@app.command()
+def versions(
+    target: Annotated[str, typer.Argument(help="Publication: folder, s3://BUCKET/FOLDER or redis://HOST:PORT.")],
+    republish: Annotated[
+        int | None, typer.Option(help="Version to publish again as the newest, while no trainer publishes there.")
+    ] = None,
+) -> None:
+    """Lists what a trainer has published. --republish N makes all servers that follow it go back to version N.
+
+    Version N becomes the newest one under a new number. A trainer that is started again later publishes after it.
+
+    Example: `cowrec versions published --republish 1042`
+    """
+    from cowrec.trainer.publishing import versions as published
+
+    if republish is not None:
+        number = published.republish(target, republish)
+        print(f"version {republish} is published again as version {number}, to which all servers go")
+        return
+    from cowrec.trainer.reports.text_table import aligned
+
+    listed = published.list_versions(target)
+    reachable = published.reachable(listed)
+    rows = [["version", "kind", "step", "newest sample", "published", "bytes", "lineage", "state"]]
+    for each in listed:
+        state = "cannot be read" if each.problem else "" if each.version in reachable else "not reachable"
+        about, lineage = ["", "", ""], ""
+        if each.blob:
+            change, lineage = each.blob.change, each.blob.lineage
+            about = [str(change.step), _date(change.sample_time), _date(each.blob.created)]
+        rows.append([str(each.version), each.kind, *about, f"{each.size:,}", lineage[:8], state])
+    print(aligned(rows))
+    for each in listed:
+        if each.problem:
+            print(f"version {each.version}: {each.problem}")
+
+
+def _date(moment: float | None) -> str:
+    return "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

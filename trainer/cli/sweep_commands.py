@@ -8,8 +8,17 @@ import typer
 
 from cowrec.trainer.runtime.environment import launched_world_size
 
-from .flag_values import count_flag, parse_counts, parse_list, parse_local, parse_range
-from .run_flags import Overrides, RunToml, TrainData, load_run
+from .flags import (
+    Overrides,
+    RunToml,
+    TrainData,
+    count_flag,
+    load_run,
+    parse_counts,
+    parse_list,
+    parse_local,
+    parse_range,
+)
 
 app = typer.Typer()
 

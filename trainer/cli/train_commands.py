@@ -1,12 +1,14 @@
-"""The commands that train: ``cowrec train | online``."""
+"""The commands of runs: ``cowrec config init | train | online | plot``."""
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cowrec.trainer.runtime.environment import LogSettings, launched_rank, launched_world_size, open_log
 
-from .run_flags import (
+from .flags import (
     LogBackups,
     LogFile,
     LogForm,
@@ -22,6 +24,42 @@ from .run_flags import (
 )
 
 app = typer.Typer()
+config_file = typer.Typer(no_args_is_help=True)
+app.add_typer(config_file, name="config", help="Writes run files.")
+
+
+@config_file.callback()
+def _config() -> None:
+    """Writes run files."""
+
+
+@config_file.command()
+def init(
+    preset: Annotated[
+        str, typer.Option("--for", help="What to begin with: own-data, or a shipped configuration such as criteo.")
+    ] = "own-data",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write, a new one. [standard output]")
+    ] = None,
+) -> None:
+    """Writes a run file with every key, its description and its default, as comments.
+
+    For own-data all keys have their defaults; for a shipped configuration its values are set.
+
+    Example: `cowrec config init --for criteo --output run.toml`
+    """
+    from cowrec.trainer.config.reference import run_file
+
+    text = run_file(preset)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"{output} exists; choose another --output, or remove it") from None
+    print(output)
 
 
 @app.command()
@@ -100,3 +138,26 @@ def online(
     report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
     if launched_rank() == 0:
         print(f"{report['samples']:,} samples  {speed_text(report['samples_per_second'])}  run {folder}")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG, SVG or PDF file to write.")] = Path("runs.png"),
+) -> None:
+    """Draws the curves of one or several runs in one figure, and prints a table of their quality.
+
+    The figure has training loss, AUC, logloss, learning rates, samples per second, and calibration: click rate over
+    mean prediction of each twentieth of the test samples, after the last epoch.
+
+    Example: `cowrec plot runs/base runs/large --output comparison.png`
+    """
+    from cowrec.trainer.reports.run_curves import RunCurves, curves_table
+    from cowrec.trainer.reports.run_plot import FORMATS, plot_runs
+    from cowrec.trainer.runs.run_dir import METRICS
+
+    if output.suffix.lstrip(".") not in FORMATS:
+        raise ValueError(f"{output} must end in one of: {', '.join('.' + each for each in FORMATS)}")
+    names = [run.name for run in runs]
+    curves = [RunCurves.read(run.name if names.count(run.name) == 1 else str(run), run / METRICS) for run in runs]
+    print(f"{curves_table(curves)}\n\nplot: {plot_runs(curves, output)}")

@@ -11,7 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -95,14 +97,13 @@ def test_ctrl_c_on_a_terminal_saves_and_lines_show_progress(folder: Path) -> Non
     assert re.search(PROGRESS, printed), printed
 
 
-COMMANDS = [
-    [*([group.name] if group.name else []), each.name or each.callback.__name__]
-    for group in app.registered_groups
-    for each in group.typer_instance.registered_commands
-]
+def commands_of(app: Any, *names: str) -> Iterator[list[str]]:
+    for group in app.registered_groups:
+        yield from commands_of(group.typer_instance, *names, *([group.name] if group.name else []))
+    yield from ([*names, each.name or each.callback.__name__] for each in app.registered_commands)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", commands_of(app), ids=" ".join)
 def test_every_help_has_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"], terminal_width=200)
     assert result.exit_code == 0
