@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.reports.plotting import plt, size_name
@@ -233,15 +230,15 @@ def plot_sweep(lines: Lines, path: Path) -> Path:
         _draw(axis, lines, series(lines, measure))
         # A line at the base's mean, and a band of one standard deviation around it.
         for clip, values in base_values(lines, measure).items():
-            middle, spread = mean(values), deviation(values)
-            axis.axhline(middle, color=_BASE_COLOR, lw=0.8, ls="-" if clip == "on" else "--", zorder=0)
-            if len(values) > 1:
-                axis.axhspan(middle - spread, middle + spread, color=_BASE_COLOR, alpha=0.2, lw=0, zorder=0)
+            middle, spread = mean(values), deviation(values) if len(values) > 1 else 0.0
+            label = f"base, batch {size_name(lines[0]['base_batch_size'])}, clip {clip}"
+            axis.axhline(middle, color=_BASE_COLOR, lw=0.8, ls="-" if clip == "on" else "--", zorder=0, label=label)
+            axis.axhspan(middle - spread, middle + spread, color=_BASE_COLOR, alpha=0.2, lw=0, zorder=0)
         if MEASURES[measure].best_possible in best:
-            axis.axhline(best[MEASURES[measure].best_possible], color="gray", ls=":")
+            axis.axhline(best[MEASURES[measure].best_possible], color="gray", ls=":", label="best possible")
         axis.set(xlabel="batch size", ylabel=MEASURES[measure].label)
-    handles = _legend(lines, has_best=bool(best))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 2 * columns), frameon=False)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * columns), frameon=False)
     seeds, first = len({line["seed"] for line in lines}), lines[0]
     over = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
     figure.suptitle(f"{first['model']} on {first['data']}, {over}, {first['device']}")
@@ -264,11 +261,8 @@ def style(rule: str, clip: str) -> dict[str, Any]:
 
 
 def _draw(axis: Axes, lines: Lines, curves: Series) -> None:
-    sizes, steps, base = (
-        sorted({line["batch_size"] for line in lines}),
-        steps_by_batch_size(lines),
-        lines[0]["base_batch_size"],
-    )
+    sizes, steps = sorted({line["batch_size"] for line in lines}), steps_by_batch_size(lines)
+    base = lines[0]["base_batch_size"]
     ticks = [size_name(size) + (f"\n{steps[size]:,} steps" if size in steps else "") for size in sizes]
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, ticks, minor=False)
@@ -282,29 +276,10 @@ def _draw(axis: Axes, lines: Lines, curves: Series) -> None:
             [mean(values) for values in known.values()],
             [deviation(values) for values in known.values()],
             capsize=3,
+            label=f"{rule}, clip {clip}",
             **style(rule, clip),
         )
     axis.grid(alpha=0.3)
-
-
-def _legend(lines: Lines, *, has_best: bool) -> list[Any]:
-    """An entry for each rule, and one for each other kind of line."""
-    rules = list(dict.fromkeys(line["rule"] for line in lines))
-    clips = list(dict.fromkeys(line["clip"] for line in lines))
-    handles: list[Any] = [Line2D([], [], **style(rule, clips[0]), label=rule) for rule in rules]
-    for clip in clips:
-        handles.append(Line2D([], [], color="black", ls="-" if clip == "on" else "--", label=f"clip {clip}"))
-    if any(line["batch_size"] == lines[0]["base_batch_size"] for line in lines):
-        handles.append(
-            Patch(
-                color=_BASE_COLOR,
-                alpha=0.3,
-                label=f"spread of the base, batch {size_name(lines[0]['base_batch_size'])}",
-            )
-        )
-    if has_best:
-        handles.append(Line2D([], [], color="gray", ls=":", label="best possible"))
-    return handles
 
 
 def plot_tune(lines: Lines, metric: str, ranges: Mapping[str, Range], path: Path) -> Path:
@@ -318,20 +293,13 @@ def plot_tune(lines: Lines, metric: str, ranges: Mapping[str, Range], path: Path
             x, y = [line[name] for line in shown], [line[key] for line in shown]
             axis.scatter(x, y, facecolors=face, edgecolors="C0", label=state, s=24)
         axis.scatter([best[name]], [best[key]], marker="x", color="C3", s=90, label="best")
-        for line in lines:
-            if line["state"] == "failed":
-                axis.axvline(line[name], color="gray", lw=0.8, ls=":")
         axis.set(xscale="log", xlabel=name, xlim=(bounds[0] / 1.1, bounds[1] * 1.1))
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
-    if len(measured) > 3:  # a trial gone astray would hide the differences between the good ones
-        values = np.array([line[key] for line in measured])
-        low, high = np.quantile(values, [0, 0.75]) if metric == "logloss" else np.quantile(values, [0.25, 1])
-        margin = 0.1 * (high - low) or 1e-3
-        axes[0][0].set_ylim(low - margin, high + margin)
-    axes[0][0].set_ylabel(f"validation {metric}, best epoch")
+    # A trial gone astray would hide the differences between the good ones.
+    values = np.array([line[key] for line in measured])
+    low, high = np.quantile(values, [0, 0.75] if metric == "logloss" else [0.25, 1])
+    margin = 0.1 * (high - low) or 1e-3
+    axes[0][0].set(ylim=(low - margin, high + margin), ylabel=f"validation {metric}, best epoch")
     axes[0][0].legend(frameon=False)
     figure.suptitle(f"{len(lines)} trials at batch size {size_name(lines[0]['batch_size'])}")
     figure.tight_layout()

@@ -117,13 +117,16 @@ def test_the_plot_has_the_band_of_the_base_and_a_style_for_every_rule(
     bands = [patch.get_extents().transformed(quality.transData.inverted()) for patch in quality.patches]
     assert [(band.y0, band.y1) for band in bands] == [pytest.approx((mean - spread, mean + spread))] * 2
     assert [text.get_text() for text in quality.get_xticklabels()] == ["64\n31,250 steps", "8K\n244 steps"]
-    entries = {handle.get_label(): handle for handle in figure.legends[0].legend_handles}
-    assert list(entries) == [*SCALING_RULES, "clip on", "clip off", "spread of the base, batch 64", "best possible"]
-    styles = {(to_rgba(entries[rule].get_color()), entries[rule].get_marker()) for rule in SCALING_RULES}
+    entries = {text.get_text() for text in figure.legends[0].get_texts()}
+    curves = {container.get_label(): container.lines[0] for container in quality.containers}
+    both = [f"{rule}, clip {clip}" for clip in ("on", "off") for rule in SCALING_RULES]
+    assert list(curves) == both
+    assert entries == {*both, "base, batch 64, clip on", "base, batch 64, clip off", "best possible"}
+    styles = {(to_rgba(curves[name].get_color()), curves[name].get_marker()) for name in both}
     assert len(styles) == len({color for color, _ in styles}) == len(SCALING_RULES)
-    curves = [container.lines[0] for container in quality.containers]
-    for curve, rule in zip(curves, [*SCALING_RULES] * 2, strict=True):
-        assert same_color(curve.get_color(), entries[rule].get_color())
+    for rule in SCALING_RULES:
+        assert same_color(curves[f"{rule}, clip on"].get_color(), curves[f"{rule}, clip off"].get_color())
+    curves = list(curves.values())
     assert all(curve.get_xdata()[0] == 64 for curve in curves), "all curves start at the base"
     assert len({curve.get_xdata()[1] for curve in curves}) == 2 * len(SCALING_RULES), "curves are shifted sideways"
 
