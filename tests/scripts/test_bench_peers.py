@@ -85,7 +85,7 @@ def test_a_peer_that_cannot_run_does_not_affect_others(tmp_path, monkeypatch):
         (["--only", "torch-sparse-adm"], "--only 'torch-sparse-adm' is not known; did you mean 'torch-sparse-adam'?"),
         (["--only", "cowrec-fp32,"], "--only '' is not known; known: cowrec-fp32, "),
         (["--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
-        (["--rows", "many"], "--rows must be full or a number"),
+        (["--rows", "many"], "--rows, if not full, must be a whole number"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
     ],
 )

@@ -64,7 +64,7 @@ def evaluate(
 
     Example: `cowrec evaluate runs/criteo --data data/criteo --by C14`
     """
-    from cowrec.trainer.reports.segments_table import segments_table
+    from cowrec.trainer.reports.text_table import segments_table
     from cowrec.trainer.runs.run_dir import to_json
     from cowrec.trainer.training.saved_run import evaluate_run
 

@@ -152,8 +152,7 @@ def plot(
 
     Example: `cowrec plot runs/base runs/large --output comparison.png`
     """
-    from cowrec.trainer.reports.run_curves import RunCurves, curves_table
-    from cowrec.trainer.reports.run_plot import FORMATS, plot_runs
+    from cowrec.trainer.reports.run_curves import FORMATS, RunCurves, curves_table, plot_runs
     from cowrec.trainer.runs.run_dir import METRICS
 
     if output.suffix.lstrip(".") not in FORMATS:

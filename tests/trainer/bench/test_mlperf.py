@@ -105,24 +105,3 @@ def test_several_processes_measure_together(tmp_path: Path) -> None:
     assert line["samples_per_second_of_gpu"] == line["samples_per_second"] / 2
     printed = [(tmp_path / f"stdout.rank{rank}").read_text() for rank in range(2)]
     assert [text.count("MLPerf, 8 x H200") for text in printed] == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--preset", "mlperf"], "--preset 'mlperf' is not known; known: criteo, mlperf-dcnv2"),
-        ([*SMALL, "--model", "dcn"], "--model has no meaning for --preset mlperf-dcnv2; leave it out"),
-        ([*SMALL, "--absent-rows", "lazy"], "--absent-rows has no meaning for --preset mlperf-dcnv2; leave it out"),
-    ],
-)
-def test_mistakes_are_one_line_and_code_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    message: str,
-) -> None:
-    assert exit_code(monkeypatch, "bench", *flags, "--output", tmp_path / "bench.jsonl") == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert message in said
