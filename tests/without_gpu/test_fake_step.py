@@ -1,7 +1,9 @@
 """A training step of one process on CUDA never waits for the device, and starts no more kernels than recorded here.
 
 The steps run on fake tensors. Waits for the device (``item``, masks, ``nonzero``, ``unique``, ``tolist``) and operators
-on tensors of several devices raise errors there.
+on tensors of several devices raise errors there. Of two and four processes the first or the last one runs, and its
+peers are taken to do what it does; they wait only for the sizes that TorchRec exchanges. Each has the device of its own
+number.
 """
 
 from collections.abc import Callable
@@ -42,13 +44,29 @@ CHANGING = {
 }
 
 
-def case(**sections: dict[str, Any]) -> Case:
+# Reads from the device of several processes.
+EXCHANGED = {"sizes that the peers send", "torchrec.distributed.dist_data.KJTAllToAllTensorsAwaitable._wait_impl"}
+# Where tables are sharded by rows, which TorchRec's planner may choose, the ids for each process are counted there.
+COUNTED = {
+    "torchrec.distributed.dist_data.KJTAllToAll.forward",
+    "torchrec.distributed.sharding.twrw_sharding.TwRwSparseFeaturesDist.forward",
+}
+
+# Copies from the host of several processes: the sizes that are sent, and the order of the ids that are received.
+CROSSINGS_OF_RANKS = {
+    "_to_copy in torchrec.distributed.dist_data.KJTAllToAllSplitsAwaitable.__init__",
+    "_to_copy in torchrec.distributed.dist_data._get_recat",
+}
+
+
+def case(rank: int = 0, world_size: int = 1, **sections: dict[str, Any]) -> Case:
     config: dict[str, dict[str, Any]] = {
         "train": {"batch_size": 1024, "device": "cuda"},
         "optimizer": {"l2": 1e-4, "warmup_epochs": 1.0},
         "clip": {"rule": "cowclip"},
     }
-    return Case(config | {name: config.get(name, {}) | section for name, section in sections.items()})
+    given = {name: config.get(name, {}) | section for name, section in sections.items()}
+    return Case(config | given, rank, world_size)
 
 
 CASES = {
@@ -64,9 +82,17 @@ CASES = {
 }
 
 
+OF_RANKS = {
+    f"{plan}, rank {rank} of {world_size}": case(rank, world_size, sharding={"plan": plan})
+    for world_size, plans in ((2, ("auto", "row_wise", "column_wise")), (4, ("auto", "table_wise")))
+    for rank in (0, world_size - 1)
+    for plan in plans
+}
+
+
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    return reports(CASES, tmp_path_factory.mktemp("guard"))
+    return reports(CASES | OF_RANKS, tmp_path_factory.mktemp("guard"))
 
 
 @pytest.fixture(params=CASES)
@@ -107,3 +133,12 @@ def test_host_passes_only_the_listed_numbers_anew(step: Report) -> None:
 def test_no_kernel_is_compiled_again(step: Report) -> None:
     """Triton compiles kernels anew for arguments that are 1 or multiples of 16, such as a step."""
     assert not step.recompiled
+
+
+@pytest.mark.parametrize("rank", OF_RANKS)
+def test_ranks_mix_no_devices_and_wait_only_for_sizes(taken: dict[str, Report], rank: str) -> None:
+    step = taken[rank]
+    assert not step.error, step.error
+    may_count = rank.startswith(("auto", "row_wise"))
+    assert EXCHANGED <= set(step.waits) <= EXCHANGED | (COUNTED if may_count else set())
+    assert set(step.crossings) == CROSSINGS_OF_RANKS
