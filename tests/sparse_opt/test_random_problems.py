@@ -12,7 +12,7 @@ from random_problems.drawing import Problem, problems, refusals
 from random_problems.in_loops import solve
 from random_problems.training import Trained, trainers
 
-EXAMPLES = 25
+EXAMPLES = 60
 """Without --fuzz, always the same ones."""
 
 

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,7 @@ def trained(case: Case, adam: AdamConfig | None, change: Callable[[Callable[...,
         return gather_tables(case, model)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "optimizer"), zip(KINDS, cycle(OPTIMIZERS), strict=False))
 def test_activation_checkpointing_changes_no_bit(kind: str, optimizer: str) -> None:
     case, adam = KINDS[kind], OPTIMIZERS[optimizer]
     plain = trained(case, adam, lambda lookup, x: lookup(x))

@@ -111,7 +111,7 @@ def compare_training(absent_rows: str, **clip: Any) -> None:
     """Trains with the kernels of either back end: batches with repeated and no ids, tables of several features."""
 
     def train(uses_triton: bool) -> list[torch.Tensor]:
-        case = Case(rows=(20, 5, 60), batch=8, steps=20)
+        case = Case(rows=(20, 5, 60), batch=8, steps=12)
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"])
         config = AdamConfig(lr=1e-3, l2=1e-2, weight_decay=0.1, absent_rows=absent_rows)
@@ -134,7 +134,7 @@ def compare_fused(max_ids: int, **clip: Any) -> None:
     """Clips a fused optimizer's gradients with the kernels of either back end."""
 
     def train(uses_triton: bool) -> list[torch.Tensor]:
-        case = Case(rows=(20, 5, 60), batch=16, steps=5, max_ids=max_ids, optimizer="rowwise_adagrad")
+        case = Case(rows=(20, 5, 60), batch=16, steps=3, max_ids=max_ids, optimizer="rowwise_adagrad")
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"])
         handle = attach_cowclip(model, CowClip(), **clip)
@@ -177,5 +177,5 @@ if __name__ == "__main__":
         print("equal")
     for each in CASES.values():
         for with_clip in (False, True):
-            compare(each, with_clip, torch.device("cpu"), steps=80)
+            compare(each, with_clip, torch.device("cpu"), steps=40)
             print("equal")

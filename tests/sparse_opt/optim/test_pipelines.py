@@ -178,7 +178,7 @@ def test_evaluation_in_a_pipeline(mode: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["attach", "replay"])
+@pytest.mark.parametrize("mode", [pytest.param("attach", marks=pytest.mark.thorough), "replay"])
 def test_a_compiled_model_trains_as_without(mode: str) -> None:
     """Lookups run outside of the compiled graph, also of one that was compiled and traced before attaching."""
     model = plain_model()

@@ -4,6 +4,7 @@ Tested with torchrec 1.8.0 on fbgemm 1.8.0 and with torchrec 1.6.1 on fbgemm 1.6
 """
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -76,8 +77,7 @@ def assert_equal_bits(case: Case, attached: str) -> None:
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("attached", ATTACH)
-@pytest.mark.parametrize("name", DIRECT)
+@pytest.mark.parametrize(("name", "attached"), zip(DIRECT, cycle(ATTACH), strict=False))
 def test_bits_of_torchrecs_forward(name: str, attached: str) -> None:
     assert_equal_bits(DIRECT[name], attached)
 
