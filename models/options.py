@@ -20,7 +20,6 @@ def checked_options(
     """Checks options against the parameters of a function, and converts lists to the tuples that it asks for.
 
     Args:
-        function: or a class.
         given: the options, as a TOML file gives them.
         table: name of their table, for messages.
         owner: what has the options, for messages.

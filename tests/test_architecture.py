@@ -81,7 +81,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "config": "",
         "runtime": "",
         "reports": "",
-        "sharded_model": "config runtime reports",
+        "sharded_model": "config runtime",
         "runs": "config runtime",
         "measures": "runtime",
         "training": "config runtime sharded_model runs measures",

@@ -148,9 +148,6 @@ def presets() -> list[str]:
 def run_file(preset: str = OWN_DATA) -> str:
     """The text of a run file.
 
-    Args:
-        preset: one of :func:`presets`.
-
     Raises:
         ValueError: there is no such preset.
     """

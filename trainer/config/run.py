@@ -160,8 +160,6 @@ def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequenc
     """The overrides without any one of which ``error`` would not occur; none where the file alone has the error.
 
     Args:
-        error: message about the file with all overrides.
-        overrides: values of ``--set``.
         outcome: of the file with some of the overrides, a message or something else.
     """
     without = {index: outcome([*overrides[:index], *overrides[index + 1 :]]) for index in range(len(overrides))}
@@ -183,8 +181,6 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
     three epochs; see docs/train.md.
 
     Args:
-        config: of a run.
-        samples: of the training split.
         begun: configuration of the run that is resumed, which has both; they stay, also with more epochs.
     """
     if begun:

@@ -19,11 +19,7 @@ HARDLY_ANY = 1e-4
 
 
 def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
-    """A sentence for a run whose clip had no effect, or almost none; None for others, and without a clip.
-
-    Args:
-        statistics: of the complete run; see :meth:`ClipWatch.total`.
-    """
+    """A sentence for a run whose clip had no effect, or almost none; None for others, and without a clip."""
     if not statistics or not statistics["rows"] or statistics["clipped"] >= HARDLY_ANY:
         return None
     rows, clipped, distance = statistics["rows"], statistics["clipped"], statistics["limit_to_norm"]
@@ -52,8 +48,6 @@ class ClipWatch:
 
     Args:
         stats: returns the statistics of this process's tables since training began.
-        tables: names of the tables of all processes.
-        process: this process.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, TableStats]], tables: Sequence[str], process: Process):

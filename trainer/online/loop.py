@@ -41,7 +41,7 @@ from cowrec.trainer.runs.run_dir import write_report
 from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
-from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
+from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_line
 from cowrec.trainer.training.dataloading import even_slice
 from cowrec.trainer.training.loop import Trainer, require_run_dir
 
@@ -302,7 +302,7 @@ class _OnlineRun:
         return (
             f"{self.config.model.name} on {self.codec.schema.name}, following {without_credentials(source)}\n"
             f"batch {self.config.train.batch_size}, {self.trainer.describe_settings()}"
-            + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
+            + (f"\n{sharding_line(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
 

@@ -113,8 +113,6 @@ class Checkpoints:
 
     Args:
         place: of the run, to which checkpoints are uploaded while training continues.
-        config: which checkpoints are kept.
-        process: this process.
         say: receives a warning when a checkpoint could not be written.
         lost: returns which processes are lost, see `Heartbeat.lost`; asked where the others keep this one waiting.
 
@@ -173,9 +171,6 @@ class Checkpoints:
         :meth:`finish`.
 
         Args:
-            state: tensors to save.
-            progress: of the run.
-            about: further entries of the manifest.
             write_files: called later, on the first process, while training continues.
         """
         self._settle()
@@ -372,13 +367,9 @@ def find_checkpoint(
     Each process verifies a part of the files.
 
     Args:
-        folder: of the run's checkpoints.
-        process: this process.
         say: receives a message for each checkpoint that is skipped.
         best_by: "auc" or "logloss": the checkpoint after the best epoch of the newest one's run; the newest itself
             before the first epoch has ended, and where the best one is damaged.
-        step: the checkpoint of this step.
-        fetch: gets the files that this process verifies.
 
     Raises:
         ValueError: all checkpoints are damaged, or one is of another format; or that of the step is missing or damaged.

@@ -21,7 +21,6 @@ class MetricsLog:
     Args:
         path: the run's folder; None on ranks other than the first, which write nothing.
         step: step that the run continues from; metrics of later steps are removed because it takes those steps again.
-        trackers: of the run, which the end of the log ends too.
         max_bytes: size at which ``metrics.jsonl`` becomes ``metrics.jsonl.1`` and the one before is removed, and so are
             TensorBoard's files but the newest; 0: never.
     """

@@ -76,7 +76,6 @@ def find_code(record: Iterable[OwnCode], where: Path, *, trusted: bool = True) -
     """Lets recorded code be imported from its folder, where it still is there, or from the current one.
 
     Args:
-        where: folder of the run or export that has the record.
         trusted: False if the record may come from others, so that its folder must not be searched.
 
     Raises:

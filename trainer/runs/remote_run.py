@@ -36,10 +36,6 @@ def checksums(files: Iterable[Path]) -> Files:
 def local_copy(place: Place, what: str = "folder") -> Path:
     """Returns the local path of a place; a folder in an object store is copied first, what has changed of it.
 
-    Args:
-        place: a path or a URI.
-        what: kind of folder, for messages.
-
     Raises:
         ValueError: there is no such folder in the object store.
         OSError: the object store does not answer.
@@ -49,9 +45,6 @@ def local_copy(place: Place, what: str = "folder") -> Path:
 
 def local_data(place: Place) -> Path:
     """Returns the local folder of a data set; shards of one in an object store are copied there when they are read.
-
-    Args:
-        place: a path or a URI.
 
     Raises:
         ValueError: there is no such data set in the object store.
@@ -121,7 +114,6 @@ class RunPlace:
     fetches those that it reads.
 
     Args:
-        place: a path or a URI.
         resume: continue the run that is there; otherwise there must be none.
 
     Attributes:
@@ -179,7 +171,6 @@ class RunPlace:
 
         Args:
             checkpoint: unfinished folder of a checkpoint of this run, whose processes are on several hosts.
-            rank: of the process.
 
         Raises:
             OSError: the object store does not answer.

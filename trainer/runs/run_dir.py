@@ -24,31 +24,13 @@ METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
 
 
 _MAY_CHANGE = {
-    "data": ("dir", "resident"),
-    "train": (
-        "epochs",
-        "device",
-        "eval_batch_size",
-        "log_every",
-        "log_seconds",
-        "timeout_seconds",
-        "cuda_graph",
-        "trackers",
-        "on_nonfinite",
-    ),
-    "evaluate": ("by_id_counts",),
-    "checkpoint": ("every_steps", "keep_last", "keep_best"),
-    "online": (
-        "snapshot_seconds",
-        "report_seconds",
-        "metrics_host",
-        "metrics_port",
-        "metrics_file_bytes",
-        "damaged_files",
-        "on_nonfinite",
-        "keep_full_versions",
-    ),
-    "sharding": ("plan", "tables"),
+    "data": "dir resident",
+    "train": "epochs device eval_batch_size log_every log_seconds timeout_seconds cuda_graph trackers on_nonfinite",
+    "evaluate": "by_id_counts",
+    "checkpoint": "every_steps keep_last keep_best",
+    "online": "snapshot_seconds report_seconds metrics_host metrics_port metrics_file_bytes damaged_files on_nonfinite"
+    " keep_full_versions",
+    "sharding": "plan tables",
 }
 """Settings that may differ in a resumed run: they change neither the steps taken nor their meaning."""
 
@@ -81,7 +63,7 @@ def require_own(path: Path, config: RunConfig) -> None:
         raise ValueError(f"{path} is not a run: it has no {CONFIG}; choose another with --run-dir")
     saved, given = to_plain(load_config(path / CONFIG)), to_plain(config)
     for section, keys in _MAY_CHANGE.items():
-        for key in keys:
+        for key in keys.split():
             if key == "keep_best" and config.train.patience:
                 continue  # it chooses the epoch that the run reports
             if key == "epochs" and config.optimizer.rates_follow_epochs:
@@ -108,8 +90,6 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
     Files of an interrupted start and the configuration of a resumed run are replaced.
 
     Args:
-        path: the folder.
-        config: as resolved; ``config.data.dir`` is the data set.
         derived: values derived from the configuration, written above it as comments.
     """
     data_dir = Path(config.data.dir)

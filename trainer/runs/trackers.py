@@ -140,8 +140,6 @@ class Tracking:
 
     Args:
         name: of the tracker, for messages and for the file of the run's id, with which a resumed run continues.
-        tracker: that is called.
-        run: to be recorded.
     """
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun) -> None:

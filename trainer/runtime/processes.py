@@ -152,9 +152,6 @@ class Peers:
 
     Args:
         process: this process; waits for another are bounded by its timeout.
-
-    Attributes:
-        rank, count: of this process; of all of them.
     """
 
     def __init__(self, process: Process) -> None:

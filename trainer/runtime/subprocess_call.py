@@ -57,8 +57,6 @@ class Subprocess:
         """Calls ``function(*arguments)``; see :func:`run_in_subprocess`.
 
         Args:
-            function: of a module.
-            arguments: of the function.
             timeout: seconds without a result or a question after which the subprocess is killed.
             answer: called here for each question; the function then gets one more argument, ``ask(question)``, which
                 returns the answer.

@@ -23,9 +23,7 @@ class DenseAdam(Adam):
     contains what the first one then lacks.
 
     Args:
-        parameters: parameters to update, by name; all on one device.
         hyperparameters: betas, eps and weight decay of the first steps.
-        adam_epsilon: form of epsilon, Keras' or torch's.
         admits: called once the gradients of a step are complete; False leaves the step out. By default all are taken.
     """
 

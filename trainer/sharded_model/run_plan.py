@@ -111,9 +111,7 @@ class RunPlan:
         """Derives the plan.
 
         Args:
-            config: with a batch size and L2.
             schema: of the run's data; without a training split the run has no epochs.
-            process: any process of the run.
             schedule: by default that of epochs of the data set; a stream has none.
             bags: by default those of the schema's fields.
 

@@ -5,6 +5,7 @@ GPUs, where it knows the speed of the links; on CPU tables are balanced by their
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from cowrec.trainer.config.run import RunConfig
-from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runtime.processes import Process
 
 from .tables import require_tables
@@ -51,10 +51,7 @@ def sharding_plan(
     All ranks of a process group call together and get the same plan; without a group it is that of a future run.
 
     Args:
-        model: not yet sharded.
-        kinds: of its tables, from :func:`chosen_kinds`.
         config: memory of the tables, and the batch size that TorchRec's planner estimates with.
-        process: any process of the run.
 
     Raises:
         ValueError: TorchRec's planner cannot fit the tables.
@@ -285,8 +282,6 @@ def _bytes(table: EmbeddingBagConfig) -> int:
 
 
 SHARDING = "sharding.json"
-_MOST_LINES = 40
-_FEW_RANKS = 16
 
 
 def describe_sharding(model: DistributedModelParallel) -> dict[str, Any]:
@@ -318,21 +313,13 @@ def describe_sharding(model: DistributedModelParallel) -> dict[str, Any]:
     return {"ranks": world_size, "bytes_of_rank": rank_bytes, "tables": largest_first}
 
 
-def sharding_table(description: Mapping[str, Any]) -> str:
-    """Formats the description for the terminal: the largest tables and the bytes of each rank."""
-    tables = list(description["tables"].items())
-    lines = [("table", "kind", "ranks", "rows", "columns", "MiB a rank")]
-    for name, table in tables[:_MOST_LINES]:
-        held = table["bytes_of_rank"]
-        ranks = _ranks([int(rank) for rank in held])
-        lines.append((name, table["kind"], ranks, f"{table['rows']:,}", str(table["columns"]), _mib(held.values())))
-    text = aligned(lines)
-    if len(tables) > _MOST_LINES:
-        text += f"\n... and {len(tables) - _MOST_LINES} smaller tables"
-    rank_bytes = description["bytes_of_rank"]
-    if len(rank_bytes) > _FEW_RANKS:
-        return f"{text}\nweights: {_mib(rank_bytes)} MiB on each of {len(rank_bytes)} ranks"
-    return f"{text}\nweights, MiB by rank: {', '.join(_mib([each]) for each in rank_bytes)}"
+def sharding_line(description: Mapping[str, Any]) -> str:
+    """How many tables are sharded in which way, and the weights of the ranks that hold least and most of them."""
+    kinds = Counter(table["kind"] for table in description["tables"].values())
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    least, most = (size(description["bytes_of_rank"]) / 2**20 for size in (min, max))
+    ranks = description["ranks"]
+    return f"tables: {counts}; weights: {least:,.1f} to {most:,.1f} MiB on each of {ranks} ranks, see {SHARDING}"
 
 
 def save_sharding(run_dir: Path, description: Mapping[str, Any]) -> None:
@@ -345,17 +332,3 @@ def _table_size(model: DistributedModelParallel, table: str) -> tuple[int, int]:
     found = [value for key, value in model.named_parameters() if key.endswith(f".embedding_bags.{table}.weight")]
     rows, columns = found[0].shape
     return rows, columns
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Formats ranks as "0", "0-3" or "0, 2"."""
-    first, last = min(ranks), max(ranks)
-    if len(set(ranks)) == last - first + 1:
-        return str(first) if first == last else f"{first}-{last}"
-    return ", ".join(map(str, sorted(set(ranks))))
-
-
-def _mib(sizes: Any) -> str:
-    """Formats sizes in mebibytes, as a range if they differ."""
-    least, most = min(sizes) / 2**20, max(sizes) / 2**20
-    return f"{most:,.1f}" if f"{least:,.1f}" == f"{most:,.1f}" else f"{least:,.1f}-{most:,.1f}"

@@ -67,8 +67,6 @@ class MeanLoss(nn.Module):
     code that calls the tables.
 
     Args:
-        world_size: number of ranks.
-        loss: of each sample.
         mean_weight: mean weight of the training samples. The loss of a sample is multiplied by its weight divided by
             this mean, so that the loss has the same scale with and without weights.
         task_weights: weight of each of T > 1 tasks. The loss is then the sum over the tasks of the weight times the

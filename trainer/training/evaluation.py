@@ -101,7 +101,6 @@ def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None
     """Measures a reader's labelled samples; all processes call together and get the same numbers.
 
     Args:
-        reader: not shuffled.
         thirds: of the split's samples by their ids, to be measured by themselves too, see :func:`id_count_thirds`; on
             the first process. The reader then reads the complete split.
     """

@@ -27,7 +27,7 @@ from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process, on_first, process_group
 from cowrec.trainer.runtime.stopping import Heartbeat, LossWatch, StopRequest, ignoring_sigterm, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_table
+from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_line
 
 from .dataloading import Readers, even_slices, keep_resident, training_readers
 from .evaluation import EpochEnd, EpochQuality
@@ -284,7 +284,7 @@ class _EpochRun:
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
             f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch{first}), "
             f"{self.trainer.describe_settings()}"
-            + (f"\n{sharding_table(self.sharding)}" if self.process.world_size > 1 else "")
+            + (f"\n{sharding_line(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
 
@@ -314,7 +314,6 @@ class Trainer:
     """Trains a model step by step and keeps its losses, statistics and checkpoints. All processes call together.
 
     Args:
-        place: folder of the run.
         on_nonfinite: what is done about a batch that would make the state non-finite.
         reads_ahead: whether several processes may take a batch before the step of the batch before has ended.
 

@@ -57,7 +57,6 @@ def pipeline_of(
     next batch to the device, and none of its steps waits for the device. On CUDA its steps may then be captured.
 
     Args:
-        model: a TrainTask, sharded.
         may_read_ahead: False if a batch must not be taken before the step of the batch before has ended, as with id
             tables; see :class:`IdTranslation`.
         captured: optimizer of the tables if steps are to be captured; see :func:`why_not_captured`.
@@ -71,11 +70,7 @@ def pipeline_of(
 
 
 def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam | LookupsHandle | None) -> str:
-    """Why the steps of a run cannot be captured as a CUDA graph; "" if they can.
-
-    Args:
-        model: a TrainTask, sharded.
-    """
+    """Why the steps of a run cannot be captured as a CUDA graph; "" if they can."""
     config, process = plan.config, plan.process
     several = [field.name for field in plan.schema.sparse if field.kind != "categorical"]
     if not config.train.cuda_graph:
@@ -105,10 +100,6 @@ class SequentialSteps:
     """Runs each step to its end before it takes the next batch.
 
     Ranges of torch's profiler are named as in TorchRec's pipelines.
-
-    Args:
-        model: a TrainTask, sharded.
-        optimizer: of its dense parameters; used in training mode only.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
@@ -156,8 +147,6 @@ class CapturedSteps:
     Args:
         model: a TrainTask, sharded, on one process; every sample has one id in each field.
         adam: of its tables; ``adam.is_capturable`` holds.
-        batch_size: samples of a full batch.
-        capture: records a step.
     """
 
     def __init__(
@@ -229,8 +218,6 @@ class _Graph:
     """A captured step.
 
     Attributes:
-        inputs: batch that it reads.
-        replay: takes the step.
         addresses: of tensors of the optimizers that it reads and writes.
     """
 

@@ -53,10 +53,8 @@ def evaluate_run(
 
     Args:
         run_dir: folder of the run, a path or the URI of a folder in an object store.
-        data_dir: data set with the run's ids.
         by: sparse fields and kept columns to measure groups of samples by; entry ``by`` of the result has what
             :meth:`Segments.measure` returns for each.
-        top: groups of each to list.
         checkpoint: "latest", "best" or a step; by default "best" where the run keeps it. So it is in the other
             functions here.
 

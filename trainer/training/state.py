@@ -61,7 +61,6 @@ class TrainState:
         on_nonfinite, reads_ahead: as of :class:`Trainer`; "stop" does not look at a batch.
 
     Attributes:
-        model: a TrainTask, sharded.
         embedding_optimizer, dense_optimizer: see :func:`embedding_optimizer`; that of the network.
         ids: translates the ids of batches, which the pipeline takes translated.
         pipeline: runs steps and evaluation.
@@ -237,8 +236,6 @@ class TrainState:
         """Loads tables, network and id tables of an intact checkpoint, to use or export the model; says which it is.
 
         Args:
-            folder: of the run's checkpoints.
-            say: receives messages.
             checkpoint: "latest", "best", which is that of the best epoch by `checkpoint.keep_best`, or a step; by
                 default "best" where the run keeps it.
 
