@@ -365,7 +365,7 @@ def load_schema_file(path: str | os.PathLike[str]) -> Layout:
         weight = "weight"                # column of the sample's weight; default: all samples count alike
         keep = ["user id"]               # columns that predictions show
         time = "seen at"                 # column of the sample's time; default: none
-        null = ["NA", "\\N"]             # texts that mean a missing value in every field; default: the empty value only
+        null = ["NA", '\\N']             # texts that mean a missing value in every field; default: the empty value only
         [[fields]]
         name = "genres"
         kind = "multi"                   # numeric | categorical | multi | weighted
