@@ -58,8 +58,9 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     assert len(lines) == 8
     line = lines["cowclip", 102, "on", 0]
     alone = train(load_config(folder / "run.toml", ["train.batch_size=102"]), folder / "data", tmp_path / "alone")
-    for same in ("auc", "logloss", "steps", "versions", "device", "threads", "git_commit", "best_possible"):
+    for same in ("auc", "logloss", "steps", "versions", "device", "git_commit", "best_possible"):
         assert line[same] == alone[same]
+    assert line["threads"] >= 1  # those of the process that runs are forked from, which another test may have started
     assert line["steps"] == 2 * 3
     assert (line["epochs"], line["base_batch_size"]) == (2, 51)
     assert line["best_epoch_auc"] == max(epoch["auc"] for epoch in alone["epochs"])
