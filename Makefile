@@ -13,7 +13,7 @@ CONSTRAINTS := scripts/constraints.txt scripts/constraints_torch_$(TORCH).txt
 # No warning about conflicts: torchrec's metadata misses fbgemm-gpu wherever the CPU build stands in for it.
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts $(addprefix --constraint ,$(CONSTRAINTS))
 # The tests start hundreds of processes: none compiles modules again, even where the environment forbids to keep them.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 2 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses 3 --dist worksteal
 PACKAGES := trainer models sparse_opt data_pipeline
 SOURCES := $(PACKAGES) scripts tests docs setup.py
 LINT := ruff-check ruff-format mypy codespell links

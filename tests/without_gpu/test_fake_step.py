@@ -6,7 +6,9 @@ peers are taken to do what it does; they wait only for the sizes that TorchRec e
 number.
 """
 
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fake_training import Case, Report, reports
+from shared_work import made_once
 
 # Operators of a step that start work on the device, at most: those that the host starts, and those of a captured CUDA
 # graph, which start at once. FBGEMM's lookup and torch's fused Adam count as one each.
@@ -92,7 +95,12 @@ OF_RANKS = {
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    return reports(CASES | OF_RANKS, tmp_path_factory.mktemp("guard"))
+    def take(folder: Path) -> None:
+        (folder / "reports.pickle").write_bytes(pickle.dumps(reports(CASES | OF_RANKS, folder)))
+
+    folder = made_once(tmp_path_factory, "fake_steps", take)
+    found: dict[str, Report] = pickle.loads((folder / "reports.pickle").read_bytes())
+    return found
 
 
 @pytest.fixture(params=CASES)

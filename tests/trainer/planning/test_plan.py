@@ -62,7 +62,7 @@ def _train(rank: int, folder: Path, port: int, processes: int) -> None:
             memory = {
                 "tables": sum(each.lookup.flat_weights().nbytes for each in state.adam.lookups),
                 "moments": sum(moment.nbytes for each in state.adam.lookups for moment in each.state[1:]),
-                "last_steps": sum(each.replay.last_step.nbytes for each in state.adam.lookups if each.replay),
+                "last_steps": sum(each.last_step.nbytes for each in state.adam.lookups if each.replays),
                 "network": 4 * sum(each.nbytes for each in dense_parameters(state.model).values()),
             }
             # In its first step DistributedDataParallel also agrees on the parameters in use, an int32 of each.
