@@ -47,10 +47,11 @@ class Hosts:
             _ip("-n", space, "link", "set", "lo", "up")
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-        """Starts a command on a host; its output is appended to :meth:`log`."""
+        """Starts a command on a host, this environment's (torchrun, dask) first; :meth:`log` has its output."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         with self.log_file(name).open("ab") as log:
             entering = [*self._entering(name), *command]
-            self._started[name] = subprocess.Popen(entering, env=environment, stdout=log, stderr=log)
+            self._started[name] = subprocess.Popen(entering, env={**environment, "PATH": path}, stdout=log, stderr=log)
 
     def _entering(self, name: str) -> list[str]:
         inside = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
