@@ -16,7 +16,7 @@ from types import ModuleType
 import matplotlib.pyplot as plt
 import pytest
 
-from cowrec.trainer.bench.plot import PAPER_MINUTES
+from cowrec.trainer.bench.table import PAPER_MINUTES
 from raw_cases import write_criteo
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,17 +19,17 @@ from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 
 from .measurement import case_runner, measured_line
 from .mlperf import MODEL, TABLE_ROWS, measure_mlperf, mlperf_config
-from .plot import measured, plot, short
 from .settings import Bench
+from .table import short
 
 
 def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
-    """Measures every combination; writes a JSON object per line as soon as it is measured, then a plot beside them.
+    """Measures every combination; writes a JSON object per line as soon as it is measured.
 
     Returns:
         The lines. Each combination has
 
-        * mode, clip, precision, batch_size, spacing, model, max_rows;
+        * mode, clip, precision, batch_size, model, max_rows;
         * error, the text of what ended it, if it failed; the others are measured all the same. Otherwise:
         * table_rows, table_bytes, moments_bytes;
         * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps (how many);
@@ -40,8 +40,7 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         * minutes_of_10_epochs of Criteo at this speed; roofline: the least flops and bytes per sample, the rates of
           both that this machine reached, and the resulting step in ms;
         * peak_memory_bytes of the process (on CUDA: what torch allocated on the device), and rss_before_tables_bytes;
-        * steps_before: steps before the measurement; replayed_row_steps: steps per sample that its rows had missed and
-          that were computed, until a row had decayed (None for modes other than replay).
+        * steps_before: steps before the measurement.
 
         All have config, versions, device, threads, git_commit.
 
@@ -49,10 +48,7 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         Interrupted: by Ctrl-C; the file has the combinations measured before.
     """
     with case_runner(settings) as runner:
-        lines = _written((runner.line(case) for case in runner.cases), output)
-    if measured(lines):
-        plot(lines, output.with_suffix(".png"))
-    return lines
+        return _written((runner.line(case) for case in runner.cases), output)
 
 
 def bench_mlperf(settings: Bench, output: Path) -> list[dict[str, Any]]:
@@ -61,7 +57,7 @@ def bench_mlperf(settings: Bench, output: Path) -> list[dict[str, Any]]:
     Batch sizes are those of all processes together; under torchrun all measure together, and the first has the lines.
 
     Returns:
-        The lines, without what is about replay and Criteo's epochs; with world_size and samples_per_second_of_gpu (of
+        The lines, without what is about Criteo's epochs; with world_size and samples_per_second_of_gpu (of
         a process).
 
     Raises:
@@ -86,7 +82,6 @@ def _mlperf_lines(settings: Bench, launched: int) -> Iterator[dict[str, Any]]:
                 "clip": clip,
                 "precision": precision,
                 "batch_size": size,
-                "spacing": 1,
                 "model": MODEL,
                 "max_rows": settings.max_rows,
             }

@@ -8,7 +8,7 @@ moments that one gradient of realistic size leaves.
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
+from cowrec.trainer.training.pipeline import SequentialSteps, pipeline_of, why_not_captured
 
 from .parts import (
     PROFILED_STEPS,
@@ -62,7 +62,6 @@ class Case:
     Attributes:
         config: the run's configuration.
         ids: the stream of ids.
-        spacing: distance of two ids' rows; tables are that many times larger.
         samples: samples of the stream before the measurement.
         last_samples: file with the result of :meth:`CriteoIds.last_samples` for these samples.
         max_steps: most steps to time.
@@ -71,7 +70,6 @@ class Case:
 
     config: RunConfig
     ids: CriteoIds
-    spacing: int
     samples: int
     last_samples: Path
     max_steps: int
@@ -92,13 +90,12 @@ class Case:
 
 def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]:
     """The combinations, batch size by batch size, so that results to compare are measured close together."""
-    variants = (settings.spacings, settings.precisions, settings.modes, settings.clips)
-    for batch_size, spacing, precision, mode, clip in product(settings.batch_sizes, *variants):
+    variants = (settings.precisions, settings.modes, settings.clips)
+    for batch_size, precision, mode, clip in product(settings.batch_sizes, *variants):
         steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
         yield Case(
             criteo_config(settings.model, batch_size, mode, clip, precision, settings.device),
             ids,
-            spacing,
             settings.samples,
             last_samples,
             steps,
@@ -144,12 +141,11 @@ class CaseRunner:
             "clip": "off" if case.config.clip.rule == "none" else "on",
             "precision": case.config.train.precision,
             "batch_size": case.batch_size,
-            "spacing": case.spacing,
             "model": case.config.model.name,
             "max_rows": self._max_rows,
         }
-        rows = int(case.ids.table_rows.sum()) * case.spacing
-        values = measured_line(about, case.config, partial(self._call, measure, case, timeout=timeout), 144 * rows)
+        take = partial(self._call, measure, case, timeout=timeout)
+        values = measured_line(about, case.config, take, 144 * int(case.ids.table_rows.sum()))
         values.pop("step_seconds", None)
         return values
 
@@ -191,7 +187,7 @@ def measure(case: Case) -> dict[str, Any]:
         reset_peak_memory(process.device)
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
-        steps = case.warmup_steps + case.max_steps + 1 + PROFILED_STEPS
+        steps = case.warmup_steps + case.max_steps + PROFILED_STEPS
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
         on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
         rss_before = memory("VmRSS", process.device)
@@ -213,14 +209,7 @@ def measure(case: Case) -> dict[str, Any]:
             pipeline.progress(batches)
 
         seconds, host_seconds = step_times(step, case.warmup_steps, case.max_steps, case.seconds, process.device)
-        # Read before the forward passes of the probe, which are not part of training.
         peak = memory("VmHWM", process.device)
-        replayed = None
-        if case.config.optimizer.absent_rows == "replay":
-            model.eval()
-            following = timed[case.warmup_steps + len(seconds)]
-            replayed = _replayed(adam, pipeline, following, batches) / case.batch_size
-            model.train()
         moments = [each for key, each in _stored(adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
         moments_bytes = sum(each.nbytes for each in moments)
         width, fields = physical_dim(case.config.model.embedding_dim), timed[0].sparse.to_dict().values()
@@ -246,13 +235,12 @@ def measure(case: Case) -> dict[str, Any]:
             "rss_before_tables_bytes": rss_before,
             "peak_memory_bytes": peak,
             "steps_before": case.steps_before,
-            "replayed_row_steps": replayed,
             "step_seconds": seconds,
         }
 
 
 def make_schema(case: Case) -> Schema:
-    sizes = (case.ids.table_rows * case.spacing).tolist()
+    sizes = case.ids.table_rows.tolist()
     return Schema(
         name="criteo",
         dense=tuple(DenseField(f"I{n + 1}") for n in range(NUM_DENSE)),
@@ -266,7 +254,7 @@ def _batches(case: Case, schema: Schema, first: int, count: int) -> list[Batch]:
     size, generator = case.batch_size, torch.Generator().manual_seed(first)
     made = []
     for start in range(first, first + count * size, size):
-        ids = torch.from_numpy(case.ids.rows(start, size)).mul_(case.spacing)
+        ids = torch.from_numpy(case.ids.rows(start, size))
         # Real counts, scaled by their maximum, are mostly small.
         dense = torch.rand(size, NUM_DENSE, generator=generator).pow_(3)
         label = (torch.rand(size, generator=generator) < 0.25).float()
@@ -279,7 +267,10 @@ def _gradient_size(adam: EmbeddingAdam, batch: Batch, second_decay: float) -> Te
 
     Gradients of frequent rows are larger sums, but do not matter, since these rows are never absent for long.
     """
-    second, counts = _rows_of(batch, _stored(adam), "exp_avg_sq")
+    state, of_field = _stored(adam), batch.sparse.to_dict()
+    found = {field: ids.values().long().unique(return_counts=True) for field, ids in of_field.items()}
+    second = torch.cat([state[f"{field}.exp_avg_sq"][rows] for field, (rows, _) in found.items()])
+    counts = torch.cat([counts for _, counts in found.values()])
     return (second[counts == counts.min()].mean(0) / (1 - second_decay)).sqrt().cpu()
 
 
@@ -309,7 +300,7 @@ def enter_steady_state(case: Case, adam: EmbeddingAdam, size: Tensor, betas: tup
                 "last_step": last[:, None],
             }
             for key, tensor in table.items():
-                tensor[:: case.spacing][first : first + count] = values[key]
+                tensor[first : first + count] = values[key]
         start += rows
 
 
@@ -329,31 +320,6 @@ def _last_steps(case: Case, first: int, count: int) -> Tensor:
     # Mapped again for every block, because a mapped file's pages count as memory of this process.
     samples = np.load(case.last_samples, mmap_mode="r")[first : first + count]
     return torch.from_numpy(last_steps(samples, case.batch_size, case.steps_before))
-
-
-def _replayed(adam: EmbeddingAdam, pipeline: Pipeline, batch: Batch, batches: Iterator[Batch]) -> int:
-    """Steps that the catch-up of the next batch's rows computes, from their last steps before and after.
-
-    A row that has decayed meanwhile has the last step ``~t``, where t is the step from which on it computes no more.
-    """
-    before = _last_steps_of(adam, batch)
-    with torch.no_grad():
-        pipeline.progress(batches)
-    after = _last_steps_of(adam, batch)
-    after = torch.where(after < 0, ~after, after)
-    return int((after - before)[before >= 0].sum())
-
-
-def _last_steps_of(adam: EmbeddingAdam, batch: Batch) -> Tensor:
-    return _rows_of(batch, _stored(adam), "last_step")[0][:, 0]
-
-
-def _rows_of(batch: Batch, state: Mapping[str, Tensor], key: str) -> tuple[Tensor, Tensor]:
-    """The state of a batch's distinct rows, field by field, [U, columns], and their counts, int64 [U]."""
-    fields = batch.sparse.to_dict()
-    found = {field: ids.values().long().unique(return_counts=True) for field, ids in fields.items()}
-    values = [state[f"{field}.{key}"][rows] for field, (rows, _) in found.items()]
-    return torch.cat(values), torch.cat([counts for _, counts in found.values()])
 
 
 def last_steps(last_samples: np.ndarray, batch_size: int, steps: int) -> np.ndarray:

@@ -21,7 +21,7 @@ _CRITEO = Path(__file__).parents[1] / "configs" / "criteo.toml"
 
 @dataclass(frozen=True)
 class Bench:
-    """Settings of a benchmark; each combination of modes, clips, precisions, batch sizes and spacings is one line.
+    """Settings of a benchmark; each combination of modes, clips, precisions and batch sizes is one line.
 
     Attributes:
         modes: values of optimizer.absent_rows.
@@ -30,7 +30,6 @@ class Bench:
         batch_sizes: samples per step.
         model: name of the network.
         max_rows: most rows of a table; None for Criteo's full vocabulary.
-        spacings: distances of two ids' rows; tables are that many times larger.
         epoch_share: share of an epoch after which the measurement starts.
         seconds: time to measure each combination; at least 5 steps.
         device: "cpu" or "cuda".
@@ -43,7 +42,6 @@ class Bench:
     batch_sizes: Sequence[int] = (1024, 8192, 65536)
     model: str = "deepfm"
     max_rows: int | None = None
-    spacings: Sequence[int] = (1,)
     epoch_share: float = 0.9
     seconds: float = 20.0
     clips: Sequence[str] = ("on",)
@@ -59,7 +57,6 @@ class Bench:
             ("precision", self.precisions, get_args(precisions)),
             ("device", [self.device], ("cpu", "cuda")),
             ("batch-sizes", self.batch_sizes, self.batch_sizes),
-            ("spacing", self.spacings, self.spacings),
         ):
             if unknown := [each for each in values if each not in known]:
                 raise ValueError(f"--{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
@@ -67,7 +64,6 @@ class Bench:
                 raise ValueError(f"--{flag} needs one value or several different ones, got {values}")
         for flag, value, fits, what in (
             ("batch-sizes", min(self.batch_sizes), min(self.batch_sizes) >= 1, "at least 1"),
-            ("spacing", min(self.spacings), min(self.spacings) >= 1, "at least 1"),
             ("rows", self.max_rows, self.max_rows is None or self.max_rows >= 2, "full or at least 2"),
             ("epoch-share", self.epoch_share, 0 < self.epoch_share <= 40, "above 0 and at most 40"),
             ("seconds", self.seconds, 0 <= self.seconds < inf, "at least 0"),

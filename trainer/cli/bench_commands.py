@@ -24,7 +24,7 @@ from .flags import (
 app = typer.Typer()
 
 _PRESETS = ("criteo", "mlperf-dcnv2")
-_OF_CRITEO_ALONE = ("absent_rows", "model", "spacing", "epoch_share")
+_OF_CRITEO_ALONE = ("absent_rows", "model", "epoch_share")
 _MOST_LINES = 12
 
 
@@ -89,9 +89,7 @@ def bench(
     context: typer.Context,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", parser=parse_local, help="JSON lines file to write; the plot is written beside it."
-        ),
+        typer.Option("--output", "-o", parser=parse_local, help="JSON lines file to write."),
     ] = Path("bench.jsonl"),
     preset: Annotated[
         str, typer.Option(help="criteo: the CowClip paper's settings. mlperf-dcnv2: MLPerf Training's DLRM-DCNv2.")
@@ -103,7 +101,6 @@ def bench(
     ] = None,
     model: Annotated[str, typer.Option(help="Network, as model.name: deepfm, dcnv2 and others.")] = "deepfm",
     rows: Annotated[str, typer.Option(help="Most rows of a table, such as 100K. full: the published ones.")] = "full",
-    spacing: Annotated[str, typer.Option(help="Distance of two ids' rows; tables are that many times larger.")] = "1",
     epoch_share: Annotated[float, typer.Option(help="Share of an epoch after which the measurement starts.")] = 0.9,
     seconds: Annotated[float, typer.Option(help="Seconds to measure each combination; at least 5 steps.")] = 20.0,
     clip: Annotated[str, typer.Option(help="CowClip: on, off, or on,off to compare.")] = "on",
@@ -122,6 +119,8 @@ def bench(
     from cowrec.trainer.bench import bench as benches
     from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU
     from cowrec.trainer.bench.settings import Bench
+    from cowrec.trainer.bench.table import table
+    from cowrec.trainer.runtime.errors import ProcessFailed
 
     if preset not in _PRESETS:
         raise ValueError(f"--preset {preset!r} is not known; known: {', '.join(_PRESETS)}")
@@ -135,7 +134,6 @@ def bench(
         parse_counts(sizes, "--batch-sizes"),
         model,
         parse_table_rows(rows),
-        parse_counts(spacing, "--spacing"),
         epoch_share,
         seconds,
         parse_list(clip),
@@ -143,18 +141,9 @@ def bench(
         device,
     )
     lines = benches.bench_mlperf(settings, output) if mlperf else benches.bench(settings, output)
-    _show(lines, mlperf, output)
-
-
-def _show(lines: list[dict[str, Any]], mlperf: bool, output: Path) -> None:
-    """Prints the tables. Raises ProcessFailed if a combination failed."""
-    from cowrec.trainer.bench.plot import measured, table
-    from cowrec.trainer.runtime.errors import ProcessFailed
-
-    if measured(lines):
-        plot = "" if mlperf else f", plot: {output.with_suffix('.png')}"
-        print(f"{table(lines)}\n\n{output}{plot}")
-    if failed := len(lines) - len(measured(lines)):
+    if measured := [line for line in lines if "error" not in line]:
+        print(f"{table(measured)}\n\n{output}")
+    if failed := len(lines) - len(measured):
         raise ProcessFailed(f"{failed} of {len(lines)} combinations failed; their lines in {output} say why")
 
 

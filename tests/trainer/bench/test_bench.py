@@ -1,5 +1,6 @@
 """`cowrec bench`: state of the rows after most of an epoch, combinations, results and messages."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,10 +15,11 @@ from commands.command_line import exit_code
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.planted import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
-from cowrec.trainer.bench import plot as results
+from cowrec.trainer.bench import measurement
 from cowrec.trainer.bench.measurement import Case, case_runner, cases, enter_steady_state, last_steps, make_schema
 from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.settings import Bench, criteo_config
+from cowrec.trainer.bench.table import table
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, embedding_optimizer
@@ -33,10 +35,10 @@ def test_a_stream_ends_with_its_last_complete_step():
 
 @pytest.mark.parametrize("mode", ["replay", "dense"])
 def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
-    ids, batch_size, steps, spacing = CriteoIds(max_rows=30), 8, 5, 3
+    ids, batch_size, steps = CriteoIds(max_rows=30), 8, 5
     np.save(tmp_path / "last.npy", ids.last_samples(steps * batch_size))
     config = criteo_config("deepfm", batch_size, mode)
-    case = Case(config, ids, spacing, steps * batch_size, tmp_path / "last.npy", 1, 0.0)
+    case = Case(config, ids, steps * batch_size, tmp_path / "last.npy", 1, 0.0)
     size = torch.arange(12.0) * 1e-3
     with process_group("cpu") as process:
         schema = make_schema(case)
@@ -56,9 +58,8 @@ def test_rows_enter_the_state_that_the_stream_leaves(tmp_path, mode):
     assert adam.steps == steps
     assert any(key.endswith(".last_step") for key in tables) == (mode == "replay")
     gradients = []
-    for field, table in enumerate(last_by_loop(ids, steps * batch_size), 1):
-        expected = torch.zeros(spacing * len(table), dtype=torch.int32)
-        expected[::spacing] = torch.tensor([-(-sample // batch_size) for sample in table])
+    for field, last in enumerate(last_by_loop(ids, steps * batch_size), 1):
+        expected = torch.tensor([-(-sample // batch_size) for sample in last], dtype=torch.int32)
         if mode == "replay":
             assert tables[f"C{field}.last_step"].flatten().tolist() == expected.tolist()
         first, second = tables[f"C{field}.exp_avg"], tables[f"C{field}.exp_avg_sq"]
@@ -101,14 +102,14 @@ def test_the_roofline_counts_what_torch_counts():
 
 def test_a_small_bench(tmp_path, monkeypatch, capsys):
     output = tmp_path / "bench.jsonl"
-    what = ["--rows", "200", "--spacing", "2", "--absent-rows", "replay,dense", "--batch-sizes", "64"]
+    what = ["--rows", "200", "--absent-rows", "replay,dense", "--batch-sizes", "64"]
     how = ["--epoch-share", "0.001", "--seconds", "0", "--output", output]
     assert exit_code(monkeypatch, "bench", *what, *how) == 0
     replay, dense = (json.loads(line) for line in output.read_text().splitlines())
     assert (replay["mode"], dense["mode"]) == ("replay", "dense")
     for line in (replay, dense):
-        rows = 2 * sum(min(size, 200) for size in CRITEO_SIZES)
-        assert (line["batch_size"], line["spacing"], line["table_rows"]) == (64, 2, rows)
+        rows = sum(min(size, 200) for size in CRITEO_SIZES)
+        assert (line["batch_size"], line["table_rows"]) == (64, rows)
         assert (line["table_bytes"], line["moments_bytes"]) == (rows * 48, rows * 96)
         assert line["steps"] == 5
         assert line["steps_before"] == round(0.001 * 41_256_555 / 64)
@@ -133,66 +134,55 @@ def test_a_small_bench(tmp_path, monkeypatch, capsys):
         # 26 fields of one id, whose rows of a batch are at most its samples; see the count by hand below.
         assert bytes_per_sample(26, 12, 1) < line["roofline"]["bytes_per_sample"] <= bytes_per_sample(26, 12, 26)
         assert "step_seconds" not in line
-    assert dense["replayed_row_steps"] is None
-    # The batch after the timed ones; no row decays in so few steps, so that all missed steps are computed.
-    ids, before = CriteoIds(max_rows=200), replay["steps_before"]
-    last = [[-(-sample // 64) for sample in table] for table in last_by_loop(ids, before * 64)]
-    rows, missed = ids.rows(before * 64, 9 * 64), 0
-    for step in range(before + 1, before + 10):
-        at = (step - before - 1) * 64
-        for known, looked_up in zip(last, rows[:, at : at + 64], strict=True):
-            for row in set(looked_up.tolist()):
-                missed += (step - 1 - known[row]) if step == before + 9 else 0
-                known[row] = step
-    assert replay["replayed_row_steps"] == missed / 64
     captured = capsys.readouterr()
-    assert re.search(r"^replay, tables x2 / dense, tables x2 +[\d.]+$", captured.out, re.MULTILINE)
-    assert "replay, tables x2, batch 64: " in captured.err
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(
+        r"^minutes of 10 epochs +64\nreplay +[\d,.]+\ndense +[\d,.]+\nroofline", captured.out, re.MULTILINE
+    )
+    assert "replay, batch 64: " in captured.err
+
+
+def without_ids(settings, ids, file):
+    """The combinations of a bench, the first of which cannot read the ids before it."""
+    first, *others = cases(settings, ids, file)
+    return [dataclasses.replace(first, last_samples=file.with_name("missing.npy")), *others]
 
 
 def test_a_failed_combination_does_not_end_the_bench(tmp_path, monkeypatch, capsys):
-    """Tables of 10^11 rows do not fit into any memory; those of the second combination do."""
+    monkeypatch.setattr(measurement, "cases", without_ids)
     output = tmp_path / "bench.jsonl"
-    what = ["--rows", "100", "--spacing", "1000000000,1", "--absent-rows", "lazy", "--batch-sizes", "64"]
+    what = ["--rows", "100", "--absent-rows", "lazy", "--batch-sizes", "64,128"]
     assert exit_code(monkeypatch, "bench", *what, "--epoch-share", "0.001", "--seconds", "0", "--output", output) == 2
     failed, measured = (json.loads(line) for line in output.read_text().splitlines())
-    assert "allocate" in failed["error"]
+    assert "missing.npy" in failed["error"]
     assert "error" not in measured
     assert measured["steps"] == 5
-    identity = ("mode", "clip", "precision", "batch_size", "model", "max_rows", "device", "git_commit")
+    identity = ("mode", "clip", "precision", "model", "max_rows", "device", "git_commit")
     assert [failed[key] for key in identity] == [measured[key] for key in identity]
-    assert (failed["spacing"], measured["spacing"]) == (1_000_000_000, 1)
     captured = capsys.readouterr()
-    assert "lazy, tables x1000000000, batch 64: failed: " in captured.err
+    assert "lazy, batch 64: failed: " in captured.err
     assert f"1 of 2 combinations failed; their lines in {output} say why" in captured.err
     assert captured.out.startswith("mode")
-    assert "x1000000000" not in captured.out
-    assert output.with_suffix(".png").exists()
+    assert not re.search(r"^lazy +64 ", captured.out, re.MULTILINE)
 
 
-def test_tables_cope_with_combinations_that_are_missing(tmp_path):
+def test_tables_cope_with_combinations_that_are_missing():
     """Of two modes and two batch sizes one combination failed; the paper's minutes are there for both sizes."""
     path = next((ROOT / "results").glob("*/bench.jsonl"))
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     sizes = sorted({line["batch_size"] for line in lines})[:2]
     modes = list(dict.fromkeys(line["mode"] for line in lines))[:2]
     four = [line for line in lines if line["batch_size"] in sizes and line["mode"] in modes]
-    identity = ("mode", "clip", "precision", "batch_size", "spacing", "model", "max_rows")
-    failed = {key: four[-1][key] for key in identity} | {"error": "no memory"}
-    printed = results.table([*four[:-1], failed])
-    assert re.search(rf"^{modes[0]} / {modes[1]} +[\d.]+ +-$", printed, re.MULTILINE)
-    assert re.search(rf"^{modes[1]} +[\d,.]+ +-$", printed, re.MULTILINE)
-    assert results.plot([*four[:-1], failed], tmp_path / "plot.png").exists()
-    assert results.table([failed]) == ""
+    assert re.search(rf"^{modes[1]} +[\d,.]+ +-$", table(four[:-1]), re.MULTILINE)
 
 
-def test_several_cases_can_be_measured_in_one_process(tmp_path):
+def test_several_cases_can_be_measured_in_one_process(monkeypatch):
     """As on CUDA. The failed one ends its process, the next gets a new one."""
-    settings = Bench(["lazy"], [32], max_rows=50, spacings=[1, 1_000_000_000], epoch_share=1e-5, seconds=0.0)
+    monkeypatch.setattr(measurement, "cases", without_ids)
+    settings = Bench(["lazy"], [32, 64], max_rows=50, epoch_share=1e-5, seconds=0.0)
     with case_runner(settings) as runner, Subprocess() as process:
         runner._call = process.call
-        lines = [runner.line(case) for case in (runner.cases[0], *runner.cases, runner.cases[0])]
+        failing, good = runner.cases
+        lines = [runner.line(case) for case in (good, good, failing, good)]
     assert ["error" in line for line in lines] == [False, False, True, False]
     assert all(line["host_ms"] > 0 for line in lines if "error" not in line)
 
@@ -207,7 +197,6 @@ def test_several_cases_can_be_measured_in_one_process(tmp_path):
         ({"precisions": ["tf32"]}, "--precision tf32 exists on CUDA only"),
         ({"batch_sizes": [64, 64]}, "--batch-sizes needs one value or several different ones"),
         ({"batch_sizes": [0]}, "--batch-sizes must be at least 1, got 0"),
-        ({"spacings": [0]}, "--spacing must be at least 1, got 0"),
         ({"max_rows": 1}, "--rows must be full or at least 2, got 1"),
         ({"epoch_share": 0.0}, "--epoch-share must be above 0"),
         ({"seconds": float("nan")}, "--seconds must be at least 0, got nan"),
@@ -224,10 +213,6 @@ def test_invalid_settings_are_refused(flags, message):
         (
             ["--rows", "many"],
             "--rows, if not full, must be a whole number such as 512, 64K or 1M (K is 1,024, M is 1,024 K), got 'many'",
-        ),
-        (
-            ["--spacing", "0.5"],
-            "--spacing must be a whole number such as 512, 64K or 1M (K is 1,024, M is 1,024 K), got '0.5'",
         ),
         (["--model", "deepfn"], 'did you mean "deepfm"?'),
         (["--preset", "mlperf"], "--preset 'mlperf' is not known; known: criteo, mlperf-dcnv2"),
