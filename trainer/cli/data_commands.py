@@ -4,9 +4,8 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from tqdm import tqdm
@@ -17,12 +16,6 @@ from .flags import count_flag, parse_local
 app = typer.Typer()
 schema = typer.Typer(no_args_is_help=True)
 app.add_typer(schema, name="schema", help="Describes the columns of raw files.")
-
-
-class LayoutName(StrEnum):
-    criteo = "criteo"
-    avazu = "avazu"
-    tabular = "tabular"
 
 
 Inputs = Annotated[
@@ -109,7 +102,7 @@ def infer(
 
 @app.command(cls=_Prepare)
 def prepare(
-    layout: Annotated[LayoutName, typer.Argument(help="Layout of the raw files.")],
+    layout: Annotated[Literal["criteo", "avazu", "tabular"], typer.Argument(help="Layout of the raw files.")],
     inputs: Inputs,
     output: DataOutput,
     schema_file: SchemaFile = None,
@@ -151,7 +144,7 @@ def prepare(
     settings = _prepare_config(config, [*(overrides or ()), *(["prepare.raw_ids=true"] if raw_ids else ())])
     with _bar(work_bytes(files, like=like, config=settings), "B", f"prepare {layout}") as bar:
         made = run(
-            layout.value,
+            layout,
             inputs,
             output,
             settings,

@@ -2,9 +2,8 @@
 
 from collections.abc import Collection
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -92,18 +91,9 @@ Overrides = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; start one if there is none.")]
 
 
-class LogFormName(StrEnum):
-    text = "text"
-    json = "json"
-
-
-LogForm = Annotated[LogFormName, typer.Option("--log-format", help="Form of the log: lines of text, or JSON lines.")]
-LogFile = Annotated[
-    Path | None,
-    typer.Option("--log-file", parser=parse_local, help="File for the log, which rotates. [standard error]"),
+LogForm = Annotated[
+    Literal["text", "json"], typer.Option("--log-format", help="Form of the log: lines of text, or JSON lines.")
 ]
-LogMaxBytes = Annotated[int, count_flag("Size at which the log file is renamed to FILE.1; 0: never.")]
-LogBackups = Annotated[int, count_flag("Number of renamed log files to keep.")]
 
 
 def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tuple[Any, Path]:

@@ -2,23 +2,16 @@
 
 import sys
 import time
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from cowrec.trainer.runtime.environment import LogSettings, launched_rank, open_log
+from cowrec.trainer.runtime.environment import launched_rank, show_log
 
-from .flags import LogFile, LogForm, LogFormName, count_flag, parse_local
+from .flags import LogForm, count_flag, parse_local
 
 app = typer.Typer()
-
-
-class PrecisionName(StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    int8 = "int8"
 
 
 RunDir = Annotated[str, typer.Argument(help="Folder of a trained run: a path or s3://BUCKET/RUN.")]
@@ -105,7 +98,9 @@ def predict(
 def export(
     run_dir: RunDir,
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a path or s3://BUCKET/EXPORT.")],
-    precision: Annotated[PrecisionName, typer.Option(help="Precision of the tables.")] = PrecisionName.float32,
+    precision: Annotated[
+        Literal["float32", "float16", "int8"], typer.Option(help="Precision of the tables.")
+    ] = "float32",
     checkpoint: Checkpoint = "",
 ) -> None:
     """Exports a run's model for serving: tables, network, schema, vocabularies, and a manifest of these files.
@@ -116,7 +111,7 @@ def export(
     """
     from cowrec.trainer.export.export import export_run
 
-    manifest = export_run(run_dir, output, precision.value, checkpoint=checkpoint)
+    manifest = export_run(run_dir, output, precision, checkpoint=checkpoint)
     size = sum(each[0] for each in manifest.files.values())
     print(f"{output}: step {manifest.step}, {size:,} bytes, logits within {manifest.logits_error:.2g}")
 
@@ -131,8 +126,7 @@ def serve(
     health_port: HealthPort = None,
     max_samples: Annotated[int, count_flag("Most samples in a request.")] = 1000,
     timeout_ms: TimeoutMs = 1000.0,
-    log_format: LogForm = LogFormName.text,
-    log_file: LogFile = None,
+    log_format: LogForm = "text",
 ) -> None:
     """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).
 
@@ -152,7 +146,7 @@ def serve(
         remedy = "pip install 'cowrec[serve]'"
         raise ImportError(f"serve requires {error.name}, which is not installed: {remedy}") from error
 
-    open_log(LogSettings(log_format.value, log_file), "%(asctime)s cowrec: %(message)s")
+    show_log(log_format, "%(asctime)s cowrec: %(message)s")
     limits = Limits(max_samples, timeout_ms)
     model = local_copy(export_dir, "export")
     run(model, follow, host=host, port=port, health_port=health_port, limits=limits, max_age=max_age)

@@ -6,14 +6,10 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import LogSettings, launched_rank, launched_world_size, open_log
+from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, show_log
 
 from .flags import (
-    LogBackups,
-    LogFile,
     LogForm,
-    LogFormName,
-    LogMaxBytes,
     NewRunDir,
     Overrides,
     Resume,
@@ -108,10 +104,7 @@ def online(
     ] = None,
     overrides: Overrides = None,
     resume: Resume = False,
-    log_format: LogForm = LogFormName.text,
-    log_file: LogFile = None,
-    log_max_bytes: LogMaxBytes = LogSettings.max_bytes,
-    log_backups: LogBackups = LogSettings.backups,
+    log_format: LogForm = "text",
 ) -> None:
     """Trains on samples as they arrive; predicts each before training on it, saves snapshots, publishes changes.
 
@@ -129,7 +122,7 @@ def online(
 
     if run_dir is None and launched_world_size() > 1:
         raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
-    open_log(LogSettings(log_format.value, log_file, log_max_bytes, log_backups))
+    show_log(log_format)
     if run_dir is None and resume:
         raise ValueError("--resume continues a run; name it with --run-dir")
     loaded, data_dir = load_run(config, overrides, data)

@@ -1,12 +1,10 @@
 """A cowrec process: its version, environment variables that libraries read when loaded, and its log.
 
-As a library cowrec logs to the logger ``cowrec`` and shows nothing but warnings. Commands show lines on standard error,
-or for months write text or JSON lines to files of a limited size.
+As a library cowrec logs to the logger ``cowrec`` and shows nothing but warnings. Commands show it on standard error.
 """
 
 import json
 import logging
-import logging.handlers
 import os
 import re
 import sys
@@ -14,10 +12,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal
 
 from tqdm import tqdm
@@ -106,103 +102,41 @@ class _AboveBars(logging.Handler):
 
 
 _HANDLER = _AboveBars()
-_shown: list[logging.Handler] = []
-_opened: list["LogSettings"] = []
 
 
-def show_log() -> None:
-    """Shows what cowrec logs, from now on."""
-    _show(logging.Formatter("%(message)s"), _HANDLER)
+def show_log(form: Literal["text", "json"] = "text", text: str = "%(message)s") -> None:
+    """Shows what cowrec logs from now on, on standard error; credentials in addresses are hidden.
+
+    Args:
+        form: "text", or "json": an object per line with time, level, logger, message and, after an error that was not
+            expected, exception; then also warnings of libraries and errors of threads.
+        text: form of a line of text, as of ``logging.Formatter``.
+    """
+    hide_log()
+    _HANDLER.setFormatter(_JsonLines() if form == "json" else _Text(text, _TIME_FORM))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_HANDLER)
+    logger.propagate = False  # a library may set up the root logger
+    if form == "json":
+        logging.getLogger().handlers[:] = [_HANDLER]  # a library may have set one that prints text
+        logging.captureWarnings(True)
+        threading.excepthook = _log_thread_error
 
 
 def hide_log() -> None:
-    """Ends :func:`show_log` and :func:`open_log`."""
-    for handler in _shown:
-        logger.removeHandler(handler)
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-    _shown.clear()
+    """Ends :func:`show_log`."""
+    for each in (logger, logging.getLogger()):
+        each.removeHandler(_HANDLER)
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
 
 
-def _show(formatter: logging.Formatter, handler: logging.Handler, *, libraries: bool = False) -> None:
-    """Shows what cowrec logs, and if asked the warnings of libraries, in place of what an earlier call has set up."""
-    hide_log()
-    handler.setFormatter(formatter)
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    logger.propagate = False  # a library may set up the root logger
-    if libraries:
-        logging.getLogger().addHandler(handler)
-    _shown.append(handler)
-
-
-@dataclass(frozen=True)
-class LogSettings:
-    """Where a log goes and in which form.
-
-    Attributes:
-        form: "text", or "json": an object per line with time, level, logger, message and, after an error that was not
-            expected, exception.
-        file: instead of standard error; processes after the first add their rank to its name.
-        max_bytes: size at which the file is renamed to FILE.1, and the earlier one to FILE.2; 0: never, so that another
-            program may rename it.
-        backups: number of renamed files to keep.
-    """
-
-    form: Literal["text", "json"] = "text"
-    file: Path | None = None
-    max_bytes: int = 100 << 20
-    backups: int = 5
-
-    def __post_init__(self) -> None:
-        for flag, value, least in (("max-bytes", self.max_bytes, 0), ("backups", self.backups, 1)):
-            if value < least:
-                raise ValueError(f"--log-{flag} must be at least {least}, got {value}")
-
-
-def open_log(settings: LogSettings, text: str = "%(message)s") -> None:
-    """Logs as the settings say from now on; as JSON or to a file also warnings of libraries and errors of threads.
-
-    Credentials in addresses are hidden.
-
-    Args:
-        text: form of a line of text, as of ``logging.Formatter``; lines of files begin with the time in any case.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if settings.file:
-        text = text if "asctime" in text else f"%(asctime)s {text}"
-    formatter = _JsonLines() if settings.form == "json" else _Text(text, _TIME_FORM)
-    owns_process = settings.form == "json" or settings.file is not None
-    if owns_process:
-        logging.getLogger().handlers.clear()  # a library may have set one that prints text
-        logging.captureWarnings(True)
-        threading.excepthook = _log_thread_error
-    handler = _files(settings, settings.file) if settings.file else _HANDLER
-    _show(formatter, handler, libraries=owns_process)
-    _opened[:] = [settings]
-
-
 def log_end(level: int, text: str, error: BaseException | None = None) -> bool:
-    """Logs why a command ends, unless its log is text on standard error; returns whether it is to be printed there."""
-    if not _opened or (_opened[0].form == "text" and not _opened[0].file):
+    """Logs why a command ends if its log is JSON; returns whether it is to be printed instead."""
+    if not isinstance(_HANDLER.formatter, _JsonLines):
         return True
     logger.log(level, text, exc_info=error)
-    return _opened[0].file is not None
-
-
-def _files(settings: LogSettings, file: Path) -> logging.Handler:
-    rank = launched_rank()
-    path = file.with_name(f"{file.stem}.rank{rank}{file.suffix}") if rank else file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not settings.max_bytes:
-        return logging.handlers.WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
-    return logging.handlers.RotatingFileHandler(
-        path, maxBytes=settings.max_bytes, backupCount=settings.backups, encoding="utf-8", errors="backslashreplace"
-    )
+    return False
 
 
 class _Text(logging.Formatter):
