@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -31,10 +31,12 @@ _MOST_LINES = 12
 @app.command()
 def plan(
     config: RunToml,
-    cluster: Annotated[
-        str, typer.Option(help="TOML file of the cluster, or a preset with a number of hosts, such as dgx-h100:8.")
-    ],
+    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts.")],
     data: TrainData = None,
+    devices: Annotated[int, typer.Option(min=1, help="GPUs of a host, or processes on its CPUs.")] = 8,
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Kind of device.")] = "cuda",
+    memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a GPU.")] = 80.0,
+    host_memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a host.")] = 2000.0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", parser=parse_local, help="Also write the plan as JSON.")
     ] = None,
@@ -42,23 +44,22 @@ def plan(
 ) -> None:
     """Plans a run on a cluster before it is rented: memory and traffic of each rank, and what does not fit.
 
-    Tables are sharded as in training; the ids of a sample are those of the first batch of the data set, which may be a
-    sample.
+    Hosts are DGX H100 unless flags say otherwise. Tables are sharded as in training; the ids of a sample are those of
+    the first batch of the data set, which may be a sample.
 
-    Example: `cowrec plan run.toml --data data/criteo --cluster dgx-h100:8`
+    Example: `cowrec plan run.toml --data data/criteo --hosts 8 --memory-gb 141`
     """
     from cowrec.data_pipeline import Schema
     from cowrec.trainer.config.run import with_defaults
-    from cowrec.trainer.planning.plan import load_cluster, plan_run
+    from cowrec.trainer.planning.plan import Cluster, plan_run
 
     logging.getLogger("torchrec").setLevel(logging.ERROR)  # its planner warns of clusters that are not detected
-    described = load_cluster(cluster)
+    cluster = Cluster(hosts, devices, device, memory_gb, host_memory_gb)
     loaded, folder = load_run(config, overrides, data)
     loaded = with_defaults(loaded, Schema.load(folder).split("train").rows)
-    made = plan_run(loaded, folder, described)
+    made = plan_run(loaded, folder, cluster)
     sharding, size = loaded.sharding, loaded.train.batch_size
-    hosts = f"{described.hosts} hosts of {described.devices} {described.device} devices"
-    print(f"{sharding.plan}, {sharding.memory}; {hosts}, batch {size:,}")
+    print(f"{sharding.plan}, {sharding.memory}; {hosts} hosts of {devices} {device} devices, batch {size:,}")
     memory = [each.memory | {"device": each.device_bytes, "host": each.host_bytes} for each in made.ranks]
     print(f"\nGB that a rank needs; of the host, with the copy of a checkpoint\n{_table(made.ranks, memory, 1e9)}")
     print(f"\nMB that a rank sends in a step\n{_table(made.ranks, [each.sent for each in made.ranks], 1e6)}")
@@ -67,7 +68,7 @@ def plan(
     if made.misfits:
         print(f"fits: {'; '.join(made.remedies) or 'no kind of sharding, nor 64 times the hosts'}")
     if output:
-        values = {"cluster": dataclasses.asdict(described), "batch_size": size, **dataclasses.asdict(made)}
+        values = {"cluster": dataclasses.asdict(cluster), "batch_size": size, **dataclasses.asdict(made)}
         output.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 

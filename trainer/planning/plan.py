@@ -6,8 +6,6 @@ Sizes: P ranks, L of them on each host, b samples of a rank.
 """
 
 import dataclasses
-import json
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -25,7 +22,6 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from cowrec.data_pipeline import Batch, Reader, Schema
-from cowrec.trainer.config.checks import hint, require
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import ShardingKind
 from cowrec.trainer.runtime.processes import Process
@@ -42,71 +38,25 @@ _MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True)
 class Cluster:
-    """`CLUSTER.toml`: equal hosts with equal devices, one process for each device.
+    """Equal hosts with equal devices, one process for each device; by default DGX H100.
 
     Attributes:
         hosts: number of hosts.
         devices: GPUs of a host, or processes on its CPUs.
         device: kind of device.
-        memory_gb: memory of a GPU; 0 on CPU, where tables are in the host's.
+        memory_gb: memory of a GPU; on CPU tables are in the host's.
         host_memory_gb: memory of a host.
     """
 
     hosts: int = 1
-    devices: int = 1
+    devices: int = 8
     device: Literal["cpu", "cuda"] = "cuda"
-    memory_gb: float = 0.0
-    host_memory_gb: float = 64.0
-
-    def __post_init__(self) -> None:
-        for name in ("hosts", "devices"):
-            require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        require("host_memory_gb", self.host_memory_gb, self.host_memory_gb > 0, "a positive number")
-        if self.device == "cuda":
-            require("memory_gb", self.memory_gb, self.memory_gb > 0, "the memory of a GPU")
+    memory_gb: float = 80.0
+    host_memory_gb: float = 2000.0
 
     @property
     def ranks(self) -> int:
         return self.hosts * self.devices
-
-
-PRESETS = {
-    "dgx-h100": Cluster(devices=8, memory_gb=80, host_memory_gb=2000),
-    "dgx-h200": Cluster(devices=8, memory_gb=141, host_memory_gb=2000),
-    "p4d": Cluster(devices=8, memory_gb=40, host_memory_gb=1152),
-    "cpu": Cluster(devices=2, device="cpu"),
-}
-"""Common machines, by their vendors' data sheets; "p4d" is AWS p4d.24xlarge with 8 x A100."""
-
-
-def load_cluster(path: Path | str) -> Cluster:
-    """Reads a cluster from a TOML file; a preset's name with a number of hosts, as in "dgx-h100:8", needs no file.
-
-    Raises:
-        ValueError: no such file or preset, an unknown key, or a value of the wrong type or out of range.
-    """
-    name, _, hosts = str(path).partition(":")
-    if name in PRESETS and not Path(path).exists():
-        if hosts and not hosts.isdecimal():
-            raise ValueError(f"--cluster {path}: {hosts!r} is not a number of hosts; write {name}:8, for example")
-        return dataclasses.replace(PRESETS[name], hosts=int(hosts or 1))
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; write a TOML file, or name a preset: {', '.join(PRESETS)}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-    known = [each.name for each in dataclasses.fields(Cluster)]
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{path}: unknown key {key}; {hint(key, known, 'keys')}")
-    try:
-        return TypeAdapter(Cluster).validate_json(json.dumps(values, default=str), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
-        problem = str(cause) if cause else f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
-        raise ValueError(f"{path}: {problem}") from None
 
 
 @dataclass(frozen=True)
