@@ -98,7 +98,6 @@ def tune(
     ] = 1,
     prune: Annotated[bool, typer.Option(help="End trials that are worse than the median of the others.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the search; all trials have the seed of the TOML file.")] = 0,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which no further trial starts.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Searches learning rates and L2 at one batch size; writes tuned.toml, for `cowrec train` and `cowrec sweep`.
@@ -114,7 +113,7 @@ def tune(
     except ModuleNotFoundError as error:
         remedy = "pip install 'cowrec[tune]'"
         raise ImportError(f"tune requires {error.name}, which is not installed: {remedy}") from error
-    from cowrec.trainer.sweep.results import TUNE_PLOT, VALUES, plot_tune, tune_table
+    from cowrec.trainer.sweep.results import VALUES, tune_table
 
     if launched_world_size() > 1:
         raise ValueError("tune starts its own processes; start it without torchrun")
@@ -123,12 +122,11 @@ def tune(
     search = Search(batch_size, metric, ranges, validation_fraction, patience, prune, seed)
     loaded, data_dir = load_run(config, overrides, data)
     folder = output or Path("tunings") / config.stem
-    found = run(loaded, data_dir, folder, search, trials, timeout)
+    found = run(loaded, data_dir, folder, search, trials)
     if found.best is None:
         raise ValueError(
             f"no trial is complete; the lines of {folder} say why; lower the ranges, or give more --trials"
         )
-    picture = plot_tune(found.lines, metric, found.ranges, folder / TUNE_PLOT)
-    print(f"{tune_table(found.lines, metric)}\n\n{folder / TUNED}, plot: {picture}")
+    print(f"{tune_table(found.lines, metric)}\n\n{folder / TUNED}")
     for message in hints(found.best, found.ranges, loaded.train.epochs):
         print(f"cowrec: {message}", file=sys.stderr)

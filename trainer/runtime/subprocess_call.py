@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -47,41 +47,24 @@ class Subprocess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def call(
-        self,
-        function: Callable[..., Result],
-        *arguments: Any,
-        timeout: float | None = None,
-        answer: Callable[[Any], Any] | None = None,
-    ) -> Result:
-        """Calls ``function(*arguments)``; see :func:`run_in_subprocess`.
-
-        Args:
-            timeout: seconds without a result or a question after which the subprocess is killed.
-            answer: called here for each question; the function then gets one more argument, ``ask(question)``, which
-                returns the answer.
-        """
+    def call(self, function: Callable[..., Result], *arguments: Any, timeout: float | None = None) -> Result:
+        """Calls ``function(*arguments)``; see :func:`run_in_subprocess`."""
         if self._process is None:
             self._start(function.__module__)
         try:
-            self._connection.send((function, arguments, answer is not None))
-            while True:
-                if not self._connection.poll(timeout):
-                    raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
-                kind, value = self._connection.recv()
-                if kind != "question" or answer is None:
-                    break
-                self._connection.send(answer(value))
+            self._connection.send((function, arguments))
+            if not self._connection.poll(timeout):
+                raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
+            error, result = self._connection.recv()
         except (EOFError, ConnectionError):
             raise ProcessFailed(f"the process ended {self._end()}") from None
         except BaseException:
             self._end(kill=True)
             raise
-        if kind == "error":
+        if error:
             self._end()
-            raise ProcessFailed(value)
-        result: Result = value
-        return result
+            raise ProcessFailed(error)
+        return cast("Result", result)
 
     def close(self) -> None:
         """Ends the process, if there is one."""
@@ -120,11 +103,6 @@ def _context(module: str) -> ForkServerContext | SpawnContext:
 
 def _serve(connection: Connection) -> None:
     """Runs calls until the other side closes the connection or one fails."""
-
-    def ask(question: Any) -> Any:
-        connection.send(("question", question))
-        return connection.recv()
-
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
@@ -132,12 +110,12 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            function, arguments, asks = pickle.loads(call)
-            connection.send(("result", function(*arguments, *([ask] if asks else []))))
+            function, arguments = pickle.loads(call)
+            connection.send(("", function(*arguments)))
         except Exception as error:
             if not is_message(error):
                 traceback.print_exc()
-            connection.send(("error", f"{type(error).__name__}: {error}"))
+            connection.send((f"{type(error).__name__}: {error}", None))
             return
 
 

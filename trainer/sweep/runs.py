@@ -108,7 +108,7 @@ def train_in(
     if not (run_dir / CONFIG).exists():
         shutil.rmtree(run_dir, ignore_errors=True)  # killed before it had begun
     try:
-        report = process.call(_train_here, config, run_dir, answer=after_epoch or _never)
+        report = process.call(_train_here, config, run_dir, after_epoch)
     except KeyboardInterrupt:
         report = None
     if report is None:
@@ -117,11 +117,7 @@ def train_in(
     return report
 
 
-def _never(epoch: dict[str, Any]) -> bool:
-    return False
-
-
-def _train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch) -> dict[str, Any] | None:
+def _train_here(config: RunConfig, run_dir: Path, after_epoch: AfterEpoch | None) -> dict[str, Any] | None:
     """Trains in this process. Returns the report, or None if the run was interrupted."""
     # Before and after the training loop, which handles SIGTERM itself, the signal interrupts as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,6 +1,6 @@
 """A search for the learning rates and the L2 of one batch size, by validation quality; Optuna proposes the values.
 
-Files of its folder: config.toml, tune.jsonl, tuned.toml, tune.png, runs/trial-0/ and so on. The lines of tune.jsonl
+Files of its folder: config.toml, tune.jsonl, tuned.toml, runs/trial-0/ and so on. The lines of tune.jsonl
 are all that a study is made from again: Optuna's own storage would be a second truth, which a kill could tear.
 """
 
@@ -11,6 +11,7 @@ import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,7 @@ class Outcome:
     ranges: dict[str, Range]
 
 
-def tune(
-    config: RunConfig, data_dir: Path, output: Path, search: Search, trials: int, timeout: float | None = None
-) -> Outcome:
+def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials: int) -> Outcome:
     """Searches `[optimizer]`'s embedding_lr, dense_lr and l2 at one batch size, which becomes base_batch_size.
 
     Each trial trains a run; its value is the validation quality of its best epoch. The test split is measured at the
@@ -152,19 +151,13 @@ def tune(
     from the trials it has.
 
     Args:
-        config: shared by all trials.
-        data_dir: prepared data set.
-        output: folder of the study.
-        search: what is searched.
         trials: number of trials that the study shall have, pruned and failed ones included.
-        timeout: seconds after which no further trial starts.
 
     Raises:
         ValueError: settings that cannot work, or a folder with another study or other files.
         ProcessFailed: a trial ended otherwise than by a loss that is not finite; the next call repeats it.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    started = time.monotonic()
     if trials < 1:
         raise ValueError(f"--trials must be at least 1, got {trials}")
     schema = Schema.load(data_dir)
@@ -172,8 +165,7 @@ def tune(
     ranges, shared = search.searched(base), search.of_trials(base, has_validation="validation" in schema.splits)
     with open_runs(output, shared, RESULTS, "study") as runs:
         study = study_of(search, ranges, runs.lines)
-        while len(runs.lines) < trials and (timeout is None or time.monotonic() - started < timeout):
-            number = len(runs.lines)
+        while (number := len(runs.lines)) < trials:
             trial, values = _next_trial(study, search, ranges, base, runs.folder_of(f"trial-{number}"))
             shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
             say(f"\ntrial {number + 1} of {trials}: {shown}")
@@ -251,29 +243,27 @@ def _next_trial(
 
 def _run(runs: Runs, trial: Trial, config: RunConfig, metric: str) -> tuple[dict[str, Any], float | None]:
     """Trains a trial. Returns the values of its line, and its quality if it is complete."""
-    started, pruned, key = time.perf_counter(), False, f"validation_{metric}"
-    name = f"trial-{trial.number}"
-
-    def after_epoch(epoch: dict[str, Any]) -> bool:
-        nonlocal pruned
-        _report(trial, epoch["epoch"], epoch[key])
-        pruned = trial.should_prune()
-        return pruned
-
-    value = None
+    started, key, name, value = time.perf_counter(), f"validation_{metric}", f"trial-{trial.number}", None
     try:
-        report = runs.train(config, name, after_epoch)
+        report = runs.train(config, name, partial(_prunes, trial, key))
     except ProcessFailed as error:
         if not str(error).startswith(f"{NonFiniteLoss.__name__}: "):
             raise ProcessFailed(f"trial {trial.number + 1}: {error}; the same command repeats it") from None
         runs.remove_checkpoints(name)
         line: dict[str, Any] = {"state": "failed", "error": str(error)}
     else:
-        line = {"state": "pruned" if pruned else "complete", **_result(report, metric)}
-        for epoch in line["epochs"]:
+        result = _result(report, metric)
+        for epoch in result["epochs"]:
             _report(trial, epoch["epoch"], epoch[key])
-        value = None if pruned else line[key]
+        pruned = len(result["epochs"]) < config.train.epochs and trial.should_prune()
+        line, value = {"state": "pruned" if pruned else "complete", **result}, None if pruned else result[key]
     return line | {"seconds": time.perf_counter() - started}, value
+
+
+def _prunes(trial: Trial, key: str, epoch: dict[str, Any]) -> bool:
+    """Whether a trial ends after an epoch; called in the process of its run, with a copy of the study."""
+    _report(trial, epoch["epoch"], epoch[key])
+    return trial.should_prune()
 
 
 def _report(trial: Trial, epoch: int, value: float | None) -> None:

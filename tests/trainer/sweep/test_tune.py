@@ -152,7 +152,6 @@ def test_the_command_prints_the_best_trials(
     assert "trial 1 of" not in captured.err, "something was trained again"
     assert found.best is not None
     assert f"{found.best['validation_logloss']:.5f}" in captured.out
-    assert (folder / "study" / "tune.png").stat().st_size > 5000
 
 
 REFUSED = {
