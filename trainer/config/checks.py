@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
 
@@ -9,6 +10,14 @@ def require(key: str, value: Any, fits: bool, what: str) -> None:
     """Raises ValueError, with the key and the value, unless the value fits; ``what`` names those that do."""
     if not fits:
         raise ValueError(f"{key} must be {what}, got {value!r}")
+
+
+def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> None:
+    """Raises ValueError unless values of a section, by keys with spaces between, are at least ``least`` and finite."""
+    for key in keys.split():
+        value = getattr(config, key)
+        finite = " and finite" if isinstance(value, float) else ""
+        require(f"{section}.{key}", value, value is None or least <= value < inf, f"at least {least}{finite}")
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:

@@ -1,20 +1,20 @@
 """The `[id_table]` section: how ids of the data are mapped to rows of the embedding tables."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import ConfigDict
 
-from .checks import hint
+from .checks import hint, require, require_at_least
 
 IdKind = Literal["rows", "hash", "collisionless"]
 AdmissionKind = Literal["none", "count", "probabilistic"]
 WhenFull = Literal["oldest", "least_frequent", "refuse"]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_MAX_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,8 @@ class IdConfig:
         for name in ("", *self.tables):
             own = self.of_table(name)
             key = f"id_table.tables.{name}" if name else "id_table"
-            for each in ("capacity", "threshold"):
-                if getattr(own, each) < 1:
-                    raise ValueError(f"{key}.{each} must be at least 1, got {getattr(own, each)}")
-            if own.capacity >= _MAX_ROWS:
-                raise ValueError(f"{key}.capacity must be below 2^31, got {own.capacity}")
+            require_at_least(key, own, "capacity threshold", 1)
+            require(f"{key}.capacity", own.capacity, own.capacity < 1 << 31, "below 2^31")
             for each in ("window", "expire_after"):
                 seconds(getattr(own, each), f"{key}.{each}")
             if own.window and own.admission != "count":
@@ -89,9 +86,12 @@ class IdConfig:
 
     def of_table(self, name: str) -> "IdConfig":
         """The settings of one table, without :attr:`tables`."""
-        own = self.tables.get(name)
-        given = {key: value for key, value in vars(own).items() if key != "fields" and value is not None} if own else {}
-        return _without_tables(self, **given)
+        own = copy(self)  # without the checks, which call this
+        given = vars(self.tables[name]) if name in self.tables else {}
+        vars(own).update(
+            {key: value for key, value in given.items() if key != "fields" and value is not None}, tables={}
+        )
+        return own
 
     def table_fields(self, known: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Fields of each table; tables are in the order of their first field.
@@ -127,24 +127,13 @@ def seconds(text: str, key: str) -> int:
     return int(found[1]) * _SECONDS[found[2]]
 
 
-def _without_tables(config: IdConfig, **values: Any) -> IdConfig:
-    """Replaces values like dataclasses.replace, without tables and without the checks, which call it."""
-    made = object.__new__(IdConfig)
-    for each in fields(IdConfig):
-        object.__setattr__(made, each.name, values.get(each.name, getattr(config, each.name)))
-    object.__setattr__(made, "tables", {})
-    return made
-
-
 def _refuse_without_meaning(key: str, given: IdConfig | TableIds, kind: str) -> None:
     """Raises ValueError for settings of collisionless tables if no table is one."""
-    defaults: Mapping[str, Any] = {each.name: each.default for each in fields(IdConfig)}
+    if isinstance(given, IdConfig) and any(each.kind == "collisionless" for each in given.tables.values()):
+        return
     for name in ("when_full", "admission", "threshold", "window", "expire_after"):
         value = getattr(given, name)
-        collisionless_elsewhere = isinstance(given, IdConfig) and any(
-            each.kind == "collisionless" for each in given.tables.values()
-        )
-        if value is not None and value != defaults[name] and not collisionless_elsewhere:
+        if value not in (None, getattr(IdConfig, name)):
             raise ValueError(
                 f'{key}.{name} = {value!r} has no meaning for {key}.kind = "{kind}"; set it to "collisionless" or leave'
                 f" {name} out"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 
-from .checks import require, require_known
+from .checks import require, require_at_least, require_known
 from .id_table import seconds
 
 OnNonfinite = Literal["stop", "skip"]
@@ -98,11 +98,8 @@ class TrainConfig:
     on_nonfinite: OnNonfinite = "stop"
 
     def __post_init__(self) -> None:
-        require("train.log_seconds", self.log_seconds, 0 <= self.log_seconds < inf, "at least 0 and finite")
-        require("train.batch_size", self.batch_size, self.batch_size >= 0, "at least 0")
-        for key in ("eval_batch_size", "epochs", "log_every"):
-            require(f"train.{key}", getattr(self, key), getattr(self, key) >= 1, "at least 1")
-        require("train.timeout_seconds", self.timeout_seconds, 1 <= self.timeout_seconds < inf, "at least 1 and finite")
+        require_at_least("train", self, "log_seconds batch_size batch_ramp patience")
+        require_at_least("train", self, "eval_batch_size epochs log_every timeout_seconds", 1)
         for name, weight in self.task_weights.items():
             require(f"train.task_weights.{name}", weight, 0 <= weight < inf, "at least 0 and finite")
         fraction = self.validation_fraction
@@ -113,8 +110,6 @@ class TrainConfig:
             1 <= self.accumulation <= (self.batch_size or inf),
             f"from 1 to train.batch_size{f' = {self.batch_size}' if self.batch_size else ''}",
         )
-        require("train.batch_ramp", self.batch_ramp, self.batch_ramp >= 0, "at least 0")
-        require("train.patience", self.patience, self.patience >= 0, "at least 0")
         require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
 
 
@@ -146,8 +141,8 @@ class CheckpointConfig:
     keep_best: Literal["none", "auc", "logloss"] = "none"
 
     def __post_init__(self) -> None:
-        require("checkpoint.every_steps", self.every_steps, self.every_steps >= 0, "at least 0")
-        require("checkpoint.keep_last", self.keep_last, self.keep_last >= 1, "at least 1")
+        require_at_least("checkpoint", self, "every_steps")
+        require_at_least("checkpoint", self, "keep_last", 1)
 
 
 ShardingKind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
@@ -242,14 +237,10 @@ class OptimizerConfig:
         return self.lr_decay in ("linear", "cosine")
 
     def __post_init__(self) -> None:
-        require("optimizer.base_batch_size", self.base_batch_size, self.base_batch_size >= 1, "at least 1")
+        require_at_least("optimizer", self, "base_batch_size", 1)
         require_known("optimizer.scaling", self.scaling, SCALING_RULES)
-        for key in (
-            *("embedding_lr", "dense_lr", "l2", "weight_decay", "dense_weight_decay", "cross_l2"),
-            *("warmup_epochs", "embedding_init_std"),
-        ):
-            value = getattr(self, key)
-            require(f"optimizer.{key}", value, value is None or 0 <= value < inf, "at least 0 and finite")
+        require_at_least("optimizer", self, "embedding_lr dense_lr l2 weight_decay dense_weight_decay cross_l2")
+        require_at_least("optimizer", self, "warmup_epochs embedding_init_std")
         for table, factor in self.embedding_lr_factors.items():
             key = f"optimizer.embedding_lr_factors.{table}"
             require(key, factor, 0 <= factor < inf, "at least 0 and finite")
@@ -360,18 +351,12 @@ class OnlineConfig:
     def __post_init__(self) -> None:
         for key in ("lateness", "ahead", "window"):
             seconds(getattr(self, key), f"online.{key}")
-        if not self.window:
-            raise ValueError('online.window must be a time such as "1h", got an empty text')
-        if not 0 <= self.metrics_port < 1 << 16:
-            raise ValueError(f"online.metrics_port must be between 0 and 65535, got {self.metrics_port}")
-        for key in ("duplicates_window", "metrics_file_bytes"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"online.{key} must be at least 0, got {getattr(self, key)}")
+        require("online.window", self.window, self.window != "", 'a time such as "1h"')
+        require("online.metrics_port", self.metrics_port, 0 <= self.metrics_port < 1 << 16, "between 0 and 65535")
+        require_at_least("online", self, "duplicates_window metrics_file_bytes max_wait_seconds snapshot_seconds")
+        require_at_least("online", self, "report_seconds publish_seconds dense_seconds")
         if self.keep_full_versions < 2:
             raise ValueError(
                 f"online.keep_full_versions must be at least 2, got {self.keep_full_versions}: a server that is behind"
                 " needs the last but one"
             )
-        for key in ("max_wait_seconds", "snapshot_seconds", "report_seconds", "publish_seconds", "dense_seconds"):
-            if not 0 <= getattr(self, key) < inf:
-                raise ValueError(f"online.{key} must be at least 0 and finite, got {getattr(self, key)}")
