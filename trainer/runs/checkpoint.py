@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -368,8 +369,7 @@ def find_checkpoint(
 
     Args:
         say: receives a message for each checkpoint that is skipped.
-        best_by: "auc" or "logloss": the checkpoint after the best epoch of the newest one's run; the newest itself
-            before the first epoch has ended, and where the best one is damaged.
+        best_by: "auc" or "logloss": first the checkpoint after the best epoch, if an epoch has ended.
 
     Raises:
         ValueError: all checkpoints are damaged, or one is of another format; or that of the step is missing or damaged.
@@ -387,38 +387,29 @@ def find_checkpoint(
             raise error
         return path, Progress(**manifest["progress"])
 
-    def skip(error: Damaged, instead: str) -> None:
-        if process.is_first:
-            say(f"{error}; taking {instead}")
-
     if step is not None:
         if checkpoint_name(step) not in manifests:
             steps = ", ".join(str(int(each.removeprefix(_PREFIX))) for each in manifests)
             raise ValueError(f"{folder} has no checkpoint of step {step}; it has those of steps {steps or 'none'}")
         return intact(checkpoint_name(step))
-    newest, damaged = None, list[Damaged]()
-    for name in reversed(manifests):
+    order = list(reversed(manifests))
+    newest = next((each for name in order if isinstance(each := manifests[name], dict)), None)
+    best = best_epoch(newest["progress"]["epochs"], best_by) if newest and best_by else None
+    if best:
+        name = checkpoint_name(best["step"])
+        manifests.setdefault(name, Damaged(f"{folder / name}, the checkpoint of the best epoch, is missing"))
+        order = list(dict.fromkeys([name, *order]))
+    damaged = list[Damaged]()
+    for name, following in zip_longest(order, order[1:]):
         try:
-            newest = intact(name)
-            break
+            return intact(name)
         except Damaged as error:
             damaged.append(error)
-            if len(damaged) < len(manifests):
-                skip(error, "the checkpoint before it")
-    if newest is None:
-        if damaged:
-            raise ValueError(f"no checkpoint of {folder} can be used: {'; '.join(map(str, damaged))}")
-        return None
-    best = best_epoch(newest[1].epochs, best_by) if best_by else None
-    if best is None or best["step"] == newest[1].step:
-        return newest
-    try:
-        if checkpoint_name(best["step"]) not in manifests:
-            raise Damaged(f"{folder / checkpoint_name(best['step'])} is missing")
-        return intact(checkpoint_name(best["step"]))
-    except Damaged as error:
-        skip(error, f"{newest[0]} instead of the checkpoint of the best epoch")
-        return newest
+            if following and process.is_first:
+                say(f"{error}; taking {folder / following} instead")
+    if damaged:
+        raise ValueError(f"no checkpoint of {folder} can be used: {'; '.join(map(str, damaged))}")
+    return None
 
 
 def _manifest_or_error(path: Path) -> dict[str, Any] | ValueError:

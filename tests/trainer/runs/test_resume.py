@@ -157,7 +157,7 @@ def test_damage_is_reported_and_the_checkpoint_before_is_used(
     said = caplog.text
     assert "step_000000010 is damaged" in said
     assert message in said
-    assert "taking the checkpoint before it" in said
+    assert "step_000000009 instead" in said
     caplog.clear()
     with caplog.at_level(logging.INFO, "cowrec"):
         run(folder, copy, resume=True)

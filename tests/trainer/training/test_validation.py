@@ -101,7 +101,7 @@ def test_patience_ends_the_run_and_chooses_the_best_epoch(
     last = stopped["last_epoch"]
     assert (last["epoch"], last["validation_auc"]) == (len(losses), stopped["epochs"][-1]["validation_auc"])
     assert evaluate_run(copy, folder / "data")["logloss"] == pytest.approx(last["logloss"], abs=1e-7)
-    assert "instead of the checkpoint of the best epoch" in caplog.text
+    assert "the checkpoint of the best epoch, is missing" in caplog.text
 
 
 def test_a_checkpoint_can_be_named(folder: Path, stopped: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
