@@ -26,26 +26,17 @@ _ANSWERS_WITHIN = 10.0
 
 
 class LossWatch:
-    """Losses since the last reading, kept on the device, so that no step waits for it.
-
-    A step launches one kernel, which copies its loss. Copies are needed: a captured step returns its loss in the same
-    memory each time.
-    """
-
-    _BLOCK = 1024
+    """Losses since the last reading, kept on the device, so that no step waits for it."""
 
     def __init__(self, process: Process):
-        self._world_size, self._device = process.world_size, process.device
-        self._blocks: list[Tensor] = []
+        self._world_size = process.world_size
+        self._losses: list[Tensor] = []
         self._steps: list[int] = []
         self._sum, self._count = 0.0, 0
 
     def add(self, loss: Tensor, step: int) -> None:
         """Adds this process's loss of a step, a scalar."""
-        position = len(self._steps) % self._BLOCK
-        if position == 0:
-            self._blocks.append(torch.empty(self._BLOCK, dtype=torch.float64, device=self._device))
-        self._blocks[-1][position].copy_(loss)
+        self._losses.append(loss.detach().clone())  # a captured step returns its loss in the same memory each time
         self._steps.append(step)
 
     def read(self) -> tuple[float, int | None]:
@@ -62,8 +53,8 @@ class LossWatch:
         """The first step whose loss was not finite since the last call of this or :meth:`read`; keeps the mean."""
         if not self._steps:
             return None
-        steps, losses = self._steps, torch.cat(self._blocks)[: len(self._steps)]
-        self._steps, self._blocks = [], []
+        steps, losses = self._steps, torch.stack(self._losses).double()
+        self._steps, self._losses = [], []
         if self._world_size > 1:
             dist.all_reduce(losses)  # a sum is finite only where all its terms are
         values = losses.tolist()

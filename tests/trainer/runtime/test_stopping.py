@@ -40,16 +40,6 @@ def test_readings_cover_the_steps_since_the_last(readings: list[list[float]], st
         step += len(values)
 
 
-def test_losses_of_more_steps_than_a_block() -> None:
-    watch, count = LossWatch(process()), 3 * LossWatch._BLOCK + 5
-    for step in range(count):
-        watch.add(torch.tensor(float(step)), step)
-    assert watch.read() == ((count - 1) / 2, None)
-    for step in range(count):
-        watch.add(torch.tensor(math.nan if step == 2000 else 1.0), step)
-    assert watch.read()[1] == 2000
-
-
 def test_a_loss_may_be_overwritten_by_the_next_step() -> None:
     """As that of a captured step, which writes its results to the same memory."""
     watch, loss = LossWatch(process()), torch.zeros(())
@@ -77,7 +67,7 @@ def test_a_step_launches_one_copy() -> None:
     with Launches() as launches:
         for step in range(5):
             watch.add(loss, step)
-    assert launches.names == ["copy_"] * 5
+    assert launches.names == ["clone"] * 5
 
 
 def two_processes(rank: int, folder: str) -> None:
