@@ -1,16 +1,15 @@
-"""Results of sweeps and studies as tables and plots.
+"""Results of sweeps and studies as tables, and of sweeps as a plot.
 
 A sweep's measures stand by batch size, as mean and deviation over seeds, beside the base: the runs at the base batch
 size, where all rules are one run. A study's trials stand by their values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite, isnan, log2, nan
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from cowrec.sparse_opt import SCALING_RULES
@@ -20,7 +19,7 @@ from cowrec.trainer.reports.text_table import aligned
 Lines = Sequence[dict[str, Any]]
 Range = tuple[float, float]
 
-SWEEP_PLOT, TUNE_PLOT = "sweep.png", "tune.png"
+SWEEP_PLOT = "sweep.png"
 VALUES = ("embedding_lr", "dense_lr", "l2")
 """Keys of `[optimizer]` that a study searches."""
 
@@ -42,7 +41,6 @@ class Measure(NamedTuple):
 
     label: str
     unit: str
-    unit_of_difference: str
     factor: float
     form: str
     best_possible: str
@@ -50,10 +48,10 @@ class Measure(NamedTuple):
 
 
 MEASURES = {
-    "auc": Measure("test AUC", " (%)", " in points", 100, ".2f", "auc", True),
-    "best_epoch_auc": Measure("test AUC of the best epoch", " (%)", " in points", 100, ".2f", "auc", True),
-    "logloss": Measure("test logloss", "", "", 1, ".4f", "logloss", False),
-    "expected_logloss": Measure("expected logloss", "", "", 1, ".4f", "expected_logloss", False),
+    "auc": Measure("test AUC", " (%)", 100, ".2f", "auc", True),
+    "best_epoch_auc": Measure("test AUC of the best epoch", " (%)", 100, ".2f", "auc", True),
+    "logloss": Measure("test logloss", "", 1, ".4f", "logloss", False),
+    "expected_logloss": Measure("expected logloss", "", 1, ".4f", "expected_logloss", False),
 }
 
 Curve = tuple[str, str]
@@ -64,14 +62,12 @@ Series = dict[Curve, dict[int, list[float]]]
 
 
 def sweep_table(lines: Lines) -> str:
-    """Two tables for each measure, its values and their differences from the base, and notes on how to read them.
+    """A table for each measure, its values and their differences from the base, and notes on how to read them.
 
-    AUC is in percent, its differences are in points of 100 * AUC. Lines are curves, columns are batch sizes.
+    AUC is in percent. Lines are curves, columns are batch sizes.
     """
-    blocks = []
-    for number, measure in enumerate(_shown_measures(lines)):
-        blocks += [_values(lines, measure, with_steps=number == 0), _differences(lines, measure)]
-    return "\n\n".join(filter(None, [*blocks, _notes(lines)]))
+    tables = [_table(lines, each, with_steps=number == 0) for number, each in enumerate(_shown_measures(lines))]
+    return "\n\n".join([*tables, _notes(lines)])
 
 
 def tune_table(lines: Lines, metric: str) -> str:
@@ -148,51 +144,36 @@ def _shown_measures(lines: Lines) -> list[str]:
     return shown
 
 
-def _values(lines: Lines, measure: str, *, with_steps: bool) -> str:
-    """Mean and standard deviation over seeds of each curve and batch size."""
-    how, seeds = MEASURES[measure], len({line["seed"] for line in lines})
-    sizes = sorted({line["batch_size"] for line in lines})
+def _table(lines: Lines, measure: str, *, with_steps: bool) -> str:
+    """Mean and deviation over seeds of each curve and batch size, and their difference from the base."""
+    how, base, at_base = MEASURES[measure], lines[0]["base_batch_size"], base_values(lines, measure)
+    sizes, seeds = sorted({line["batch_size"] for line in lines}), len({line["seed"] for line in lines})
     rows = [[how.label + how.unit, *map(size_name, sizes)]]
     if with_steps:
         steps = steps_by_batch_size(lines)
         rows.append(["steps", *(f"{steps[size]:,}" if size in steps else "" for size in sizes)])
     for (rule, clip), by_size in series(lines, measure).items():
-        cells = [[how.factor * value for value in by_size.get(size, [])] for size in sizes]
-        rows.append([f"{rule}, clip {clip}", *(_with_spread(cell, how.form, seeds) for cell in cells)])
+        compared = {size: at_base.get(clip, ()) if size != base else () for size in sizes}
+        cells = [_cell(by_size.get(size, []), compared[size], how, seeds) for size in sizes]
+        rows.append([f"{rule}, clip {clip}", *cells])
     return aligned(rows)
 
 
-def _with_spread(values: Sequence[float], form: str, seeds: int) -> str:
-    """Text such as ``80.90 ± 0.02``, with the number of seeds if some failed."""
+def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds: int) -> str:
+    """Text such as ``80.90 ± 0.02, -0.10 lost``, with the number of seeds if some failed."""
     if not values:
         return "failed"
-    spread = deviation(values)
-    text = f"{mean(values):{form}}" + (f" ± {spread:{form}}" if isfinite(spread) else "")
-    return text if len(values) == seeds else f"{text} ({len(values)} of {seeds})"
-
-
-def _differences(lines: Lines, measure: str) -> str:
-    """Mean of each curve and batch size minus the mean of the base with the same clip; empty without a base."""
-    how, base, values_of_base = MEASURES[measure], lines[0]["base_batch_size"], base_values(lines, measure)
-    sizes = sorted({line["batch_size"] for line in lines} - {base})
-    if not values_of_base or not sizes:
-        return ""
-
-    def cell(values: Sequence[float] | None, at_base: Sequence[float]) -> str:
-        if not values or not at_base:
-            return ""
-        difference, spread = mean(values) - mean(at_base), deviation(at_base)
-        verdict = "better" if (difference > 0) == how.higher_is_better else "lost"
-        if abs(difference) <= spread:
-            verdict = "within"
-        return f"{how.factor * difference:+{how.form}} {'' if isnan(spread) else verdict}".strip()
-
-    rows = [[f"{how.label} minus batch {size_name(base)}'s{how.unit_of_difference}", *map(size_name, sizes)]]
-    for (rule, clip), by_size in series(lines, measure).items():
-        rows.append(
-            [f"{rule}, clip {clip}", *(cell(by_size.get(size), values_of_base.get(clip, ())) for size in sizes)]
-        )
-    return aligned(rows)
+    spread = how.factor * deviation(values)
+    text = f"{how.factor * mean(values):{how.form}}" + (f" ± {spread:{how.form}}" if isfinite(spread) else "")
+    if len(values) < seeds:
+        text += f" ({len(values)} of {seeds})"
+    if not at_base:
+        return text
+    difference, spread = mean(values) - mean(at_base), deviation(at_base)
+    verdict = " better" if (difference > 0) == how.higher_is_better else " lost"
+    if abs(difference) <= spread:
+        verdict = " within"
+    return f"{text}, {how.factor * difference:+{how.form}}{'' if isnan(spread) else verdict}"
 
 
 def _notes(lines: Lines) -> str:
@@ -206,7 +187,8 @@ def _notes(lines: Lines) -> str:
     else:
         notes.append(f"At the base, batch {size_name(base)}, all rules are one run, trained once for each seed.")
         notes.append(
-            "within: the mean is within one standard deviation of the base over its seeds, else lost or better"
+            "After the comma: the difference from the base with the same clip; within: at most one standard deviation"
+            " of the base over its seeds, else lost or better."
             if max(map(len, at_base.values())) > 1
             else "The base has one seed, so its spread is unknown; give --seeds 3 or more to judge differences."
         )
@@ -280,29 +262,3 @@ def _draw(axis: Axes, lines: Lines, curves: Series) -> None:
             **style(rule, clip),
         )
     axis.grid(alpha=0.3)
-
-
-def plot_tune(lines: Lines, metric: str, ranges: Mapping[str, Range], path: Path) -> Path:
-    """Draws the quality of each trial against each searched value. Filled: complete; open: pruned; cross: the best."""
-    key = f"validation_{metric}"
-    figure, axes = plt.subplots(1, len(ranges), figsize=(4 * len(ranges), 3.8), sharey=True, squeeze=False)
-    best, measured = ranked(lines, metric)[0], [line for line in lines if key in line]
-    for axis, (name, bounds) in zip(axes[0], ranges.items(), strict=True):
-        for state, face in (("pruned", "none"), ("complete", "C0")):
-            shown = [line for line in measured if line["state"] == state]
-            x, y = [line[name] for line in shown], [line[key] for line in shown]
-            axis.scatter(x, y, facecolors=face, edgecolors="C0", label=state, s=24)
-        axis.scatter([best[name]], [best[key]], marker="x", color="C3", s=90, label="best")
-        axis.set(xscale="log", xlabel=name, xlim=(bounds[0] / 1.1, bounds[1] * 1.1))
-        axis.grid(alpha=0.3)
-    # A trial gone astray would hide the differences between the good ones.
-    values = np.array([line[key] for line in measured])
-    low, high = np.quantile(values, [0, 0.75] if metric == "logloss" else [0.25, 1])
-    margin = 0.1 * (high - low) or 1e-3
-    axes[0][0].set(ylim=(low - margin, high + margin), ylabel=f"validation {metric}, best epoch")
-    axes[0][0].legend(frameon=False)
-    figure.suptitle(f"{len(lines)} trials at batch size {size_name(lines[0]['batch_size'])}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
