@@ -3,11 +3,9 @@
 B samples of a batch, U of its distinct rows.
 """
 
-import dataclasses
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -69,19 +67,19 @@ def step_values(
         dense: parameters of the network.
         traffic: bytes per sample that the embeddings must move.
     """
-    speeds, profiled = speed(batch_size, times[0]), profile_steps(step, PROFILED_STEPS, device)
+    speeds, (shares, kernels) = speed(batch_size, times[0]), profile_steps(step, PROFILED_STEPS, device)
     rates, flops = measure_rates(device, precision), flops_per_sample(dense)
     # Products and traffic can overlap.
-    floor = max(flops / rates.flops_per_second, traffic / rates.bytes_per_second)
+    floor = max(flops / rates["flops_per_second"], traffic / rates["bytes_per_second"])
     return {
         **speeds,
         "host_ms": 1e3 * times[1],
-        "kernels": profiled.kernels,
-        "step_parts_ms": {part: speeds["step_ms"] * share for part, share in profiled.shares.items()},
+        "kernels": kernels,
+        "step_parts_ms": {part: speeds["step_ms"] * share for part, share in shares.items()},
         "roofline": {
             "flops_per_sample": flops,
             "bytes_per_sample": traffic,
-            **dataclasses.asdict(rates),
+            **rates,
             "step_ms": 1e3 * batch_size * floor,
         },
     }
@@ -123,11 +121,11 @@ def step_times(
 
 def _mark(device: torch.device) -> Any:
     """The present time: a number on CPU, an event on CUDA."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return (
+        torch.cuda.current_stream().record_event(torch.cuda.Event(True))
+        if device.type == "cuda"
+        else time.perf_counter()
+    )
 
 
 def memory(key: str, device: torch.device) -> int:
@@ -156,21 +154,15 @@ def graph_captured(pipeline: Pipeline, device: torch.device) -> bool | None:
     return isinstance(pipeline, CapturedSteps) and pipeline.captured if device.type == "cuda" else None
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Parts of a step.
+def profile_steps(
+    step: Callable[[], object], steps: int, device: torch.device
+) -> tuple[dict[str, float], float | None]:
+    """Profiles ``steps`` further steps, none of which is a captured graph.
 
-    Attributes:
-        shares: share of each of :data:`PARTS`, sum 1; of device time on CUDA, of wall time on CPU.
-        kernels: kernels and copies that a step runs on the device; None on CPU.
+    Returns:
+        Share of each of :data:`PARTS`, sum 1, of device time on CUDA, of wall time on CPU; kernels and copies that a
+        step runs on the device, None on CPU.
     """
-
-    shares: dict[str, float]
-    kernels: float | None
-
-
-def profile_steps(step: Callable[[], object], steps: int, device: torch.device) -> Profile:
-    """Profiles ``steps`` further steps, none of which is a captured graph."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, acc_events=True) as profiled:
@@ -203,26 +195,21 @@ def profile_steps(step: Callable[[], object], steps: int, device: torch.device) 
         rows = total(*_EXCHANGE) + parts["lookup"] + parts["row_gradients"] + parts["clip_and_embedding_update"]
         parts["dense"] = total(*_PASSES) - rows
         parts["other"] = step_time - sum(parts.values())
-    return Profile({part: time / step_time for part, time in parts.items()}, launches)
+    return {part: time / step_time for part, time in parts.items()}, launches
 
 
-@dataclass(frozen=True)
-class Rates:
+def measure_rates(device: torch.device, precision: str) -> dict[str, float]:
     """Rates that this machine reached, each the best of several measurements, for the least time of a step.
 
     Source: the roofline model (Williams, Waterman and Patterson 2009).
 
-    Attributes:
-        flops_per_second: of matrix products of the MLP's size in the run's precision.
-        bytes_per_second: bytes read plus bytes written while 256 MiB are copied.
+    Args:
+        precision: "float32", "tf32" or "bfloat16".
+
+    Returns:
+        flops_per_second of matrix products of the MLP's size, with torch's threads; bytes_per_second, read plus written
+        while 256 MiB are copied.
     """
-
-    flops_per_second: float
-    bytes_per_second: float
-
-
-def measure_rates(device: torch.device, precision: str) -> Rates:
-    """Rates of ``device`` for products in ``precision`` ("float32", "tf32" or "bfloat16"), with torch's threads."""
     x = torch.randn(_SAMPLES, _WIDTH, device=device)
     weight, bias = torch.randn(_WIDTH, _WIDTH, device=device), torch.zeros(_WIDTH, device=device)
     if precision == "bfloat16":
@@ -231,7 +218,10 @@ def measure_rates(device: torch.device, precision: str) -> Rates:
     with torch.no_grad():
         product = _least_seconds(lambda: linear_relu(x, weight, bias), device)
     copying = _least_seconds(lambda: target.copy_(source), device)
-    return Rates(2 * _SAMPLES * _WIDTH**2 / product, 2 * source.nbytes / copying)
+    return {
+        "flops_per_second": 2 * _SAMPLES * _WIDTH**2 / product,
+        "bytes_per_second": 2 * source.nbytes / copying,
+    }
 
 
 def flops_per_sample(dense: Mapping[str, nn.Parameter]) -> float:
