@@ -1,6 +1,5 @@
 """The commands that use a trained model: ``cowrec evaluate | predict | export | serve | versions``."""
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,18 +52,15 @@ def evaluate(
     """Evaluates a checkpoint of a run on a data set; prints the measures as JSON.
 
     With --by also GAUC, the mean AUC of the groups weighted by their samples, and the measures of the largest groups
-    and of the rest, with a table on stderr. Takes about 120 bytes of memory for each sample, with --by 180.
+    and of the rest. Takes about 120 bytes of memory for each sample, with --by 180.
 
     Example: `cowrec evaluate runs/criteo --data data/criteo --by C14`
     """
-    from cowrec.trainer.reports.text_table import segments_table
     from cowrec.trainer.runs.run_dir import to_json
     from cowrec.trainer.training.saved_run import evaluate_run
 
     quality = evaluate_run(run_dir, data, split, by=by or (), top=top, checkpoint=checkpoint)
     if launched_rank() == 0:
-        for column in by or ():
-            print(segments_table(column, quality["by"][column]), file=sys.stderr)
         print(to_json(quality))
 
 
