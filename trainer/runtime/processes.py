@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -81,11 +82,9 @@ def process_group(device: str, timeout_seconds: float = 600.0) -> Iterator[Proce
         _keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
     process = Process(rank, world_size, local_world_size, launched, own_device, timeout)
-    with (
-        quiet_libraries(),
-        _loopback() if local_world_size == world_size else nullcontext(),
-        _ending_with_launcher() if launched else nullcontext(),
-    ):
+    if launched:
+        _end_with_launcher()
+    with quiet_libraries(), _loopback() if local_world_size == world_size else nullcontext():
         store: dist.Store | None = None if launched else dist.HashStore()
         if launched and local_world_size == world_size:
             store = _store_of_this_attempt(world_size, timeout)
@@ -197,7 +196,9 @@ class Peers:
         if self.count == 1:
             yield own
             return
-        for rank, count in enumerate(self._counts(own.shape[1])):
+        counts = torch.empty(self.count, dtype=torch.int64)
+        dist.all_gather_into_tensor(counts, torch.tensor([own.shape[1]]), group=self._group)
+        for rank, count in enumerate(counts.tolist()):
             for first in range(0, count, CHUNK):
                 size = min(CHUNK, count - first)
                 chunk = torch.empty(len(own), size, dtype=torch.int64)
@@ -209,11 +210,6 @@ class Peers:
     def columns_on_first(self, own: Tensor) -> Tensor:
         """Columns of all processes, by rank, int64 [k, n], on the first one; on the others this process's own."""
         return self.gathered(own.T).T
-
-    def _counts(self, count: int) -> list[int]:
-        counts = torch.empty(self.count, dtype=torch.int64)
-        dist.all_gather_into_tensor(counts, torch.tensor([count]), group=self._group)
-        return counts.tolist()
 
 
 def _keep_freed_memory() -> None:
@@ -281,9 +277,9 @@ def _loopback() -> Iterator[None]:
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-@contextmanager
-def _ending_with_launcher() -> Iterator[None]:
-    """In the block, SIGTERM is sent to this process once the one that launched it has ended, even by a kill.
+@cache
+def _end_with_launcher() -> None:
+    """From now on SIGTERM is sent to this process once the one that launched it has ended, even by a kill.
 
     A run whose torchrun was killed would otherwise go on unattended, and keep its folder from the run that replaces it.
     Linux only; does nothing elsewhere.
@@ -291,21 +287,11 @@ def _ending_with_launcher() -> Iterator[None]:
     try:
         launcher = os.pidfd_open(os.getppid())
     except (AttributeError, OSError):  # not Linux, or the launcher is outside this container
-        yield
         return
-    done, stop = os.pipe()
 
     def watch() -> None:
-        if launcher in select.select([launcher, done], [], [])[0]:
-            logger.warning("the process that launched this one has ended; stopping")
-            os.kill(os.getpid(), signal.SIGTERM)
+        select.select([launcher], [], [])
+        logger.warning("the process that launched this one has ended; stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=watch, name="cowrec-launcher", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        os.close(stop)  # ends the thread
-        thread.join()
-        os.close(done)
-        os.close(launcher)
+    threading.Thread(target=watch, name="cowrec-launcher", daemon=True).start()

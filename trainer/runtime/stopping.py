@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import isfinite, nan
 from types import FrameType
 from typing import Any
@@ -91,42 +91,38 @@ class StopRequest:
 def stop_requests(process: Process) -> Iterator[StopRequest]:
     """Turns the first Ctrl-C or SIGTERM into a request; a second one interrupts immediately.
 
-    Only in the main thread, since Python handles signals there; in another one there is no such request.
-
-    Under torchrun a second signal counts as the first: terminal and torchrun both send Ctrl-C to each process.
+    Only in the main thread; in another one there is no such request. Under torchrun a second signal counts as the
+    first: terminal and torchrun both send Ctrl-C to each process.
     """
     stop = StopRequest(process)
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
     def request(number: int, _: FrameType | None) -> None:
         if stop.wanted and not process.launched:
             raise KeyboardInterrupt
         stop.wanted = True
 
-    earlier = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(request, signal.SIGINT, signal.SIGTERM):
         yield stop
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+
+
+def ignoring_sigterm() -> AbstractContextManager[None]:
+    """Ignores SIGTERM while a failed run finds out why it failed; only in the main thread.
+
+    torchrun sends it when it fails for the same reason, and SIGKILL half a minute later.
+    """
+    return _handled(signal.SIG_IGN, signal.SIGTERM)
 
 
 @contextmanager
-def ignoring_sigterm() -> Iterator[None]:
-    """Ignores SIGTERM while a failed run finds out why it failed.
-
-    torchrun sends it when it fails for the same reason, and SIGKILL half a minute later. Only in the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handles signals in the block, in the main thread, since Python handles signals there."""
+    here = threading.current_thread() is threading.main_thread()
+    earlier = {number: signal.signal(number, handler) for number in numbers if here}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        for number, before in earlier.items():
+            signal.signal(number, before)
 
 
 class Heartbeat:
