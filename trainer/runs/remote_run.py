@@ -33,28 +33,17 @@ def checksums(files: Iterable[Path]) -> Files:
     return {each.name: [each.stat().st_size, checksum(each)] for each in sorted(files)}
 
 
-def local_copy(place: Place, what: str = "folder") -> Path:
+def local_copy(place: Place, what: str = "folder", *, shards: bool = True) -> Path:
     """Returns the local path of a place; a folder in an object store is copied first, what has changed of it.
+
+    Args:
+        what: the folder is, for messages.
+        shards: whether to copy the shards of a data set, too, which otherwise are copied when they are read.
 
     Raises:
         ValueError: there is no such folder in the object store.
         OSError: the object store does not answer.
     """
-    return _copied(place, what, lambda uri, folder: _mirror(RemoteFolder(uri), folder))
-
-
-def local_data(place: Place) -> Path:
-    """Returns the local folder of a data set; shards of one in an object store are copied there when they are read.
-
-    Raises:
-        ValueError: there is no such data set in the object store.
-        OSError: the object store does not answer.
-    """
-    return _copied(place, "data set", copy_without_shards)
-
-
-def _copied(place: Place, what: str, copy: Callable[[str, Path], bool]) -> Path:
-    """Copies to `cache_folder`, while no other process does; ``copy`` returns whether there is such a folder."""
     if not is_remote(place):
         return local_path(place)
     uri = os.fspath(place)
@@ -62,9 +51,14 @@ def _copied(place: Place, what: str, copy: Callable[[str, Path], bool]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not copy(uri, folder):
+        if not (_mirror(RemoteFolder(uri), folder) if shards else copy_without_shards(uri, folder)):
             raise ValueError(f"{what} {uri} does not exist, or is empty")
     return folder
+
+
+def local_data(place: Place) -> Path:
+    """Returns the local folder of a data set, without shards of one in an object store; see :func:`local_copy`."""
+    return local_copy(place, "data set", shards=False)
 
 
 @contextmanager
