@@ -8,14 +8,17 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from math import inf, nan
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 from cowrec.data_pipeline.raw import layouts
 from cowrec.data_pipeline.raw.layouts import RawField, RawLabel
 from cowrec.trainer.config.id_table import TableIds
-from cowrec.trainer.config.reference import Key, attribute_texts, keys_of, type_text
+from cowrec.trainer.config.reference import attribute_texts, keys_of
 from cowrec.trainer.config.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
@@ -34,9 +37,71 @@ A key without a default has no effect unless it is set. A whole number may be te
 """
 
 
-def table(keys: list[Key], texts: dict[str, str] | None = None) -> Iterator[str]:
+NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "any"}
+PROBES: dict[Any, tuple[Any, ...]] = {int: (-2, -1, 0, 1 << 64), float: (-1.0, 0.0, 1.0, 2.0, inf, nan), str: ("?",)}
+"""Values by type of which a check, if there is one, refuses one with a message that tells the range."""
+
+
+class Entry(NamedTuple):
+    """A key as the page shows it; the range is what its section's check requires, "" where it is not known."""
+
+    name: str
+    type: str
+    range: str
+    default: str
+    text: str
+
+
+def entries(kind: type) -> list[Entry]:
+    hints = get_type_hints(kind)
+    return [
+        Entry(
+            each.name, type_text(hints[each.name]), range_of(kind, each.name, hints[each.name]), each.default, each.text
+        )
+        for each in keys_of(kind)
+    ]
+
+
+def type_text(hint: Any) -> str:
+    """A type in words."""
+    if hint in NAMES:
+        return NAMES[hint]
+    inner, origin = get_args(hint), get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(text for each in inner if each is not NoneType and (text := type_text(each)))
+    if origin is Literal:
+        return " or ".join(f'"{each}"' for each in inner if each != "")
+    if origin is tuple:
+        plural = "" if get_origin(inner[0]) is Literal else "s"
+        return f"list of {type_text(inner[0])}{plural}" + ("" if inner[-1] is ... else f", {len(inner)} of them")
+    if origin is dict:
+        return f"table of {type_text(inner[1])}"
+    return "table"
+
+
+def range_of(kind: type, name: str, hint: Any) -> str:
+    """What the check of a section says about a value that it refuses."""
+    return next(requirements(kind, name, hint), "")
+
+
+def requirements(kind: type, name: str, hint: Any) -> Iterator[str]:
+    inner = () if get_origin(hint) is dict else get_args(hint)
+    scalar = next((each for each in (hint, *inner) if each in PROBES), None)
+    for value in PROBES.get(scalar, ()):
+        try:
+            kind(**{name: [value] * len(inner) if get_origin(hint) is tuple else value})
+        except ValueError as error:
+            message = str(error)
+            if not re.search(rf"\b{name}\b", message.partition(" must ")[0].partition(" is not known")[0]):
+                continue
+            found = re.search(r" must be (.+?),? got ", message) or re.search(r" is not known; known: (.+)$", message)
+            if found:
+                yield found[1].rstrip(";")
+
+
+def table(keys: list[Entry]) -> Iterator[str]:
     """A line for each text, after the keys that it is about."""
-    groups: dict[str, list[Key]] = {}
+    groups: dict[str, list[Entry]] = {}
     for key in keys:
         groups.setdefault(key.text, []).append(key)
     for text, own in groups.items():
@@ -68,7 +133,7 @@ def of_schema_files() -> Iterator[str]:
         texts = attribute_texts(kind)
         hints = inspect.get_annotations(kind, eval_str=True)
         yield f"### {title}\n"
-        yield from table([Key(name, type_text(hints[name]), "", "", texts[name]) for name in known])
+        yield from table([Entry(name, type_text(hints[name]), "", "", texts[name]) for name in known])
 
 
 def page() -> str:
@@ -78,12 +143,12 @@ def page() -> str:
         parts += [
             f"### `[{name}]`\n",
             " ".join(re.sub(r"^`\[\w+\]`[:;]? ?", "", first).split()) + "\n",
-            *table(keys_of(kind)),
+            *table(entries(kind)),
         ]
         if name == "id_table":
             text = attribute_texts(TableIds)["fields"]
             parts += ["In `[id_table.tables.NAME]` every key above but `tables`, for one table, and:\n"]
-            parts += table([Key("fields", "list of texts", "", "", text)])
+            parts += table([Entry("fields", "list of texts", "", "", text)])
     parts += of_schema_files()
     return (
         re.sub(r"(?<!`)``([^`]+)``(?!`)", r"`\1`", re.sub(r":\w+:`(~?[\w.]+)`", r"`\1`", "\n".join(parts))).rstrip()
@@ -124,7 +189,7 @@ def test_a_key_without_description_is_refused() -> None:
 
 
 def test_ranges_come_from_the_checks() -> None:
-    keys = {f"{name}.{key.name}": key for name, kind in sections().items() for key in keys_of(kind)}
+    keys = {f"{name}.{key.name}": key for name, kind in sections().items() for key in entries(kind)}
     assert keys["train.eval_batch_size"].range == "at least 1"
     assert keys["optimizer.eps"].range == "above 0"
     assert keys["train.validation_fraction" if "train.validation_fraction" in keys else "model.dropout"].range
