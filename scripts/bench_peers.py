@@ -27,7 +27,8 @@ from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
 from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
 from cowrec.trainer.bench.parts import LEAST_STEPS, speed
 from cowrec.trainer.bench.settings import Bench
-from cowrec.trainer.cli.flags import parse_count, parse_list, parse_names, parse_table_rows
+from cowrec.trainer.cli.flags import parse_count, parse_list, parse_table_rows
+from cowrec.trainer.config.checks import hint
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
 from cowrec.trainer.runs.provenance import environment
@@ -96,7 +97,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
-        names = parse_names("only", arguments.only, DOES)
+        names = list(dict.fromkeys(parse_list(arguments.only)))
+        for name in names:
+            if name not in DOES:
+                raise ValueError(f"--only {name!r} is not known; {hint(name, DOES)}")
         sizes = [parse_count(each, "a batch size") for each in parse_list(arguments.batch_sizes)]
         rows = parse_table_rows(arguments.rows)
         flags = {"max_rows": rows, "epoch_share": arguments.epoch_share, "seconds": arguments.seconds}

@@ -14,31 +14,13 @@ from typer.core import TyperCommand
 from .flags import count_flag, parse_local
 
 app = typer.Typer()
-schema = typer.Typer(no_args_is_help=True)
-app.add_typer(schema, name="schema", help="Describes the columns of raw files.")
+schema = typer.Typer(no_args_is_help=True, help="Describes the columns of raw files, for `prepare tabular --schema`.")
+app.add_typer(schema, name="schema")
 
 
-Inputs = Annotated[
-    list[str],
-    typer.Option(
-        "--input", "-i", help="Files, patterns, folders: text, or that in gz, zst, xz, bz2, lz4, zip; Parquet; Arrow."
-    ),
-]
 SplitInputs = Annotated[
     list[str] | None, typer.Option(help="Files of this split, as --input, which then gives the training samples.")
 ]
-SchemaFile = Annotated[
-    Path | None, typer.Option("--schema", help="For tabular: TOML file that describes the columns; not with --like.")
-]
-Like = Annotated[
-    Path | None, typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split.")
-]
-Scheduler = Annotated[
-    str | None,
-    typer.Option(help="Dask cluster to run on, such as tcp://host:8786; its workers need access to all folders."),
-]
-Output = Annotated[Path, typer.Option("--output", "-o", parser=parse_local, help="Folder to write.")]
-DataOutput = Annotated[str, typer.Option("--output", "-o", help="Folder to write: a path or s3://BUCKET/DATA.")]
 
 
 class _Prepare(TyperCommand):
@@ -67,11 +49,6 @@ def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
                 yield flag
             values += 1
         yield argument
-
-
-@schema.callback()
-def _schema() -> None:
-    """Describes the columns of raw files, for `cowrec prepare tabular --schema`."""
 
 
 @schema.command()
@@ -103,10 +80,23 @@ def infer(
 @app.command(cls=_Prepare)
 def prepare(
     layout: Annotated[Literal["criteo", "avazu", "tabular"], typer.Argument(help="Layout of the raw files.")],
-    inputs: Inputs,
-    output: DataOutput,
-    schema_file: SchemaFile = None,
-    like: Like = None,
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            "-i",
+            help="Files, patterns, folders: text, or that in gz, zst, xz, bz2, lz4, zip; Parquet; Arrow.",
+        ),
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a path or s3://BUCKET/DATA.")],
+    schema_file: Annotated[
+        Path | None,
+        typer.Option("--schema", help="For tabular: TOML file that describes the columns; not with --like."),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(help="Run or data set whose ids and scales to apply; all samples go to the test split."),
+    ] = None,
     validation: SplitInputs = None,
     test: SplitInputs = None,
     keep: Annotated[
@@ -121,7 +111,10 @@ def prepare(
         list[str] | None,
         typer.Option("--set", help="prepare.key=value, overrides the TOML file; 64K is 65,536; repeatable."),
     ] = None,
-    scheduler: Scheduler = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="Dask cluster to run on, such as tcp://host:8786; its workers need access to all folders."),
+    ] = None,
 ) -> None:
     """Turns raw click logs into a data set: Parquet shards of ids, and a schema.json.
 
@@ -162,7 +155,7 @@ def prepare(
 
 @app.command()
 def synthesize(
-    output: Output,
+    output: Annotated[Path, typer.Option("--output", "-o", parser=parse_local, help="Folder to write.")],
     rows: Annotated[int, count_flag("Training samples.")] = 1_000_000,
     test_rows: Annotated[int, count_flag("Test samples.")] = 100_000,
     seed: Annotated[int, typer.Option(help="Seed of model and samples.")] = 0,

@@ -1,13 +1,12 @@
-"""Flags of several commands and the values of flags: runs, logs, counts, lists with commas, known names, paths."""
+"""Flags of several commands and the values of flags: runs, logs, counts, lists with commas, paths."""
 
-from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from cowrec.trainer.config.checks import hint
+from cowrec.trainer.runtime.environment import launched_world_size
 
 
 def count_flag(help: str) -> Any:
@@ -37,15 +36,6 @@ def parse_counts(text: str, flag: str) -> list[int]:
 def parse_list(text: str) -> list[str]:
     """Splits ``a, b`` into ["a", "b"]."""
     return [each.strip() for each in text.split(",")]
-
-
-def parse_names(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """Splits a list into known names, each once. Raises ValueError for an unknown name."""
-    names = list(dict.fromkeys(parse_list(text)))
-    for name in names:
-        if name not in known:
-            raise ValueError(f"--{flag} {name!r} is not known; {hint(name, known)}")
-    return names
 
 
 def parse_table_rows(text: str) -> int | None:
@@ -107,6 +97,10 @@ def load_run(config: Path, overrides: list[str] | None, data: str | None) -> tup
     return loaded, local_data(data or loaded.data.dir)
 
 
-def new_run_dir(config: Path) -> Path:
-    """Default folder of a run."""
+def new_run_dir(config: Path, resume: bool) -> Path:
+    """Default folder of a run. Raises ValueError if the run needs a named one."""
+    if launched_world_size() > 1:
+        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
+    if resume:
+        raise ValueError("--resume continues a run; name it with --run-dir")
     return Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -19,22 +19,6 @@ RunData = Annotated[str, typer.Option(help="Data set prepared with the run's ids
 Checkpoint = Annotated[
     str, typer.Option(help="Checkpoint to use: latest, best, or a step. [best, where checkpoint.keep_best keeps it]")
 ]
-Follow = Annotated[
-    str | None,
-    typer.Option(help="Publication whose new versions to apply: folder, s3://BUCKET/FOLDER or redis://HOST:PORT."),
-]
-MaxAge = Annotated[
-    float | None,
-    typer.Option(help="Seconds since a version was published, after which /readyz is 503. [any]"),
-]
-Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is reachable from other machines.")]
-HealthPort = Annotated[
-    int | None,
-    typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /health, /metrics. [none]"),
-]
-TimeoutMs = Annotated[
-    float, typer.Option(help="Time from a request's arrival to its prediction; a request may ask for less.")
-]
 
 
 @app.command()
@@ -115,13 +99,26 @@ def export(
 @app.command()
 def serve(
     export_dir: Annotated[str, typer.Argument(help="Folder of an exported model: a path or s3://BUCKET/EXPORT.")],
-    follow: Follow = None,
-    max_age: MaxAge = None,
-    host: Host = "127.0.0.1",
+    follow: Annotated[
+        str | None,
+        typer.Option(help="Publication whose new versions to apply: folder, s3://BUCKET/FOLDER or redis://HOST:PORT."),
+    ] = None,
+    max_age: Annotated[
+        float | None,
+        typer.Option(help="Seconds since a version was published, after which /readyz is 503. [any]"),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is reachable from other machines.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    health_port: HealthPort = None,
+    health_port: Annotated[
+        int | None,
+        typer.Option(help="Port on which a thread of its own answers /livez, /readyz, /health, /metrics. [none]"),
+    ] = None,
     max_samples: Annotated[int, count_flag("Most samples in a request.")] = 1000,
-    timeout_ms: TimeoutMs = 1000.0,
+    timeout_ms: Annotated[
+        float, typer.Option(help="Time from a request's arrival to its prediction; a request may ask for less.")
+    ] = 1000.0,
     log_format: LogForm = "text",
 ) -> None:
     """Serves predictions over HTTP: POST /predict, GET /health, /livez, /readyz, /metrics (Prometheus).

@@ -32,12 +32,7 @@ def sweep(
     data: TrainData = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            parser=parse_local,
-            help="Folder of the sweep; an interrupted sweep continues. [sweeps/NAME]",
-        ),
+        typer.Option("--output", "-o", parser=parse_local, help="Folder, new or to continue. [sweeps/NAME]"),
     ] = None,
     rules: Annotated[
         str | None,
@@ -80,9 +75,7 @@ def tune(
     data: TrainData = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", parser=parse_local, help="Folder of the study, or one to continue. [tunings/NAME]"
-        ),
+        typer.Option("--output", "-o", parser=parse_local, help="Folder, new or to continue. [tunings/NAME]"),
     ] = None,
     trials: Annotated[int, count_flag("Trials of the study, pruned and failed ones included.")] = 20,
     embedding_lr: Annotated[str | None, typer.Option(help=_RANGE)] = None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cowrec.trainer.runtime.environment import launched_rank, launched_world_size, show_log
+from cowrec.trainer.runtime.environment import launched_rank, show_log
 
 from .flags import (
     LogForm,
@@ -20,13 +20,8 @@ from .flags import (
 )
 
 app = typer.Typer()
-config_file = typer.Typer(no_args_is_help=True)
-app.add_typer(config_file, name="config", help="Writes run files.")
-
-
-@config_file.callback()
-def _config() -> None:
-    """Writes run files."""
+config_file = typer.Typer(no_args_is_help=True, help="Writes run files.")
+app.add_typer(config_file, name="config")
 
 
 @config_file.command()
@@ -76,11 +71,7 @@ def train(
     from cowrec.trainer.training.loop import train as run
 
     loaded, data_dir = load_run(config, overrides, data)
-    if run_dir is None and launched_world_size() > 1:
-        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
-    if run_dir is None and resume:
-        raise ValueError("--resume continues a run; name it with --run-dir")
-    folder = run_dir or str(new_run_dir(config))
+    folder = run_dir or str(new_run_dir(config, resume))
     report = run(loaded, data_dir, folder, resume=resume)
     if launched_rank() == 0:
         auc, logloss, speed = report["auc"], report["logloss"], speed_text(report["samples_per_second"])
@@ -120,14 +111,10 @@ def online(
     from cowrec.trainer.online.loop import online as run
     from cowrec.trainer.reports.text_table import speed_text
 
-    if run_dir is None and launched_world_size() > 1:
-        raise ValueError("pass --run-dir under torchrun, so that all processes agree on it")
     show_log(log_format)
-    if run_dir is None and resume:
-        raise ValueError("--resume continues a run; name it with --run-dir")
     loaded, data_dir = load_run(config, overrides, data)
     why = "its journal is appended to with every batch"
-    folder = require_local(run_dir, "--run-dir", why) if run_dir else new_run_dir(config)
+    folder = require_local(run_dir, "--run-dir", why) if run_dir else new_run_dir(config, resume)
     report = run(loaded, data_dir, source, folder, publish=publish, resume=resume)
     if launched_rank() == 0:
         print(f"{report['samples']:,} samples  {speed_text(report['samples_per_second'])}  run {folder}")
