@@ -1,5 +1,6 @@
 """pytest plugin: this suite's options, and the folder of the numbers recorded from the reference implementation."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -54,6 +55,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def cowrec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``cowrec ARGUMENTS`` in this process; returns its exit code, its output and its errors."""
+    from commands.command_line import exit_code
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        code = exit_code(monkeypatch, *arguments)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -77,14 +77,7 @@ def _mlperf_lines(settings: Bench, launched: int) -> Iterator[dict[str, Any]]:
         call = process.call if settings.device == "cuda" else run_in_subprocess
         for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
             config = mlperf_config(size, precision, clip, settings.device)
-            about = {
-                "mode": config.optimizer.embedding,
-                "clip": clip,
-                "precision": precision,
-                "batch_size": size,
-                "model": MODEL,
-                "max_rows": settings.max_rows,
-            }
+            about = {"mode": config.optimizer.embedding, "model": MODEL, "max_rows": settings.max_rows}
             arguments = (config, rows, settings.seconds)
             take = partial(measure_mlperf, *arguments) if launched > 1 else partial(call, measure_mlperf, *arguments)
             line = measured_line(about, config, take, sum(rows) * 516)

@@ -95,11 +95,7 @@ def cases(settings: Bench, ids: CriteoIds, last_samples: Path) -> Iterator[Case]
         steps = min(max(_MOST_SAMPLES // batch_size, _LEAST_STEPS), _MOST_STEPS)
         yield Case(
             criteo_config(settings.model, batch_size, mode, clip, precision, settings.device),
-            ids,
-            settings.samples,
-            last_samples,
-            steps,
-            settings.seconds,
+            *(ids, settings.samples, last_samples, steps, settings.seconds),
         )
 
 
@@ -108,12 +104,13 @@ def case_runner(settings: Bench) -> Iterator["CaseRunner"]:
     """Draws the ids before the measurement; at the end closes the process and removes the file of the cases."""
     ids = CriteoIds(max_rows=settings.max_rows)
     with tempfile.TemporaryDirectory() as folder, Subprocess() as process:
-        last_samples = run_ids(ids, settings.samples)
         file = Path(folder) / "last_samples.npy"
-        np.save(file, last_samples)
-        yield CaseRunner(settings, list(cases(settings, ids, file)), process)
+        np.save(file, run_ids(ids, settings.samples))
+        call = process.call if settings.device == "cuda" else run_in_subprocess
+        yield CaseRunner(list(cases(settings, ids, file)), settings.max_rows, call)
 
 
+@dataclass
 class CaseRunner:
     """Measures cases one after the other, each with the peak of its memory.
 
@@ -122,12 +119,13 @@ class CaseRunner:
 
     Attributes:
         cases: the combinations of the settings, in order.
+        max_rows: most rows of a table, for the lines.
+        call: runs a function in a subprocess.
     """
 
-    def __init__(self, settings: Bench, cases: list[Case], process: Subprocess) -> None:
-        self.cases = cases
-        self._max_rows = settings.max_rows
-        self._call = process.call if settings.device == "cuda" else run_in_subprocess
+    cases: list[Case]
+    max_rows: int | None
+    call: Callable[..., Any]
 
     def line(self, case: Case, timeout: float | None = None) -> dict[str, Any]:
         """Measures a case. A failed one has the keys that identify it, its configuration, and ``error``.
@@ -136,15 +134,8 @@ class CaseRunner:
             case: one of ``cases``.
             timeout: seconds after which a measurement is given up; by default never.
         """
-        about = {
-            "mode": case.config.optimizer.absent_rows,
-            "clip": "off" if case.config.clip.rule == "none" else "on",
-            "precision": case.config.train.precision,
-            "batch_size": case.batch_size,
-            "model": case.config.model.name,
-            "max_rows": self._max_rows,
-        }
-        take = partial(self._call, measure, case, timeout=timeout)
+        about = {"mode": case.config.optimizer.absent_rows, "model": case.config.model.name, "max_rows": self.max_rows}
+        take = partial(self.call, measure, case, timeout=timeout)
         values = measured_line(about, case.config, take, 144 * int(case.ids.table_rows.sum()))
         values.pop("step_seconds", None)
         return values
@@ -156,8 +147,11 @@ def measured_line(
     """The line of a combination: what identifies it, what was measured or the ``error``, and how.
 
     Args:
+        about: mode, model and max_rows.
         table_bytes: of tables and moments, for the message.
     """
+    of_config = {"precision": config.train.precision, "batch_size": config.train.batch_size}
+    about = {**about, "clip": "off" if config.clip.rule == "none" else "on", **of_config}
     how = {
         "config": {key: dataclasses.asdict(getattr(config, key)) for key in ("model", "optimizer", "clip")},
         **environment(torch.device(config.train.device)),

@@ -11,6 +11,7 @@ import torch
 
 from cowrec.models import ModelConfig, require_model
 from cowrec.sparse_opt import AdamConfig
+from cowrec.trainer.config.checks import require
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import ClipConfig, TrainConfig
 
@@ -62,14 +63,10 @@ class Bench:
                 raise ValueError(f"--{flag} {unknown[0]!r} is not known; known: {', '.join(map(str, known))}")
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"--{flag} needs one value or several different ones, got {values}")
-        for flag, value, fits, what in (
-            ("batch-sizes", min(self.batch_sizes), min(self.batch_sizes) >= 1, "at least 1"),
-            ("rows", self.max_rows, self.max_rows is None or self.max_rows >= 2, "full or at least 2"),
-            ("epoch-share", self.epoch_share, 0 < self.epoch_share <= 40, "above 0 and at most 40"),
-            ("seconds", self.seconds, 0 <= self.seconds < inf, "at least 0"),
-        ):
-            if not fits:
-                raise ValueError(f"--{flag} must be {what}, got {value}")
+        require("--batch-sizes", min(self.batch_sizes), min(self.batch_sizes) >= 1, "at least 1")
+        require("--rows", self.max_rows, self.max_rows is None or self.max_rows >= 2, "full or at least 2")
+        require("--epoch-share", self.epoch_share, 0 < self.epoch_share <= 40, "above 0 and at most 40")
+        require("--seconds", self.seconds, 0 <= self.seconds < inf, "at least 0")
         if self.device == "cpu" and "tf32" in self.precisions:
             raise ValueError("--precision tf32 exists on CUDA only; add --device cuda, or measure float32 or bfloat16")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -1,12 +1,16 @@
 """The command line ``cowrec``, in the process of the test."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cowrec.trainer.cli.main import main
 from cowrec.trainer.runtime.environment import hide_log
+
+Cowrec = Callable[..., tuple[int, str, str]]
+"""The fixture ``cowrec``: runs ``cowrec ARGUMENTS``; returns its exit code, its output and its errors."""
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:

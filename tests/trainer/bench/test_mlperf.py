@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec, exit_code
 from cowrec.trainer.bench import mlperf
 from cowrec.trainer.bench.mlperf import (
     IDS_PER_SAMPLE,
@@ -69,21 +69,18 @@ def test_bytes_of_the_embeddings_are_counted_by_hand() -> None:
     assert bytes_per_sample(batch) == pytest.approx(4 * 214 + 4 * 26 * 512 + 0.26 * (3 * 512 + 8))
 
 
-def test_a_small_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_bench(cowrec: Cowrec, tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
-    assert exit_code(monkeypatch, "bench", *SMALL, "--clip", "on,off", "--output", output) == 0
-    on, off = (json.loads(line) for line in output.read_text().splitlines())
-    assert (on["clip"], off["clip"], on["config"]["clip"]["rule"]) == ("on", "off", "cowclip")
-    for line in (on, off):
-        rows = sum(min(rows, 200) for rows in TABLE_ROWS)
-        assert (line["table_rows"], line["table_bytes"], line["moments_bytes"]) == (rows, 512 * rows, 4 * rows)
-        assert (line["model"], line["mode"], line["batch_size"]) == ("mlperf-dcnv2", "rowwise_adagrad", 32)
-        assert line["samples_per_second_of_gpu"] == line["samples_per_second"] == pytest.approx(32e3 / line["step_ms"])
-        assert sum(line["step_parts_ms"].values()) == pytest.approx(line["step_ms"])
-        assert min(line["step_parts_ms"].values()) >= 0
-        assert line["roofline"]["step_ms"] > 0
-        assert {"versions", "device", "git_commit", "peak_memory_bytes", "host_ms"} <= line.keys()
-    assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in capsys.readouterr().out
+    _, printed, _ = cowrec("bench", *SMALL, "--clip", "off", "--output", output)
+    line, rows = json.loads(output.read_text()), sum(min(rows, 200) for rows in TABLE_ROWS)
+    assert (line["table_rows"], line["table_bytes"], line["moments_bytes"]) == (rows, 512 * rows, 4 * rows)
+    assert (line["model"], line["mode"], line["batch_size"]) == ("mlperf-dcnv2", "rowwise_adagrad", 32)
+    assert line["samples_per_second_of_gpu"] == line["samples_per_second"] == pytest.approx(32e3 / line["step_ms"])
+    assert sum(line["step_parts_ms"].values()) == pytest.approx(line["step_ms"])
+    assert min(line["step_parts_ms"].values()) >= 0
+    assert line["roofline"]["step_ms"] > 0
+    assert {"versions", "device", "git_commit", "peak_memory_bytes", "host_ms"} <= line.keys()
+    assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in printed
 
 
 def bench_in_process(rank: int, folder: Path, port: int) -> None:
@@ -101,7 +98,8 @@ def bench_in_process(rank: int, folder: Path, port: int) -> None:
 def test_several_processes_measure_together(tmp_path: Path) -> None:
     in_processes(bench_in_process, (tmp_path, free_port()), 2)
     (line,) = (json.loads(text) for text in (tmp_path / "bench.jsonl").read_text().splitlines())
-    assert (line["world_size"], line["steps"]) == (2, 10)
+    assert (line["world_size"], line["steps"], line["clip"]) == (2, 10, "on")
+    assert line["config"]["clip"]["rule"] == "cowclip"
     assert line["samples_per_second_of_gpu"] == line["samples_per_second"] / 2
     printed = [(tmp_path / f"stdout.rank{rank}").read_text() for rank in range(2)]
     assert [text.count("MLPerf, 8 x H200") for text in printed] == [1, 0]
