@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -94,6 +95,14 @@ def make_data(folder: Path, columns: Sequence[str] = tuple(COLUMNS), *, test_row
     settings = PrepareConfig(split="order", test_rows=test_rows)
     prepare("tabular", [folder / "raw.csv"], folder / "data", settings, schema_file=folder / "columns.toml")
     return folder / "data"
+
+
+def case_folder(factory: pytest.TempPathFactory, name: str, columns: Sequence[str] = tuple(COLUMNS)) -> Path:
+    """A new folder with a data set in ``data``, and ``run.toml``."""
+    folder = factory.mktemp(name)
+    make_data(folder, columns)
+    config_file(folder)
+    return folder
 
 
 def checkpoint(run_dir: Path) -> dict[str, Any]:

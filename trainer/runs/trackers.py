@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 _LAST_SECONDS = 30.0
 """Longest time that the end of a run waits for a tracker."""
-_THREAD = "cowrec-tracker-"
 _MOST_WAITING = 10_000
 """Readings that wait for a tracker before further ones are left out."""
 
@@ -61,7 +60,7 @@ class _Mlflow:
         # Otherwise the address of the run, with any credentials in that of the server, is printed at its end.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         # A server that is away would be a warning with each repetition of each request.
-        logging.getLogger("urllib3.connectionpool").addFilter(_is_not_of_trackers)
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
     def begin(self, run: TrackedRun, known_id: str | None) -> str:
         # Of this thread: one is active where an earlier call failed after starting it.
@@ -73,8 +72,7 @@ class _Mlflow:
         changed = {key: value for key, value in config.items() if earlier.get(key, value) != value}
         self._mlflow.set_tags({**run.tags, **changed})
         self._mlflow.log_params({key: value for key, value in config.items() if key not in earlier})
-        run_id: str = active.info.run_id
-        return run_id
+        return str(active.info.run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         # Names of fields may have characters that MLflow does not take.
@@ -83,10 +81,6 @@ class _Mlflow:
 
     def end(self, status: str) -> None:
         self._mlflow.end_run(status)
-
-
-def _is_not_of_trackers(record: logging.LogRecord) -> bool:
-    return not (record.threadName or "").startswith(_THREAD)
 
 
 class _Wandb:
@@ -109,8 +103,7 @@ class _Wandb:
         )
         # W&B's own steps only rise, but those of a resumed run begin again at its checkpoint.
         self._run.define_metric("*", step_metric="step")
-        run_id: str = self._run.id
-        return run_id
+        return str(self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
@@ -146,7 +139,7 @@ class Tracking:
         self._name, self._tracker, self._run = name, tracker, run
         self._queue: Queue[tuple[int, Mapping[str, float]] | str] = Queue(_MOST_WAITING)
         self._begun = self._warned = False
-        self._thread = Thread(target=self._work, name=_THREAD + name, daemon=True)
+        self._thread = Thread(target=self._work, name=f"cowrec-tracker-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,13 +1,12 @@
-"""Metrics in MLflow and Weights & Biases, read back by their clients; trackers that fail or do not answer."""
+"""What MLflow's and Weights & Biases' libraries are given, and trackers that fail or do not answer."""
 
-import importlib.util
 import json
 import logging
-import socket
-import struct
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,21 +17,12 @@ from cowrec.trainer.runs.metrics_log import MetricsLog
 from cowrec.trainer.runs.trackers import TrackedRun, Tracking, without_secrets
 from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
 from cowrec.trainer.training.loop import train
-from trainer_cases import config_file, free_port, interrupted, make_data
-
-INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("mlflow", "wandb")}
-needs = {
-    name: pytest.mark.skipif(not found, reason=f"{name} is not installed: pip install 'cowrec[{name}]'")
-    for name, found in INSTALLED.items()
-}
+from trainer_cases import case_folder, interrupted
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tracked")
-    make_data(folder)
-    config_file(folder)
-    return folder
+    return case_folder(tmp_path_factory, "tracked")
 
 
 def train_tracked(folder: Path, run: Path, tracker: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
@@ -43,8 +33,7 @@ def train_tracked(folder: Path, run: Path, tracker: str, *overrides: str, resume
 def resumed(folder: Path, run: Path, tracker: str) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Trains two epochs of five steps, goes back to the first checkpoint, and trains from there for three epochs.
 
-    Returns:
-        Both reports, and the lines of metrics that the runs wrote, those of repeated steps twice.
+    Returns both reports, and the lines of metrics that the runs wrote, those of repeated steps twice.
     """
     first = train_tracked(folder, run, tracker)
     written = lines_of(run)
@@ -57,118 +46,85 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@needs["mlflow"]
-def test_mlflow_has_the_settings_and_metrics_of_a_resumed_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Library:
+    """The part of both libraries that trackers call; it keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.begun, self.config, self.tags = list[Any](), dict[str, Any](), dict[str, Any]()
+        self.history, self.ends = list[tuple[int, dict[str, float]]](), list[Any]()
+        self.__spec__ = SimpleNamespace(origin="here")
+
+    # MLflow
+
+    def active_run(self) -> None:
+        return None
+
+    def start_run(self, run_id: str | None, run_name: str | None) -> Any:
+        self.begun.append(run_id)
+        return SimpleNamespace(info=SimpleNamespace(run_id="id7"), data=SimpleNamespace(params=dict(self.config)))
+
+    def set_tags(self, tags: dict[str, Any]) -> None:
+        self.tags |= tags
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        assert not params.keys() & self.config.keys(), "MLflow's parameters cannot change"
+        self.config |= params
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self.history.append((step, values))
+
+    def end_run(self, status: str) -> None:
+        self.ends.append(status)
+
+    # W&B
+
+    def login(self, prompt: bool) -> bool:
+        return not prompt
+
+    def Settings(self, **given: Any) -> dict[str, Any]:
+        assert (given["console"], given["x_disable_meta"]) == ("off", True)
+        return given
+
+    def init(self, *, id: str | None, config: dict[str, Any], **_: Any) -> Any:
+        self.begun.append(id)
+        self.config |= config
+        return SimpleNamespace(id="id7", define_metric=lambda *_, **__: None, log=self._log, finish=self._finish)
+
+    def _log(self, values: dict[str, float]) -> None:
+        self.history.append((int(values["step"]), values))
+
+    def _finish(self, exit_code: int) -> None:
+        self.ends.append(exit_code)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("mlflow", ["FINISHED"] * 2 + ["FAILED"]), ("wandb", [0, 0, 1])])
+def test_a_tracker_has_the_settings_and_metrics_of_a_resumed_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ends: list[Any]
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "store"))
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "clicks")
-    _, report, lines = resumed(folder, tmp_path / "run", "mlflow")
-    with pytest.raises(NonFiniteLoss):
-        train_tracked(folder, tmp_path / "infinite", "mlflow", "optimizer.dense_lr=1e30")
-
-    client = importlib.import_module("mlflow").MlflowClient()
-    experiment = client.get_experiment_by_name("clicks").experiment_id
-    by_name = {run.info.run_name: run for run in client.search_runs([experiment])}
-    assert by_name.keys() == {"run", "infinite"}  # the copy continued the run
-    assert by_name["infinite"].info.status == "FAILED"
-    run = by_name["run"]
-    assert run.info.status == "FINISHED"
-    assert run.info.run_id == (tmp_path / "copy" / "mlflow_run_id.txt").read_text().strip()
-    assert {key: run.data.params[key] for key in ("train.batch_size", "clip.rule", "derived.embedding_lr")} == {
-        "train.batch_size": "51",
-        "clip.rule": "cowclip",
-        "derived.embedding_lr": "0.01",
-    }
-    assert run.data.params["train.epochs"] == "2"
-    assert run.data.tags["train.epochs"] == "3"  # changed on resuming
-    assert run.data.tags["versions.torch"] == report["versions"]["torch"]
-    assert run.data.tags["git_commit"] == str(report["git_commit"])
-    history = [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "train/loss")]
-    assert history == [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
-    assert run.data.metrics["report/auc"] == report["auc"]
-    assert "samples_per_second" not in run.data.metrics  # NaN in the first step
-
-
-@needs["wandb"]
-def test_wandb_has_the_settings_and_metrics_of_a_resumed_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("API_KEY", "k" * 40)):
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    first, second, lines = resumed(folder, tmp_path / "run", "wandb")
-    run_id = (tmp_path / "copy" / "wandb_run_id.txt").read_text().strip()
-    # The two parts were written by one process within a second or more; their order is that of their beginning.
-    files = sorted(tmp_path.rglob(f"run-{run_id}.wandb"), key=lambda file: file.stat().st_mtime_ns)
-    assert len(files) == 2
-    records = [record for file in files for record in wandb_records(file)]
-    history = [
-        {item.nested_key[0]: json.loads(item.value_json) for item in r.history.item}
-        for r in records
-        if r.HasField("history")
-    ]
-    losses = [(each["step"], each["train/loss"]) for each in history if "train/loss" in each]
+    library: Any = Library()
+    monkeypatch.setitem(sys.modules, name, library)
+    first, second, lines = resumed(folder, tmp_path / "run", name)
+    assert library.begun == [None, "id7"]
+    losses = [(step, values["train/loss"]) for step, values in library.history if "train/loss" in values]
     assert losses == [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
-    assert [each["report/auc"] for each in history if "report/auc" in each] == [first["auc"], second["auc"]]
-    assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0, 0]
-    config = {
-        i.key or i.nested_key[0]: json.loads(i.value_json)
-        for r in records
-        if r.HasField("run")
-        for i in r.run.config.update
-    }
-    assert config["train.epochs"] == 3
-    assert config["model.hidden"] == [8]
+    aucs = [values["report/auc"] for _, values in library.history if "report/auc" in values]
+    assert aucs == [first["auc"], second["auc"]]
+    assert (tmp_path / "copy" / f"{name}_run_id.txt").read_text() == "id7\n"
+    config = {key: str(value) for key, value in (library.config | library.tags).items()}
+    assert config["train.epochs"] == "3"  # changed on resuming
+    assert (config["clip.rule"], config["derived.embedding_lr"]) == ("cowclip", "0.01")
     assert config["versions.torch"] == second["versions"]["torch"]
+    with pytest.raises(NonFiniteLoss):
+        train_tracked(folder, tmp_path / "infinite", name, "optimizer.dense_lr=1e30")
+    assert library.ends == ends
 
 
-def wandb_records(file: Path) -> list[Any]:
-    """Reads a run's file: LevelDB's log, blocks of 32 KiB with pieces of protobuf messages, after seven bytes."""
-    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
-    data, at, found, message = file.read_bytes(), 7, [], b""
-    while at + 7 <= len(data):
-        if at % 32768 > 32768 - 7:  # too little room for a piece
-            at += 32768 - at % 32768
-            continue
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        message += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # complete, or the last piece
-            found.append(record.FromString(message))
-            message = b""
-    return found
-
-
-@needs["mlflow"]
-@pytest.mark.parametrize("listens", [False, True], ids=["refuses", "is silent"])
-def test_an_mlflow_server_that_is_away_costs_one_warning(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, listens: bool
+def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as server:
-        if listens:
-            server.bind(("localhost", 0))
-            server.listen()
-        port = server.getsockname()[1] if listens else free_port()
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://name:hunter2@localhost:{port}")
-        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        monkeypatch.setattr(trackers, "_LAST_SECONDS", 0.1 if listens else 60.0)
-        report = train_tracked(folder, tmp_path / "run", "mlflow")
-    for thread in threading.enumerate():
-        if thread.name.startswith("cowrec-tracker"):
-            thread.join(60)  # while the address is that of the server
-    assert report["steps"] == 10
-    warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert len([each for each in warnings if "mlflow does not record all metrics" in each]) == 1
-    assert "hunter2" not in caplog.text
-
-
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_tracker_that_is_not_installed_is_refused_at_the_start(folder: Path, tmp_path: Path, name: str) -> None:
-    if INSTALLED[name]:
-        pytest.skip(f"{name} is installed")
-    with pytest.raises(ValueError, match=rf"train\.trackers has \"{name}\".*pip install 'cowrec\[{name}\]'"):
-        train_tracked(folder, tmp_path / "run", name)
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"train\.trackers has \"wandb\".*pip install 'cowrec\[wandb\]'"):
+        train_tracked(folder, tmp_path / "run", "wandb")
     assert not (tmp_path / "run").exists()
 
 
