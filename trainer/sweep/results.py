@@ -120,13 +120,11 @@ def steps_by_batch_size(lines: Lines) -> dict[int, int]:
     return {size: number for size, number in steps.items() if number}
 
 
-def too_few_steps(batch_size: int, steps: int, base: int) -> bool:
-    """Whether a batch larger than the base has too few steps to judge a scaling rule."""
-    return steps < FEW_STEPS and batch_size > base
-
-
-def few_steps_warning(batch_size: int, steps: int) -> str:
-    return f"warning: batch {size_name(batch_size)} has {steps} steps, below {FEW_STEPS}: too few steps to judge a rule"
+def few_steps_warning(batch_size: int, steps: int, base: int) -> str:
+    """A warning if a batch larger than the base has too few steps to judge a scaling rule; else ""."""
+    few = steps < FEW_STEPS and batch_size > base
+    text = f"warning: batch {size_name(batch_size)} has {steps} steps, below {FEW_STEPS}: too few steps to judge a rule"
+    return text if few else ""
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -179,7 +177,7 @@ def _cell(values: Sequence[float], at_base: Sequence[float], how: Measure, seeds
 def _notes(lines: Lines) -> str:
     base, at_base = lines[0]["base_batch_size"], base_values(lines, "auc")
     steps = steps_by_batch_size(lines).items()
-    notes = [few_steps_warning(size, number) for size, number in steps if too_few_steps(size, number, base)]
+    notes = [warning for size, number in steps if (warning := few_steps_warning(size, number, base))]
     if not any(line["batch_size"] == base for line in lines):
         notes.append(f"The base, batch {size_name(base)}, is not in this sweep; add it to see what a batch loses.")
     elif not at_base:

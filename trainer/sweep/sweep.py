@@ -15,6 +15,7 @@ import torch
 
 from cowrec.data_pipeline import Schema
 from cowrec.sparse_opt import SCALING_RULES
+from cowrec.trainer.config.checks import require
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.measures.clip_metrics import HARDLY_ANY
 from cowrec.trainer.reports.text_table import speed_text
@@ -22,17 +23,18 @@ from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.sharded_model.run_plan import Scaled
 
-from .results import few_steps_warning, too_few_steps
+from .results import few_steps_warning
 from .runs import Runs, on_data, open_runs, say
 
 RESULTS = "sweep.jsonl"
 COMPETITORS = ("cowclip", "linear", "none")
 """Scaling rules with which a configuration's own rule is compared unless others are asked for."""
-_MEASURES = (
-    *("validation_auc", "validation_logloss", "best_epoch"),
-    *("expected_auc", "expected_logloss", "excess_logloss", "by_id_counts"),
+_KEPT = (
+    *("auc", "logloss", "steps", "samples_per_second", "train_seconds", "clip_remark", "best_possible"),
+    *("validation_auc", "validation_logloss", "best_epoch", "expected_auc", "expected_logloss", "excess_logloss"),
+    *("by_id_counts", "versions", "device", "threads", "git_commit"),
 )
-"""Measures of a report that not every run has."""
+"""Entries of a line that a report gives, if it has them."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ class Grid:
             if not given or len(set(given)) < len(given):
                 raise ValueError(f"--{option} needs one value or several different ones, got {list(given)}")
         for option, least in {"batch-sizes": min(self.batch_sizes), "seeds": self.seeds}.items():
-            if least < 1:
-                raise ValueError(f"--{option} must be at least 1, got {least}")
+            require(f"--{option}", least, least >= 1, "at least 1")
 
     def cells(self, first_seed: int) -> list[Cell]:
         """The runs, seed by seed, so that an interrupted sweep has covered the grid with some seeds."""
@@ -181,15 +182,12 @@ def _trained(runs: Runs, config: RunConfig, name: str) -> dict[str, Any]:
     clip_statistics = report["clip_statistics"]
     aucs = [epoch["auc"] for epoch in report["epochs"] if epoch.get("auc") is not None]
     return {
-        **{key: report[key] for key in ("auc", "logloss", "steps", "samples_per_second", "train_seconds")},
-        **{key: report[key] for key in ("clip_remark", "best_possible")},
-        **{key: report[key] for key in _MEASURES if key in report},
+        **{key: report[key] for key in _KEPT if key in report},
         "best_epoch_auc": max(aucs, default=None),
         "epochs": len(report["epochs"]),
         "by_epoch": report["epochs"],
         "clipped": clip_statistics["clipped"] if clip_statistics else None,
         **what,
-        **{key: report[key] for key in ("versions", "device", "threads", "git_commit")},
     }
 
 
@@ -203,5 +201,5 @@ def _in_short(line: dict[str, Any]) -> str:
         return f"failed: {line['error']}"
     auc, logloss = (float("nan") if line[key] is None else line[key] for key in ("auc", "logloss"))
     text = f"AUC {auc:.4f}  logloss {logloss:.4f}  {speed_text(line['samples_per_second'])}"
-    size, steps = line["batch_size"], line["steps"]
-    return f"{text}\n{few_steps_warning(size, steps)}" if too_few_steps(size, steps, line["base_batch_size"]) else text
+    warning = few_steps_warning(line["batch_size"], line["steps"], line["base_batch_size"])
+    return f"{text}\n{warning}" if warning else text

@@ -23,6 +23,7 @@ from optuna.trial import Trial, TrialState, create_trial
 
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.files import read_lines
+from cowrec.trainer.config.checks import require
 from cowrec.trainer.config.run import RunConfig, save_config
 from cowrec.trainer.runs.checkpoint import best_epoch
 from cowrec.trainer.runs.run_dir import CONFIG, METRICS
@@ -61,15 +62,12 @@ class Search:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}")
-        if self.metric not in ("logloss", "auc"):
-            raise ValueError(f"--metric {self.metric!r} is not known; known: logloss, auc")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"--validation-fraction must be above 0 and below 1, got {self.validation_fraction}")
-        for key, value in {"patience": self.patience, "seed": self.seed}.items():
-            if value < 0:
-                raise ValueError(f"--{key} must be at least 0, got {value}")
+        require("--batch-size", self.batch_size, self.batch_size >= 1, "at least 1")
+        require("--metric", self.metric, self.metric in ("logloss", "auc"), "logloss or auc")
+        fraction = self.validation_fraction
+        require("--validation-fraction", fraction, 0 < fraction < 1, "above 0 and below 1")
+        require("--patience", self.patience, self.patience >= 0, "at least 0")
+        require("--seed", self.seed, self.seed >= 0, "at least 0")
         for name, bounds in self.ranges.items():
             if bounds and not 0 < bounds[0] < bounds[1] < inf:
                 raise ValueError(f"{_flag(name)} needs 0 < LOWEST < HIGHEST, got {bounds[0]:g},{bounds[1]:g}")
@@ -158,8 +156,7 @@ def tune(config: RunConfig, data_dir: Path, output: Path, search: Search, trials
         ProcessFailed: a trial ended otherwise than by a loss that is not finite; the next call repeats it.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    if trials < 1:
-        raise ValueError(f"--trials must be at least 1, got {trials}")
+    require("--trials", trials, trials >= 1, "at least 1")
     schema = Schema.load(data_dir)
     base = search.based_on(on_data(config, data_dir, schema))
     ranges, shared = search.searched(base), search.of_trials(base, has_validation="validation" in schema.splits)
@@ -339,28 +336,22 @@ def hints(best: Mapping[str, Any], ranges: Mapping[str, Range], epochs: int) -> 
 def _comment(
     lines: list[dict[str, Any]], best: dict[str, Any], search: Search, shared: RunConfig, ranges: dict[str, Range]
 ) -> str:
-    states = [line["state"] for line in lines]
-    counts = ", ".join(f"{states.count(each)} {each}" for each in ("complete", "pruned", "failed"))
     fraction = shared.train.validation_fraction
     samples = f"the last {fraction:g} of the training samples" if fraction else "the validation split"
     searched = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in ranges.items())
     return (
-        f"found by cowrec tune at batch size {search.batch_size}: trial {best['trial'] + 1} of {len(lines)}"
-        f" ({counts})\n"
-        f"by the validation {search.metric}, on {samples}:"
-        f" logloss {best['validation_logloss']:.5f}, AUC {best['validation_auc']:.5f}\n"
-        f"after epoch {best['best_epoch']} of at most {shared.train.epochs}; searched {searched}; seed {search.seed};"
-        f" commit {best['git_commit']}"
+        f"found by cowrec tune at batch size {search.batch_size}: trial {best['trial'] + 1} of {len(lines)}\n"
+        f"by the validation {search.metric}, on {samples}:{_quality(best)}\n"
+        f"of at most {shared.train.epochs}; searched {searched}; seed {search.seed}; commit {best['git_commit']}"
     )
 
 
 def _in_short(line: dict[str, Any]) -> str:
-    if "error" in line:
-        return f": {line['error']}"
-    return (
-        f"  validation logloss {line['validation_logloss']:.5f}  AUC {line['validation_auc']:.5f}  epoch"
-        f" {line['best_epoch']}"
-    )
+    return f": {line['error']}" if "error" in line else f"  validation{_quality(line)}"
+
+
+def _quality(line: Mapping[str, Any]) -> str:
+    return f" logloss {line['validation_logloss']:.5f}  AUC {line['validation_auc']:.5f}  epoch {line['best_epoch']}"
 
 
 def _flag(name: str) -> str:

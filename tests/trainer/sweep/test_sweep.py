@@ -6,16 +6,15 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import Interrupted
@@ -111,18 +110,6 @@ def test_a_run_whose_line_was_lost_is_not_trained_again(folder: Path) -> None:
     assert report.stat().st_mtime_ns == written
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """The descendants of a process, outermost first."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = status.read_text().rpartition(")")[2].split()[1]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(parent) == pid:
-            yield int(status.parent.name)
-            yield from descendants(int(status.parent.name))
-
-
 def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     """The first of four runs is killed and recorded as failed, the sweep in the third; the next call resumes that."""
     epochs, output = 25, tmp_path / "out"
@@ -135,7 +122,7 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
         printed += line
         run += line.startswith("run ")
         if line.startswith("epoch 1/") and run == 1:
-            os.kill(list(descendants(process.pid))[-1], signal.SIGKILL)
+            psutil.Process(process.pid).children(recursive=True)[-1].kill()
         if line.startswith("epoch 3/") and run == 3:  # the checkpoint of the first epoch has been written
             process.kill()
     # The loop has ended, so no process has the pipe open: the run has ended with its sweep.
@@ -164,47 +151,35 @@ def test_killed_runs_and_a_killed_sweep(folder: Path, tmp_path: Path) -> None:
     assert "(1 of 2)" in sweep_table(found)
 
 
-def test_ctrl_c_ends_the_run_and_says_how_to_continue(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "out" / "runs" / "linear-51-clip_on-seed0"
-
-    def press() -> None:
-        while not (run / "metrics.jsonl").exists():
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    # SIGINT may be ignored when the tests run in the background.
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
-    pressing = threading.Thread(target=press)
-    pressing.start()
-    with pytest.raises(Interrupted, match=f"stopped in run {run.name}; the same command continues there"):
-        run_sweep(folder, tmp_path / "out", "train.epochs=100000", grid=Grid([51], ["linear"], ["on"], 1))
-    pressing.join()
-    signal.signal(signal.SIGINT, earlier)
-    assert not list(multiprocessing.active_children())
-    assert not (tmp_path / "out" / "sweep.jsonl").exists()
-
-
-def test_a_stopped_subprocess_ends_the_sweep_without_a_line(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whom", ["the sweep by Ctrl-C", "its run by SIGTERM"])
+def test_a_stopped_sweep_says_how_to_continue_and_does(folder: Path, tmp_path: Path, whom: str) -> None:
     epochs, output, grid = 100, tmp_path / "out", Grid([51], ["linear"], ["off"], 1)
     run = output / "runs" / "linear-51-clip_off-seed0"
 
     def stop() -> None:
-        while not any(run.glob("checkpoints/*")):
+        while not any(run.glob("checkpoints/step_?????????")):
             time.sleep(0.001)
-        (training,) = multiprocessing.active_children()
-        training.terminate()
+        if whom == "the sweep by Ctrl-C":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            multiprocessing.active_children()[0].terminate()
 
+    # SIGINT may be ignored when the tests run in the background.
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     stopping = threading.Thread(target=stop)
     stopping.start()
     with pytest.raises(Interrupted, match=f"stopped in run {run.name}; the same command continues there"):
         run_sweep(folder, output, f"train.epochs={epochs}", grid=grid)
     stopping.join()
+    signal.signal(signal.SIGINT, earlier)
+    assert not multiprocessing.active_children()
     assert not (output / "sweep.jsonl").exists()
     before = (run / "metrics.jsonl").read_bytes().splitlines()
     (line,) = run_sweep(folder, output, f"train.epochs={epochs}", grid=grid)
     assert line["steps"] == 5 * epochs
     after = (run / "metrics.jsonl").read_bytes().splitlines()
-    assert after[: len(before)] == before
+    kept = len(before) if whom == "its run by SIGTERM" else 1  # the lines up to its newest checkpoint
+    assert after[:kept] == before[:kept]
     assert len(after) > len(before)
 
 
@@ -225,17 +200,14 @@ def test_remark_on_runs_whose_clip_had_no_effect() -> None:
     assert clip_remark(lines[1:]) == ""
 
 
-def test_the_command_prints_the_table(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_table(cowrec: Cowrec, folder: Path) -> None:
     arguments = [folder / "run.toml", "--data", folder / "data", "--output", folder / "grid", "--batch-sizes", "51,102"]
-    assert exit_code(monkeypatch, "sweep", *arguments, "--rules", "cowclip,linear", "--seeds", "1") == 0
-    captured = capsys.readouterr()
-    assert captured.err == "", "something was trained again"
-    assert "warning: batch 102 has 6 steps, below 200: too few steps to judge a rule\n" in captured.out
+    code, printed, said = cowrec("sweep", *arguments, "--rules", "cowclip,linear", "--seeds", "1")
+    assert (code, said) == (0, ""), "something was trained again"
+    assert "warning: batch 102 has 6 steps, below 200: too few steps to judge a rule\n" in printed
     (line,) = [line for line in lines_of(folder / "grid") if key(line) == ("cowclip", 102, "on", 0)]
-    assert f"{100 * line['auc']:.2f}" in captured.out
-    assert captured.out.endswith(f"plot: {folder}/grid/sweep.png\n")
+    assert f"{100 * line['auc']:.2f}" in printed
+    assert printed.endswith(f"plot: {folder}/grid/sweep.png\n")
     assert (folder / "grid" / "sweep.png").exists()
 
 
@@ -244,42 +216,6 @@ def test_the_default_rules_include_the_configurations_own(folder: Path) -> None:
     assert default_rules(config) == ["cowclip", "linear", "none"]
     own = load_config(folder / "run.toml", ["optimizer.scaling=sqrt_star"])
     assert default_rules(own) == ["sqrt_star", "cowclip", "linear", "none"]
-
-
-REFUSED = {
-    "no number": (
-        ["--batch-sizes", "8Q"],
-        "--batch-sizes must be a whole number such as 512, 64K or 1M (K is 1,024, M is 1,024 K), got '8Q'",
-    ),
-    "no rows": (["--batch-sizes", "0"], "--batch-sizes must be at least 1, got 0"),
-    "twice": (["--batch-sizes", "1K,1024"], "--batch-sizes needs one value or several different ones"),
-    "rule": (["--batch-sizes", "1K", "--rules", "cubic"], "--rules 'cubic' is not known; known: half_life, none"),
-    "clip": (["--batch-sizes", "1K", "--clip", "maybe"], "--clip 'maybe' is not known; known: on, off"),
-    "seeds": (["--batch-sizes", "1K", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-    "no clip rule": (["--batch-sizes", "1K", "--set", "clip.rule=none"], "--clip on needs a clip rule"),
-    "no data": (["--batch-sizes", "1K", "--data", "none"], "none is not a prepared data set"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_invalid_grids_are_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    arguments, message = REFUSED[name]
-    given = ["sweep", folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments]
-    assert exit_code(monkeypatch, *given) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_torchrun_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    given = ["sweep", folder / "run.toml", "--data", folder / "data", "-o", tmp_path, "--batch-sizes", "1"]
-    assert exit_code(monkeypatch, *given) == 2
-    assert "start it without torchrun" in capsys.readouterr().err
 
 
 def test_folders_in_use_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.colors import same_color, to_rgba
+from matplotlib.colors import to_rgba
 
 from cowrec.sparse_opt import SCALING_RULES
 from cowrec.trainer.reports.plotting import plt
@@ -126,11 +126,8 @@ def test_the_plot_has_the_band_of_the_base_and_a_style_for_every_rule(
     assert entries == {*both, "base, batch 64, clip on", "base, batch 64, clip off", "best possible"}
     styles = {(to_rgba(curves[name].get_color()), curves[name].get_marker()) for name in both}
     assert len(styles) == len({color for color, _ in styles}) == len(SCALING_RULES)
-    for rule in SCALING_RULES:
-        assert same_color(curves[f"{rule}, clip on"].get_color(), curves[f"{rule}, clip off"].get_color())
-    curves = list(curves.values())
-    assert all(curve.get_xdata()[0] == 64 for curve in curves), "all curves start at the base"
-    assert len({curve.get_xdata()[1] for curve in curves}) == 2 * len(SCALING_RULES), "curves are shifted sideways"
+    assert {curve.get_xdata()[0] for curve in curves.values()} == {64}
+    assert len({curve.get_xdata()[1] for curve in curves.values()}) == len(both), "curves are shifted sideways"
 
 
 @pytest.mark.parametrize(("size", "steps", "warns"), [(8192, 199, True), (8192, 200, False), (64, 9, False)])

@@ -2,19 +2,18 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from optuna.trial import TrialState
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
 from cowrec.trainer.training.loop import train
-from trainer_cases import config_file, make_data
+from trainer_cases import case_folder
 
 TRIALS = 6
 OVERRIDES = ["train.epochs=3", "optimizer.warmup_epochs=0", "data.resident=yes"]
@@ -24,10 +23,7 @@ VALUES = ("embedding_lr", "dense_lr", "l2")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tune")
-    make_data(folder, ("price", "city"))
-    config_file(folder)
-    return folder
+    return case_folder(tmp_path_factory, "tune", ("price", "city"))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,7 @@ def test_tuned_toml_trains_what_the_best_trial_did(folder: Path, found: Outcome,
     tuned, best = load_config(file), found.best
     assert best is not None
     assert file.read_text().startswith(
-        f"# found by cowrec tune at batch size 102: trial {best['trial'] + 1} of {TRIALS} "
+        f"# found by cowrec tune at batch size 102: trial {best['trial'] + 1} of {TRIALS}\n"
     )
     assert {name: getattr(tuned.optimizer, name) for name in VALUES} == {name: best[name] for name in VALUES}
     assert (tuned.optimizer.base_batch_size, tuned.train.batch_size) == (102, 102)
@@ -141,56 +137,12 @@ def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
     assert not hints({"l2": 1e-5, "best_epoch": 1}, {"l2": (1e-6, 1e-4)}, 1)
 
 
-def test_the_command_prints_the_best_trials(
-    folder: Path, found: Outcome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_best_trials(cowrec: Cowrec, folder: Path, found: Outcome) -> None:
     arguments = [folder / "run.toml", "--data", folder / "data", "-o", folder / "study", "--batch-size", "102"]
     arguments += ["--trials", "3", "--validation-fraction", "0.2", "--embedding-lr", "fixed", "--dense-lr", "1e-4,1"]
     arguments += [part for override in OVERRIDES for part in ("--set", override)]
-    assert exit_code(monkeypatch, "tune", *arguments) == 0
-    captured = capsys.readouterr()
-    assert "trial 1 of" not in captured.err, "something was trained again"
+    code, printed, said = cowrec("tune", *arguments)
+    assert code == 0
+    assert "trial 1 of" not in said, "something was trained again"
     assert found.best is not None
-    assert f"{found.best['validation_logloss']:.5f}" in captured.out
-
-
-REFUSED = {
-    "no number": (["--batch-size", "8Q"], "Invalid value for '--batch-size': a count must be a whole number"),
-    "no trials": (["--batch-size", "51", "--trials", "0"], "--trials must be at least 1, got 0"),
-    "metric": (["--batch-size", "51", "--metric", "f1"], "--metric 'f1' is not known; known: logloss, auc"),
-    "no range": (
-        ["--batch-size", "51", "--l2", "1e-5"],
-        "--l2 must be fixed or LOWEST,HIGHEST, such as 1e-5,1e-3; got",
-    ),
-    "empty": (["--batch-size", "51", "--l2", "1e-3,1e-5"], "--l2 needs 0 < LOWEST < HIGHEST, got 0.001,1e-05"),
-    "outside": (
-        ["--batch-size", "51", "--dense-lr", "1e-5,1e-3"],
-        "does not include the first trial's, the configuration's optimizer.dense_lr = 0.01 at batch size 51",
-    ),
-    "nothing": (
-        ["--batch-size", "51", "--dense-lr", "fixed", "--embedding-lr", "fixed", "--set", "optimizer.l2=0"],
-        "nothing to search: give a range with --embedding-lr, --dense-lr, --l2",
-    ),
-    "no data": (["--batch-size", "51", "--data", "none"], "none is not a prepared data set"),
-    "fraction": (["--batch-size", "51", "--validation-fraction", "0"], "--validation-fraction must be above 0"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_invalid_studies_are_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    arguments, message = REFUSED[name]
-    given = ["tune", folder / "run.toml", "--data", folder / "data", "-o", tmp_path / "out", *arguments]
-    assert exit_code(monkeypatch, *given) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_optuna_the_command_names_the_extra(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "cowrec.trainer.sweep.tune")
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    assert exit_code(monkeypatch, "tune", folder / "run.toml", "--batch-size", "51") == 2
-    assert "tune requires optuna, which is not installed: pip install 'cowrec[tune]'" in capsys.readouterr().err
+    assert f"{found.best['validation_logloss']:.5f}" in printed
