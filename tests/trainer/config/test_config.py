@@ -3,17 +3,12 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cowrec.data_pipeline import PrepareConfig
-from cowrec.models import ModelConfig
 from cowrec.sparse_opt import PRESETS
 from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_defaults
-from cowrec.trainer.config.sections import ClipConfig, DataConfig, OptimizerConfig, ShardingConfig, TrainConfig
+from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.sharded_model.run_plan import Scaled
 
 CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"
@@ -85,36 +80,20 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("overrides", "expected"),
     [
-        ("train.batch_size=64", {"batch_size": 64}),
-        ("train.batch_size=64K", {"batch_size": 65536}),
-        ("train.batch_size='1m'", {"batch_size": 1 << 20}),
-        ("train.device=cpu", {"device": "cpu"}),
-        ('train.device="cpu"', {"device": "cpu"}),
-        (" train.cuda_graph = false ", {"cuda_graph": False}),
+        (["train.batch_size=63", "train.batch_size=64"], {"batch_size": 64}),
+        (["train.batch_size=64K"], {"batch_size": 65536}),
+        (["train.batch_size='1m'"], {"batch_size": 1 << 20}),
+        (["train.device=cpu"], {"device": "cpu"}),
+        (['train.trackers=["wandb"]'], {"trackers": ("wandb",)}),
+        ([" train.cuda_graph = false "], {"cuda_graph": False}),
     ],
 )
-def test_overrides_take_toml_values_and_bare_words(tmp_path: Path, override: str, expected: dict) -> None:
-    config = load(tmp_path, "[train]\nbatch_size = 5\nseed = 7", override)
+def test_overrides_take_toml_values_and_bare_words(tmp_path: Path, overrides: list[str], expected: dict) -> None:
+    config = load(tmp_path, "[train]\nbatch_size = 5\nseed = 7", *overrides, "optimizer.betas=[0.5, 1e-1]")
     assert config.train == dataclasses.replace(TrainConfig(batch_size=5, seed=7), **expected)
-
-
-def test_later_overrides_win_and_may_add_a_section(tmp_path: Path) -> None:
-    config = load(tmp_path, "", "model.hidden=[8, 4]", "model.hidden=[3]", "optimizer.betas=[0.5, 1e-1]")
-    assert config.model.hidden == (3,)
     assert config.optimizer.betas == (0.5, 0.1)
-
-
-@pytest.mark.parametrize("override", ["train.batch_size", "batch_size=5", "=5", "train.=5", ""])
-def test_refuses_overrides_of_another_form(tmp_path: Path, override: str) -> None:
-    with pytest.raises(ValueError, match=r"--set takes section\.key=value, got"):
-        load(tmp_path, "", override)
-
-
-def test_refuses_an_unknown_overridden_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("unknown key train.epoch (= 5); did you mean train.epochs?")):
-        load(tmp_path, "", "train.epoch=5")
 
 
 @pytest.mark.parametrize(
@@ -128,47 +107,13 @@ def test_refuses_an_unknown_overridden_key(tmp_path: Path) -> None:
          "--set optimizer.embedding=sgd, --set train.batch_ramp=2: train.batch_ramp = 2 changes"),
         (["model.name=deepfm", "train.epochs=0"], "--set train.epochs=0: "),  # the first repairs the file
         (["train.seed=1"], "{file}: model.name is"),
+        *(([each], "--set takes section.key=value, got") for each in ("train.seed", "seed=5", "=5", "train.=5", "")),
     ],
 )  # fmt: skip
 def test_the_flag_that_causes_an_error_is_blamed(tmp_path: Path, overrides: list[str], blamed: str) -> None:
     toml = '[model]\nname = "none"' if "{file}" in blamed or "model" in overrides[0] else ""
     with pytest.raises(ValueError, match="^" + re.escape(blamed.format(file=tmp_path / "run.toml"))):
         load(tmp_path, toml, *overrides)
-
-
-rates = st.floats(0, 1e3)
-run_configs = st.builds(
-    RunConfig,
-    data=st.builds(
-        DataConfig, dir=st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), window_rows=st.integers(1, 9)
-    ),
-    prepare=st.builds(PrepareConfig, min_count=st.integers(1, 9), test_fraction=st.none() | st.floats(0, 0.9)),
-    model=st.builds(ModelConfig, hidden=st.lists(st.integers(1, 9), min_size=1).map(tuple), dropout=st.floats(0, 0.9)),
-    train=st.builds(TrainConfig, seed=st.integers(0, 2**63 - 1), cuda_graph=st.booleans()),
-    optimizer=st.builds(
-        OptimizerConfig,
-        embedding_lr=rates,
-        dense_lr=rates,
-        l2=rates,
-        betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
-        adam_epsilon=st.sampled_from(["torch", "keras"]),
-    ),
-    clip=st.builds(ClipConfig, r=st.none() | st.floats(1e-9, 1e9), zeta=st.none() | st.floats(0, 1e9)),
-    sharding=st.builds(
-        ShardingConfig,
-        plan=st.sampled_from(["auto", "row_wise"]),
-        tables=st.dictionaries(st.text("abC.", min_size=1), st.sampled_from(["table_wise", "data_parallel"])),
-    ),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(config=run_configs, comment=st.sampled_from(["", "one line", "two\nlines"]))
-def test_a_saved_configuration_is_the_same(tmp_path_factory: Any, config: RunConfig, comment: str) -> None:
-    file = tmp_path_factory.getbasetemp() / "saved.toml"
-    save_config(config, file, comment)
-    assert load_config(file) == config
-    assert file.read_text().count("# ") >= len(comment.splitlines())
 
 
 @pytest.mark.parametrize("batch_size", [1024, 8192, 65536, 131072])
@@ -186,12 +131,6 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
         derived, published = (vars(each) for each in (Scaled.of(config).hyperparameters, preset.hyperparameters))
         for key, value in published.items():
             assert derived[key] == pytest.approx(value, rel=1e-12), key
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
-def test_every_example_file_loads(file: Path) -> None:
-    if not file.name.endswith("_schema.toml"):
-        load_config(file)
 
 
 def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
 from cowrec.trainer.config.run import RunConfig, load_config
 
@@ -32,15 +32,10 @@ def test_keys_can_be_uncommented(tmp_path: Path) -> None:
     assert len(KEY.findall(run_file())) > 80
 
 
-def test_the_command_writes_new_files_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_new_files_only(cowrec: Cowrec, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    assert exit_code(monkeypatch, "config", "init", "--for", "avazu", "--output", file) == 0
+    assert cowrec("config", "init", "--for", "avazu", "--output", file)[0] == 0
     assert file.read_text() == run_file("avazu")
-    assert exit_code(monkeypatch, "config", "init", "--output", file) == 2
-    assert f"{file} exists; choose another --output" in capsys.readouterr().err
-    assert exit_code(monkeypatch, "config", "init") == 0
-    assert capsys.readouterr().out == run_file()
-    assert exit_code(monkeypatch, "config", "init", "--for", "critoe") == 2
-    assert "--for 'critoe' is not known; did you mean 'criteo'?" in capsys.readouterr().err
+    assert f"{file} exists; choose another --output" in cowrec("config", "init", "--output", file)[2]
+    assert cowrec("config", "init") == (0, run_file(), "")
+    assert "--for 'critoe' is not known; did you mean 'criteo'?" in cowrec("config", "init", "--for", "critoe")[2]

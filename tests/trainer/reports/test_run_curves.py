@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from cowrec.trainer.reports.run_curves import RunCurves, curves_table
 
-BINS = {"prediction": [0.1, 0.3], "ctr": [0.2, 0.25], "lower": [0, 0.2], "upper": [0.2, 0.4], "weight": [5, 5]}
+BINS = {"prediction": [0.1, 0.3], "ctr": [0.2, 0.25]}
 
 
 def lines_of(epochs: int, steps: int = 3) -> list[dict[str, Any]]:
@@ -43,16 +43,13 @@ def test_steps_are_placed_between_the_ends_of_epochs(tmp_path: Path) -> None:
     assert np.array_equal(unfinished.epochs_of(steps), steps)
 
 
-def test_the_command_draws_runs_and_prints_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_draws_runs_and_prints_a_table(cowrec: Cowrec, tmp_path: Path) -> None:
     """Of two runs of one name the table has the paths; one of them is still in its first epoch."""
     runs = [write(tmp_path / name / "run", lines_of(epochs)) for name, epochs in (("a", 2), ("b", 0))]
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')  # being written
     picture = tmp_path / "runs.png"
-    assert exit_code(monkeypatch, "plot", *runs, "--output", picture) == 0
-    header, first, second, _, last = capsys.readouterr().out.splitlines()
+    header, first, second, _, last = cowrec("plot", *runs, "--output", picture)[1].splitlines()
     assert header.split() == ["run", "epochs", "AUC", "best", "logloss", "best", "calibration", "samples/s"]
     assert first.split() == [str(runs[0]), "2", "0.7900", "0.8000", "0.4000", "0.4000", "-", "106"]
     assert second.split() == [str(runs[1]), "0", *"-----", "102"]
