@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +59,3 @@ def test_runs_summary_table_and_plot(script: Any, tmp_path: Path) -> None:
         assert [f"{100 * (line['auc'] - small['auc']):+.2f}", f"{line['logloss']:.4f}"] == shown.split()[-3:-1]
         assert f"  {line['scaling']}  " in shown
     assert min(plt.imread(tmp_path / "demo.png").shape[:2]) > 400
-
-
-def test_the_large_batch_has_enough_steps_by_default(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[tuple[Path, SynthesizeConfig]] = []
-    monkeypatch.setattr(script, "demo", lambda output, samples: asked.append((output, samples)))
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
-    script.main()
-    ((output, samples),) = asked
-    config = load_config(ROOT / "trainer" / "configs" / "demo.toml")
-    assert output == tmp_path
-    assert config.train.epochs * samples.rows // (64 * config.optimizer.base_batch_size) >= 200

@@ -59,15 +59,3 @@ def test_latency_of_a_stalled_server_starts_at_the_scheduled_time(open_loop: Any
         found = outcome(open_loop, lambda seen: ANSWER if seen == 20 else b"", rate=100, connections=connections)
         assert (len(found.latencies), found.scheduled, found.statuses) == (20, 20, {})
         assert (np.sort(found.latencies)[::-1] >= 0.01 * np.arange(19, -1, -1)).all()
-
-
-def test_waiting_for_a_connection_counts_as_latency(open_loop: Any) -> None:
-    """Answers at once on a single connection, one after the other."""
-    found = outcome(open_loop, lambda seen: ANSWER, rate=1000, connections=1)
-    assert len(found.latencies) == 20
-
-
-def test_refusals_and_lost_connections_have_no_latency(open_loop: Any) -> None:
-    busy = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
-    found = outcome(open_loop, lambda seen: {3: busy, 5: None}.get(seen, ANSWER), rate=200)
-    assert (len(found.latencies), found.statuses) == (18, {503: 1, -1: 1})

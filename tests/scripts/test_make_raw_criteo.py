@@ -1,15 +1,9 @@
 """Raw files generated in Criteo's layout: `prepare` finds the ids and numbers they were made of."""
 
-import fcntl
 import gzip
 import importlib.util
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import numpy as np
@@ -76,30 +70,3 @@ def test_a_row_depends_on_the_seed_but_not_on_the_length(raw: Path, tmp_path: Pa
         assert unpacked((tmp_path / f"a.{suffix}").read_bytes()) == b"".join(lines[:500])
     make("--rows", 500, "--seed", 4, "--output", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() != b"".join(lines[:500])
-
-
-def test_ids_can_be_limited(tmp_path: Path) -> None:
-    make("--rows", 3000, "--max-ids", 50, "--output", tmp_path / "raw")
-    schema = prepare("criteo", [tmp_path / "raw"], tmp_path / "out")
-    assert max(field.num_embeddings for field in schema.sparse) == 52, "two rows of a table are reserved"
-
-
-def test_a_terminal_shows_bytes_and_remaining_time(raw: Path, tmp_path: Path) -> None:
-    """Shows the bytes of all three reads of the file, and the removal of a killed process' folder."""
-    (tmp_path / "out.partial-1").mkdir()
-    screen, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-    command = [sys.executable, "-m", "cowrec.trainer", "prepare", "criteo", "--input", str(raw)]
-    command += ["--set", "prepare.shard_rows=7000"]
-    process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stdout=terminal, stderr=terminal)
-    os.close(terminal)
-    shown = b""
-    try:
-        while part := os.read(screen, 4096):
-            shown += part
-    except OSError:  # the terminal's other side is closed
-        pass
-    assert process.wait() == 0
-    output, total = shown.decode(), f"{3 * raw.stat().st_size / 1e6:.1f}M"
-    assert re.search(rf"prepare criteo: +\d+%.*[1-9].*M/{total} \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", output), output
-    assert f"process 1 ended before {tmp_path}/out was complete; removing {tmp_path}/out.partial-1" in output
