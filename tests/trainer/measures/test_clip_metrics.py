@@ -64,8 +64,8 @@ def test_limit_to_norm_doubles_with_the_limit(
     for r in (1e-4, 1.0, 2.0, 1e9):
         own = (*overrides, f"clip.r={r}", "clip.zeta=0.0", "train.batch_size=1000", "train.epochs=1")
         found[r], report = trained(folder, tmp_path / str(r), *own, data=data)
-    for ratio_of_1, ratio_of_2 in zip(_ratios(found[1.0]), _ratios(found[2.0]), strict=True):
-        assert ratio_of_2 == pytest.approx(2 * ratio_of_1, rel=1e-5)  # float32
+    of_1, of_2 = ([field["limit_to_norm"] for field in found[r][0]["fields"].values()] for r in (1.0, 2.0))
+    assert of_2 == pytest.approx([2 * each for each in of_1], rel=1e-5)  # float32
     assert found[1e-4][0]["clipped"] == 1
     assert found[1e9][0]["clipped"] == 0
     assert report["clip_statistics"]["clipped"] == 0
@@ -74,10 +74,6 @@ def test_limit_to_norm_doubles_with_the_limit(
         for field in line["fields"].values():
             # More than half of the rows exceed their limit exactly if the median row does.
             assert (field["clipped"] > 0.5) == (field["limit_to_norm"] < 1)
-
-
-def _ratios(lines: list[dict[str, Any]]) -> list[float]:
-    return [field["limit_to_norm"] for field in lines[0]["fields"].values()]
 
 
 def test_lines_add_up_to_the_report_and_are_in_tensorboard(folder: Path, tmp_path: Path) -> None:
@@ -97,43 +93,22 @@ def test_lines_add_up_to_the_report_and_are_in_tensorboard(folder: Path, tmp_pat
     shown = [(event.step, event.value) for event in board.Scalars("clip/fields/city/clipped")]
     assert shown == [(line["step"], pytest.approx(line["fields"]["city"]["clipped"], abs=1e-7)) for line in lines]
     assert len(board.Scalars("clip/limit_to_norm")) == len(lines)
+    lines, report = trained(folder, tmp_path / "unclipped", "clip.rule=none", "train.epochs=1")
+    assert (lines, report["clip_statistics"], report["clip_remark"]) == ([], None, None)
 
 
-def test_an_unclipped_run_has_no_clip_statistics(folder: Path, tmp_path: Path) -> None:
-    lines, report = trained(folder, tmp_path / "run", "clip.rule=none", "train.epochs=1")
-    assert lines == []
-    assert report["clip_statistics"] is None
-    assert report["clip_remark"] is None
+def test_remark_on_a_clip_without_effect() -> None:
+    def remark(clipped: float, distance: float, rows: int = 20_000) -> str | None:
+        return clip_remark({"rows": rows, "clipped": clipped, "limit_to_norm": distance})
 
-
-@pytest.mark.parametrize(
-    ("clipped", "distance", "remark"),
-    [
-        (
-            0.0,
-            41.2,
-            "the clip never took effect: none of 20,000 row updates was clipped, and the limit of the typical"
-            ' row is 41.2 times its gradient norm; the results are those of clip.rule = "none"',
-        ),
-        (
-            0.0,
-            np.inf,
-            "the clip never took effect: none of 20,000 row updates was clipped;"
-            ' the results are those of clip.rule = "none"',
-        ),
-        (
-            5e-5,
-            2.0,
-            "the clip had almost no effect: 0.005 % of 20,000 row updates were clipped, and the limit of the"
-            ' typical row is 2 times its gradient norm; expect the results of clip.rule = "none"',
-        ),
-        (1e-4, 2.0, None),
-        (1.0, 0.1, None),
-    ],
-)
-def test_remark_on_a_clip_without_effect(clipped: float, distance: float, remark: str | None) -> None:
-    assert clip_remark({"rows": 20_000, "clipped": clipped, "limit_to_norm": distance}) == remark
-    assert clip_remark({"rows": 0, "clipped": np.nan, "limit_to_norm": np.nan}) is None
+    never = "the clip never took effect: none of 20,000 row updates was clipped"
+    typical = ", and the limit of the typical row is 41.2 times its gradient norm"
+    assert remark(0.0, 41.2) == f'{never}{typical}; the results are those of clip.rule = "none"'
+    assert remark(0.0, np.inf) == f'{never}; the results are those of clip.rule = "none"'
+    almost = remark(5e-5, 2.0)
+    assert almost is not None
+    assert almost.startswith("the clip had almost no effect: 0.005 % of 20,000 row updates were clipped")
+    assert [remark(1e-4, 2.0), remark(1.0, 0.1), remark(np.nan, np.nan, rows=0)] == [None] * 3
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +131,7 @@ def test_readings_cover_the_time_since_the_last_and_tables_without_rows(process:
     # With 30 rows of a and 10 of b the typical row is in a.
     assert second["fields"]["a"] == {"rows": 30, "clipped": 1.0, "limit_to_norm": 0.25}
     assert second["fields"]["b"] == {"rows": 10, "clipped": 1.0, "limit_to_norm": 2.0}
-    assert {key: second[key] for key in ("rows", "clipped", "limit_to_norm")} == {
-        "rows": 40,
-        "clipped": 1.0,
-        "limit_to_norm": 0.25,
-    }
+    assert (second["rows"], second["clipped"], second["limit_to_norm"]) == (40, 1.0, 0.25)
     # From the beginning b has 50 rows and a 40, so the typical row is in b.
     assert watch.total()["limit_to_norm"] == 2.0
     assert watch.total()["clipped"] == pytest.approx(62 / 90)

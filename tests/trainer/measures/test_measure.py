@@ -1,7 +1,6 @@
 """Measures of arbitrary predictions, weights and groups, against scikit-learn and plain loops."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.trainer.measures.quality import Samples, group_aucs, measure
-from cowrec.trainer.runtime.processes import Process, gathered
-from process_groups import in_processes, process_group
 
 # Few different logits, so that many are equal; weights may be 0.
 SAMPLES = st.lists(
@@ -114,18 +111,3 @@ def test_numbers_that_are_not_finite_are_no_quality() -> None:
     assert quality.expected_auc is not None
     assert quality.expected_logloss is not None
     assert math.isnan(quality.expected_auc + quality.expected_logloss)
-
-
-def _gather(rank: int, folder: str) -> None:
-    with process_group(rank, 3, folder):
-        process = Process(rank, 3, 3, True, torch.device("cpu"))
-        own = torch.arange(6.0).view(3, 2)[: (2, 0, 3)[rank]] + rank
-        for values in (own, own.long()[:, 0]):
-            found = gathered(values, process)
-            assert found.dtype == values.dtype
-            expected = [[0, 1], [2, 3], [2, 3], [4, 5], [6, 7]] if rank == 0 else own.tolist()
-            assert found.tolist() == (expected if values is own else [row[0] for row in expected])
-
-
-def test_the_first_process_gathers_shares_of_any_size(tmp_path: Path) -> None:
-    in_processes(_gather, (str(tmp_path),), 3)

@@ -1,7 +1,6 @@
 """Measures of an evaluation: under the true probabilities and by groups, against scikit-learn's of the predictions."""
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
+from cowrec.data_pipeline import Schema, SynthesizeConfig, synthesize
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
@@ -92,33 +91,3 @@ def test_groups_are_thirds_by_the_counts_of_ids(folder: Path) -> None:
         assert known(values) == pytest.approx(of_predictions(folder, groups == group), abs=1e-6)
     board = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(board[-1])["by_id_counts"] == measured
-
-
-def test_a_data_set_without_true_logits_is_measured_as_before(folder: Path, tmp_path: Path) -> None:
-    """Data sets of earlier versions do not have the key."""
-    shutil.copytree(folder / "data", tmp_path / "data")
-    content = json.loads((tmp_path / "data" / "schema.json").read_text())
-    assert content.pop("true_logits") is True
-    (tmp_path / "data" / "schema.json").write_text(json.dumps(content))
-    measured = evaluate_run(folder / "run", tmp_path / "data")
-    assert not measured.keys() & set(EXPECTED)
-    before = {key: report(folder)[key] for key in ("auc", "logloss", "calibration")}
-    assert {key: measured[key] for key in before} == pytest.approx(before, abs=1e-7)
-    assert measured["rows"] == TEST_ROWS
-
-
-@pytest.mark.parametrize("resident", [False, True])
-def test_readers_give_true_logits_when_asked(folder: Path, resident: bool) -> None:
-    """Two ranks, shuffled, in windows of one shard: every sample keeps its own; training reads none."""
-    stored = pq.read_table(folder / "data" / "train")
-    known = dict(zip(stored["I1"].to_pylist(), stored["true_logit"].to_pylist(), strict=True))
-    seen = 0
-    for rank in (0, 1):
-        options = {"batch_size": 64, "rank": rank, "world_size": 2, "shuffle": True, "window_rows": 100}
-        asked = Reader(folder / "data", "train", resident=resident, true_logits=True, **options)
-        for batch in asked.epoch(1):
-            assert [known[each] for each in batch.dense[:, 0].tolist()] == batch.true_logit.tolist()
-            seen += len(batch.label)
-        plain = Reader(folder / "data", "train", resident=resident, **options)
-        assert next(iter(plain.epoch(1))).true_logit is None
-    assert seen == ROWS

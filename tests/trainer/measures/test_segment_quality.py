@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from commands.command_line import exit_code
+from commands.command_line import Cowrec
 from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.training.loop import train
@@ -124,15 +124,11 @@ def _evaluate_as(rank: int, folder: Path, port: int) -> None:
     os._exit(0)  # see process_groups
 
 
-def test_the_command_prints_json(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["evaluate", folder / "run", "--data", folder / "data", "--top", "2", "--by", "city"]
-    assert exit_code(monkeypatch, *command) == 0
-    printed = capsys.readouterr()
-    result = json.loads(printed.out)
+def test_the_command_prints_json(cowrec: Cowrec, folder: Path) -> None:
+    _, printed, said = cowrec("evaluate", folder / "run", "--data", folder / "data", "--top", "2", "--by", "city")
+    result = json.loads(printed)
     assert len(result["by"]["city"]["largest"]) == 2
-    assert f"{result['rows']} samples of test: AUC {result['auc']:.4f}" in printed.err
+    assert f"{result['rows']} samples of test: AUC {result['auc']:.4f}" in said
 
 
 @pytest.mark.parametrize(
