@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import Reader, Schema
-from cowrec.trainer.config.run import RunConfig, load_config, to_plain
+from cowrec.trainer.config.run import RunConfig, load_config, save_config, to_plain
 from trainer_cases import make_data
 
 OFTEN = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -59,7 +59,7 @@ def loaded(file: Path) -> RunConfig | None:
 @OFTEN
 @given(choice=st.integers(0), value=VALUES)
 def test_any_value_at_any_key_of_a_configuration(tmp_path: Path, choice: int, value: Any) -> None:
-    """The value is loaded as written, or one ValueError explains the problem."""
+    """The value is loaded as written, and again when it has been saved, or one ValueError explains the problem."""
     plain = to_plain(RunConfig())
     file = tmp_path / "run.toml"
     paths = [each for each in paths_of(plain) if len(each) > 1]
@@ -71,6 +71,9 @@ def test_any_value_at_any_key_of_a_configuration(tmp_path: Path, choice: int, va
     config = loaded(file)
     if config is None:
         return
+    save_config(config, file, "two\nlines")
+    assert load_config(file) == config or "nan" in file.read_text()
+    assert file.read_text().startswith("# two\n# lines\n")
     found: Any = to_plain(config)
     for key in path:
         found = found[key]
@@ -89,33 +92,29 @@ def test_any_text_in_a_configuration(tmp_path: Path, text: str, start: int, leng
     loaded(file)
 
 
+def fresh_copy(data: Path, folder: Path) -> Path:
+    shutil.rmtree(folder / "data", ignore_errors=True)
+    return Path(shutil.copytree(data, folder / "data"))
+
+
 def read_all(folder: Path) -> int | str:
     """Number of samples of the training set, or the message of the error."""
     try:
-        return _read_all(folder)
+        sizes = {field.name: field.num_embeddings for field in Schema.load(folder).sparse}
+        batches = list(Reader(folder, "train", batch_size=51).epoch(0))
     except ValueError as error:
         return str(error)
-
-
-def _read_all(folder: Path) -> int:
-    schema = Schema.load(folder)
-    rows = 0
-    for batch in Reader(folder, "train", batch_size=51).epoch(0):
-        rows += len(batch.label)
+    for batch in batches:
         for field, ids in batch.sparse.to_dict().items():
-            size = next(each.num_embeddings for each in schema.sparse if each.name == field)
-            values = ids.values()
-            assert not len(values) or 0 <= int(values.min()) <= int(values.max()) < size
-    return rows
+            assert all(0 <= each < sizes[field] for each in ids.values().tolist())
+    return sum(len(batch.label) for batch in batches)
 
 
 @SELDOM
 @given(choice=st.integers(0), value=VALUES | st.none())
 def test_any_value_at_any_key_of_a_schema(data: Path, tmp_path: Path, choice: int, value: Any) -> None:
     """The data are read or refused; no id is beyond the end of its table."""
-    folder = tmp_path / "data"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(data, folder)
+    folder = fresh_copy(data, tmp_path)
     schema = json.loads((data / "schema.json").read_text())
     path = paths_of(schema)[choice % len(paths_of(schema))]
     (folder / "schema.json").write_text(json.dumps(changed(schema, path, value)), encoding="utf-8")
@@ -126,19 +125,15 @@ def test_any_value_at_any_key_of_a_schema(data: Path, tmp_path: Path, choice: in
 COLUMNS = st.sampled_from(["label", "price", "city", "tags", "history"])
 ARRAYS = st.sampled_from(
     [
-        pa.array([2**31 - 1] * 205, pa.int64()),
         pa.array([-1] * 205, pa.int32()),
         pa.array([10**6] * 205, pa.int32()),
         pa.array(["7"] * 205),
         pa.array([None] * 205, pa.int32()),
-        pa.array([True] * 205),
         pa.array([b"x"] * 205),
         pa.array([[1, -5]] * 205, pa.list_(pa.int32())),
         pa.array([[10**6]] * 205, pa.list_(pa.int32())),
         pa.array([[[1]]] * 205),
         pa.array([[None]] * 205, pa.list_(pa.int32())),
-        pa.array([None] * 205, pa.list_(pa.int32())),
-        pa.array([1.5] * 205, pa.float64()),
         pa.array(np.full(205, np.inf), pa.float32()),
         pa.array([{"a": 1}] * 205),
     ]
@@ -151,9 +146,7 @@ def test_shards_of_other_types_and_ids(
     data: Path, tmp_path: Path, column: str, values: pa.Array, drop: bool, rows: int
 ) -> None:
     """Wrong types, nulls, ids outside their table and missing columns or rows are refused; the message names them."""
-    folder = tmp_path / "data"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(data, folder)
+    folder = fresh_copy(data, tmp_path)
     shard = next((folder / "train").iterdir())
     table = pq.read_table(shard)
     index = table.schema.get_field_index(column)
@@ -167,9 +160,7 @@ def test_shards_of_other_types_and_ids(
 @given(offset=st.integers(0), byte=st.integers(0, 255), truncate=st.booleans())
 def test_damaged_shards(data: Path, tmp_path: Path, offset: int, byte: int, truncate: bool) -> None:
     """Shards have no checksums, so a flipped bit may pass as another value; ids stay within their tables."""
-    folder = tmp_path / "data"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(data, folder)
+    folder = fresh_copy(data, tmp_path)
     shard = next((folder / "train").iterdir())
     content = bytearray(shard.read_bytes())
     offset %= len(content)

@@ -45,11 +45,3 @@ def test_files_of_tensorboard_are_removed_too(tmp_path: Path) -> None:
     board.Reload()
     shown = [event.step for event in board.Scalars("train/loss")]
     assert shown == steps(tmp_path)
-
-
-def test_without_a_limit_nothing_is_removed(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as log:
-        for step in range(1, 301):
-            log.write("train", step, loss=0.0)
-    assert steps(tmp_path) == list(range(1, 301))
-    assert not (tmp_path / "metrics.jsonl.1").exists()

@@ -1,6 +1,5 @@
 """Data sets in a real S3 server, of which each machine copies the shards that it reads."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,6 @@ from cowrec.data_pipeline.dataset.shards import shard_path
 from cowrec.data_pipeline.remote import RemoteFolder, fetch_missing
 from cowrec.trainer.runs.remote_run import cache_folder, local_data
 from numbered_data import flat, ids, write_numbered
-from process_groups import in_processes, process_group
 from servers.s3_server import S3Server, s3_clients
 
 SHARDS = 6
@@ -45,24 +43,6 @@ def fetched(folder: Path) -> set[int]:
     """Numbers of the training shards in a copy, which has no file in part."""
     assert not list(folder.rglob("*.partial"))
     return {int(each.stem) for each in (folder / "train").glob("*")}
-
-
-def test_each_machine_copies_the_shards_that_it_reads(server: S3Server, uri: str, data: Path, tmp_path: Path) -> None:
-    in_processes(read_on_a_machine, (3, tmp_path, uri, data, server.environment), 3)
-    copies = [fetched(next((tmp_path / f"machine{rank}").glob("*/"))) for rank in range(3)]
-    assert copies == [set(range(SHARDS))] * 3  # each window is shuffled, so that every rank has samples of each shard
-
-
-def read_on_a_machine(
-    rank: int, world_size: int, folder: Path, uri: str, data: Path, environment: dict[str, str]
-) -> None:
-    """A process whose machine has a folder for copies of its own."""
-    os.environ.update(environment, COWREC_CACHE=str(folder / f"machine{rank}"))
-    with process_group(rank, world_size, str(folder)):
-        options = OPTIONS | {"rank": rank, "world_size": world_size}
-        copy = local_data(uri)
-        assert fetched(copy) == set()
-        assert ids(Reader(copy, "train", **options)) == ids(Reader(data, "train", **options))
 
 
 def test_a_shard_is_copied_when_it_is_read_and_kept(uri: str, data: Path) -> None:

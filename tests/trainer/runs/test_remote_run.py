@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
 from cowrec.data_pipeline.remote import RemoteFolder
-from cowrec.trainer.cli.main import app
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.export.manifest import Manifest
 from cowrec.trainer.runs.remote_run import RunPlace, cache_folder, local_copy
 from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import evaluate_run, predict_run
+from cowrec.trainer.training.saved_run import evaluate_run
 from run_comparison import same
 from servers.s3_server import S3Server, s3_clients
 from trainer_cases import checkpoint, config_file, interrupted, make_data
+
+OFTEN = ["checkpoint.every_steps=3", "checkpoint.keep_last=2"]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, place: str | Path, *, resume: bool = False) -> dict[str, Any]:
-    config = load_config(folder / "run.toml", ["checkpoint.every_steps=3", "checkpoint.keep_last=2"])
-    return train(config, folder / "data", place, resume=resume)
+    return train(load_config(folder / "run.toml", OFTEN), folder / "data", place, resume=resume)
 
 
 def stored(server: S3Server, path: str) -> set[str]:
@@ -54,8 +52,10 @@ def files(folder: Path) -> set[str]:
 
 
 def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Server) -> None:
-    uri = "s3://bucket/runs/whole"
-    run(folder, uri)
+    uri, data = "s3://bucket/runs/whole", "s3://bucket/data"
+    RemoteFolder(data).upload(folder / "data", sorted(files(folder / "data")))
+    config = load_config(folder / "run.toml", OFTEN)
+    train(config, data, uri)
     copy = local_copy(uri, "run")
     assert same(checkpoint(copy), checkpoint(folder / "local"))
     one, other = (
@@ -63,8 +63,9 @@ def test_a_run_in_an_object_store_equals_a_local_one(folder: Path, server: S3Ser
         for names in (stored(server, "bucket/runs/whole"), files(folder / "local"))
     )
     assert one | {"checkpoint.pt"} == other | {"checkpoint.pt"}  # which `checkpoint` writes
-    RemoteFolder("s3://bucket/data").upload(folder / "data", sorted(files(folder / "data")))
-    assert evaluate_run(copy, "s3://bucket/data") == evaluate_run(folder / "local", folder / "data")
+    assert evaluate_run(copy, data) == evaluate_run(folder / "local", folder / "data")
+    with pytest.raises(ValueError, match=r"data set s3://bucket/none does not exist, or is empty"):
+        evaluate_run(copy, "s3://bucket/none")
     with pytest.raises(ValueError, match=r"folder s3://bucket/runs/whole is not empty; continue its run with --resume"):
         run(folder, uri)
 
@@ -85,18 +86,6 @@ def test_a_run_continues_on_a_machine_without_a_copy(folder: Path, server: S3Ser
     train(load_config(folder / "run.toml", overrides), folder / "data", uri, resume=True)
     kept = {name.split("/")[1] for name in stored(server, "bucket/runs/continued") if name.startswith("checkpoints/")}
     assert kept == {"step_000000015"}
-
-
-def test_training_on_a_data_set_in_an_object_store(folder: Path, server: S3Server, tmp_path: Path) -> None:
-    RemoteFolder("s3://bucket/train").upload(folder / "data", sorted(files(folder / "data")))
-    command = ["train", folder / "run.toml", "--data", "s3://bucket/train", "--run-dir", tmp_path / "run"]
-    CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
-    command = ["predict", tmp_path / "run", "--data", "s3://bucket/train", "--output", tmp_path / "p.parquet"]
-    CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
-    predict_run(folder / "local", folder / "data", tmp_path / "local.parquet")
-    assert pq.read_table(tmp_path / "p.parquet") == pq.read_table(tmp_path / "local.parquet")
-    with pytest.raises(ValueError, match=r"data set s3://bucket/none does not exist, or is empty"):
-        evaluate_run(tmp_path / "run", "s3://bucket/none")
 
 
 def test_an_export_is_copied_with_its_manifest_last(folder: Path, server: S3Server) -> None:

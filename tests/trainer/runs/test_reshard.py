@@ -15,7 +15,6 @@ from trainer_cases import checkpoint, config_file, interrupted, make_data, tenso
 OFTEN = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
 SETTINGS = {
     "replay": [],
-    "lazy": ["optimizer.absent_rows=lazy"],
     "rowwise_adagrad": ["optimizer.embedding=rowwise_adagrad", "optimizer.l2=0", "clip.rule=none"],
 }
 # processes, plan, and the step to resume from; there are checkpoints at 3, 5, 6, 9 and 10.
