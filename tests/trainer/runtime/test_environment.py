@@ -1,5 +1,6 @@
 """Importing cowrec changes no environment; entry points do, before torch is loaded."""
 
+import json
 import os
 import subprocess
 import sys
@@ -66,26 +67,16 @@ def started_with() -> dict[str, str]:
     return {key: value for key, _, value in pairs if key in PROCESS_SETTINGS}
 
 
-def test_subprocesses_of_sweep_and_bench_start_with_the_settings() -> None:
+def test_subprocesses_start_with_the_settings_and_one_of_the_user_is_kept() -> None:
     program = f"""
-import sys
+import json, os, sys
+os.environ["GOMP_SPINCOUNT"] = "7"
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from cowrec.trainer.runtime.environment import prepare_process
 prepare_process()
 from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
 from test_environment import started_with
 if __name__ == "__main__":
-    print(run_in_subprocess(started_with))
+    print(json.dumps(run_in_subprocess(started_with)))
 """
-    assert python(program) == f"{PROCESS_SETTINGS}\n"
-
-
-def test_a_setting_of_the_user_is_kept() -> None:
-    program = """
-import os
-os.environ["GOMP_SPINCOUNT"] = "7"
-from cowrec.trainer.runtime.environment import prepare_process
-prepare_process()
-print(os.environ["GOMP_SPINCOUNT"])
-"""
-    assert python(program) == "7\n"
+    assert json.loads(python(program)) == PROCESS_SETTINGS | {"GOMP_SPINCOUNT": "7"}

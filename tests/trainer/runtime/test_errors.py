@@ -43,9 +43,10 @@ def test_errors_of_user_input_are_messages(call: Callable[[], Any]) -> None:
     assert is_message(raised(call))
 
 
-@pytest.mark.parametrize("kind", [NonFiniteLoss, ProcessLost, ProcessFailed])
-def test_run_errors_are_messages_wherever_they_are_raised(kind: type[Exception]) -> None:
-    assert is_message(kind("the loss was not finite"))
+def test_errors_of_runs_are_messages_and_those_of_libraries_are_not() -> None:
+    assert all(is_message(kind("the loss was not finite")) for kind in (NonFiniteLoss, ProcessLost, ProcessFailed))
+    assert not is_message(raised(lambda: np.zeros(3).reshape(2, 2)))
+    assert not is_message(ValueError("never raised"))
 
 
 @pytest.mark.parametrize(
@@ -57,22 +58,13 @@ def test_run_errors_are_messages_wherever_they_are_raised(kind: type[Exception])
         ("import a_package_that_is_not_installed", True),
         ("from math import a_name_that_it_lacks", False),
         ("int('x')", False),
-        ("a, b = 1, 2, 3", False),
         ("import json; json.loads('no json')", False),
         ("assert False", False),
-        ("{}['key']", False),
-        ("None.attribute", False),
         ("raise RuntimeError('out of memory')", False),
-        ("raise TypeError('x')", False),
     ],
 )
 def test_only_what_cowrec_raises_for_users_is_a_message(body: str, expected: bool) -> None:
     assert is_message(in_cowrec(body)) == expected
-
-
-def test_a_value_error_of_a_library_is_no_message() -> None:
-    assert not is_message(raised(lambda: np.zeros(3).reshape(2, 2)))
-    assert not is_message(ValueError("never raised"))
 
 
 def test_an_error_is_judged_by_its_first_raise() -> None:
@@ -99,8 +91,6 @@ def evaluate_with(body: str, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ("assert False", "AssertionError"),
-        ("{}['key']", "KeyError: 'key'"),
         ("raise RuntimeError('a bug')", "RuntimeError: a bug"),
         ("int('x')", "ValueError: invalid literal for int() with base 10: 'x'"),
     ],

@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from commands.forked_commands import Forked
+from cowrec.trainer.config.run import load_config
+from cowrec.trainer.training.loop import train
 from run_comparison import assert_same, lines, wait_for
-from trainer_cases import checkpoint, config_file, make_data, tensors
+from trainer_cases import case_folder, checkpoint, config_file, make_data, tensors, train_in_processes
 
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=30"]
@@ -27,10 +29,7 @@ LARGE, SMALL_FILE = ["model.hidden=[400]", "train.log_every=1000"], 150_000
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    make_data(folder)
-    config_file(folder)
-    return folder
+    return case_folder(tmp_path_factory, "faults")
 
 
 def training(folder: Path, run_dir: Path, *overrides: str, processes: int = 1, restarts: int = 0) -> Forked:
@@ -55,10 +54,10 @@ def start() -> Iterator[Callable[..., Forked]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    launcher = training(folder, folder / "undisturbed", *LONG, processes=2)
-    _, printed = launcher.communicate()
-    assert launcher.returncode == 0, printed
-    return folder / "undisturbed"
+    run_dir = folder / "undisturbed"
+    case = {"config": folder / "run.toml", "data": folder / "data", "run_dir": run_dir, "set": LONG}
+    train_in_processes([case], folder / "outcomes", 2)
+    return run_dir
 
 
 @pytest.mark.parametrize("whom", ["one rank", "all ranks"])
@@ -82,18 +81,6 @@ def test_kills_at_random_moments_change_no_bit(
     assert launcher.wait(timeout=240) == 0, launcher.stderr.read()
     assert_same(run_dir, undisturbed)
     assert not list(run_dir.rglob("*.partial"))
-
-
-def test_sigterm_saves_and_resumes_to_the_same_bits(folder: Path, undisturbed: Path, tmp_path: Path, start) -> None:
-    run_dir = tmp_path / "run"
-    launcher = start(folder, run_dir, *LONG, processes=2)
-    wait_for(lambda: lines(run_dir) > 40)
-    launcher.terminate()
-    assert launcher.wait(timeout=60) != 0
-    assert "saved" in launcher.stderr.read()
-    launcher = start(folder, run_dir, *LONG, processes=2)
-    assert launcher.wait(timeout=240) == 0
-    assert_same(run_dir, undisturbed)
 
 
 def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
@@ -149,11 +136,10 @@ def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, s
     assert process.wait(timeout=120) == 0
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start, processes: int) -> None:
+def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start) -> None:
     make_data(tmp_path)
     config_file(tmp_path)
-    process = start(tmp_path, tmp_path / "run", "train.epochs=100000", processes=processes)
+    process = start(tmp_path, tmp_path / "run", "train.epochs=100000", processes=2)
     printed = ""
     for line in process.stderr:
         printed += line
@@ -161,9 +147,7 @@ def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start, processe
             for shard in (tmp_path / "data" / "train").iterdir():
                 shard.unlink()
     assert process.wait(timeout=60) != 0
-    assert (
-        len(re.findall(r"^cowrec.*: error: .*/data/train/\d+.parquet is missing", printed, re.MULTILINE)) == processes
-    )
+    assert len(re.findall(r"^cowrec.*: error: .*/data/train/\d+.parquet is missing", printed, re.MULTILINE)) == 2
     assert list((tmp_path / "run" / "checkpoints").glob("step_?????????"))
 
 
@@ -171,7 +155,7 @@ def test_nan_in_one_ranks_row_stops_all_and_keeps_the_last_checkpoint(tmp_path: 
     make_data(tmp_path)
     config_file(tmp_path)
     run_dir = tmp_path / "run"
-    assert start(tmp_path, run_dir, "train.epochs=2", processes=2).wait(timeout=120) == 0
+    train(load_config(tmp_path / "run.toml"), tmp_path / "data", run_dir)
     shard = next((tmp_path / "data" / "train").iterdir())
     rows = pq.read_table(shard)
     price = rows["price"].to_numpy().copy()

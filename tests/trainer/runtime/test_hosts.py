@@ -3,7 +3,6 @@
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 
 from run_comparison import assert_same, lines, wait_for
 from servers.host_runs import ENDLESS, MIXED, SETTINGS, finish, start, training
-from servers.hosts import Hosts, hosts
-from trainer_cases import checkpoint, config_file, make_data, tensors, train_in_processes
+from servers.hosts import hosts
+from trainer_cases import case_folder, checkpoint, tensors, train_in_processes
 
 pytestmark = pytest.mark.thorough
 
@@ -22,10 +21,7 @@ NAMED_WITHIN = 60.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hosts")
-    make_data(folder)
-    config_file(folder)
-    return folder
+    return case_folder(tmp_path_factory, "hosts")
 
 
 def test_a_link_cut_for_seconds_changes_no_bit_of_a_run_of_two_hosts(folder: Path, tmp_path: Path) -> None:
@@ -41,34 +37,6 @@ def test_a_link_cut_for_seconds_changes_no_bit_of_a_run_of_two_hosts(folder: Pat
     case = {"config": f"{folder}/run.toml", "data": f"{folder}/data", "run_dir": f"{tmp_path}/one", "set": settings}
     train_in_processes([case], tmp_path / "outcomes", 2)
     assert_same(tmp_path / "run", tmp_path / "one")
-
-
-LINKS: dict[str, Callable[[Hosts], None]] = {
-    "slow": lambda two: two.limit("host2", 0.5),
-    "late": lambda two: two.impair("host2", delay=0.02),
-    "lossy": lambda two: two.impair("host2", loss=0.03),
-}
-"""Half a megabit a second; 20 milliseconds each way; three frames of 100 lost."""
-FOUR_EPOCHS = [*SETTINGS, *MIXED, "train.epochs=4"]
-
-
-@pytest.fixture(scope="module")
-def good_link(folder: Path) -> Path:
-    """A run of two processes of one machine."""
-    case = {"config": f"{folder}/run.toml", "data": f"{folder}/data", "run_dir": f"{folder}/good", "set": FOUR_EPOCHS}
-    train_in_processes([case], folder / "outcomes", 2)
-    return folder / "good"
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_a_bad_link_changes_no_bit_and_no_host_counts_as_lost(
-    folder: Path, tmp_path: Path, good_link: Path, link: str
-) -> None:
-    with hosts(2, tmp_path / "logs") as two:
-        LINKS[link](two)
-        start(two, training(folder, tmp_path / "run", FOUR_EPOCHS))
-        finish(two)
-    assert_same(tmp_path / "run", good_link)
 
 
 def weights_and_moments(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -90,16 +58,13 @@ def test_hosts_of_two_processes_train_as_one_process(folder: Path, tmp_path: Pat
         assert found[key].allclose(value, rtol=1e-4, atol=1e-6), key
 
 
+OF_RANK_1 = r"no heartbeat from rank 1 on host2 \(last heartbeat at"
+OF_RANK_0 = "rank 0 on host1 (has ended, or its machine )?does not answer"
 FAULTS = {
-    "host 2 loses its power": ("crash", "host2", "host1", r"no heartbeat from rank 1 on host2 \(last heartbeat at"),
-    "host 1 loses its power": (
-        "crash",
-        "host1",
-        "host2",
-        "rank 0 on host1 (has ended, or its machine )?does not answer",
-    ),
-    "host 2 hangs": ("freeze", "host2", "host1", r"no heartbeat from rank 1 on host2 \(last heartbeat at"),
-    "the link of host 2 is cut": ("cut", "host2", "host1", r"no heartbeat from rank 1 on host2 \(last heartbeat at"),
+    "host 2 loses its power": ("crash", "host2", "host1", OF_RANK_1),
+    "host 1 loses its power": ("crash", "host1", "host2", OF_RANK_0),
+    "host 2 hangs": ("freeze", "host2", "host1", OF_RANK_1),
+    "the link of host 2 is cut": ("cut", "host2", "host1", OF_RANK_1),
 }
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
@@ -47,27 +46,6 @@ def test_a_loss_may_be_overwritten_by_the_next_step() -> None:
         loss.fill_(step)
         watch.add(loss, step)
     assert watch.read() == (1.5, None)
-
-
-class Launches(TorchDispatchMode):
-    """Records operators that a GPU would launch a kernel for, or wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if operator.overloadpacket.__name__ not in ("empty", "select", "slice", "detach"):
-            self.names.append(operator.overloadpacket.__name__)
-        return operator(*args, **(kwargs or {}))
-
-
-def test_a_step_launches_one_copy() -> None:
-    watch, loss = LossWatch(process()), torch.ones((), requires_grad=True).detach()
-    with Launches() as launches:
-        for step in range(5):
-            watch.add(loss, step)
-    assert launches.names == ["clone"] * 5
 
 
 def two_processes(rank: int, folder: str) -> None:
