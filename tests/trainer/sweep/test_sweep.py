@@ -19,7 +19,7 @@ from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.sweep.results import plot_sweep, sweep_table
-from cowrec.trainer.sweep.sweep import Grid, clip_remark, default_rules, sweep
+from cowrec.trainer.sweep.sweep import COMPETITORS, Grid, clip_remark, default_rules, sweep
 from cowrec.trainer.training.loop import train
 from trainer_cases import config_file, make_data
 
@@ -194,7 +194,9 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
     assert plot_sweep([line], tmp_path / "empty.png").exists()
 
 
-def test_remark_on_runs_whose_clip_had_no_effect() -> None:
+def test_remarks_and_default_rules(folder: Path) -> None:
+    own = [load_config(folder / "run.toml", [f"optimizer.scaling={rule}"]) for rule in ("cowclip", "sqrt_star")]
+    assert list(map(default_rules, own)) == [[*COMPETITORS], ["sqrt_star", *COMPETITORS]]
     lines = [{"clipped": 0.0, "clip_remark": "never"}, {"clipped": 0.2, "clip_remark": None}, {"clipped": None}]
     assert clip_remark(lines).startswith("the clip had no effect, or almost none, in 1 of 2 runs with clip on")
     assert clip_remark(lines[1:]) == ""
@@ -209,13 +211,6 @@ def test_the_command_prints_the_table(cowrec: Cowrec, folder: Path) -> None:
     assert f"{100 * line['auc']:.2f}" in printed
     assert printed.endswith(f"plot: {folder}/grid/sweep.png\n")
     assert (folder / "grid" / "sweep.png").exists()
-
-
-def test_the_default_rules_include_the_configurations_own(folder: Path) -> None:
-    config = load_config(folder / "run.toml", [])
-    assert default_rules(config) == ["cowclip", "linear", "none"]
-    own = load_config(folder / "run.toml", ["optimizer.scaling=sqrt_star"])
-    assert default_rules(own) == ["sqrt_star", "cowclip", "linear", "none"]
 
 
 def test_folders_in_use_are_refused(folder: Path, tmp_path: Path) -> None:
