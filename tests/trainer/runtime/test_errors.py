@@ -30,20 +30,11 @@ def in_cowrec(body: str) -> Exception:
     return raised(lambda: exec(body, {"__name__": "cowrec.trainer.some_module"}))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: require_model(ModelConfig("deepfn")),
-        lambda: config_from({"train": {"batch_size": -1}}),
-        lambda: Schema.load(Path("/no/such/folder")),
-        lambda: Path("/no/such/file").read_text(),
-    ],
-)
-def test_errors_of_user_input_are_messages(call: Callable[[], Any]) -> None:
-    assert is_message(raised(call))
-
-
-def test_errors_of_runs_are_messages_and_those_of_libraries_are_not() -> None:
+def test_errors_of_user_input_and_of_runs_are_messages_and_those_of_libraries_are_not() -> None:
+    assert is_message(raised(lambda: require_model(ModelConfig("deepfn"))))
+    assert is_message(raised(lambda: config_from({"train": {"batch_size": -1}})))
+    assert is_message(raised(lambda: Schema.load(Path("/no/such/folder"))))
+    assert is_message(raised(lambda: Path("/no/such/file").read_text()))
     assert all(is_message(kind("the loss was not finite")) for kind in (NonFiniteLoss, ProcessLost, ProcessFailed))
     assert not is_message(raised(lambda: np.zeros(3).reshape(2, 2)))
     assert not is_message(ValueError("never raised"))
