@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .options import checked_options
-from .own_code import chosen, is_import_path
+from .own_code import chosen, is_import_path, tried
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """From logits and labels, float [B] or [B, T], to the loss of each, of the same shape."""
@@ -72,13 +72,8 @@ def _check(name: str, loss: Loss, shape: tuple[int, ...]) -> None:
     logits = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
     label = (torch.arange(logits.numel()) % 2).float().view(shape)
     given = f'train.loss = "{name}"'
-    try:
-        found = loss(logits, label)
-    except Exception as error:
-        raise ValueError(
-            f"{given} failed on logits and labels of shape {list(shape)}: {type(error).__name__}: {error}; it is called"
-            " with (logits, label)"
-        ) from error
+    what = f"calling it with (logits, label) of shape {list(shape)}"
+    found = tried(given, what, lambda: loss(logits, label), "it must return the loss of each")
     if not isinstance(found, Tensor) or found.shape != torch.Size(shape):
         has = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(

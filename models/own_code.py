@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .front import LookedUpFront
 
@@ -51,10 +51,9 @@ def imported(key: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     given = f'{key} = "{name}"'
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)) or module_name.endswith(".py"):
-        no_file = f' (write "{module_name.removesuffix(".py")}:{attribute}")' if module_name.endswith(".py") else ""
         raise ValueError(
-            f'{given} must be "MODULE:NAME" with the dotted name of a Python module and a name in it, for example'
-            f' "my_module:Net"{no_file}; a folder is given by PYTHONPATH'
+            f'{given} must be "MODULE:NAME" with the dotted name of a Python module, without .py, and a name in it, for'
+            ' example "my_module:Net"; a folder is given by PYTHONPATH'
         )
     if module_name == "__main__":
         raise ValueError(f"{given}: later commands cannot import __main__; put {attribute} into a file")
@@ -90,14 +89,13 @@ def file_of(module: ModuleType) -> Path | None:
 
 def require_beside(key: str, name: str, folder: Path) -> None:
     """Raises ValueError if ``module:name``, once imported, is another file than the one in ``folder``."""
-    module_name = name.partition(":")[0]
-    inside, file = folder.absolute().joinpath(*module_name.split(".")), file_of(sys.modules[module_name])
-    for beside in (inside.with_suffix(".py"), inside / "__init__.py"):
-        if beside.is_file() and file is not None and not beside.samefile(file):
-            raise ValueError(
-                f'{key} = "{name}": {file} is imported, but {beside} exists too; rename one of them, or, if both are'
-                " used by one Python process, use two"
-            )
+    module = name.partition(":")[0]
+    beside, file = folder.absolute() / f"{module.replace('.', '/')}.py", file_of(sys.modules[module])
+    if file and beside.is_file() and not beside.samefile(file):
+        raise ValueError(
+            f'{key} = "{name}": {file} is imported, but {beside} exists too; rename one of them, or, if both are'
+            " used by one Python process, use two"
+        )
 
 
 def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num_fields: int, num_tasks: int) -> None:
@@ -108,46 +106,38 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
             logits do not depend on the embeddings.
     """
     given = f'model.name = "{name}"'
-    network = _tried(given, "making it with (config, front)", build)
+    hint = "in the check the ids are looked up already, so that sparse can only be passed to self.front"
+    network = tried(given, "making it with (config, front)", build, hint)
     if not any(module is front for module in network.modules()):
         raise ValueError(f"{given} does not keep the front that it is given; write self.front = front in its __init__")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
     rows = torch.rand(3, num_fields, front.row_width, requires_grad=True)
-    logits = _logits(given, network.train(), front, rows, num_tasks)
-    if not logits.requires_grad or torch.autograd.grad(logits.sum(), rows, allow_unused=True)[0] is None:
-        raise ValueError(
-            f"{given} computes logits that do not depend on the embeddings, so that no table would be trained; compute"
-            " them from self.front(dense, sparse), without detach()"
-        )
-    with torch.no_grad():
-        _logits(given, network.eval(), front, rows[:1], num_tasks)
+    for samples in (3, 1):
+        what = f"its forward(dense, sparse) on {samples} sample{'s' if samples > 1 else ''}"
+        dense, some = torch.rand(samples, front.num_dense), rows[:samples]
+        logits = tried(given, what, lambda: network.train(samples > 1)(dense, some), hint)  # noqa: B023
+        shape = [samples, num_tasks] if num_tasks > 1 else [samples]
+        found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        if found != f"{shape} of torch.float32":
+            remedy = "for a last dimension of one return logits.squeeze(1)" if "1]" in found else "see docs/models.md"
+            raise ValueError(
+                f"{given}: {what} returned {found} instead of one logit for each"
+                f" {'sample and task' if num_tasks > 1 else 'sample'}, float32 {shape}; {remedy}"
+            )
+        if not logits.requires_grad or torch.autograd.grad(logits.sum(), rows, allow_unused=True)[0] is None:
+            raise ValueError(
+                f"{given} computes logits that do not depend on the embeddings, so that no table would be trained;"
+                " compute them from self.front(dense, sparse), without detach()"
+            )
 
 
-def _logits(given: str, network: nn.Module, front: LookedUpFront, rows: Tensor, num_tasks: int) -> Tensor:
-    samples = len(rows)
-    shape = [samples, num_tasks] if num_tasks > 1 else [samples]
-    what = f"its forward(dense, sparse) on {samples} sample{'s' if samples > 1 else ''}"
-    logits = _tried(given, what, lambda: network(torch.rand(samples, front.num_dense), rows))
-    found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
-    if found != f"{shape} of torch.float32":
-        remedy = "for a last dimension of one return logits.squeeze(1)" if "1]" in found else "see docs/models.md"
-        raise ValueError(
-            f"{given}: {what} returned {found} instead of one logit for each"
-            f" {'sample and task' if num_tasks > 1 else 'sample'}, float32 {shape}; {remedy}"
-        )
-    tensor: Tensor = logits
-    return tensor
-
-
-def _tried(given: str, what: str, function: Callable[[], Any]) -> Any:
+def tried(given: str, what: str, function: Callable[[], Any], hint: str) -> Any:
+    """Calls a function of the user's; raises ValueError, with the place in the user's file, if it fails."""
     try:
         return function()
     except Exception as error:
-        raise ValueError(
-            f"{given}: {what} failed{_place(error)}: {type(error).__name__}: {error}; in the check the ids are looked"
-            " up already, so that sparse can only be passed to self.front"
-        ) from error
+        raise ValueError(f"{given}: {what} failed{_place(error)}: {type(error).__name__}: {error}; {hint}") from error
 
 
 def _place(error: Exception) -> str:

@@ -4,11 +4,9 @@ code.json  code/my_module.py
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from cowrec.data_pipeline.files import checksum, replace_file
@@ -39,11 +37,9 @@ class OwnCode:
 
 def own_code(key: str, name: str) -> OwnCode:
     """Describes the code that a key of a configuration names, which has been imported."""
-    folder = _folder(name)
-    top = name.partition(":")[0].partition(".")[0]
-    root = folder / top if (folder / top).is_dir() else folder
+    folder, top = _folder(name), _folder(name) / name.partition(":")[0].partition(".")[0]
     files = {file for module in list(sys.modules.values()) if (file := file_of(module)) and file.is_file()}
-    own = sorted(file for file in files if (root in file.parents if root != folder else file.parent == folder))
+    own = sorted(file for file in files if (top in file.parents if top.is_dir() else file.parent == folder))
     return OwnCode(key, name, str(folder), {str(file.relative_to(folder)): checksum(file) for file in own})
 
 
@@ -61,36 +57,20 @@ def save_code(run_dir: Path, config: RunConfig) -> None:
         for file in each.files:
             target = run_dir / COPIES / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(Path(each.folder) / file, target)
+            target.write_bytes((Path(each.folder) / file).read_bytes())  # a resumed run may have imported the copy
     if record:
         replace_file(run_dir / RECORD, (json.dumps([asdict(each) for each in record], indent=1) + "\n").encode())
 
 
-def load_record(run_dir: Path) -> list[OwnCode]:
-    """Reads the record of a run's own code; empty without such code."""
-    file = run_dir / RECORD
-    return [OwnCode(**each) for each in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else []
+def load_code(run_dir: Path) -> list[OwnCode]:
+    """Reads the record of a run's own code, empty without such code, and lets Python find it.
 
-
-def find_code(record: Iterable[OwnCode], where: Path, *, trusted: bool = True) -> None:
-    """Lets recorded code be imported from its folder, where it still is there, or from the current one.
-
-    Args:
-        trusted: False if the record may come from others, so that its folder must not be searched.
-
-    Raises:
-        ValueError: a module is in neither, nor on Python's path.
+    Python's path has the folders where the code was, then the copies in the run's folder.
     """
-    for each in record:
-        search_also(*([Path(each.folder)] if trusted else []), Path.cwd())
-        module = each.name.partition(":")[0]
-        if find_spec(module.partition(".")[0]) is None:
-            copies, there = where / COPIES, f"{each.folder}, where it was, in " if trusted else ""
-            remedy = f"set PYTHONPATH={copies}, which has a copy" if copies.is_dir() else "add its folder to PYTHONPATH"
-            raise ValueError(
-                f'{where} was trained with {each.key} = "{each.name}", but there is no module {module} in {there}the'
-                f" current folder or on Python's path; put it there, or {remedy}"
-            )
+    file = run_dir / RECORD
+    record = [OwnCode(**each) for each in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else []
+    search_also(*(Path(each.folder) for each in record), *[run_dir / COPIES] * bool(record))
+    return record
 
 
 def warn_if_changed(record: Iterable[OwnCode], where: Path) -> None:
@@ -99,8 +79,6 @@ def warn_if_changed(record: Iterable[OwnCode], where: Path) -> None:
         for name, recorded in each.files.items():
             file, copy = _folder(each.name) / name, where / COPIES / name
             if not file.is_file() or checksum(file) != recorded:
-                print(
-                    f"warning: {file} is not as {where} was trained with it ({each.key} ="
-                    f' "{each.name}"){f"; its copy is {copy}" if copy.is_file() else ""}',
-                    file=sys.stderr,
-                )
+                kept = f"; its copy is {copy}" if copy.is_file() else ""
+                trained = f'{where} was trained with it ({each.key} = "{each.name}")'
+                print(f"warning: {file} is not as {trained}{kept}", file=sys.stderr)

@@ -17,7 +17,7 @@ from cowrec.data_pipeline.files import locked_folder, replace_file
 from cowrec.trainer.config.run import RunConfig, first_difference, load_config, save_config, to_plain
 from cowrec.trainer.runtime.processes import Process, on_first
 
-from .own_code import load_record, save_code, warn_if_changed
+from .own_code import load_code, save_code, warn_if_changed
 
 CONFIG, REPORT, CHECKPOINTS = "config.toml", "report.json", "checkpoints"
 METRICS, BOARD, VOCABULARY = "metrics.jsonl", "tensorboard", "vocabulary"
@@ -94,7 +94,7 @@ def create_run_dir(path: Path, config: RunConfig, derived: Mapping[str, Any]) ->
     """
     data_dir = Path(config.data.dir)
     save_config(config, path / CONFIG, "\n".join(f"derived: {key} = {value}" for key, value in derived.items()))
-    warn_if_changed(load_record(path), path)  # of a resumed run
+    warn_if_changed(load_code(path), path)  # of a resumed run
     save_code(path, config)
     Schema.load(data_dir).save(path)
     for file in sorted((data_dir / VOCABULARY).glob("*")):

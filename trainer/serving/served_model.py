@@ -17,10 +17,11 @@ from torch import Tensor
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.schema import Schema
 from cowrec.models import build_network, physical_dim
+from cowrec.models.own_code import search_also
 from cowrec.sparse_opt import id_bucket_rows
 from cowrec.trainer.export.manifest import DENSE, TABLES, Manifest
 from cowrec.trainer.publishing.blob import Blob, TableChange
-from cowrec.trainer.runs.own_code import find_code, warn_if_changed
+from cowrec.trainer.runs.own_code import warn_if_changed
 
 from .inference_network import InferenceNetwork
 from .row_kernels import Tables
@@ -98,7 +99,8 @@ class ServedModel:
             ValueError: the folder is not an export, a file in it is damaged, or the network cannot be imported.
         """
         manifest = Manifest.load(export_dir)
-        find_code([manifest.code] if manifest.code else [], export_dir, trusted=False)
+        if manifest.code:  # the folder where it was is not searched: the export may come from others
+            search_also(Path.cwd())
         model = ServedModel(manifest, Schema.load(export_dir))
         network = model._network(safetensors.torch.load_file(export_dir / DENSE))
         if manifest.code:

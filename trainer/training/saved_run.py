@@ -24,7 +24,7 @@ from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.measures.quality import measure_tasks
 from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint import Progress
-from cowrec.trainer.runs.own_code import find_code, load_record, warn_if_changed
+from cowrec.trainer.runs.own_code import load_code, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
 from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
@@ -157,8 +157,7 @@ def run_of(run_dir: Path) -> tuple[RunConfig, Schema]:
     """
     if not (run_dir / CONFIG).is_file():
         raise ValueError(f"{run_dir} is not a run: it has no {CONFIG}; pass the --run-dir of a cowrec train")
-    code = load_record(run_dir)
-    find_code(code, run_dir)
+    code = load_code(run_dir)
     config = load_config(run_dir / CONFIG)
     warn_if_changed(code, run_dir)
     return config, Schema.load(run_dir)
