@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-import pyarrow.feather
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.dataset.schema import LABEL, SAMPLE_NUMBER, SAMPLE_WEIGHT, TIME, TRUE_LOGIT, WEIGHT_SUFFIX
@@ -30,7 +29,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     """Returns the text of a schema file for a raw file, from its first rows; comments say what is unsure.
 
     Args:
-        path: text, plain or compressed, Parquet or Arrow.
+        path: text, plain or compressed, or Parquet.
         label: column of the label; by default one of two values, by its name if there are several.
 
     Raises:
@@ -173,7 +172,7 @@ class RawSample:
     Attributes:
         columns: names, possibly repeated; invented if the file has no header.
         rows: values as text, empty where null; None for a list.
-        delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
+        delimiter, quote, header: as in a schema file; of Parquet the defaults.
         notes: what is unsure.
     """
 
@@ -191,11 +190,7 @@ def read_sample(path: str | os.PathLike[str]) -> RawSample:
     source, types = look(files[0])
     if types is None:
         return _text_sample(source.path)
-    if source.format == "parquet":
-        batches = pq.ParquetFile(source.path).iter_batches(SAMPLE_ROWS)
-        table = pa.Table.from_batches([next(batches)]) if types and (batches := iter(batches)) else pa.table({})
-    else:
-        table = pa.feather.read_table(source.path, memory_map=True).slice(0, SAMPLE_ROWS)
+    table = next(pq.ParquetFile(source.path).iter_batches(SAMPLE_ROWS), types.empty_table())
     columns = [_texts(column) for column in table.columns]
     return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)))
 

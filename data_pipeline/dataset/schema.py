@@ -130,7 +130,6 @@ class SourceFile:
 
     path: str
     bytes: int
-    sha256: str
     rows: int
     bad_rows: int = 0
 
@@ -149,7 +148,7 @@ class Schema:
         best: {"auc", "logloss", "expected_auc", "expected_logloss"} of the true probabilities on the test split, for
             synthetic data; otherwise None. Older data sets lack the expected ones.
         settings: configuration that the data set was made with, as plain JSON.
-        sources: raw files and their checksums.
+        sources: raw files.
         versions: versions of the libraries that wrote the data set.
         labels: names of the labels, one for each task; the Parquet columns are `label`, or of several labels
             `label_<name>`: float32, NaN where unknown.

@@ -52,7 +52,7 @@ def prepare(
 
     Args:
         layout: "criteo", "avazu" or "tabular".
-        inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet; Arrow IPC.
+        inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet.
             Any of them may be a URI.
         output: a new or empty folder, or its URI in an object store, created when everything is done.
         config: settings; with `like`, only on_bad_row, max_bad_rows and shard_rows have an effect.
@@ -101,9 +101,8 @@ def prepare(
             settings=_settings(config, described, split) if earlier is None else earlier.settings,
             negative_fraction=split.negative_fraction,
             sources=tuple(
-                SourceFile(path, file.source.stamp[0], file.sha256, file.samples, ledger.by_path[path])
+                SourceFile(file.source.path, file.source.stamp[0], file.samples, ledger.by_path[file.source.path])
                 for file in files
-                for path in [file.source.path]
             ),
             versions=library_versions(),
         )

@@ -1,8 +1,7 @@
 """Reading of raw files of any format: a survey finds their segments, which are then read in any order.
 
-Text is in `text`. Of Parquet and Arrow IPC files only the wanted columns are read, with bounded memory."""
+Text is in `text`. Of Parquet files only the wanted columns are read, with bounded memory."""
 
-import hashlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
@@ -10,11 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline.remote import is_remote
-
 from .inputs import (
     Block,
-    FileFormat,
     RawFile,
     Report,
     Segment,
@@ -27,10 +23,11 @@ from .inputs import (
 )
 from .text import BLOCK_BYTES, RawText, look_at_text, survey_text
 
-MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+PARQUET = b"PAR1"
 REFUSED = {
-    b"FEA1": "a file of Feather's first version; write it with pyarrow.feather.write_feather(version=2)",
-    b"\xff\xff\xff\xff": "an Arrow stream; write it as an Arrow file with pyarrow.ipc.new_file",
+    b"ARROW1": "an Arrow file; write it as Parquet",
+    b"FEA1": "a Feather file; write it as Parquet",
+    b"\xff\xff\xff\xff": "an Arrow stream; write it as Parquet",
     b"PARE": "an encrypted Parquet file; decrypt it first",
     b"ORC": "an ORC file; convert it to Parquet",
     b"Obj\x01": "an Avro file; convert it to Parquet",
@@ -40,7 +37,7 @@ REFUSED = {
 
 
 def look(path: str) -> tuple[Source, pa.Schema | None]:
-    """Reads the beginning of a file, text or, recognized by its first bytes, Parquet or Arrow IPC (Feather).
+    """Reads the beginning of a file, text or, recognized by its first bytes, Parquet.
 
     Returns:
         What reading it takes; and the types of its columns, None for text.
@@ -52,21 +49,23 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
         first = opened.read(16)
     for magic, what in REFUSED.items():
         if first.startswith(magic):
-            raise ValueError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")
-    for magic, kind in MAGIC.items():
-        if first.startswith(magic):
-            return _look_at_columns(path, kind)
-    return look_at_text(path), None
+            raise ValueError(f"input file {path} is {what}. Text and Parquet files are read")
+    if not first.startswith(PARQUET):
+        return look_at_text(path), None
+    found = stamp(path)
+    with _errors(path), closing(_open(path)) as opened:
+        schema = opened.schema_arrow
+    return Source(path, "parquet", found, b"", tuple(schema.names), partition_of(path)), schema
 
 
 def survey(
     source: Source, report: Report, *, header: bool, segment_samples: int, block_bytes: int = BLOCK_BYTES
 ) -> RawFile:
-    """Reads a file once to compute its checksum and find its segments.
+    """Finds the segments of a file; reads all of it if it is text.
 
     Args:
         source: the file, as `look` returned it.
-        report: called with the number of bytes on disk just read.
+        report: called with the number of bytes on disk just processed.
         header: True if the first line of text is a header.
         segment_samples: largest number of samples of a segment; one ends at every multiple of it.
         block_bytes: largest size of a line, and approximate largest size of a segment.
@@ -111,18 +110,10 @@ MOST_ROWS = 1 << 16
 """Largest number of rows of a segment."""
 
 
-def _look_at_columns(path: str, kind: FileFormat) -> tuple[Source, pa.Schema]:
-    found = stamp(path)
-    with _errors(path), closing(_open(path, kind)) as opened:
-        schema = opened.schema
-    return Source(path, kind, found, b"", tuple(schema.names), partition_of(path)), schema
-
-
 def _survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
-    """Computes a file's checksum, and divides its rows into segments; see `survey`."""
-    sha256 = _checksum(source.path, report)
-    with _errors(source.path), closing(_open(source.path, source.format)) as opened:
-        starts, row_bytes = np.cumsum([0, *opened.groups]), opened.row_bytes(source.columns)
+    """Divides the rows of a file into segments; see `survey`."""
+    with _errors(source.path), closing(_open(source.path)) as opened:
+        starts, row_bytes = _group_starts(opened), _row_bytes(opened, source.columns)
     if stamp(source.path) != source.stamp:
         raise ValueError(changed_message(source.path))
     rows, file_bytes = int(starts[-1]), source.stamp[0]
@@ -136,11 +127,12 @@ def _survey_columns(source: Source, report: Report, *, segment_samples: int, blo
             Segment(source, skipped <= segment_samples, start, stop - start, stop - start, start + 1, start, share)
         )
         start = stop
-    return RawFile(source, sha256, rows, tuple(segments))
+    report(file_bytes)
+    return RawFile(source, rows, tuple(segments))
 
 
 class ColumnReader:
-    """Reads the segments of a Parquet or Arrow file in their order; `offset` is the first row that was not read yet.
+    """Reads the segments of a Parquet file in their order; `offset` is the first row that was not read yet.
 
     Raises ValueError if the file changed since the survey.
     """
@@ -150,7 +142,8 @@ class ColumnReader:
         if stamp(source.path) != source.stamp:
             raise ValueError(changed_message(source.path))
         with _errors(source.path):
-            self._file = _open(source.path, source.format)
+            self._file = _open(source.path)
+            self._starts = _group_starts(self._file)
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._surplus: list[pa.RecordBatch] = []
 
@@ -158,16 +151,17 @@ class ColumnReader:
         """Returns the rows of a segment, the columns `source.columns`."""
         with _errors(self.source.path, f", rows {segment.offset + 1} to {segment.offset + segment.size}"):
             if self._batches is None or segment.offset != self.offset:
-                starts = np.cumsum([0, *self._file.groups])
-                group = int(np.searchsorted(starts, segment.offset, side="right")) - 1
-                self._batches = self._file.batches(group, self.source.columns, segment.size)
-                self._surplus, self.offset = [], int(starts[group])
+                group = int(np.searchsorted(self._starts, segment.offset, side="right")) - 1
+                self._batches = self._file.iter_batches(
+                    segment.size, list(range(group, self._file.num_row_groups)), list(self.source.columns)
+                )
+                self._surplus, self.offset = [], int(self._starts[group])
                 while self.offset < segment.offset:
                     self._take(min(segment.size, segment.offset - self.offset))
             return self._take(segment.size)
 
     def close(self) -> None:
-        self._file.close()
+        self._file.close(force=True)
 
     def _take(self, rows: int) -> pa.Table:
         """Returns the next rows."""
@@ -188,77 +182,28 @@ class ColumnReader:
         return pa.Table.from_batches(found)
 
 
-class _Parquet:
-    """Groups of rows of a Parquet file: its columns as `schema`, the number of rows of each group as `groups`."""
-
-    def __init__(self, path: str) -> None:
-        # Without a size of the buffer, all bytes of a row group would be read at once.
-        self._file = pq.ParquetFile(
-            open_file(path), buffer_size=read_bytes(path), pre_buffer=False, page_checksum_verification=True
-        )
-        self.schema = self._file.schema_arrow
-        self._meta = self._file.metadata
-        self.groups = [self._meta.row_group(group).num_rows for group in range(self._meta.num_row_groups)]
-
-    def row_bytes(self, columns: Sequence[str]) -> float:
-        """Estimates the size of a row in memory."""
-        # The leaves of a nested column have the paths `column.list.element` and the like.
-        leaves = [self._meta.schema.column(leaf).path for leaf in range(self._meta.num_columns)]
-        wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]
-        size = 0
-        for group in range(len(self.groups)):
-            chunks = [self._meta.row_group(group).column(leaf) for leaf in wanted]
-            size += sum(max(each.total_uncompressed_size, VALUE_BYTES * each.num_values) for each in chunks)
-        return size / max(sum(self.groups), 1)
-
-    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
-        """Yields the rows from a group on, about `rows` at a time."""
-        groups = range(group, len(self.groups))
-        return self._file.iter_batches(batch_size=rows, row_groups=list(groups), columns=list(columns))
-
-    def close(self) -> None:
-        self._file.close(force=True)
+def _open(path: str) -> pq.ParquetFile:
+    # Without a size of the buffer, all bytes of a row group would be read at once.
+    return pq.ParquetFile(
+        open_file(path), buffer_size=read_bytes(path), pre_buffer=False, page_checksum_verification=True
+    )
 
 
-class _Arrow:
-    """Record batches of an Arrow file, as groups of rows; see `_Parquet`."""
-
-    def __init__(self, path: str) -> None:
-        self._source = open_file(path) if is_remote(path) else pa.memory_map(path)
-        reader = pa.ipc.open_file(self._source)
-        self.schema = reader.schema
-        counter = self._reader(())
-        self.groups = [counter.get_batch(group).num_rows for group in range(counter.num_record_batches)]
-
-    def row_bytes(self, columns: Sequence[str]) -> float:
-        for batch in self.batches(0, columns, 0):
-            if batch.num_rows:
-                return float(batch.nbytes / batch.num_rows)
-        return 0.0
-
-    def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
-        reader = self._reader(columns)
-        return (reader.get_batch(index) for index in range(group, len(self.groups)))
-
-    def close(self) -> None:
-        self._source.close()
-
-    def _reader(self, columns: Sequence[str]) -> pa.RecordBatchFileReader:
-        chosen = [self.schema.get_field_index(name) for name in columns]
-        return pa.ipc.open_file(self._source, options=pa.ipc.IpcReadOptions(included_fields=chosen))
+def _group_starts(file: pq.ParquetFile) -> np.ndarray:
+    """Returns the first row of each row group, and the number of rows: int64 [groups + 1]."""
+    return np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
 
 
-def _open(path: str, kind: FileFormat) -> _Parquet | _Arrow:
-    return _Parquet(path) if kind == "parquet" else _Arrow(path)
-
-
-def _checksum(path: str, report: Report) -> str:
-    digest = hashlib.sha256()
-    with open_file(path) as file:
-        while chunk := file.read(read_bytes(path)):
-            digest.update(chunk)
-            report(len(chunk))
-    return digest.hexdigest()
+def _row_bytes(file: pq.ParquetFile, columns: Sequence[str]) -> float:
+    """Estimates the size of a row in memory."""
+    # The leaves of a nested column have the paths `column.list.element` and the like.
+    leaves = [file.metadata.schema.column(leaf).path for leaf in range(file.metadata.num_columns)]
+    wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]
+    size = 0
+    for group in range(file.num_row_groups):
+        chunks = [file.metadata.row_group(group).column(leaf) for leaf in wanted]
+        size += sum(max(each.total_uncompressed_size, VALUE_BYTES * each.num_values) for each in chunks)
+    return size / max(file.metadata.num_rows, 1)
 
 
 @contextmanager

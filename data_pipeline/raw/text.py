@@ -1,10 +1,8 @@
 """Text files, decompressed if needed, in segments of complete lines."""
 
 import bz2
-import hashlib
 import io
 import lzma
-import os
 import re
 import zipfile
 import zlib
@@ -40,14 +38,14 @@ def look_at_text(path: str) -> Source:
 
 
 def survey_text(source: Source, report: Report, *, header: bool, segment_samples: int, block_bytes: int) -> RawFile:
-    """Reads a text file once to compute its checksum and find its segments; see `reading.survey`.
+    """Reads a text file once to find its segments; see `reading.survey`.
 
     Lines that repeat the header, as in the concatenation of several files, belong to no segment; neither do empty lines
     at the end.
     """
     segments: list[Segment] = []
     offset, place, samples, reported = 0, 1, 0, 0
-    with RawText(source.path, source, checksum=True) as text:
+    with RawText(source.path, source) as text:
         for lines in line_blocks(text, block_bytes):
             if not offset:
                 offset = (
@@ -67,8 +65,8 @@ def survey_text(source: Source, report: Report, *, header: bool, segment_samples
                 reported += _add_file_bytes(segments, text.disk_bytes - reported, report)
         if not segments:
             raise ValueError(f"input file {source.path} has no samples; copy it again, or remove it")
-        _add_file_bytes(segments, text.disk_bytes - reported, report)  # what follows an archive's last line
-        return RawFile(source, text.sha256, samples, tuple(segments))
+        _add_file_bytes(segments, source.stamp[0] - reported, report)  # what follows an archive's last line
+        return RawFile(source, samples, tuple(segments))
 
 
 def _add_file_bytes(segments: list[Segment], file_bytes: int, report: Report) -> int:
@@ -111,7 +109,6 @@ class RawText:
     Args:
         path: the file.
         source: what it was at the survey; a ValueError is raised if it has changed since.
-        checksum: compute `sha256`.
 
     Attributes:
         stamp: the file's size and modification time.
@@ -119,9 +116,9 @@ class RawText:
         offset: bytes of text read or skipped so far.
     """
 
-    def __init__(self, path: str, source: Source | None = None, *, checksum: bool = False) -> None:
+    def __init__(self, path: str, source: Source | None = None) -> None:
         self.path, self.source, self.offset = path, source, 0
-        self._raw = _CountedFile(path, checksum)
+        self._raw = open_file(path)
         self.stamp = stamp(path)
         if source is not None and self.stamp != source.stamp:
             self.close()
@@ -138,14 +135,8 @@ class RawText:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes from the beginning of the file that were read so far."""
-        return self._raw.seen
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the file; valid once all of it is read."""
-        assert self._raw.digest is not None
-        return self._raw.digest.hexdigest()
+        """Bytes of the file that were read so far, those that are buffered included."""
+        return int(self._raw.tell())
 
     def read(self, size: int) -> bytes:
         """Reads `size` bytes, or fewer at the end of the text."""
@@ -154,8 +145,6 @@ class RawText:
             while missing and (part := self._stream.read(missing)):
                 parts.append(part)
                 missing -= len(part)
-            if missing:
-                self._raw.finish()  # the checksum includes what follows the archive
         self.offset += size - missing
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -237,51 +226,6 @@ def _is_text(data: bytes) -> str:
     if data[257:262] == b"ustar":
         return "it is a tar archive; extract the files and give their folder"
     return "is this a text file?"
-
-
-class _CountedFile(io.RawIOBase):
-    """A file that counts the bytes read from its beginning on, and optionally computes their SHA-256.
-
-    Attributes:
-        seen: number of the bytes before which everything was read; what was read further on does not count yet.
-    """
-
-    def __init__(self, path: str, checksum: bool) -> None:
-        self._file = open_file(path)
-        self.digest = hashlib.sha256() if checksum else None
-        self.seen, self._position = 0, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._file.seek(offset, whence)
-        self._position = self._file.tell()
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = self._file.readinto(buffer) or 0
-        if self._position <= self.seen < self._position + count:
-            if self.digest is not None:
-                self.digest.update(memoryview(buffer)[self.seen - self._position : count])
-            self.seen = self._position + count
-        self._position += count
-        return count
-
-    def finish(self) -> None:
-        """Reads what was not read yet; only the checksum needs it."""
-        if self.digest is not None:
-            self.seek(self.seen)
-            buffer = memoryview(bytearray(1 << 20))
-            while self.readinto(buffer):
-                pass
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 class _Refused(Exception):

@@ -1,7 +1,7 @@
-"""A folder as a stream: Parquet and Arrow files that are read in the order of their names, while it grows.
+"""A folder as a stream: Parquet files that are read in the order of their names, while it grows.
 
 A writer renames each file into the folder when it is complete. Names that start with a dot, and names that do not end
-in .parquet or .arrow (Arrow's IPC file format), are ignored. An empty file `_END` ends the stream once all files are
+in .parquet, are ignored. An empty file `_END` ends the stream once all files are
 read. A file whose name sorts before one already read is late: it is logged, counted and not read. A file that appeared
 while no source was open cannot be distinguished from one that was read. Files may be removed once read, unless a
 journal still refers to them.
@@ -22,7 +22,6 @@ from cowrec.data_pipeline.files import replacing
 from .source import Chunk, SourcePosition
 
 END = "_END"
-SUFFIXES = (".parquet", ".arrow")
 SCAN_SECONDS = 0.05
 """Seconds between two looks at a folder without new files."""
 LARGE, REST = 1000, 10
@@ -108,7 +107,7 @@ class DirectorySource:
     def _list(self, *, as_read: bool = False) -> None:
         """Lists the folder; reports new files that sort before the one being read, unless they count as read."""
         began = time.monotonic()
-        names = {name for name in os.listdir(self._folder) if name.endswith(SUFFIXES) and not name.startswith(".")}
+        names = {name for name in os.listdir(self._folder) if name.endswith(".parquet") and not name.startswith(".")}
         for name in () if as_read else sorted(name for name in names - self._names if name < self._file):
             logger.warning("%s is late: %s was already read; it is skipped", self._folder / name, self._file)
             self.counters["late_files"] += 1
@@ -157,42 +156,23 @@ class DirectorySink:
 
 
 class _GroupedFile:
-    """Row groups of a Parquet file or record batches of an Arrow file, one of them in memory at a time."""
+    """Row groups of a Parquet file, one of them in memory at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.name = path.name
-        self._file: pq.ParquetFile | pa.ipc.RecordBatchFileReader
-        if path.suffix == ".parquet":
-            self._file = pq.ParquetFile(path)
-            metadata = self._file.metadata
-            sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        else:
-            self._map = pa.memory_map(str(path))
-            self._file = pa.ipc.open_file(self._map)
-            sizes = [self._file.get_batch(group).num_rows for group in range(self._file.num_record_batches)]
-        self._sizes = sizes
+        self.name, self._file = path.name, pq.ParquetFile(path)
         self._group, self._table = -1, pa.table({})
 
     def rows(self, first: int, limit: int) -> pa.Table:
         """Returns up to `limit` rows from `first`, all of one group; none at the end of the file."""
         start = 0
-        for group, size in enumerate(self._sizes):
+        for group in range(self._file.num_row_groups):
+            size = self._file.metadata.row_group(group).num_rows
             if first < start + size:
-                return self._read(group).slice(first - start, limit)
+                if group != self._group:
+                    self._group, self._table = group, self._file.read_row_group(group)
+                return self._table.slice(first - start, limit)
             start += size
         return pa.table({})
 
     def close(self) -> None:
-        if isinstance(self._file, pq.ParquetFile):
-            self._file.close()
-        else:
-            self._map.close()
-
-    def _read(self, group: int) -> pa.Table:
-        if group != self._group:
-            if isinstance(self._file, pq.ParquetFile):
-                self._table = self._file.read_row_group(group)
-            else:
-                self._table = pa.Table.from_batches([self._file.get_batch(group)])
-            self._group = group
-        return self._table
+        self._file.close()

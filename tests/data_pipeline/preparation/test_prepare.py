@@ -2,7 +2,6 @@
 
 import collections
 import csv
-import hashlib
 import math
 import random
 
@@ -124,7 +123,7 @@ def test_criteo(tmp_path):
     assert [field.name for field in schema.sparse] == [f"C{n}" for n in range(1, 27)]
     assert (schema.splits["train"].rows, schema.splits["test"].rows) == (240, 60)
     content, (source,) = (tmp_path / "train.txt").read_bytes(), schema.sources
-    assert (source.sha256, source.bytes) == (hashlib.sha256(content).hexdigest(), len(content))
+    assert source.bytes == len(content)
     assert (source.rows, source.bad_rows) == (300, 0)
     assert schema.splits["train"].positives == (sum(row[0] == "1" for row in raw[:240]),)
     assert Schema.load(tmp_path / "out") == schema

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import hashlib
 import io
 import lzma
 import random
@@ -65,7 +64,6 @@ def test_every_compression_is_recognized_by_content(tmp_path, kind, members):
     assert b"".join(block.data for block in blocks(file.segments)) == TEXT
     assert file.samples == sum(segment.samples for segment in file.segments) == 3000
     assert sum(segment.file_bytes for segment in file.segments) == sum(reported) == size
-    assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert file.source.first_line == TEXT.splitlines()[0]
     assert len(file.segments) > 5
 
@@ -111,7 +109,7 @@ def test_a_damaged_archive_is_refused(tmp_path, kind):
         (zipped(TEXT, **{"b.csv": "b"}), r"the zip archive has 2 files \(logs/clicks.csv, b.csv\), must have one"),
         (zipped(TEXT)[:-100], "the zip archive is damaged"),
         (b"ORC\x00" * 9, "is an ORC file; convert it to Parquet"),
-        (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as an Arrow file"),
+        (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as Parquet"),
         (b"a" * 257 + b"ustar" + b"\0" * 20_000_000, "it is a tar archive; extract the files"),
     ],
     ids=["two files", "truncated zip", "orc", "stream", "tar"],
