@@ -74,13 +74,11 @@ class Position:
             "latest": self.latest.tolist(),
             "due": self.due,
             "ended": self.ended,
-            "arrived": waiting.arrived,
             "waiting": len(waiting),
             "counters": dict(self.counters),
         }
         if len(waiting):
-            order = pa.array(np.argsort(waiting.arrival))
-            _write_table(folder / PENDING_FILE, waiting.first(len(waiting)).take(order))
+            _write_table(folder / PENDING_FILE, waiting.table)
         _write_table(folder / RECENT_FILE, pa.table({"id": np.concatenate(self.recent)}))
         write_file(folder / POSITION_FILE, json.dumps(content, indent=1, allow_nan=False).encode())
 
@@ -94,8 +92,7 @@ class Position:
             waiting = ReorderBuffer()
             if content["waiting"]:
                 table = _read_table(folder / PENDING_FILE)
-                first = content["arrived"] - content["waiting"]
-                waiting = ReorderBuffer(arrived=first).add(table, table[TIME_COLUMN].to_numpy())
+                waiting = waiting.add(table, table[TIME_COLUMN].to_numpy())
             return Position(
                 content["partitions"],
                 content["entry"],
@@ -103,7 +100,7 @@ class Position:
                 np.array(content["latest"], np.int64),
                 content["due"],
                 content["ended"],
-                waiting if len(waiting) else ReorderBuffer(arrived=content["arrived"]),
+                waiting,
                 (_read_table(folder / RECENT_FILE)["id"].to_numpy(),),
                 content["counters"],
             )

@@ -16,8 +16,6 @@ MAX_OVERHEAD = 4
 MIN_COMPACTED_ROWS = 1 << 16
 MAX_PARTS = 64
 
-_EMPTY = np.zeros(0, np.int64)
-
 
 @dataclass(frozen=True)
 class ReorderBuffer:
@@ -25,19 +23,13 @@ class ReorderBuffer:
 
     Attributes:
         time: int64 [P], ascending.
-        arrival: int64 [P], arrival number of each sample.
-        tables: the samples as they arrived; may include some already returned.
-        firsts: arrival number of each table's first sample.
-        held: number of waiting samples of each table.
-        arrived: arrival number of the next sample.
+        row: int64 [P], row of each sample in `table`.
+        table: the samples as they arrived; may include some already returned.
     """
 
-    time: np.ndarray = field(default_factory=lambda: _EMPTY)
-    arrival: np.ndarray = field(default_factory=lambda: _EMPTY)
-    tables: tuple[pa.Table, ...] = ()
-    firsts: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-    arrived: int = 0
+    time: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    row: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    table: pa.Table = field(default_factory=lambda: pa.table({}))
 
     def __len__(self) -> int:
         return len(self.time)
@@ -50,54 +42,33 @@ class ReorderBuffer:
         index = np.searchsorted(self.time, time[order], side="right")
         return ReorderBuffer(
             np.insert(self.time, index, time[order]),
-            np.insert(self.arrival, index, self.arrived + order),
-            (*self.tables, table),
-            (*self.firsts, self.arrived),
-            (*self.held, len(time)),
-            self.arrived + len(time),
+            np.insert(self.row, index, self.table.num_rows + order),
+            pa.concat_tables([self.table, table]) if len(self) else table,
         )
 
     def first(self, count: int) -> pa.Table:
         """Returns the first `count` samples, at least one, in order."""
-        wanted = self.arrival[:count]
-        which = self._table_of(wanted)
-        parts, order = [], []
-        for number in np.unique(which).tolist():
-            indices = np.flatnonzero(which == number)
-            parts.append(self.tables[number].take(pa.array(wanted[indices] - self.firsts[number])))
-            order.append(indices)
-        joined = pa.concat_tables(parts).combine_chunks()
-        return joined if len(parts) == 1 else joined.take(pa.array(np.argsort(np.concatenate(order))))
+        rows = self.row[:count]
+        start = rows.min()
+        return self.table.slice(start, rows.max() - start + 1).take(pa.array(rows - start)).combine_chunks()
 
     def without_first(self, count: int) -> "ReorderBuffer":
         """Returns a buffer without the first `count` samples."""
-        taken = np.bincount(self._table_of(self.arrival[:count]), minlength=len(self.tables))
-        held = (np.asarray(self.held) - taken).tolist()
-        kept = [table for table, number in enumerate(held) if number]
-        result = ReorderBuffer(
-            self.time[count:],
-            self.arrival[count:],
-            tuple(self.tables[table] for table in kept),
-            tuple(self.firsts[table] for table in kept),
-            tuple(held[table] for table in kept),
-            self.arrived,
-        )
-        rows = sum(table.num_rows for table in result.tables)
-        return result.compact() if rows > max(MAX_OVERHEAD * len(result), MIN_COMPACTED_ROWS) else result
+        if count == len(self):
+            return ReorderBuffer()
+        row = self.row[count:]
+        start = row.min()  # earlier rows are freed
+        result = ReorderBuffer(self.time[count:], row - start, self.table.slice(start))
+        return result.compact() if result.table.num_rows > max(MAX_OVERHEAD * len(row), MIN_COMPACTED_ROWS) else result
 
     def compact(self) -> "ReorderBuffer":
-        """Returns a buffer that stores only the waiting samples, in one table."""
+        """Returns a buffer that stores only the waiting samples."""
         if not len(self):
-            return ReorderBuffer(arrived=self.arrived)
-        order = np.argsort(self.arrival)
-        # Renumbered: only the order of arrival matters.
-        arrival = np.empty_like(order)
-        arrival[order] = np.arange(len(order)) + self.arrived
-        table = self.first(len(self)).take(pa.array(order))
-        return ReorderBuffer(self.time, arrival, (table,), (self.arrived,), (len(self),), self.arrived + len(self))
-
-    def _table_of(self, arrival: np.ndarray) -> np.ndarray:
-        return np.searchsorted(np.asarray(self.firsts, np.int64), arrival, side="right") - 1
+            return self
+        order = np.argsort(self.row)
+        row = np.empty_like(order)
+        row[order] = np.arange(len(order))
+        return ReorderBuffer(self.time, row, self.table.take(pa.array(self.row[order])).combine_chunks())
 
 
 class RecentIds:

@@ -137,8 +137,8 @@ class SampleStream:
         self.position = position or Position()
         if self.ended:  # the source may have new samples since
             self.position = dataclasses.replace(self.position, ended=False)
-        expected = [(each.name, each.type) for each in self._no_samples().table.schema]
-        if any([(each.name, each.type) for each in table.schema] != expected for table in self.position.waiting.tables):
+        waiting, expected = self.position.waiting, self._no_samples().table.schema
+        if len(waiting) and not waiting.table.schema.equals(expected):
             raise ValueError("the position is of a stream with other fields; start without it")
         self._recent = RecentIds(duplicates_window, np.concatenate(self.position.recent)) if duplicates_window else None
         self._journal = Journal(journal, self.position.entry) if journal is not None else None

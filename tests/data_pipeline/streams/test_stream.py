@@ -256,7 +256,7 @@ def test_waiting_samples_of_another_data_set_are_refused(tmp_path, codec):
     write_all(tmp_path / "in", [sample(n, n) for n in range(9)], [9])
     stream = SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=2, lateness_seconds=9)
     position = stream.next_batch(0).end
-    table = position.waiting.tables[0].append_column("more", pa.array([0] * position.waiting.tables[0].num_rows))
+    table = position.waiting.table.append_column("more", pa.array([0] * position.waiting.table.num_rows))
     other = Position(waiting=type(position.waiting)().add(table, table["#time"].to_numpy()))
     with pytest.raises(ValueError, match="of a stream with other fields"):
         SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=2, position=other)
