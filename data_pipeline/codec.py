@@ -26,17 +26,9 @@ import pyarrow as pa
 import torch
 
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
-from cowrec.data_pipeline.dataset.schema import LABEL, MISSING, RESERVED_ROWS, TIME, Schema
+from cowrec.data_pipeline.dataset.schema import LABEL, TIME, Schema
 from cowrec.data_pipeline.dataset.shards import arrow_schema, block_from_table
-from cowrec.data_pipeline.encoding import (
-    Encoder,
-    bound,
-    bounded,
-    bucket_ids,
-    hash_bucket_rows,
-    raw_ids_of_hashed,
-    scores,
-)
+from cowrec.data_pipeline.encoding import Encoder, bound, bounded, bucket_ids, scores
 from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers
 from cowrec.data_pipeline.raw.columns import MAX_WEIGHT, WEIGHTS_ARE_BOUNDED, SampleColumns
 from cowrec.data_pipeline.raw.layouts import Layout, RawField, RawLabel
@@ -410,17 +402,12 @@ class _RequestEncoder:
         """Returns the rows or raw ids of texts, `counts` [F] of each field: int32, or int64 if some are raw."""
         offsets, data = string_buffers(pa.array(texts, pa.string()))
         hashes = bytes_hashes(offsets, data)
-        ids = raw_ids_of_hashed(hashes) if self._schema.has_raw_ids else np.empty(len(texts), np.int32)
+        ids = np.empty(len(texts), np.int64 if self._schema.has_raw_ids else np.int32)
         start = 0
         for field, count in zip(self._encoder.sparse, counts, strict=True):
             stop = start + count
-            if field.encoding == "vocabulary":
-                vocabulary = self._encoder.vocabularies[field.name]
-                ids[start:stop] = vocabulary.rows_of_hashed(hashes[start:stop], offsets[start : stop + 1], data)
-            elif field.encoding == "hash":
-                ids[start:stop] = hash_bucket_rows(hashes[start:stop], field.num_embeddings - RESERVED_ROWS)
+            ids[start:stop] = self._encoder.rows(field, hashes[start:stop], offsets[start : stop + 1], data)
             start = stop
-        ids[offsets[1:] == offsets[:-1]] = MISSING
         return ids
 
 

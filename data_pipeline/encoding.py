@@ -68,22 +68,30 @@ class Encoder:
     def _ids(self, field: SparseField, parsed: Parsed) -> dict[str, pa.Array]:
         text = bucket_ids(parsed.numbers[field.source]) if field.bucketed else parsed.ids[field.source]
         if field.kind == "categorical":
-            return {field.name: pa.array(self._rows(field, text))}
+            return {field.name: pa.array(self._rows_of_text(field, text))}
         offsets = list_offsets(text)
-        columns = {field.name: pa.ListArray.from_arrays(offsets, pa.array(self._rows(field, text.flatten())))}
+        columns = {field.name: pa.ListArray.from_arrays(offsets, pa.array(self._rows_of_text(field, text.flatten())))}
         if field.kind == "weighted":
             weights = pa.array(parsed.weights[field.source])
             columns[field.name + WEIGHT_SUFFIX] = pa.ListArray.from_arrays(offsets, weights)
         return columns
 
-    def _rows(self, field: SparseField, text: pa.Array) -> np.ndarray:
-        if field.encoding == "hash":
-            return hashed_rows(text, field.num_embeddings - RESERVED_ROWS)
-        if field.encoding == "raw":
-            return raw_ids(text)
+    def _rows_of_text(self, field: SparseField, text: pa.Array) -> np.ndarray:
         if field.encoding == "synthetic":
             return text.to_numpy()  # the ids are embedding rows already
-        return self.vocabularies[field.name].rows(text)
+        return self.rows(field, string_hashes(text), *string_buffers(text))
+
+    def rows(self, field: SparseField, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """Returns rows, int32 [R], or raw ids, int64 [R], of strings as `string_buffers` gives them.
+
+        `hashes`, uint64 [R], are the strings' and may be changed.
+        """
+        if field.encoding == "vocabulary":
+            return self.vocabularies[field.name].rows_of_hashed(hashes, offsets, data)
+        if field.encoding == "hash":
+            buckets = np.uint64(field.num_embeddings - RESERVED_ROWS)
+            return _with_missing((hashes % buckets).astype(np.int32) + np.int32(RESERVED_ROWS), offsets)
+        return _raw_ids(hashes, offsets)
 
     def save(self, folder: Path) -> None:
         """Writes the vocabularies to `folder/vocabulary/`."""
@@ -174,12 +182,13 @@ class Vocabulary:
 
     def rows(self, text: pa.Array) -> np.ndarray:
         """Looks up embedding rows of strings, int32 [R]; empty strings are missing, unknown ones out of vocabulary."""
-        return _with_missing(self.rows_of_hashed(string_hashes(text), *string_buffers(text)), text)
+        return self.rows_of_hashed(string_hashes(text), *string_buffers(text))
 
     def rows_of_hashed(self, hashes: np.ndarray, offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """Does the same as `rows`, for non-empty strings as `string_buffers` gives them, with known hashes [R]."""
+        """Does the same as `rows`, for strings as `string_buffers` gives them, with known hashes [R]."""
         indices = self._table.find_hashed(hashes, offsets, data)
-        return np.where(indices < 0, OUT_OF_VOCABULARY, indices + RESERVED_ROWS).astype(np.int32)
+        rows = np.where(indices < 0, OUT_OF_VOCABULARY, indices + RESERVED_ROWS).astype(np.int32)
+        return _with_missing(rows, offsets)
 
     def save(self, path: Path) -> None:
         """Writes a Parquet file with the columns value and count."""
@@ -196,33 +205,21 @@ class Vocabulary:
             raise ValueError(f"vocabulary file {path} is missing or damaged ({error}); prepare again") from error
 
 
-def hashed_rows(text: pa.Array, buckets: int) -> np.ndarray:
-    """Returns embedding rows of strings without a vocabulary, int32 [R]: `MISSING` for empty ones."""
-    return _with_missing(hash_bucket_rows(string_hashes(text), buckets), text)
-
-
-def hash_bucket_rows(hashes: np.ndarray, buckets: int) -> np.ndarray:
-    """Returns 2 + hash % buckets: int32 [R] from uint64 [R]."""
-    return (hashes % np.uint64(buckets)).astype(np.int32) + np.int32(RESERVED_ROWS)
-
-
 def raw_ids(text: pa.Array) -> np.ndarray:
     """Returns raw ids, the bits of `string_hashes` as int64 [R]: `MISSING` for empty strings.
 
     0 and 1 are reserved rows, never ids, so a hash of 0 or 1 becomes 2 or 3.
     """
-    return _with_missing(raw_ids_of_hashed(string_hashes(text)), text)
+    return _raw_ids(string_hashes(text), string_buffers(text)[0])
 
 
-def raw_ids_of_hashed(hashes: np.ndarray) -> np.ndarray:
-    """Does the same as `raw_ids`, for non-empty strings with known hashes, uint64 [R], which it may change."""
+def _raw_ids(hashes: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     ids = hashes.view(np.int64)
     ids[(ids == OUT_OF_VOCABULARY) | (ids == MISSING)] += RESERVED_ROWS
-    return ids
+    return _with_missing(ids, offsets)
 
 
-def _with_missing(rows: np.ndarray, text: pa.Array) -> np.ndarray:
-    offsets, _ = string_buffers(text)
+def _with_missing(rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     rows[offsets[1:] == offsets[:-1]] = MISSING
     return rows
 

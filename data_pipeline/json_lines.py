@@ -98,14 +98,13 @@ def uniform_table(lines: Sequence[bytes], columns: Mapping[str, ColumnType]) -> 
             pa.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
             pa.json.ParseOptions(explicit_schema=pa.schema(list(types.items())), unexpected_field_behavior="ignore"),
         )
-    except (pa.ArrowInvalid, UnicodeDecodeError):
-        return None
-    if table.num_rows != len(lines):
-        return None
-    absent = {name for name in columns if name not in seen and table[name].null_count == len(lines)}
-    if absent:
-        for line in lines[PROBED_LINES:]:
+        if table.num_rows != len(lines):
+            return None
+        absent = {name for name in columns if name not in seen and table[name].null_count == len(lines)}
+        for line in lines[PROBED_LINES:] if absent else ():
             absent -= json.loads(line).keys()
+    except (ValueError, RecursionError):  # Arrow's are ValueErrors; Python refuses some of what Arrow reads
+        return None
     return table.select([name for name in columns if name not in absent])
 
 

@@ -35,7 +35,7 @@ import torch
 
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.streams.open import open_sink
-from cowrec.data_pipeline.synthetic.drifting import DAY, LABEL, DriftConfig, best_by_window, drifting_tables
+from cowrec.data_pipeline.synthetic.drifting import DAY, LABEL, DriftConfig, DriftingModel, drifting_tables
 from cowrec.data_pipeline.synthetic.planted import exact_auc
 from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import Target, open_target
@@ -104,7 +104,10 @@ class Demo:
     def show(self, days: int, rate: float) -> dict[int, dict[str, float]]:
         """Shows the samples of some days; returns the AUC of each model by day, and the best possible."""
         rows = round(days * DRIFT.rows / DRIFT.days)
-        best = [line["auc"] for line in best_by_window(DRIFT, 0, rows)]
+        draw = DriftingModel.of(DRIFT).draw(0, rows)
+        assert draw.times is not None
+        of_days = [(draw.times - DRIFT.start) // DAY == day for day in range(days)]
+        best = [exact_auc(draw.logits[each], draw.labels[each]) for each in of_days]
         found: dict[int, dict[str, float]] = {}
         began, shown, today = time.monotonic(), 0, 0
         sink = open_sink(str(self.folder / "incoming"))

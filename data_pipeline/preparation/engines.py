@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.inputs import Block, Partition, RawFile, Report, Source, Survey
@@ -26,25 +26,15 @@ Work: TypeAlias = Callable[[Shared, int, list[Block]], Result]
 Results: TypeAlias = Generator[Result, None, None]
 
 
-class Engine(Protocol):
-    """Runs module-level functions on files and partitions."""
-
-    def survey(self, work: Survey, sources: Sequence[Source], report: Report) -> Sequence[RawFile]:
-        """Returns `work(source, report)` of each file, in order."""
-        ...
-
-    def map(self, work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> Results[Result]:
-        """Yields `work(shared, number, blocks)` of each partition, in order, with a bounded number of results."""
-        ...
-
-
 class LocalEngine:
     """Reads in the calling thread and processes partitions with one thread per core."""
 
     def survey(self, work: Survey, sources: Sequence[Source], report: Report) -> Sequence[RawFile]:
+        """Returns `work(source, report)` of each file, in order."""
         return [work(source, report) for source in sources]
 
     def map(self, work: Work[Shared, Result], shared: Shared, partitions: Sequence[Partition]) -> Results[Result]:
+        """Yields `work(shared, number, blocks)` of each partition, in order, with a bounded number of results."""
         return ordered_map(lambda item: work(shared, item[0].number, item[1]), load_blocks(partitions))
 
 
@@ -141,3 +131,7 @@ def _tasks(partitions: Sequence[Partition]) -> list[list[Partition]]:
             tasks.append([])
         tasks[-1].append(each)
     return tasks
+
+
+Engine: TypeAlias = LocalEngine | DaskEngine
+"""Runs module-level functions on files and partitions."""

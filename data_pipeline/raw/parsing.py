@@ -139,21 +139,27 @@ def raw_table(block: Block, layout: Layout) -> "RawTable":
 def _readable(block: Block, table: pa.Table) -> "RawTable":
     """Returns the rows whose text is UTF-8, which Parquet does not ensure."""
     places = np.arange(block.first_place, block.first_place + block.samples)
-    bad: list[BadRow] = []
+    bad = [
+        BadRow(
+            block.source,
+            int(places[row]),
+            next(name for name in table.column_names if not _is_readable(_copy(table.select([name]), row, row + 1))),
+            "not UTF-8; write the column as text in UTF-8",
+        )
+        for row in _unreadable(table)
+    ]
+    good = np.setdiff1d(np.arange(len(places)), [each.number - block.first_place for each in bad])
+    return RawTable(table.take(pa.array(good)) if bad else table, places[good], bad)
+
+
+def _unreadable(table: pa.Table, start: int = 0) -> list[int]:
+    """Returns the rows, counted from `start`, whose text is not UTF-8."""
     if _is_readable(table):
-        return RawTable(table, places, bad)
-    start, good = 0, np.ones(len(places), bool)
-    while not _is_readable(rest := _copy(table, start, len(places))):
-        low, high = 0, rest.num_rows  # the first `low` rows are readable, the first `high` rows are not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if _is_readable(_copy(rest, low, middle)) else (low, middle)
-        row = start + low
-        column = next(name for name in rest.column_names if not _is_readable(_copy(rest.select([name]), low, high)))
-        bad.append(BadRow(block.source, int(places[row]), column, "not UTF-8; write the column as text in UTF-8"))
-        good[row] = False
-        start = row + 1
-    return RawTable(table.filter(pa.array(good)), places[good], bad)
+        return []
+    rows, half = table.num_rows, table.num_rows // 2
+    if rows == 1:
+        return [start]
+    return [*_unreadable(_copy(table, 0, half), start), *_unreadable(_copy(table, half, rows), start + half)]
 
 
 def _copy(table: pa.Table, start: int, stop: int) -> pa.Table:

@@ -185,19 +185,20 @@ class KafkaSource:
 
     def __init__(self, brokers: str, topic: str, settings: Mapping[str, str] | None = None) -> None:
         self._kafka, self._topic, self._log = _kafka(), topic, _SeldomLogger()
-        self._consumer = self._connected(
-            {
-                "bootstrap.servers": brokers,
-                "group.id": "cowrec",  # required by librdkafka, though no group is used
-                "enable.auto.commit": False,
-                "enable.auto.offset.store": False,
-                "auto.offset.reset": "error",
-                "enable.partition.eof": True,
-                # A pending fetch blocks all other answers on its connection.
-                "fetch.wait.max.ms": 50,
-                **(settings or {}),
-            }
-        )
+        ours = {
+            "bootstrap.servers": brokers,
+            "group.id": "cowrec",  # required by librdkafka, though no group is used
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "error",
+            "enable.partition.eof": True,
+            # A pending fetch blocks all other answers on its connection.
+            "fetch.wait.max.ms": 50,
+        }
+        try:
+            self._consumer = self._kafka.Consumer(ours | dict(settings or {}), logger=self._log)
+        except self._kafka.KafkaException as error:
+            raise ValueError(f"librdkafka does not accept the settings of the address: {error.args[0].str()}") from None
         try:
             self._partitions = self._partitions_now(ANSWER_SECONDS)
         except self._kafka.KafkaException as error:
@@ -237,10 +238,11 @@ class KafkaSource:
         self._assign({int(partition): int(start)})
         deadline = time.monotonic() + REPLAY_SECONDS
         samples: list[bytes] = []
+        no_more = self._kafka.KafkaError._PARTITION_EOF, self._kafka.KafkaError._AUTO_OFFSET_RESET
         while time.monotonic() < deadline:
             for message in self._consumer.consume(max(1, end - start), 0.1):
                 error = message.error()
-                if error is not None and error.code() in self._no_more:
+                if error is not None and error.code() in no_more:
                     return Chunk(partition, start, end, samples)  # the stream compares the number of samples
                 if error is None and message.offset() < end:
                     samples.append(message.value() or b"")
@@ -250,16 +252,6 @@ class KafkaSource:
 
     def close(self) -> None:
         self._consumer.close()
-
-    @property
-    def _no_more(self) -> tuple[int, int]:
-        return self._kafka.KafkaError._PARTITION_EOF, self._kafka.KafkaError._AUTO_OFFSET_RESET
-
-    def _connected(self, settings: dict[str, Any]) -> Any:
-        try:
-            return self._kafka.Consumer(settings, logger=self._log)
-        except self._kafka.KafkaException as error:
-            raise ValueError(f"librdkafka does not accept the settings of the address: {error.args[0].str()}") from None
 
     def _partitions_now(self, timeout: float) -> list[int]:
         """Numbers of the topic's partitions; none if there is no such topic."""

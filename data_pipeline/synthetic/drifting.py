@@ -46,7 +46,6 @@ from .planted import (
     Draw,
     DrawArrays,
     Scales,
-    best_quality,
     fill_dense,
     gaussian,
     intercept_for,
@@ -319,34 +318,6 @@ def id_text(ids: np.ndarray) -> pa.Array:
     number = pa.array(np.where(ids < 0, -1 - ids, ids)).cast(pa.string())
     kind = pc.if_else(pa.array(ids < 0), "born", "core")
     return pc.binary_join_element_wise(kind, number, "_")
-
-
-def best_by_window(config: DriftConfig, first_row: int, rows: int, window_seconds: int = DAY) -> list[dict[str, float]]:
-    """Computes the best possible quality in each window of sample time; 17 bytes of memory per sample.
-
-    Returns:
-        For each window with samples: its first second (`time`, start + k * window_seconds), `samples`, `ctr`, and the
-        `auc` and `logloss` of the true probabilities with their expectations, `expected_auc` and `expected_logloss`.
-        The AUC of a window with a single class is NaN.
-    """
-    model = DriftingModel.of(config)
-    logits, labels, times = np.empty(rows), np.empty(rows, bool), np.empty(rows, np.int64)
-    for start in range(0, rows, CHUNK_ROWS):
-        draw = model.draw(first_row + start, min(CHUNK_ROWS, rows - start))
-        here = slice(start, start + len(draw.labels))
-        assert draw.times is not None
-        logits[here], labels[here], times[here] = draw.logits, draw.labels > 0, draw.times
-    window = (times - config.start) // window_seconds
-    firsts = np.flatnonzero(np.diff(window, prepend=-1))
-    return [
-        {
-            "time": int(config.start + window[first] * window_seconds),
-            "samples": stop - first,
-            "ctr": float(labels[first:stop].mean()),
-            **best_quality(logits[first:stop], labels[first:stop]),
-        }
-        for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), rows], strict=True)
-    ]
 
 
 def _schema(config: DriftConfig) -> Schema:

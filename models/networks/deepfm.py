@@ -57,50 +57,39 @@ class DeepFM(nn.Module):
     Of the configuration it uses ``hidden`` and ``dropout``.
     """
 
+    has_pairs, has_mlp = True, True
+
     def __init__(self, config: ModelConfig, front: Front) -> None:
         super().__init__()
         self.front = front
-        self.pairs = PairwiseProducts(front.embedding_dim)
+        self.pairs = PairwiseProducts(front.embedding_dim) if self.has_pairs else None
         self.linear = LinearPart(front.num_dense)
-        self.mlp = Mlp(front.width, config.hidden, config.dropout)
-        self.output = LogitKernel(config.hidden[-1])
+        self.mlp = Mlp(front.width, config.hidden, config.dropout) if self.has_mlp else None
+        self.output = LogitKernel(config.hidden[-1]) if self.has_mlp else None
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         x = self.front(dense, sparse)
-        return self.linear(x.wide, dense) + self.pairs(x.rows) + self.output(self.mlp(x.flat))
+        logits = self.linear(x.wide, dense)
+        if self.pairs is not None:
+            logits = logits + self.pairs(x.rows)
+        if self.mlp is not None and self.output is not None:
+            logits = logits + self.output(self.mlp(x.flat))
+        return logits
 
 
-class FM(nn.Module):
+class FM(DeepFM):
     """logit = linear + pairwise products of the fields' embeddings. Source: Rendle 2010, equation 1.
 
-    Args:
-        config: has nothing that is used; ``hidden`` has no effect.
+    Of the configuration it uses nothing; ``hidden`` has no effect.
     """
 
-    def __init__(self, config: ModelConfig, front: Front) -> None:
-        super().__init__()
-        self.front = front
-        self.pairs = PairwiseProducts(front.embedding_dim)
-        self.linear = LinearPart(front.num_dense)
-
-    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        x = self.front(dense, sparse)
-        return self.linear(x.wide, dense) + self.pairs(x.rows)
+    has_mlp = False
 
 
-class WideDeep(nn.Module):
+class WideDeep(DeepFM):
     """logit = linear + MLP.
 
     Of the configuration it uses ``hidden`` and ``dropout``.
     """
 
-    def __init__(self, config: ModelConfig, front: Front) -> None:
-        super().__init__()
-        self.front = front
-        self.linear = LinearPart(front.num_dense)
-        self.mlp = Mlp(front.width, config.hidden, config.dropout)
-        self.output = LogitKernel(config.hidden[-1])
-
-    def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        x = self.front(dense, sparse)
-        return self.linear(x.wide, dense) + self.output(self.mlp(x.flat))
+    has_pairs = False

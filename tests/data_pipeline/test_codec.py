@@ -250,6 +250,16 @@ def test_a_malformed_line_does_not_affect_others(codec, line):
     assert encoded.index.tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("value", [b"1" * 5000, b"[" * 2000 + b"]" * 2000], ids=["digits", "nested"])
+def test_what_arrow_reads_and_python_does_not_is_malformed(codec, value):
+    """In a column that is ignored, after the lines that decide how lines are parsed; none has an id of the sample."""
+    lines = [json.dumps(good_sample()).encode()] * 30
+    lines[20] = lines[20][:-1] + b', "surplus": ' + value + b"}"
+    encoded = codec.encode(codec.from_json(lines))
+    assert [each.index for each in encoded.bad] in ([20], [])
+    assert encoded.block.ids[:, 0].tolist() == [2] * (30 - len(encoded.bad))
+
+
 def test_objects_split_over_lines_or_sharing_a_line_are_malformed(codec):
     """Lines hold as many objects as there are lines, but not one each."""
     good = json.dumps(good_sample()).encode()

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import roc_auc_score
 
 from cowrec.data_pipeline import Reader, Schema, SynthesizeConfig, synthesize
 from cowrec.data_pipeline.encoding import raw_ids
@@ -13,7 +13,6 @@ from cowrec.data_pipeline.synthetic.drifting import (
     LIFETIMES,
     DriftConfig,
     DriftingModel,
-    best_by_window,
     drift_config,
     drifting_tables,
     id_text,
@@ -102,20 +101,6 @@ def test_effects_drift_at_the_configured_rate():
         expected = math.exp(-(day**2) / 200)
         assert np.corrcoef(start[both], later[both])[0, 1] == pytest.approx(expected, abs=0.1)
         assert later[both].std() == pytest.approx(1.0, abs=0.1)
-
-
-def test_best_quality_by_window_equals_scikit_learn():
-    config = DriftConfig(**SMALL)
-    draw = DriftingModel.of(config).draw(1000, 5000)
-    windows = best_by_window(config, 1000, 5000, DAY)
-    day = (draw.times - config.start) // DAY
-    assert [window["time"] for window in windows] == [config.start + each * DAY for each in np.unique(day)]
-    for window in windows:
-        rows = day == (window["time"] - config.start) // DAY
-        assert window["samples"] == rows.sum()
-        assert window["auc"] == pytest.approx(roc_auc_score(draw.labels[rows], draw.logits[rows]), abs=1e-12)
-        assert window["logloss"] == pytest.approx(log_loss(draw.labels[rows], probability(draw.logits[rows])), abs=1e-9)
-        assert window["ctr"] == pytest.approx(draw.labels[rows].mean())
 
 
 def test_raw_samples_equal_the_draw_with_ids_as_text():
