@@ -34,7 +34,7 @@ import pyarrow as pa
 import torch
 
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
-from cowrec.data_pipeline.streams.open import open_sink
+from cowrec.data_pipeline.streams.directory import DirectorySink
 from cowrec.data_pipeline.synthetic.drifting import DAY, LABEL, DriftConfig, DriftingModel, drifting_tables
 from cowrec.data_pipeline.synthetic.planted import exact_auc
 from cowrec.trainer.publishing.follower import VersionReader
@@ -110,7 +110,7 @@ class Demo:
         best = [exact_auc(draw.logits[each], draw.labels[each]) for each in of_days]
         found: dict[int, dict[str, float]] = {}
         began, shown, today = time.monotonic(), 0, 0
-        sink = open_sink(str(self.folder / "incoming"))
+        sink = DirectorySink(self.folder / "incoming")
         for table in drifting_tables(DRIFT, 0, rows, CHUNK):
             day = int(table["time"][0].as_py() - DRIFT.start) // DAY
             if day > today:

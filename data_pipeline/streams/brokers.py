@@ -20,11 +20,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import pyarrow as pa
-
 from cowrec.data_pipeline.urls import open_redis
 
-from .source import Chunk, SourcePosition, json_lines
+from .source import Chunk, SourcePosition
 
 ANSWER_SECONDS = 10.0
 BEGINNING = "0-0"
@@ -141,25 +139,6 @@ class RedisSource:
         return time.monotonic() < deadline
 
 
-class RedisSink:
-    """Entries of a Redis stream, one JSON object each."""
-
-    def __init__(self, url: str, stream: str) -> None:
-        self._client = open_redis(url)
-        import redis
-
-        self._error, self._stream = redis.RedisError, stream
-
-    def write(self, table: pa.Table) -> None:
-        try:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for line in json_lines(table):
-                    pipeline.xadd(self._stream, {FIELD: line})
-                pipeline.execute()
-        except self._error as error:
-            raise OSError(f"Redis did not accept samples for {self._stream!r}: {error}") from error
-
-
 def _sample(fields: Mapping[bytes, bytes]) -> bytes:
     """Returns the sample of an entry; empty, hence malformed, if it has none or was deleted."""
     return (fields or {}).get(FIELD, b"")
@@ -184,7 +163,14 @@ class KafkaSource:
     """
 
     def __init__(self, brokers: str, topic: str, settings: Mapping[str, str] | None = None) -> None:
-        self._kafka, self._topic, self._log = _kafka(), topic, _SeldomLogger()
+        try:
+            import confluent_kafka
+        except ImportError:
+            raise ValueError(
+                "Kafka requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
+            ) from None
+        self._kafka: Any = confluent_kafka
+        self._topic, self._log = topic, _SeldomLogger()
         ours = {
             "bootstrap.servers": brokers,
             "group.id": "cowrec",  # required by librdkafka, though no group is used
@@ -320,39 +306,6 @@ class KafkaSource:
             )
         except self._kafka.KafkaException as error:
             raise OSError(f"cannot get the offsets of {self._topic!r}: {error}") from error
-
-
-class KafkaSink:
-    """Messages of a Kafka topic, one JSON object each; `settings` are librdkafka's."""
-
-    def __init__(self, brokers: str, topic: str, settings: dict[str, str]) -> None:
-        self._topic = topic
-        ours = {"bootstrap.servers": brokers, "enable.idempotence": True, "queue.buffering.max.messages": 10_000_000}
-        self._producer = _kafka().Producer({**ours, **settings})
-
-    def write(self, table: pa.Table) -> None:
-        failures: list[str] = []
-
-        def delivered(error: object, _: object) -> None:
-            if error is not None:
-                failures.append(str(error))
-
-        for line in json_lines(table):
-            self._producer.produce(self._topic, line, on_delivery=delivered)
-            self._producer.poll(0)
-        self._producer.flush()
-        if failures:
-            raise OSError(f"Kafka did not accept {len(failures)} samples for {self._topic!r}: {failures[0]}")
-
-
-def _kafka() -> Any:
-    try:
-        import confluent_kafka
-    except ImportError:
-        raise ValueError(
-            "Kafka requires confluent-kafka, which is not installed: pip install 'cowrec[online]'"
-        ) from None
-    return confluent_kafka
 
 
 class _SeldomLogger:

@@ -10,7 +10,7 @@ journal still refers to them.
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -153,6 +153,17 @@ class DirectorySink:
     def end(self) -> None:
         """Marks the end of the stream: no more files will come."""
         (self._folder / END).touch()
+
+
+def send(tables: Iterable[pa.Table], sink: DirectorySink, rate: float = 0.0) -> int:
+    """Sends tables at up to `rate` samples per second (0: unlimited). Returns the number of samples sent."""
+    start, sent = time.monotonic(), 0
+    for table in tables:
+        sent += table.num_rows
+        if rate:  # a table is sent when its last sample is due
+            time.sleep(max(0.0, start + sent / rate - time.monotonic()))
+        sink.write(table)
+    return sent
 
 
 class _GroupedFile:

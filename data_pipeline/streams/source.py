@@ -4,7 +4,6 @@ A source returns chunks of consecutive samples with the positions where each chu
 chunk again when given these positions. It does not record how far it was read: `SampleStream` does.
 """
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -67,11 +66,6 @@ class SampleSource(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def json_lines(table: pa.Table) -> list[bytes]:
-    """Encodes each row as a JSON object."""
-    return [json.dumps(row).encode() for row in table.to_pylist()]
 
 
 LONGEST_READ = 5.0

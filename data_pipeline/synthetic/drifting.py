@@ -19,6 +19,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -257,8 +258,8 @@ def synthesize_drifting(
     if test_rows < 1:
         raise ValueError(f"test_rows must be at least 1, got {test_rows}")
     schema = _schema(config)
-    parts = {"train": (0, config.rows), "test": (config.rows, test_rows)}
-    splits = {name: _encoded(schema, config, *part) for name, part in parts.items()}
+    encoded = partial(_encoded, schema, DriftingModel.of(config))
+    splits = {"train": (config.rows, partial(encoded, 0)), "test": (test_rows, partial(encoded, config.rows))}
     return write_splits(output, schema, splits, SHARD_ROWS, overwrite=overwrite, progress=progress)
 
 
@@ -284,33 +285,26 @@ def drifting_tables(config: DriftConfig, first_row: int, rows: int, chunk_rows: 
     Columns: sample_id (its number), time (Unix seconds), label, I1..IN (float32), C1..CF (text: "core_17", or
     "born_1234" for a short-lived id).
     """
-    return (table for table, _ in _drawn(config, first_row, rows, chunk_rows))
-
-
-def _drawn(config: DriftConfig, first_row: int, rows: int, chunk_rows: int) -> Iterator[tuple[pa.Table, Draw]]:
     model, stop = DriftingModel.of(config), first_row + rows
-
-    def work(first: int) -> tuple[pa.Table, Draw]:
-        draw = model.draw(first, min(chunk_rows, stop - first))
-        columns: dict[str, Any] = {
-            SAMPLE_ID: np.arange(first, first + len(draw.labels)),
-            TIME: draw.times,
-            LABEL: draw.labels,
-        }
-        columns |= {f"I{n + 1}": values for n, values in enumerate(draw.dense)}
-        columns |= {f"C{f + 1}": id_text(ids) for f, ids in enumerate(draw.ids)}
-        return pa.table({name: pa.array(values) for name, values in columns.items()}), draw
-
-    return ordered_map(work, range(first_row, stop, chunk_rows))
+    starts = range(first_row, stop, chunk_rows)
+    return ordered_map(lambda first: _drawn(model, first, min(chunk_rows, stop - first))[0], starts)
 
 
-def _encoded(schema: Schema, config: DriftConfig, first_row: int, rows: int) -> Iterator[tuple[pa.Table, Draw]]:
-    """Yields the tables with raw ids and the logits of the true click probabilities."""
-    for table, draw in _drawn(config, first_row, rows, CHUNK_ROWS):
-        for field in schema.sparse:
-            text = table[field.name].combine_chunks()
-            table = table.set_column(table.column_names.index(field.name), field.name, pa.array(raw_ids(text)))
-        yield table.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))), draw
+def _drawn(model: DriftingModel, first: int, rows: int) -> tuple[pa.Table, Draw]:
+    draw = model.draw(first, rows)
+    columns: dict[str, Any] = {SAMPLE_ID: np.arange(first, first + rows), TIME: draw.times, LABEL: draw.labels}
+    columns |= {f"I{n + 1}": values for n, values in enumerate(draw.dense)}
+    columns |= {f"C{f + 1}": id_text(ids) for f, ids in enumerate(draw.ids)}
+    return pa.table({name: pa.array(values) for name, values in columns.items()}), draw
+
+
+def _encoded(schema: Schema, model: DriftingModel, start: int, first: int, rows: int) -> tuple[pa.Table, Draw]:
+    """Draws samples after `start` others with raw ids and the logits of the true click probabilities."""
+    table, draw = _drawn(model, start + first, rows)
+    for field in schema.sparse:
+        text = table[field.name].combine_chunks()
+        table = table.set_column(table.column_names.index(field.name), field.name, pa.array(raw_ids(text)))
+    return table.append_column(TRUE_LOGIT, pa.array(draw.logits.astype(np.float32))), draw
 
 
 def id_text(ids: np.ndarray) -> pa.Array:

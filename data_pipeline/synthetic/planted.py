@@ -12,9 +12,11 @@ F sparse fields, N dense fields, R samples, K interaction rank.
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numba
 import numpy as np
@@ -29,7 +31,15 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseField,
     library_versions,
 )
-from cowrec.data_pipeline.dataset.shards import SHARD_ROWS, ShardWriter, new_folder
+from cowrec.data_pipeline.dataset.shards import (
+    SHARD_ROWS,
+    ShardSize,
+    arrow_schema,
+    new_folder,
+    shard_path,
+    size_of_split,
+    write_shard,
+)
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
 
@@ -294,7 +304,6 @@ NUM_DENSE = 13
 UNSCALED_SIZE = 100
 """Fields up to this size are not scaled: a smaller log still has all weekdays and devices."""
 
-CHUNK_ROWS = 1 << 16
 TRAIN, TEST, PILOT = 0, 1, 2
 
 
@@ -363,42 +372,57 @@ def synthesize(
     config = config or SynthesizeConfig()
     model = _planted(config)
     schema = _schema(config, model)
-    parts = {"train": (TRAIN, config.rows), "test": (TEST, config.test_rows)}
-    splits = {name: _drawn(schema, model, *part) for name, part in parts.items()}
+    splits = {
+        "train": (config.rows, partial(_drawn, schema, model, TRAIN)),
+        "test": (config.test_rows, partial(_drawn, schema, model, TEST)),
+    }
     return write_splits(output, schema, splits, config.shard_rows, overwrite=overwrite, progress=progress)
+
+
+Drawn: TypeAlias = Callable[[int, int], tuple[pa.Table, Draw]]
+"""Draws samples [first, first + rows) of a split; the table has the columns of `arrow_schema`."""
 
 
 def write_splits(
     output: str | os.PathLike[str],
     schema: Schema,
-    splits: Mapping[str, Iterator[tuple[pa.Table, Draw]]],
+    splits: Mapping[str, tuple[int, Drawn]],
     shard_rows: int,
     *,
     overwrite: bool,
     progress: Callable[[int], None] | None,
 ) -> Schema:
-    """Writes a data set from the tables of its splits and what they were made of.
+    """Writes a data set from the numbers of samples of its splits and what draws them.
 
     Returns:
         The schema with the sizes of the splits and the quality of the true probabilities on the test split.
     """
     with new_folder(output, overwrite=overwrite) as folder:
-        sizes = {}
-        logits, labels = list[np.ndarray](), list[np.ndarray]()
-        for name, drawn in splits.items():
-            writer = ShardWriter(folder, name, schema, shard_rows)
-            for table, draw in drawn:
-                writer.write(table)
+        sizes, tested = {}, list[tuple[np.ndarray, np.ndarray]]()
+        for name, (rows, drawn) in splits.items():
+            (folder / name).mkdir()
+            shards = []
+            write = partial(_write_drawn, schema, folder, name, rows, shard_rows, drawn)
+            for shard, draw in ordered_map(write, range(0, rows, shard_rows)):
+                shards.append(shard)
                 if name == "test":
-                    logits.append(draw.logits)
-                    labels.append(draw.labels)
+                    tested.append((draw.logits, draw.labels))
                 if progress is not None:
-                    progress(table.num_rows)
-            sizes[name] = writer.close()
-        best = best_quality(np.concatenate(logits), np.concatenate(labels))
+                    progress(shard.rows)
+            sizes[name] = size_of_split(shards, schema, labelled=True)
+        best = best_quality(*map(np.concatenate, zip(*tested, strict=True)))
         schema = dataclasses.replace(schema, splits=sizes, best=None if np.isnan(best["auc"]) else best)
         schema.save(folder)
     return schema
+
+
+def _write_drawn(
+    schema: Schema, folder: Path, name: str, rows: int, shard_rows: int, drawn: Drawn, first: int
+) -> tuple[ShardSize, Draw]:
+    table, draw = drawn(first, min(shard_rows, rows - first))
+    columns = arrow_schema(schema)
+    path = shard_path(folder, name, first // shard_rows)
+    return write_shard(path, table.select(columns.names).cast(columns), schema.label_columns), draw
 
 
 def _planted(config: SynthesizeConfig) -> PlantedModel:
@@ -425,17 +449,10 @@ def _schema(config: SynthesizeConfig, model: PlantedModel) -> Schema:
     )
 
 
-def _drawn(schema: Schema, model: PlantedModel, stream: int, rows: int) -> Iterator[tuple[pa.Table, Draw]]:
-    def work(first: int) -> tuple[pa.Table, Draw]:
-        draw = model.draw(stream, first, min(CHUNK_ROWS, rows - first))
-        return _table(schema, draw), draw
-
-    return ordered_map(work, range(0, rows, CHUNK_ROWS))
-
-
-def _table(schema: Schema, draw: Draw) -> pa.Table:
+def _drawn(schema: Schema, model: PlantedModel, stream: int, first: int, rows: int) -> tuple[pa.Table, Draw]:
+    draw = model.draw(stream, first, rows)
     columns = {LABEL: draw.labels, TRUE_LOGIT: draw.logits.astype(np.float32)}
     columns |= {field.name: values for field, values in zip(schema.dense, draw.dense, strict=True)}
     ids = draw.ids + np.int32(RESERVED_ROWS)
     columns |= {field.name: values for field, values in zip(schema.sparse, ids, strict=True)}
-    return pa.table({name: pa.array(values) for name, values in columns.items()})
+    return pa.table({name: pa.array(values) for name, values in columns.items()}), draw

@@ -8,7 +8,7 @@ import pytest
 
 from commands.command_line import exit_code
 from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path, open_filesystem, require_local
-from cowrec.data_pipeline.streams.open import open_sink, open_source
+from cowrec.data_pipeline.streams.open import open_source
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.publishing.target import open_target
 from servers.s3_server import S3Server, s3_clients
@@ -94,7 +94,7 @@ def test_credentials_are_hidden(url: str, shown: str) -> None:
         (open_source, "redis://:hush@host/0?stream=a&socket_timeout=soon"),
         (open_source, "kafka://user:hush@host/topic"),
         (open_source, "http://:hush@host"),
-        (open_sink, "redis://:hu\u2100sh@host/0?stream=a"),  # refused by urllib
+        (open_source, "redis://:hu\u2100sh@host/0?stream=a"),  # refused by urllib
         (open_target, "redis://:hu#sh@host/0"),
         (open_target, "redis://:hush@host/0?nonsense=1"),
         (open_target, "ftp://user:hush@host"),

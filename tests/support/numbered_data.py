@@ -6,14 +6,14 @@ import numpy as np
 import pyarrow as pa
 
 from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField, Split
-from cowrec.data_pipeline.dataset.shards import ShardWriter
+from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path, size_of_split, write_shard
 
 
-def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True, columns_of_samples=False):
+def write_numbered(folder, rows, shard_rows, *, sizes=None, lists=False, labelled=True, columns_of_samples=False):
     """Writes samples r with label r % 2, dense value r and id r; with lists, r % 3 ids, all of them r.
 
     With columns of samples also a second label, unknown for each third sample, else r % 5 == 0, the weight r / 2, and
-    the number 10 r and the kept text "r" of the source.
+    the number 10 r and the kept text "r" of the source. `sizes` are those of the shards in place of `shard_rows`.
     """
     sparse = [SparseField("id", max(rows, 1) + 2)]
     columns = {
@@ -35,10 +35,15 @@ def write_numbered(folder, rows, shard_rows, *, lists=False, labelled=True, colu
         columns["sample_weight"] = pa.array(np.arange(rows) / 2, pa.float32())
         columns["sample_number"] = pa.array(10 * np.arange(rows))
         columns["kept_name"] = pa.array([str(row) for row in range(rows)])
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(folder, "train", schema, shard_rows, labelled=labelled)
-    writer.write(pa.table(columns))
-    replace(schema, splits={"train": writer.close(), "test": Split()}).save(folder)
+    (folder / "train").mkdir(parents=True)
+    table, shards = pa.table(columns).select(arrow_schema(schema).names).cast(arrow_schema(schema)), []
+    sizes = [min(shard_rows, rows - first) for first in range(0, rows, shard_rows)] if sizes is None else sizes
+    for number, size in enumerate(sizes):
+        first = sum(sizes[:number])
+        path = shard_path(folder, "train", number)
+        shards.append(write_shard(path, table.slice(first, size), schema.label_columns))
+    split = size_of_split(shards, schema, labelled=labelled)
+    replace(schema, splits={"train": split, "test": Split()}).save(folder)
     return folder
 
 

@@ -196,35 +196,31 @@ def synthesize(
 @app.command()
 def stream(
     data: Annotated[Path, typer.Argument(help="Data set made by `cowrec synthesize --days`.")],
-    to: Annotated[str, typer.Option(help="Folder, redis://HOST:PORT/DB?stream=NAME, or kafka://HOST:PORT/TOPIC.")],
+    to: Annotated[Path, typer.Option(help="Folder that the samples are written to, in Parquet files.")],
     days: Annotated[float, typer.Option(help="Days of sample time to send.")] = 1.0,
     skip_days: Annotated[
         float | None,
         typer.Option(help="Days of sample time to skip since the data set's start. [its training samples]"),
     ] = None,
     rate: Annotated[float, typer.Option(help="Samples per second; 0 is unlimited.")] = 0.0,
-    chunk: Annotated[int, count_flag("Samples per message batch or file.")] = 1000,
-    end: Annotated[bool, typer.Option("--end", help="Mark the end of the stream; for folders.")] = False,
+    chunk: Annotated[int, count_flag("Samples per file.")] = 1000,
+    end: Annotated[bool, typer.Option("--end", help="Mark the end of the stream.")] = False,
 ) -> None:
     """Sends the samples that follow the training samples of a drifting data set, in the order of time.
 
     They are raw samples, as an application would log them: label, time, sample_id, numbers, ids as text.
 
-    Example: `cowrec stream data/drifting --to redis://localhost:6379/0?stream=clicks --days 30 --rate 2000`
+    Example: `cowrec stream data/drifting --to incoming --days 30 --rate 2000`
     """
-    from cowrec.data_pipeline.streams.directory import DirectorySink
-    from cowrec.data_pipeline.streams.open import open_sink, send
+    from cowrec.data_pipeline.streams.directory import DirectorySink, send
     from cowrec.data_pipeline.synthetic.drifting import drift_config, drifting_tables
-    from cowrec.data_pipeline.urls import without_credentials
 
-    config, sink = drift_config(data), open_sink(to)
-    if end and not isinstance(sink, DirectorySink):
-        raise ValueError(f"--end is for folders; {without_credentials(to)} has no end")
+    config, sink = drift_config(data), DirectorySink(to)
     first = config.rows if skip_days is None else round(skip_days * config.rows / config.days)
     sent = send(drifting_tables(config, first, round(days * config.rows / config.days), chunk), sink, rate)
-    if isinstance(sink, DirectorySink) and end:
+    if end:
         sink.end()
-    print(f"{without_credentials(to)}: {sent:,} samples")
+    print(f"{to}: {sent:,} samples")
 
 
 def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:

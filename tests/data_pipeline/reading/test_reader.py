@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from cowrec.data_pipeline import DenseField, Reader, Schema, SparseField, resident_bytes
+from cowrec.data_pipeline import Reader, resident_bytes
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
-from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_path, size_of_split, write_shard
 from cowrec.data_pipeline.reading.order import epoch_windows
 from numbered_data import flat, ids, make_reader, write_numbered
 
@@ -124,20 +123,7 @@ def test_an_epoch_can_be_resumed_anywhere(numbered, start_step, keyed, resident)
 
 def write_uneven(folder, sizes):
     """Writes numbered samples in shards of these sizes, like `prepare` from partitions and a random split."""
-    folder.mkdir()
-    schema = Schema("test", (DenseField("number"),), (SparseField("id", sum(sizes) + 2),), {})
-    (folder / "train").mkdir()
-    written, first = [], 0
-    for number, size in enumerate(sizes):
-        rows = np.arange(first, first + size)
-        columns = {"label": rows % 2, "number": rows, "id": rows}
-        arrays = [pa.array(values, arrow_schema(schema).field(name).type) for name, values in columns.items()]
-        table = pa.table(arrays, schema=arrow_schema(schema))
-        written.append(write_shard(shard_path(folder, "train", number), table, ["label"]))
-        first += size
-    split = size_of_split(written, schema, labelled=True)
-    Schema("test", schema.dense, schema.sparse, {"train": split}).save(folder)
-    return folder
+    return write_numbered(folder, sum(sizes), 1, sizes=sizes)
 
 
 @settings(max_examples=15, deadline=None)

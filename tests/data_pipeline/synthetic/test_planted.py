@@ -55,9 +55,8 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
     assert Schema.load(tmp_path / "a") == Schema.load(tmp_path / "b")
 
 
-def test_rows_do_not_depend_on_their_number_or_on_chunks(tmp_path, monkeypatch):
+def test_rows_do_not_depend_on_their_number_or_on_shards(tmp_path):
     synthesize(tmp_path / "more", SynthesizeConfig(**SMALL))
-    monkeypatch.setattr("cowrec.data_pipeline.synthetic.planted.CHUNK_ROWS", 700)
     synthesize(tmp_path / "fewer", SynthesizeConfig(**{**SMALL, "rows": 3000}, shard_rows=1000))
     assert table(tmp_path / "more").slice(0, 3000).equals(table(tmp_path / "fewer"))
     assert table(tmp_path / "more", "test").equals(table(tmp_path / "fewer", "test"))
