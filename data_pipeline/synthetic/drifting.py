@@ -242,10 +242,8 @@ def synthesize_drifting(
 
     Args:
         output: a new or empty folder.
-        config: settings of the drifting model.
         test_rows: number of test samples after the training samples; at least 1.
         overwrite: replaces an existing data set.
-        progress: called with the number of samples just written.
 
     Returns:
         The schema; `best` has the quality of the true probabilities on the test split.

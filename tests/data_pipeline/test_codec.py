@@ -256,8 +256,8 @@ def test_what_arrow_reads_and_python_does_not_is_malformed(codec, value):
     lines = [json.dumps(good_sample()).encode()] * 30
     lines[20] = lines[20][:-1] + b', "surplus": ' + value + b"}"
     encoded = codec.encode(codec.from_json(lines))
-    assert [each.index for each in encoded.bad] in ([20], [])
-    assert encoded.block.ids[:, 0].tolist() == [2] * (30 - len(encoded.bad))
+    assert [each.index for each in encoded.bad] == [20]
+    assert encoded.block.ids[:, 0].tolist() == [2] * 29
 
 
 def test_objects_split_over_lines_or_sharing_a_line_are_malformed(codec):
@@ -284,15 +284,6 @@ def test_a_column_that_no_sample_has_is_an_error(codec):
     assert encoded.block.bags["tags"].values.tolist() == [MISSING] * 40
     with pytest.raises(ValueError, match="no sample has the column 'click', 'seen at'"):
         codec.encode(codec.from_objects([dict.fromkeys(codec.columns)]))
-
-
-def test_integer_ids_equal_their_text(codec):
-    """Holds for either way to parse: with integers alone, before and after strings."""
-    for cities in ([17, 17], ["17", 17], [17, "17"], [2**70, str(2**70)], [-0, "0"]):
-        encoded = codec.encode(codec.from_json([json.dumps(good_sample(city=city)).encode() for city in cities]))
-        table = codec.from_objects([good_sample(city=city) for city in cities]).table
-        assert table["city"].to_pylist() == [str(city) for city in cities]
-        assert encoded.block.ids.unique().numel() == 1
 
 
 def test_tables_of_any_suitable_type(codec):

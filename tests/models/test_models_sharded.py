@@ -107,36 +107,35 @@ def pair(name: str) -> tuple[Training, DistributedModelParallel]:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", MODELS)
-def test_sharded_equals_unsharded(name: str) -> None:
-    """Additions after the lookup are the same, except for the matrix library's order."""
+def test_sharded_equals_unsharded_also_in_a_pipeline(name: str) -> None:
+    """Additions after the lookup are the same, except for the matrix library's order.
+
+    A rank without samples takes part in the step; unsharded, TorchRec itself refuses an empty batch.
+    """
     plain, sharded = pair(name)
-    batch = samples(0)
-    looked_up = sharded.module.network.front.embeddings(batch.sparse)
-    assert list(looked_up.keys()) != list(ROWS), "the plan does not permute the columns: the test shows nothing"
-    (loss, logits), (sharded_loss, sharded_logits) = plain(batch), sharded(batch)
-    torch.testing.assert_close(sharded_logits, logits, rtol=1e-6, atol=1e-6)
-
-    loss.backward()
-    sharded_loss.backward()
-    mine = {key: p.grad for key, p in sharded.module.named_parameters() if "front.embeddings" not in key}
-    assert mine
-    for key, gradient in mine.items():
-        torch.testing.assert_close(gradient, plain.get_parameter(key).grad, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", MODELS)
-def test_empty_batch(name: str) -> None:
-    """A rank without samples takes part in the step; unsharded, TorchRec itself refuses an empty batch."""
-    _, sharded = pair(name)
-    batch = samples(0, size=0)
-    logits = sharded.module.network(batch.dense, batch.sparse)
+    batch, empty = samples(0), samples(0, size=0)
+    front = sharded.module.network.front
+    assert list(front.embeddings(batch.sparse).keys()) != list(ROWS), "the plan does not permute the columns"
+    dense = {key: each for key, each in sharded.module.named_parameters() if "front.embeddings" not in key}
+    logits = sharded.module.network(empty.dense, empty.sparse)
     assert logits.shape == (0,)
     logits.sum().backward()
-    for key, parameter in sharded.module.named_parameters():
-        if "front.embeddings" not in key:
-            assert parameter.grad is not None
-            assert not parameter.grad.any(), key
+    assert not any(each.grad.any() for each in dense.values())
+
+    (loss, logits), (sharded_loss, sharded_logits) = plain(batch), sharded(batch)
+    torch.testing.assert_close(sharded_logits, logits, rtol=1e-6, atol=1e-6)
+    loss.backward()
+    sharded_loss.backward()
+    for key, each in dense.items():
+        torch.testing.assert_close(each.grad, plain.get_parameter(key).grad, rtol=1e-5, atol=1e-7)
+
+    batches = [batch, samples(1), samples(2, size=3)]
+    optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.0)
+    pipeline, stream = TrainPipelineSparseDist(sharded, optimizer, device=CPU), iter(batches)
+    for each in batches:
+        torch.testing.assert_close(pipeline.progress(stream), plain(each)[1], rtol=1e-6, atol=1e-6)
+    # A network that cannot be traced is silently not pipelined.
+    assert pipeline._pipelined_modules == [front.embeddings]
 
 
 @pytest.mark.usefixtures("one_process")
@@ -146,17 +145,3 @@ def test_regularised_kernels_are_found_in_the_sharded_model() -> None:
         found = l2_kernels(sharded)[group]
         assert len(found) == len(kernels) > 0
         assert all(torch.equal(a, b) for a, b in zip(found, kernels, strict=True))
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", MODELS)
-def test_pipeline_traces_the_network_and_computes_the_same(name: str) -> None:
-    plain, sharded = pair(name)
-    batches = [samples(seed, size) for seed, size in enumerate((BATCH, BATCH, 3))]
-    optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.0)
-    pipeline = TrainPipelineSparseDist(sharded, optimizer, device=CPU)
-    stream = iter(batches)
-    for batch in batches:
-        torch.testing.assert_close(pipeline.progress(stream), plain(batch)[1], rtol=1e-6, atol=1e-6)
-    # A network that cannot be traced is silently not pipelined.
-    assert pipeline._pipelined_modules == [sharded.module.network.front.embeddings]

@@ -123,25 +123,9 @@ def test_concat_restores_a_split_block(table, first):
     check(SampleBlock.concat(parts).batch(make_schema(kinds, poolings), -1), kinds, poolings, samples)
 
 
-def test_moving_a_batch_keeps_its_content():
-    block = make_block(("categorical", "weighted"), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)], [(4, 0.5), (4, 2.0)]])])
-    batch = block.batch(make_schema(("categorical", "weighted"), ("sum", "sum")), 7)
-    moved = batch.to(torch.device("cpu"), non_blocking=True)
-    assert moved.global_batch_size == 7
-    assert moved.sparse.values().tolist() == [3, 4, 4]
-    assert moved.sparse.weights().tolist() == [1.0, 0.5, 2.0]
-
-
 def test_the_global_batch_size_defaults_to_the_batch_size():
     block = make_block(("categorical",), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)]])] * 3)
     assert block.batch(make_schema(("categorical",), ("sum",)), -1).global_batch_size == 3
-
-
-@pytest.mark.parametrize("kinds", [("categorical",), ("categorical", "multi")])
-def test_an_empty_selection_is_an_empty_batch(kinds):
-    sample = Sample([0.0, 1.0], 1.0, [[(3, 1.0)]] * len(kinds))
-    block = make_block(kinds, [sample]).take(torch.empty(0, dtype=torch.int64))
-    check(block.batch(make_schema(kinds, ("sum",) * len(kinds)), 5), kinds, ("sum",) * len(kinds), [])
 
 
 @pytest.mark.parametrize("resident", [False, True])

@@ -40,12 +40,3 @@ def test_only_a_data_set_is_overwritten_and_only_when_asked(tmp_path):
     with pytest.raises(ValueError, match="is not a prepared data set, so it is not overwritten"):
         synthesize(mine, SMALL, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
-
-
-def test_an_interrupted_run_cleans_up(tmp_path):
-    def interrupt(rows):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        synthesize(tmp_path / "out", SMALL, progress=interrupt)
-    assert list(tmp_path.iterdir()) == []

@@ -23,15 +23,6 @@ def numbered(tmp_path_factory):
     return write_numbered(tmp_path_factory.mktemp("numbered") / "data", 103, 20)
 
 
-def test_the_order_without_shuffle_is_the_stored_one(numbered):
-    reader = Reader(numbered, "train", batch_size=10, window_rows=30)
-    batches = ids(reader)
-    assert flat(batches) == list(range(103))
-    assert [len(batch) for batch in batches] == [10] * 10 + [3]
-    assert len(reader) == 11
-    assert reader.num_rows == 103
-
-
 def test_the_columns_of_a_sample_stay_together(numbered):
     for batch in Reader(numbered, "train", batch_size=16, shuffle=True, window_rows=50).epoch(3):
         rows = batch.sparse["id"].values()
@@ -113,14 +104,6 @@ def test_shards_are_shuffled_and_mixed_within_a_window(numbered):
     assert len({row // 20 for row in served[:15]}) > 1
 
 
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("keyed", [False, True])
-@pytest.mark.parametrize("start_step", [0, 1, 5, 10, 11])
-def test_an_epoch_can_be_resumed_anywhere(numbered, start_step, keyed, resident):
-    reader = make_reader(numbered, keyed, batch_size=10, shuffle=True, window_rows=25, resident=resident)
-    assert ids(reader, 2, start_step) == ids(reader, 2)[start_step:]
-
-
 def write_uneven(folder, sizes):
     """Writes numbered samples in shards of these sizes, like `prepare` from partitions and a random split."""
     return write_numbered(folder, sum(sizes), 1, sizes=sizes)
@@ -143,14 +126,6 @@ def test_a_range_of_rows_has_those_of_the_stored_order(tmp_path_factory, sizes, 
     assert flat(ids(reader)) == list(rows)
     assert reader.num_rows == len(rows)
     assert sorted(flat(ids(make_reader(folder, rows=rows, shuffle=True, **options)))) == list(rows)
-
-
-def test_the_complete_range_has_the_order_without_one(numbered):
-    options = {"batch_size": 10, "shuffle": True, "window_rows": 25}
-    assert ids(Reader(numbered, "train", rows=range(103), **options)) == ids(Reader(numbered, "train", **options))
-    for rows in (range(104), range(0, 10, 2), range(-1, 5)):
-        with pytest.raises(ValueError, match=r"rows must be a range within the 103 samples of the train split"):
-            Reader(numbered, "train", rows=rows, **options)
 
 
 @settings(max_examples=15, deadline=None)
@@ -191,12 +166,6 @@ def test_a_resumed_epoch_reads_only_the_shards_it_needs(numbered, monkeypatch):
     assert loaded == [(4,), (5,)]
 
 
-def test_the_last_short_batch_is_kept_or_dropped(numbered):
-    reader = Reader(numbered, "train", batch_size=10, drop_last=True, shuffle=True, window_rows=30)
-    assert [len(batch) for batch in ids(reader)] == [10] * 10
-    assert len(reader) == 10
-
-
 def test_ranks_without_samples_get_an_empty_batch(tmp_path):
     write_numbered(tmp_path, 9, 4, lists=True)
     batches = [list(Reader(tmp_path, "train", batch_size=8, rank=rank, world_size=4).epoch(0))[-1] for rank in range(4)]
@@ -222,13 +191,6 @@ def test_lists_and_weights_survive_windows_and_shuffling(tmp_path, resident):
         assert batch.sparse["list"].weights().tolist() == flat([1 / (row % 3)] * (row % 3) for row in rows if row % 3)
         assert batch.sparse["id"].weights().tolist() == [1.0] * len(rows)
     assert sorted(seen) == list(range(50))
-
-
-def test_windows_hold_every_shard_once():
-    windows = epoch_windows([5, 1, 7, 3, 4], 6, shuffle=True, seed=3, epoch=1)
-    assert sorted(flat(window.shards for window in windows)) == [0, 1, 2, 3, 4]
-    assert [window.start for window in windows] == np.cumsum([0] + [window.samples for window in windows])[:-1].tolist()
-    assert all(window.samples >= 6 for window in windows[:-1])
 
 
 def test_an_empty_split_is_an_empty_epoch(numbered):
@@ -281,6 +243,10 @@ def test_an_exception_in_the_thread_reaches_the_consumer(tmp_path):
         ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank must be in"),
         ({"batch_size": 1, "seed": -1}, "seed must be"),
         ({"batch_size": 1, "window_rows": 0}, "window_rows must be"),
+        ({"batch_size": 1, "passes": 0}, "passes must be at least 1, got 0"),
+        ({"batch_size": 1, "rows": range(104)}, "rows must be a range within the 103 samples of the train split"),
+        ({"batch_size": 1, "rows": range(0, 10, 2)}, "rows must be a range within the 103 samples"),
+        ({"batch_size": 1, "rows": range(-1, 5)}, "rows must be a range within the 103 samples"),
     ],
 )
 def test_invalid_arguments_are_named(numbered, arguments, message):

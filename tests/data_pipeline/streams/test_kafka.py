@@ -50,25 +50,6 @@ def test_partitions_added_while_running_are_read_from_their_beginning(broker, mo
     source.close()
 
 
-def test_two_trainers_read_everything_and_a_consumer_group_of_the_same_name_changes_nothing(broker):
-    """Partitions are assigned, not shared out, so that there is nothing to rebalance."""
-    broker.create("shared", 2)
-    for partition in range(2):
-        broker.send_messages("shared", samples(100 * partition, 100 * partition + 5), partition)
-    sources = [open_source(f"kafka://{broker.address}/shared") for _ in range(2)]
-    settings = {"bootstrap.servers": broker.address, "group.id": "cowrec", "auto.offset.reset": "earliest"}
-    member = confluent_kafka.Consumer(settings)
-    member.subscribe(["shared"])
-    member.consume(10, 5.0)
-    for source in sources:
-        assert sorted(read(source, 10)) == [*range(5), *range(100, 105)]
-    member.close()
-    broker.send_messages("shared", samples(5, 8))
-    for source in sources:
-        assert read(source, 3) == [5, 6, 7]
-        source.close()
-
-
 def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path, caplog):
     """It is ended, and then frozen; the stream waits, and warns a few times rather than with each attempt."""
     caplog.set_level(logging.INFO)

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 
 import stream_cases
+from commands.command_line import exit_code
 from cowrec.data_pipeline import Position, SampleStream, open_source
 from cowrec.data_pipeline.streams.directory import END, DirectorySink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
 from servers.redis_server import redis_server
 from stream_cases import (
-    as_table,
     batches_of,
     contents,
     lines,
@@ -27,7 +27,6 @@ from stream_cases import (
     samples_of,
     write_file,
 )
-from trainer_cases import ENVIRONMENT
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 
@@ -299,14 +298,6 @@ def test_no_kafka_broker(monkeypatch):
         open_source("kafka://127.0.0.1:1/clicks")
 
 
-def test_json_and_arrow_samples_are_encoded_alike(codec):
-    samples = [sample(n, n, f"s{n}") for n in range(9)]
-    json_rows, table_rows = (
-        codec.encode(raw).table for raw in (codec.from_json(lines(samples)), codec.from_table(as_table(samples)))
-    )
-    assert json_rows.equals(table_rows)
-
-
 CONFIG = DriftConfig(rows=2000, days=2.0, core_ids=(5, 50), new_ids_per_day=(0, 20), num_dense=2)
 
 
@@ -326,14 +317,11 @@ def test_the_rate_is_kept(tmp_path):
     assert time.monotonic() - start >= 0.5
 
 
-def test_the_command_continues_after_the_training_rows(tmp_path):
+def test_the_command_continues_after_the_training_rows(tmp_path, monkeypatch, capsys):
     synthesize_drifting(tmp_path / "data", CONFIG, test_rows=10)
-    command = [sys.executable, "-m", "cowrec.trainer", "stream", f"{tmp_path}/data", "--to", f"{tmp_path}/samples"]
-    done = subprocess.run(
-        [*command, "--days", "0.1", "--end"], env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path}/samples: 100 samples\n"
+    command = ["stream", tmp_path / "data", "--to", tmp_path / "samples", "--days", "0.1", "--end"]
+    assert exit_code(monkeypatch, *command) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/samples: 100 samples\n"
     source = open_source(f"{tmp_path}/samples")
     (expected,) = drifting_tables(CONFIG, 2000, 100)
     assert source.poll(1000, 1).samples.equals(expected)

@@ -133,7 +133,7 @@ def test_batches_are_identical_after_a_crash(tmp_path_factory, codec, case, data
     assert stream.counters == {**reference.counters, **stream._source.counters}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_events_are_repeated_from_the_journal_before_the_stream_continues(tmp_path, codec, seed):
     """Three partitions are polled in random order with random flushes, which only the journal records."""
     chance = random.Random(seed)
@@ -340,7 +340,7 @@ def test_arrays_of_any_kind_use_the_same_compiled_loop():
     assert len(reorder._follow.signatures) == 1
 
 
-@pytest.mark.parametrize("hours", [1, 23, 10_000])
+@pytest.mark.parametrize("hours", [1, 10_000])
 def test_a_clock_that_is_ahead_makes_no_other_sample_late(codec, hours):
     """One of three producers; its samples are trained on with the others, and count with their time."""
     times = [START + 2 * n + (hours * HOUR if n % 3 == 2 and n > 10 else 0) for n in range(900)]

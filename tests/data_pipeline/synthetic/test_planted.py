@@ -14,7 +14,6 @@ from cowrec.data_pipeline.synthetic.planted import (
     CRITEO_SIZES,
     PlantedModel,
     Scales,
-    best_quality,
     exact_auc,
     exact_logloss,
     expected_auc,
@@ -111,10 +110,10 @@ def test_the_effect_of_an_id_is_the_same_in_all_rows():
     assert draw.logits.std() > 0.2
 
 
-LOGITS = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.7, 3.0]), min_size=2, max_size=6)
+LOGITS = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.7, 3.0]), min_size=2, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(LOGITS, st.data())
 def test_expectations_over_all_labels(true_logits, data):
     """The expected pairs, concordant and all, add up the probabilities of all 2^R assignments of labels."""
@@ -129,24 +128,3 @@ def test_expectations_over_all_labels(true_logits, data):
         concordant += chance * found * (roc_auc_score(labels, scores) if found else 0)
     assert expected_auc(scores, np.array(true_logits)) == pytest.approx(concordant / pairs, abs=1e-12)
     assert exact_logloss(scores, p) == pytest.approx(logloss, abs=1e-12)
-
-
-def test_expected_auc_equals_scikit_learns_of_weighted_samples():
-    """Every sample once as a positive of weight p and once as a negative of weight 1 - p, less its pair with itself."""
-    rng = np.random.default_rng(0)
-    true_logits, scores = rng.normal(size=(2, 500))
-    p = 1 / (1 + np.exp(-true_logits))
-    labels, weights = np.repeat([1, 0], 500), np.concatenate([p, 1 - p])
-    pairs, own = p.sum() * (1 - p).sum(), (p * (1 - p)).sum()
-    with_own = roc_auc_score(labels, np.tile(scores, 2), sample_weight=weights)
-    expected = (with_own * pairs - own / 2) / (pairs - own)
-    assert expected_auc(scores, true_logits) == pytest.approx(expected, abs=1e-12)
-
-
-def test_no_scores_are_better_than_the_true_probabilities():
-    true_logits = np.random.default_rng(1).normal(size=1000)
-    best = best_quality(true_logits, np.arange(1000) % 2)
-    other = true_logits + np.random.default_rng(2).normal(size=1000)
-    assert best["expected_auc"] > expected_auc(other, true_logits) > 0.5
-    assert best["expected_logloss"] < exact_logloss(other, 1 / (1 + np.exp(-true_logits)))
-    assert np.isnan(expected_auc(np.zeros(1), np.zeros(1)))
