@@ -291,12 +291,6 @@ class _RequestEncoder:
 
     All numeric fields form one array and all ids one array of strings, which are hashed together. The arithmetic and
     the lookups of ids are those of `Encoder`.
-
-    Args:
-        schema: schema of the data set.
-        types: of the raw columns.
-        layout: layout of its raw columns.
-        encoder: encoder of the data set.
     """
 
     def __init__(self, schema: Schema, types: Mapping[str, ColumnType], layout: Layout, encoder: Encoder) -> None:

@@ -24,10 +24,11 @@ def uniform(bits: np.uint64) -> float:
 
 
 @numba.njit(nogil=True, cache=True)
-def _uniforms(key: np.uint64, numbers: np.ndarray) -> np.ndarray:
-    out = np.empty(len(numbers))
+def uniforms(seed: int, numbers: np.ndarray) -> np.ndarray:
+    """Draws a number in [0, 1) for each integer, float64 [R] from int64 [R]; a function of (seed, integer) alone."""
+    key, out = mix(np.uint64(seed)), np.empty(len(numbers))
     for i in range(len(numbers)):
-        out[i] = uniform(mix(mix(key) + np.uint64(numbers[i]) * GOLDEN))
+        out[i] = uniform(mix(key + np.uint64(numbers[i]) * GOLDEN))
     return out
 
 
@@ -41,11 +42,6 @@ def bytes_hashes(offsets: np.ndarray, data: np.ndarray) -> np.ndarray:
             state = (state ^ np.uint64(data[k])) * FNV_PRIME
         out[i] = mix(state)
     return out
-
-
-def uniforms(seed: int, numbers: np.ndarray) -> np.ndarray:
-    """Draws a number in [0, 1) for each integer, float64 [R] from int64 [R]; a function of (seed, integer) alone."""
-    return _uniforms(np.uint64(seed), numbers)
 
 
 def string_hashes(text: pa.Array) -> np.ndarray:

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from cowrec.data_pipeline.remote import is_remote, local_path, open_filesystem
+from cowrec.data_pipeline.remote import RemoteFolder, is_remote, local_path, open_filesystem
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -242,7 +242,7 @@ def find_files(text: str) -> list[str]:
     parts = path.split("/")
     plain = next((index for index, part in enumerate(parts) if PATTERN & set(part)), len(parts))
     folder = "/".join([start, *parts[:plain]]).rstrip("/") + query
-    names = _names_below(folder)
+    names = [name for name in RemoteFolder(folder).list() if not any(p.startswith(HIDDEN) for p in name.split("/"))]
     if plain < len(parts):
         names = [name for name in names if _matches(name.split("/"), parts[plain:])]
         if not names:
@@ -274,17 +274,6 @@ def _files_below(folder: str) -> list[str]:
     if not found:
         raise ValueError(f"input folder {folder} has no file (names that start with . or _ are left out)")
     return sorted(found, key=lambda path: Path(path).parts)
-
-
-def _names_below(folder: str) -> list[str]:
-    """Returns the names, relative to a remote folder, of all files in it that are not hidden."""
-    files, path = _opened(folder)
-    try:
-        found = files.get_file_info(pafs.FileSelector(path, allow_not_found=True, recursive=True))
-    except OSError as error:
-        raise ValueError(f"input {folder} cannot be listed: {error}") from error
-    names = [each.path.removeprefix(path).strip("/") for each in found if each.type == pafs.FileType.File]
-    return [name for name in names if not any(part.startswith(HIDDEN) for part in name.split("/"))]
 
 
 def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:

@@ -336,7 +336,6 @@ class BadRow:
     """One sample of a raw file that cannot be used.
 
     Attributes:
-        source: the raw file.
         number: number of its line in the file, from 1, counting the header; in Parquet of its row.
         column: raw column, or empty if the line as a whole is invalid.
         problem: what is wrong, with the value and what was expected.

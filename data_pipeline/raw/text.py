@@ -107,8 +107,7 @@ class RawText:
     """Reader of a file's text, decompressed if needed. A context manager.
 
     Args:
-        path: the file.
-        source: what it was at the survey; a ValueError is raised if it has changed since.
+        source: what the file was at the survey; a ValueError is raised if it has changed since.
 
     Attributes:
         stamp: the file's size and modification time.

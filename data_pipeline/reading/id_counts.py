@@ -27,9 +27,6 @@ def log_id_counts(
     training split at a time; memory grows with it and with the field's distinct ids.
 
     Args:
-        data_dir: a prepared data set.
-        split: the split of the samples.
-        fields: names of sparse fields.
         train_rows: training samples in which to count, the first ones; by default all.
     """
     schema = Schema.load(data_dir)

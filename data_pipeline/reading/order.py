@@ -29,14 +29,12 @@ class Window:
         shards: shard numbers, in the order in which their samples are concatenated.
         samples: number of samples.
         key: (seed, epoch, number of the window), the seed of the permutation; None if samples keep their order.
-        number: of the windows before it in the epoch.
     """
 
     start: int
     shards: tuple[int, ...]
     samples: int
     key: tuple[int, int, int] | None
-    number: int = 0
 
     @property
     def stop(self) -> int:
@@ -74,7 +72,7 @@ def epoch_windows(shards: Sequence[int], window_rows: int, *, shuffle: bool, see
         samples += shards[number]
         if samples >= window_rows or position == len(numbers) - 1:
             key = (seed, epoch, len(windows) + 1) if shuffle else None
-            windows.append(Window(start, tuple(gathered), samples, key, len(windows)))
+            windows.append(Window(start, tuple(gathered), samples, key))
             start, samples, gathered = start + samples, 0, []
     return windows
 

@@ -91,18 +91,15 @@ class Reader:
         window_rows: int = WINDOW_ROWS,
         true_logits: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        for name, value, least in (("batch_size", batch_size, 1), ("passes", passes, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if any(size < 1 for size in first_batches):
             raise ValueError(f"first_batches must be sizes of at least 1, got {list(first_batches)}")
-        if passes < 1:
-            raise ValueError(f"passes must be at least 1, got {passes}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
         if window_rows < 1:
             raise ValueError(f"window_rows must be at least 1, got {window_rows}")
-        if seed < 0:
-            raise ValueError(f"seed must be at least 0, got {seed}")
         self.schema = Schema.load(data_dir).of_batches(true_logits=true_logits)
         self.split, self.batch_size = split, batch_size
         self.device = torch.device(device)

@@ -155,9 +155,7 @@ class DriftingModel:
         config = self.config
         out = DrawArrays.empty(config.fields, config.num_dense, len(moments), np.int64)
         (row_key,) = keys((config.seed, 1, stream), 1)
-        scales = scales_of(
-            config.skew, config.id_effect, config.interaction_effect, config.interaction_rank, config.dense_effect
-        )
+        scales = scales_of(config)
         new_ids = np.asarray(config.new_ids_per_day, np.float64)
         pace = _Pace(config.start / DAY, config.new_id_share, config.lifetime_days, config.drift_days)
         effects = keys((config.seed, 0), config.fields + config.num_dense)
@@ -243,7 +241,7 @@ def synthesize_drifting(
     Args:
         output: a new or empty folder.
         test_rows: number of test samples after the training samples; at least 1.
-        overwrite: replaces an existing data set.
+        overwrite, progress: as in `synthesize`.
 
     Returns:
         The schema; `best` has the quality of the true probabilities on the test split.

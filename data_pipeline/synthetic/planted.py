@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numba
 import numpy as np
@@ -113,10 +113,11 @@ class Scales(NamedTuple):
     dense_scale: float
 
 
-def scales_of(skew: float, id_effect: float, interaction_effect: float, rank: int, dense_effect: float) -> Scales:
-    """Returns the scales at which the effect of one pair of ids has the deviation `interaction_effect`."""
+def scales_of(config: Any) -> Scales:
+    """Returns the scales at which the effect of one pair of ids has the deviation `config.interaction_effect`."""
     # A product of K pairs of components of deviation s has deviation sqrt(K) * s^2.
-    return Scales(skew, id_effect, (interaction_effect / rank**0.5) ** 0.5, rank, dense_effect)
+    pair_scale = (config.interaction_effect / config.interaction_rank**0.5) ** 0.5
+    return Scales(config.skew, config.id_effect, pair_scale, config.interaction_rank, config.dense_effect)
 
 
 class DrawArrays(NamedTuple):
@@ -358,7 +359,6 @@ def synthesize(
 
     Args:
         output: a new or empty folder.
-        config: settings of the data set.
         overwrite: replaces an existing data set.
         progress: called with the number of samples just written.
 
@@ -427,10 +427,7 @@ def _write_drawn(
 
 def _planted(config: SynthesizeConfig) -> PlantedModel:
     sizes = [max(min(size, UNSCALED_SIZE), round(size * config.vocabulary_scale)) for size in CRITEO_SIZES]
-    scales = scales_of(
-        config.skew, config.id_effect, config.interaction_effect, config.interaction_rank, config.dense_effect
-    )
-    model = PlantedModel(config.seed, np.asarray(sizes, np.int64), NUM_DENSE, scales)
+    model = PlantedModel(config.seed, np.asarray(sizes, np.int64), NUM_DENSE, scales_of(config))
     return dataclasses.replace(model, intercept=intercept_for(model.draw(PILOT, 0, PILOT_ROWS).logits, config.ctr))
 
 
