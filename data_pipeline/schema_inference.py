@@ -36,11 +36,17 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
     """
     sample = read_sample(path)
-    guesses = _guesses(sample)
+    columns = zip(*sample.rows, strict=True) if sample.rows else [()] * len(sample.columns)
+    guesses = {
+        name: guess_column(name, values)
+        for name, values in zip(sample.columns, columns, strict=True)
+        if sample.columns.count(name) == 1 and name
+    }
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
     chosen, rule, note = _label(guesses, label, repeated, os.fspath(path))
     times = [name for name, guess in guesses.items() if guess.is_time and name != chosen]
     time = max(times, key=lambda name: bool(TIME_NAME.search(name)), default="")
+    markers = sorted({text for guess in guesses.values() for text in guess.null})
     lines = [
         f"# Written by `cowrec schema infer` from the first {len(sample.rows):,} rows of {_comment(os.fspath(path))}.",
         "# Please check each line, above all those that say unsure, then remove or correct what is wrong.",
@@ -53,7 +59,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         f"label = {_toml(chosen)}  # {note}",
         *([f"{rule}  # unsure: which values are positive?"] if rule else []),
         *_time_lines(time, times),
-        *_null_lines(guesses),
+        *([f"null = [{', '.join(map(_toml, markers))}]  # unsure: these look like missing values"] if markers else []),
         "",
     ]
     fields, left_out = _field_lines({name: each for name, each in guesses.items() if name not in (chosen, time)})
@@ -61,16 +67,6 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         raise ValueError(f"{os.fspath(path)}: no column looks like a field; write the schema file by hand")
     left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated]
     return "\n".join([*lines, *left_out, *[""] * bool(left_out), "fields = [", *fields, "]", ""])
-
-
-def _guesses(sample: "RawSample") -> "dict[str, Guess]":
-    """Returns a guess for each column whose name is not repeated."""
-    columns = zip(*sample.rows, strict=True) if sample.rows else [()] * len(sample.columns)
-    return {
-        name: guess_column(name, values)
-        for name, values in zip(sample.columns, columns, strict=True)
-        if sample.columns.count(name) == 1 and name
-    }
 
 
 def _label(guesses: "Mapping[str, Guess]", asked: str, repeated: Sequence[str], path: str) -> tuple[str, str, str]:
@@ -120,13 +116,6 @@ def _time_lines(time: str, times: Sequence[str]) -> list[str]:
     others = [name for name in times if name != time]
     unsure = f"  # unsure: {_comment(', '.join(map(repr, others)))} could be it too" if others else ""
     return [f"time = {_toml(time)}{unsure}"]
-
-
-def _null_lines(guesses: "Mapping[str, Guess]") -> list[str]:
-    markers = sorted({text for guess in guesses.values() for text in guess.null})
-    if not markers:
-        return []
-    return [f"null = [{', '.join(map(_toml, markers))}]  # unsure: these look like missing values"]
 
 
 def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
@@ -327,8 +316,9 @@ def guess_column(name: str, values: Sequence[str | None]) -> Guess:
     else:
         _guess_text(guess, known)
     # A number is a valid time too: of Unix seconds.
-    numbers = any(NUMBER_PATTERN.fullmatch(text) for text in distinct)
-    if not guess.missing and (not numbers or (TIME_NAME.search(name) and _lately(distinct))):
+    numbers = [float(text) for text in distinct if NUMBER_PATTERN.fullmatch(text)]
+    lately = len(numbers) == len(distinct) and min(numbers) > 10**8  # Unix seconds of the years from 1973 on
+    if not guess.missing and (not numbers or (TIME_NAME.search(name) and lately)):
         guess.is_time = not as_times(pa.array(list(distinct), pa.string()), "timestamp")[1].any()
     return guess
 
@@ -346,11 +336,6 @@ def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
         guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
     else:
         guess.kind, guess.why = "numeric", "unsure: integers, amounts or ids" if integers else "numbers with decimals"
-
-
-def _lately(distinct: Sequence[str]) -> bool:
-    """True for numbers that are Unix seconds of the years from 1973 on."""
-    return all(NUMBER_PATTERN.fullmatch(text) and float(text) > 10**8 for text in distinct)
 
 
 def _consecutive(known: Sequence[str]) -> bool:

@@ -78,7 +78,10 @@ def load_shards(data_dir: Path, schema: Schema, split: str, numbers: Sequence[in
     def parts() -> Iterator[tuple[int, SampleBlock]]:
         for number, size, stop in zip(numbers, sizes, stops, strict=True):
             path = shard_path(data_dir, split, number)
-            yield stop - size, block_from_table(_read(path, schema, size), schema, path)
+            table = _read(path, schema, size, arrow_schema(schema))
+            for field in schema.sparse:
+                _check_ids(path, field, table[field.name])
+            yield stop - size, block_from_table(table, schema, path)
 
     return SampleBlock.assemble(schema, sum(sizes), parts(), torch.device("cpu"))
 
@@ -97,11 +100,7 @@ def shard_columns(data_dir: Path, schema: Schema, split: str, names: Sequence[st
     """
     expected = pa.schema([each for each in arrow_schema(schema) if each.name in names])
     for number, size in enumerate(schema.split(split).shards):
-        path = shard_path(data_dir, split, number)
-        with _opened(path, schema) as file:
-            _check_columns(path, file.schema_arrow, expected)
-            _check_size(path, file.metadata.num_rows, size)
-            yield file.read(columns=expected.names).cast(expected)
+        yield _read(shard_path(data_dir, split, number), schema, size, expected).cast(expected)
 
 
 def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> SampleBlock:
@@ -122,14 +121,12 @@ def block_from_table(table: pa.Table, schema: Schema, path: Path | str) -> Sampl
     )
 
 
-def _read(path: Path, schema: Schema, size: int) -> pa.Table:
-    expected = arrow_schema(schema)
+def _read(path: Path, schema: Schema, size: int, expected: pa.Schema) -> pa.Table:
+    """Reads the expected columns of a shard; raises ValueError if they or its size differ from the schema."""
     with _opened(path, schema) as file:
         _check_columns(path, file.schema_arrow, expected)
         table = file.read(columns=expected.names)
     _check_size(path, table.num_rows, size)
-    for field in schema.sparse:
-        _check_ids(path, field, table[field.name])
     return table
 
 

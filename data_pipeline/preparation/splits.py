@@ -59,24 +59,20 @@ class SplitRule:
 
     def split_of(self, parsed: Parsed) -> np.ndarray:
         """Returns the index in `SPLITS` of each sample's split, int8 [R]; `LEFT_OUT` for one in none."""
-        splits = self._places(parsed)
-        if self.negative_fraction < 1:
-            (label,) = parsed.labels.values()
-            left_out = uniforms(self.seed ^ _NEGATIVES, parsed.sample_numbers) >= self.negative_fraction
-            splits[(splits == TRAIN) & (label == 0) & left_out] = LEFT_OUT
-        return splits
-
-    def _places(self, parsed: Parsed) -> np.ndarray:
         splits = np.full(len(parsed.sample_numbers), TRAIN, np.int8)
         if self.kind == "random":
             draws = uniforms(self.seed, parsed.sample_numbers)
             splits[draws < self.test_fraction + self.validation_fraction] = 1
             splits[draws < self.test_fraction] = 2
-            return splits
-        keys = parsed.sample_numbers if self.kind == "order" else parsed.time
-        assert keys is not None
-        splits[keys >= self.first_validation] = 1
-        splits[keys >= self.first_test] = 2
+        else:
+            keys = parsed.sample_numbers if self.kind == "order" else parsed.time
+            assert keys is not None
+            splits[keys >= self.first_validation] = 1
+            splits[keys >= self.first_test] = 2
+        if self.negative_fraction < 1:
+            (label,) = parsed.labels.values()
+            left_out = uniforms(self.seed ^ _NEGATIVES, parsed.sample_numbers) >= self.negative_fraction
+            splits[(splits == TRAIN) & (label == 0) & left_out] = LEFT_OUT
         return splits
 
     @property

@@ -18,11 +18,6 @@ class Interacting(nn.Module):
     """x_m <- relu(heads' sums over k of softmax_k(<Q x_m, K x_k>) V x_k, side by side, + R x_m).
 
     Source: equations 5 to 8 of the paper; its scores are not scaled.
-
-    Args:
-        width: K.
-        heads: H.
-        attention_dim: A.
     """
 
     l2_group: Literal["linear", "cross"] = "cross"

@@ -15,10 +15,6 @@ from cowrec.models.layers import LinearPart, LogitKernel, Mlp, glorot_normal
 from cowrec.models.options import Size
 
 
-def zero_biases(layers: int, width: int) -> nn.ParameterList:
-    return nn.ParameterList(torch.zeros(width) for _ in range(layers))
-
-
 class _KernelCross(nn.Module):
     """Layers with one kernel each, [K, W]."""
 
@@ -27,19 +23,14 @@ class _KernelCross(nn.Module):
     def __init__(self, width: int, layers: int, kernel_width: int) -> None:
         super().__init__()
         self.kernels = nn.ParameterList(glorot_normal(width, kernel_width) for _ in range(layers))
-        self.biases = zero_biases(layers, width)
+        self.biases = nn.ParameterList(torch.zeros(width) for _ in range(layers))
 
     def l2_kernels(self) -> list[nn.Parameter]:
         return list(self.kernels)
 
 
 class VectorCross(_KernelCross):
-    """x <- x0 * (x . w) + b + x. Source: Deep & Cross Network (arXiv 1708.05123), equation 3.
-
-    Args:
-        width: K.
-        layers: L.
-    """
+    """x <- x0 * (x . w) + b + x. Source: Deep & Cross Network (arXiv 1708.05123), equation 3."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__(width, layers, 1)
@@ -53,12 +44,7 @@ class VectorCross(_KernelCross):
 
 
 class MatrixCross(_KernelCross):
-    """x <- x0 * (W x + b) + x. Source: DCN V2 (arXiv 2008.13535), equation 1.
-
-    Args:
-        width: K.
-        layers: L.
-    """
+    """x <- x0 * (W x + b) + x. Source: DCN V2 (arXiv 2008.13535), equation 1."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__(width, layers, width)
@@ -75,12 +61,6 @@ class MixtureCross(nn.Module):
     """x <- x0 * (sum_e g_e(x) U_e tanh(C_e tanh(V_e' x)) + b) + x, with softmax gates g that all layers share.
 
     Source: DCN V2 (arXiv 2008.13535), section 3.3, as the CowClip reference has it under the name DCNv2.
-
-    Args:
-        width: K.
-        layers: L.
-        experts: E.
-        rank: R.
     """
 
     l2_group: Literal["linear", "cross"] = "cross"
@@ -90,7 +70,7 @@ class MixtureCross(nn.Module):
         self.down = nn.ParameterList(glorot_normal(experts, width, rank) for _ in range(layers))  # V
         self.core = nn.ParameterList(glorot_normal(experts, rank, rank) for _ in range(layers))  # C
         self.up = nn.ParameterList(glorot_normal(experts, width, rank) for _ in range(layers))  # U
-        self.biases = zero_biases(layers, width)
+        self.biases = nn.ParameterList(torch.zeros(width) for _ in range(layers))
         # Each gate is a layer with one output, so its fans are (K, 1); the reference initialises it uniformly.
         self.gate = nn.Parameter(
             torch.stack([nn.init.xavier_uniform_(torch.empty(1, width))[0] for _ in range(experts)])
@@ -137,24 +117,14 @@ class CrossAndDeep(nn.Module):
 
 
 class DCN(CrossAndDeep):
-    """Cross layers with a vector each (arXiv 1708.05123).
-
-    Args:
-        layers: number of cross layers.
-    """
+    """Cross layers with a vector each (arXiv 1708.05123)."""
 
     def __init__(self, config: ModelConfig, front: Front, *, layers: Size = 3) -> None:
         super().__init__(config, front, VectorCross(front.width, layers))
 
 
 class DCNMix(CrossAndDeep):
-    """Cross layers of low-rank experts, called DCNv2 in the CowClip paper and its reference.
-
-    Args:
-        layers: number of cross layers.
-        experts: number of experts in each cross layer.
-        rank: rank of each expert's matrices.
-    """
+    """Cross layers of low-rank experts, called DCNv2 in the CowClip paper and its reference."""
 
     def __init__(
         self, config: ModelConfig, front: Front, *, layers: Size = 3, experts: Size = 4, rank: Size = 32
@@ -163,11 +133,7 @@ class DCNMix(CrossAndDeep):
 
 
 class DCNv2(CrossAndDeep):
-    """Cross layers with a full matrix each (arXiv 2008.13535).
-
-    Args:
-        layers: number of cross layers.
-    """
+    """Cross layers with a full matrix each (arXiv 2008.13535)."""
 
     def __init__(self, config: ModelConfig, front: Front, *, layers: Size = 3) -> None:
         super().__init__(config, front, MatrixCross(front.width, layers))

@@ -16,11 +16,6 @@ class FeatureGate(nn.Module):
     """x * 2 sigmoid(MLP(c)) with a learned context c, for no features are marked as the context of a stream.
 
     Source: section "Stream-Specific Feature Selection" of the paper.
-
-    Args:
-        context_dim: width of c.
-        hidden: widths of the MLP's hidden layers.
-        width: K.
     """
 
     def __init__(self, context_dim: int, hidden: Sizes, width: int) -> None:
@@ -38,11 +33,6 @@ class BilinearFusion(nn.Module):
     """b + u . x + v . y + sum over heads of x_h' W_h y_h, of the heads' parts x_h and y_h of x and y.
 
     Source: section "Stream-Level Interaction Aggregation" of the paper.
-
-    Args:
-        first: width of x.
-        second: width of y.
-        heads: H, a divisor of both.
     """
 
     def __init__(self, first: int, second: int, heads: int) -> None:

@@ -19,12 +19,7 @@ Ratio = Annotated[float, Field(gt=0)]
 
 
 class NormalisedFields(nn.Module):
-    """Layer normalisation of each field's embedding by itself. Source: section 3.1 of the paper.
-
-    Args:
-        fields: M.
-        embedding_dim: D.
-    """
+    """Layer normalisation of each field's embedding by itself. Source: section 3.1 of the paper."""
 
     def __init__(self, fields: int, embedding_dim: int) -> None:
         super().__init__()

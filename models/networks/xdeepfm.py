@@ -18,10 +18,6 @@ class CompressedInteractions(nn.Module):
     """x_h <- sum over i, j of W_hij x_i * x0_j, of which each feature map's sum over the D columns is an output.
 
     Source: equations 6 and 7 of the paper; every feature map is both an output and an input of the next layer.
-
-    Args:
-        num_fields: F.
-        maps: H of each layer.
     """
 
     l2_group: Literal["linear", "cross"] = "cross"
