@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -193,7 +194,7 @@ def _texts(column: pa.ChunkedArray) -> list[str | None]:
 
 
 def _text_sample(path: str) -> RawSample:
-    with RawText(path) as text:
+    with closing(RawText(path)) as text:
         data = text.read(SAMPLE_BYTES)
         complete = len(data) < SAMPLE_BYTES
     data = data.removeprefix(BYTE_ORDER_MARK)

@@ -292,8 +292,6 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
 
 def _quoted(value: object) -> str:
     """Returns a value as Python shows it, shortened."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= LONGEST_QUOTED_VALUE else value[:LONGEST_QUOTED_VALUE] + "...")
     text = repr(value)
     return text if len(text) <= LONGEST_QUOTED_VALUE else text[:LONGEST_QUOTED_VALUE] + "..."
 

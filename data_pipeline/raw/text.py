@@ -7,7 +7,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import IO, Any
 
@@ -31,7 +31,7 @@ NEWLINE = 10
 
 def look_at_text(path: str) -> Source:
     """Reads the first line of a text file; it is empty if the text is."""
-    with RawText(path) as text:
+    with closing(RawText(path)) as text:
         lines = next(line_blocks(text, BLOCK_BYTES), b"")
         first = lines.split(b"\n", 1)[0].removesuffix(b"\r").removeprefix(BYTE_ORDER_MARK)
         return Source(path, "text", text.stamp, first, partition=partition_of(path))
@@ -45,7 +45,7 @@ def survey_text(source: Source, report: Report, *, header: bool, segment_samples
     """
     segments: list[Segment] = []
     offset, place, samples, reported = 0, 1, 0, 0
-    with RawText(source.path, source) as text:
+    with closing(RawText(source.path, source)) as text:
         for lines in line_blocks(text, block_bytes):
             if not offset:
                 offset = (
@@ -104,7 +104,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class RawText:
-    """Reader of a file's text, decompressed if needed. A context manager.
+    """Reader of a file's text, decompressed if needed; must be closed.
 
     Args:
         source: what the file was at the survey; a ValueError is raised if it has changed since.
@@ -165,12 +165,6 @@ class RawText:
 
     def close(self) -> None:
         self._raw.close()
-
-    def __enter__(self) -> "RawText":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def _archive_errors(self) -> Iterator[None]:

@@ -28,6 +28,9 @@ FORMAT = 1
 LEFT_OUT = ("malformed", "duplicates", "late", "lost")
 COUNTERS = ("samples", *LEFT_OUT, "early", "bounded", "forced", "flushes", "handed_out", "batches")
 
+_PLAIN = ("partitions", "entry", "newest", "due", "ended", "counters")
+"""Attributes of a position that are plain JSON."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -66,17 +69,8 @@ class Position:
     def save(self, folder: Path) -> None:
         """Writes the position into an existing folder; durable when this returns."""
         waiting = self.waiting.compact()
-        content = {
-            "format": FORMAT,
-            "partitions": self.partitions,
-            "entry": self.entry,
-            "newest": self.newest,
-            "latest": self.latest.tolist(),
-            "due": self.due,
-            "ended": self.ended,
-            "waiting": len(waiting),
-            "counters": dict(self.counters),
-        }
+        content = {name: getattr(self, name) for name in _PLAIN}
+        content |= {"format": FORMAT, "latest": self.latest.tolist(), "waiting": len(waiting)}
         if len(waiting):
             _write_table(folder / PENDING_FILE, waiting.table)
         _write_table(folder / RECENT_FILE, pa.table({"id": np.concatenate(self.recent)}))
@@ -94,15 +88,10 @@ class Position:
                 table = _read_table(folder / PENDING_FILE)
                 waiting = waiting.add(table, table[TIME_COLUMN].to_numpy())
             return Position(
-                content["partitions"],
-                content["entry"],
-                content["newest"],
-                np.array(content["latest"], np.int64),
-                content["due"],
-                content["ended"],
-                waiting,
-                (_read_table(folder / RECENT_FILE)["id"].to_numpy(),),
-                content["counters"],
+                **{name: content[name] for name in _PLAIN},
+                latest=np.array(content["latest"], np.int64),
+                waiting=waiting,
+                recent=(_read_table(folder / RECENT_FILE)["id"].to_numpy(),),
             )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
             raise ValueError(f"the stream's position in {folder} cannot be read: {error}") from error
