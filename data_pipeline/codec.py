@@ -137,11 +137,6 @@ def _features(schema: Schema) -> Schema:
 class SampleCodec:
     """Encodes raw samples exactly as `prepare` encoded the data set, with the same maps and vocabularies.
 
-    Args:
-        schema: schema of the data set.
-        layout: layout of its raw files.
-        encoder: encoder of the data set.
-
     Attributes:
         schema: schema of encoded samples.
         columns: names of the required raw columns; a missing value is null.

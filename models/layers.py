@@ -88,13 +88,7 @@ class LinearPart(nn.Module):
 
 
 class Mlp(nn.Module):
-    """ReLU layers.
-
-    Args:
-        width: K of the first layer.
-        hidden: widths of the layers.
-        dropout: after each layer, in [0, 1).
-    """
+    """ReLU layers."""
 
     def __init__(self, width: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
@@ -138,10 +132,6 @@ class FieldEmbeddings(nn.Module):
     """Embeddings of all fields, where a dense feature's is a vector times the feature.
 
     Source: AutoInt (arXiv 1810.11921), equation 4.
-
-    Args:
-        num_dense: N, may be 0.
-        embedding_dim: D.
     """
 
     def __init__(self, num_dense: int, embedding_dim: int) -> None:

@@ -72,7 +72,6 @@ class Source:
     """What reading a raw file takes, in any process.
 
     Attributes:
-        path: the file, as given.
         format: recognized by the content.
         stamp: size and modification time of the file at the survey.
         first_line: of text: the first line, without its ending.
@@ -98,7 +97,6 @@ class Segment:
     """Consecutive samples of one file, about 16 MB at most; headers belong to no segment.
 
     Attributes:
-        source: the file.
         direct: True if the segment can be read without most of the file before it.
         offset: first byte in the text, after decompression; of Parquet, the first row, from 0.
         size: bytes of text, or rows.

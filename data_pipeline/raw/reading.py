@@ -64,7 +64,6 @@ def survey(
     """Finds the segments of a file; reads all of it if it is text.
 
     Args:
-        source: the file, as `look` returned it.
         report: called with the number of bytes on disk just processed.
         header: True if the first line of text is a header.
         segment_samples: largest number of samples of a segment; one ends at every multiple of it.

@@ -154,7 +154,6 @@ class KafkaSource:
 
     Args:
         brokers: host:port, several joined by commas.
-        topic: an existing topic.
         settings: librdkafka settings that override the defaults below.
 
     Raises:

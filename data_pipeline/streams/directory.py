@@ -34,7 +34,6 @@ class DirectorySource:
     """Files of a folder; a position is {"file": name, "row": rows of the file already read}.
 
     Args:
-        folder: an existing folder.
         damaged: at a file that cannot be read, "stop" with an error, or "skip" it with a warning and a count.
 
     Raises:

@@ -114,8 +114,6 @@ class Entry:
     Attributes:
         kind: "chunk" (samples arrived), "flush" (none arrived for too long) or "end" (no more will come).
         partition, start, end: position of the chunk.
-        samples: number of samples in the chunk.
-        lost: see `Chunk.lost`.
         now: time of the event, Unix seconds.
     """
 

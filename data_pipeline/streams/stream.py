@@ -64,7 +64,6 @@ class StreamBatch:
 
     Attributes:
         table: the samples as `Encoded.table`.
-        schema: schema of the samples.
         end: position after the batch; `end.counters["batches"]` is the batch's number, from 1.
     """
 
@@ -87,8 +86,6 @@ class SampleStream:
     """Batches of a source's samples; see the module's docstring. Only `trim` may be called from another thread.
 
     Args:
-        source: source of raw samples.
-        codec: encodes raw samples.
         batch_size: samples per batch.
         lateness_seconds: how much older than the newest time seen a sample may be when it arrives.
         late: "drop" late samples, or "train" on them with the next batch.

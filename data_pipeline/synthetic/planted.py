@@ -192,8 +192,6 @@ class PlantedModel:
     Attributes:
         seed: seed of all effects and draws.
         sizes: vocabulary size of each sparse field, int64 [F].
-        num_dense: N.
-        scales: sizes of the effects.
         intercept: b.
     """
 

@@ -18,13 +18,7 @@ from cowrec.models.options import Size, Sizes
 
 
 class Towers(nn.Module):
-    """An MLP with an output kernel and a bias for each task.
-
-    Args:
-        width: of each task's inputs.
-        hidden: widths of each MLP's layers.
-        dropout: see :class:`Mlp`.
-    """
+    """An MLP with an output kernel and a bias for each task."""
 
     def __init__(self, num_tasks: int, width: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
@@ -38,12 +32,7 @@ class Towers(nn.Module):
 
 
 class Gate(nn.Module):
-    """A mixture of experts' outputs, by a softmax of a linear function of the inputs.
-
-    Args:
-        width: K of the inputs.
-        experts: number E of experts.
-    """
+    """A mixture of experts' outputs, by a softmax of a linear function of the inputs."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
