@@ -205,7 +205,7 @@ anything = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     changes=st.lists(st.dictionaries(st.sampled_from(["price", "city", "tags", "past views"]), anything), max_size=3)
 )

@@ -80,7 +80,7 @@ def test_the_quantile_transform_gives_normal_scores(values):
         np.testing.assert_allclose(beyond, [expected.min(), expected.max()], atol=1e-6)
 
 
-@pytest.mark.parametrize("draw", ["lognormal", "normal", "standard_cauchy", "standard_exponential"])
+@pytest.mark.parametrize("draw", ["lognormal", "standard_cauchy"])
 def test_any_distribution_becomes_normal(draw):
     values = 1e-5 * getattr(np.random.default_rng(0), draw)(size=100_000)
     statistics = NumberStatistics()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare, work_bytes
+from cowrec.data_pipeline import PrepareConfig, Schema, prepare, work_bytes
 from cowrec.data_pipeline.encoding import bucket_ids
 from raw_cases import NULLS_SCHEMA, fnv_splitmix, read_split, write_criteo
 
@@ -133,20 +133,8 @@ def test_criteo(tmp_path):
         order = sorted((-count, value) for value, count in counts.items() if value)
         table = {value: position + 2 for position, (_, value) in enumerate(order)} | {"": 1}
         assert columns[f"C{n + 1}"] == [table.get(row[14 + n], 0) for row in raw[240:]]
-
-
-def test_avazu(tmp_path):
-    header = "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,"
-    header += "device_ip,device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
-    lines = [header] + [f"{n},{n % 2},14102100," + ",".join(f"v{(n + k) % 7}" for k in range(21)) for n in range(500)]
-    (tmp_path / "train").write_text("\n".join(lines))
-    schema = prepare("avazu", [tmp_path / "train"], tmp_path / "out")
-    assert [field.name for field in schema.sparse] == header.split(",")[2:]
-    assert schema.dense == ()
-    assert schema.splits["train"].rows + schema.splits["test"].rows == 500
-    assert 60 <= schema.splits["test"].rows <= 140, "80/20 by default"
-    batch = next(Reader(tmp_path / "out", "train", batch_size=10).epoch(0))
-    assert batch.dense.shape == (10, 0)
+        kept = pq.read_table(tmp_path / "out" / "vocabulary" / f"C{n + 1}.parquet").to_pydict()
+        assert kept == {"value": [value for _, value in order if value], "count": [-count for count, _ in order]}
 
 
 def fractions(tmp_path, **settings_):
@@ -209,34 +197,10 @@ def test_buckets_equal_those_of_the_criteo_winners(values):
     assert got.to_pylist() == expected
 
 
-def test_buckets_are_additional_sparse_fields(tmp_path):
-    raw = numeric_file(tmp_path, ["1", "1", "3", "", "4"])
-    schema = prepare("criteo", raw, tmp_path / "out", PrepareConfig(split="order", test_rows=1, dense="buckets"))
-    assert [field.name for field in schema.sparse][:2] == ["I1_bucket", "I2_bucket"]
-    assert len(schema.sparse) == 39
-    assert len(schema.dense) == 13
-    # 1 stays as it is; 3 and 4 are both in bucket 1, which is a different id.
-    assert read_split(tmp_path / "out", "train")["I1_bucket"] == [2, 2, 3, 1]
-    assert read_split(tmp_path / "out", "test")["I1_bucket"] == [3]
-    prepare("criteo", raw, tmp_path / "again", like=tmp_path / "out")
-    assert read_split(tmp_path / "again", "test")["I1_bucket"] == [2, 2, 3, 1, 3]
-
-
 def id_file(tmp_path, values, name="raw"):
     rows = [[str(n % 2), *["1"] * 13, value, *["a"] * 25] for n, value in enumerate(values)]
     (tmp_path / name).write_text("".join("\t".join(row) + "\n" for row in rows))
     return [tmp_path / name]
-
-
-def test_rare_ids_share_the_out_of_vocabulary_row(tmp_path):
-    raw = id_file(tmp_path, ["x", "y", "x", "", "z", "y", "x", "new"])
-    config = PrepareConfig(min_count=2, split="order", test_rows=1)
-    schema = prepare("criteo", raw, tmp_path / "out", config)
-    assert read_split(tmp_path / "out", "train")["C1"] == [2, 3, 2, 1, 0, 3, 2]
-    assert read_split(tmp_path / "out", "test")["C1"] == [0]
-    assert schema.sparse[0].num_embeddings == 4
-    kept = pq.read_table(tmp_path / "out" / "vocabulary" / "C1.parquet")
-    assert kept.to_pydict() == {"value": ["x", "y"], "count": [3, 2]}
 
 
 def test_hashed_ids_need_no_vocabulary(tmp_path):

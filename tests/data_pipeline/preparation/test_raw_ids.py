@@ -92,13 +92,15 @@ def test_raw_ids_equal_the_documented_hashes(values):
     assert raw_ids(pa.array(values, pa.string())).tolist() == [signed(value) for value in values]
 
 
-def test_avazus_hours_are_times(tmp_path):
+def test_avazu(tmp_path):
     columns = "C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
     columns += "device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
     hours = ["14102100", "14102123", "14022823", "16022900"]
     lines = [f"id,click,hour,{columns}"] + [f"{n},{n % 2},{hour}" + ",v" * 21 for n, hour in enumerate(hours)]
     (tmp_path / "train").write_text("\n".join(lines))
-    prepare("avazu", [tmp_path / "train"], tmp_path / "out", PrepareConfig(raw_ids=True, test_fraction=0.0))
+    config = PrepareConfig(raw_ids=True, test_fraction=0.0)
+    schema = prepare("avazu", [tmp_path / "train"], tmp_path / "out", config)
+    assert ([field.name for field in schema.sparse], schema.dense) == (lines[0].split(",")[2:], ())
     expected = [datetime.datetime.strptime(hour, "%y%m%d%H").replace(tzinfo=datetime.UTC) for hour in hours]
     columns = read_split(tmp_path / "out", "train")
     assert columns["time"] == [int(each.timestamp()) for each in expected]

@@ -109,6 +109,20 @@ def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated
         stream.close()
 
 
+def test_positions_beyond_the_topic_are_an_error(broker):
+    broker.create("short", 2)
+    broker.send_messages("short", samples(0, 5))
+    source = open_source(f"kafka://{broker.address}/short")
+    source.seek({"0": 50})
+    with pytest.raises(ValueError, match="ends at offset 5, but was read up to 50"):
+        source.poll(10, 20)
+    with pytest.raises(ValueError, match="has no partition 77"):
+        source.seek({"77": 0})
+    assert contents([source.read("0", 1, 3)]) == [1, 2]
+    assert len(source.read("0", 3, 9)) == 2, "deleted messages are missing"
+    source.close()
+
+
 def test_settings_that_librdkafka_refuses_are_an_error_without_credentials(broker):
     secret = "security.protocol=SASL_PLAINTEXT&sasl.mechanisms=PLAIN&sasl.username=me&sasl.password=hush-hush"
     with pytest.raises(ValueError, match=r'No such configuration property: "sasl\.passwort"') as refused:

@@ -1,4 +1,4 @@
-"""Sources and sinks: a folder filled by another process, a real Redis that is killed, librdkafka's mock cluster."""
+"""Sources: a folder filled by another process, a real Redis that is killed; what is sent to a folder."""
 
 import os
 import signal
@@ -27,8 +27,6 @@ from stream_cases import (
     samples_of,
     write_file,
 )
-
-confluent_kafka = pytest.importorskip("confluent_kafka")
 
 
 @pytest.fixture(scope="module")
@@ -237,65 +235,6 @@ def test_redis_entries_trimmed_before_they_were_read_are_reported(server, codec,
     again = SampleStream(redis_source(server), codec, **options, position=first[-1].end)
     assert returned(again, 6) == [14, 15, 16, 17, 18, 19]
     assert again.counters["lost"] == 1
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """Producer whose process runs the mock cluster, and the cluster's address."""
-    producer = confluent_kafka.Producer({"bootstrap.servers": "none", "test.mock.num.brokers": 1, "log_level": 0})
-    broker = next(iter(producer.list_topics(timeout=10).brokers.values()))
-    return producer, f"{broker.host}:{broker.port}"
-
-
-def produce(producer, topic, samples, partition):
-    for each in lines(samples):
-        producer.produce(topic, each, partition=partition)
-    assert producer.flush(10) == 0
-
-
-def test_kafka_partitions_are_read_in_order_and_again(cluster, codec, tmp_path):
-    producer, address = cluster
-    for partition in range(3):
-        produce(producer, "clicks", [sample(100 * partition + n, n) for n in range(20)], partition)
-    source = open_source(f"kafka://{address}/clicks")
-    chunks = polled(source, 60)
-    for partition in range(3):
-        own = [chunk for chunk in chunks if chunk.partition == str(partition)]
-        assert contents(own) == [100 * partition + n for n in range(20)]
-        assert (own[0].start, own[-1].end) == (0, 20)
-        assert contents([source.read(str(partition), 5, 9)]) == [100 * partition + n for n in range(5, 9)]
-    source.seek({"0": 18, "1": 20})
-    assert sorted(contents(polled(source, 22))) == [18, 19, *range(200, 220)]
-    source.close()
-    options = {"batch_size": 7, "lateness_seconds": 20, "journal": tmp_path / "journal", "max_wait_seconds": 0.5}
-    stream = SampleStream(open_source(f"kafka://{address}/clicks"), codec, **options)
-    batches = batches_of(stream, 60)
-    stream.close()
-    assert sorted(number for batch in batches for number in numbers(batch)) == sorted(contents(chunks))
-    again = SampleStream(open_source(f"kafka://{address}/clicks"), codec, **options, position=batches[3].end)
-    assert [numbers(batch) for batch in batches_of(again, 32)] == [numbers(batch) for batch in batches[4:]]
-    produce(producer, "clicks", [sample(n, 50) for n in range(20, 27)], 0)
-    assert numbers(batches_of(again, 7)[0]) == list(range(20, 27))
-    again.close()
-
-
-def test_kafka_offsets_beyond_the_topic_are_an_error(cluster):
-    producer, address = cluster
-    produce(producer, "short", [sample(n, n) for n in range(5)], 0)
-    source = open_source(f"kafka://{address}/short")
-    source.seek({"0": 50})
-    with pytest.raises(ValueError, match="ends at offset 5, but was read up to 50"):
-        source.poll(10, 20)
-    with pytest.raises(ValueError, match="has no partition 77"):
-        source.seek({"77": 0})
-    assert len(source.read("0", 3, 9)) == 2, "deleted messages are missing"
-    source.close()
-
-
-def test_no_kafka_broker(monkeypatch):
-    monkeypatch.setattr("cowrec.data_pipeline.streams.brokers.ANSWER_SECONDS", 0.5)
-    with pytest.raises(OSError, match="no Kafka broker answers"):
-        open_source("kafka://127.0.0.1:1/clicks")
 
 
 CONFIG = DriftConfig(rows=2000, days=2.0, core_ids=(5, 50), new_ids_per_day=(0, 20), num_dense=2)

@@ -83,14 +83,6 @@ def test_click_rate_and_best_auc_are_as_configured(tmp_path):
     assert Schema.load(tmp_path / "data").best == schema.best
 
 
-def test_labels_are_drawn_with_the_planted_probabilities():
-    """Checks calibration in each tenth: 20,000 of 200,000 rows, with a standard error below 0.0036."""
-    draw = model(intercept=-0.5).draw(0, 0, 200_000)
-    probability = 1 / (1 + np.exp(-draw.logits))
-    for tenth in np.array_split(np.argsort(probability), 10):
-        assert draw.labels[tenth].mean() == pytest.approx(probability[tenth].mean(), abs=0.015)
-
-
 def test_ids_follow_the_power_law():
     ids = model(skew=1.0).draw(0, 0, 400_000).ids
     for field, size in enumerate((5, 100)):

@@ -56,10 +56,12 @@ def tables(
     ]
 
 
-def small_model(name: str, num_dense: int = 2, dims: dict[str, int] | None = None, pooling: str = "SUM") -> nn.Module:
+def small_model(
+    name: str, num_dense: int = 2, dims: dict[str, int] | None = None, pooling: str = "SUM", tasks: int = 1
+) -> nn.Module:
     """A network with random parameters, biases included, and zeros in the spare columns of the tables."""
     torch.manual_seed(3)
-    model = build_model(small(name, dims), tables(pooling=pooling, dims=dims), num_dense)
+    model = build_model(small(name, dims), tables(pooling=pooling, dims=dims), num_dense, num_tasks=tasks)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -159,20 +161,27 @@ def test_physical_dim(dim: int, stored: int) -> None:
     ("pooling", "ids_per_bag", "dims", "num_dense", "samples"),
     [("SUM", 1, {}, 2, 1), ("SUM", None, {}, 0, 9), ("MEAN", None, {}, 2, 9), ("SUM", None, MIXED, 2, 9)],
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "tasks"),
+    [
+        *((name, 1) for name in MODELS),
+        *((name, tasks) for name in ("shared_bottom", "mmoe", "ple") for tasks in (2, 3)),
+    ],
+)
 def test_logits_and_gradients_match_the_formula(
-    name: str, pooling: str, ids_per_bag: int | None, dims: dict[str, int], num_dense: int, samples: int
+    name: str, tasks: int, pooling: str, ids_per_bag: int | None, dims: dict[str, int], num_dense: int, samples: int
 ) -> None:
     """Both sides are float32 sums of about ten terms of size 1, so that 1e-5 leaves a factor of ten."""
-    model = small_model(name, num_dense, dims, pooling)
+    model = small_model(name, num_dense, dims, pooling, tasks)
     dense, sparse = random_batch(samples, num_dense, ids_per_bag)
     logits, expected = model(dense, sparse), logits_by_formula(name, model, dense, sparse, pooling)
+    assert logits.shape == ((samples, tasks) if tasks > 1 else (samples,))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
-    direction = torch.randn(samples, generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     parameters = dict(model.named_parameters())
-    got = torch.autograd.grad(logits @ direction, list(parameters.values()))
-    want = torch.autograd.grad(expected @ direction, list(parameters.values()))
+    got = torch.autograd.grad((logits * direction).sum(), list(parameters.values()))
+    want = torch.autograd.grad((expected * direction).sum(), list(parameters.values()))
     for key, mine, plain in zip(parameters, got, want, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
