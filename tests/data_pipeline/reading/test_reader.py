@@ -31,38 +31,6 @@ def test_the_columns_of_a_sample_stay_together(numbered):
         assert batch.dense.shape == (rows.numel(), 1)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    batch_size=st.integers(1, 120),
-    window_rows=st.integers(1, 120),
-    seed=st.integers(0, 5),
-    epoch=st.integers(0, 3),
-    shuffle=st.booleans(),
-    keyed=st.booleans(),
-    resident=st.booleans(),
-    first_batches=st.lists(st.integers(1, 25), max_size=4),
-)
-def test_every_rank_split_of_an_epoch_is_the_same_permutation(numbered, epoch, resident, **options):
-    """World sizes 1, 2 and 3 have the same global batches, as contiguous slices that differ by at most one sample."""
-    reader = make_reader(numbered, **options)
-    expected = ids(reader, epoch)
-    assert sorted(flat(expected)) == list(range(103))
-    assert [len(batch) for batch in expected] == sizes_by_loop(103, epoch, **options)
-    assert reader.steps(epoch) == len(expected)
-    counts_before = [reader.samples_before(epoch, step) for step in range(len(expected) + 1)]
-    assert counts_before == [len(flat(expected[:step])) for step in range(len(expected) + 1)]
-    for world_size in (2, 3):
-        readers = [
-            make_reader(numbered, rank=rank, world_size=world_size, resident=resident, **options)
-            for rank in range(world_size)
-        ]
-        by_rank = [ids(reader, epoch) for reader in readers]
-        assert [flat(parts) for parts in zip(*by_rank, strict=True)] == expected
-        for parts in zip(*by_rank, strict=True):
-            sizes = [len(part) for part in parts]
-            assert max(sizes) - min(sizes) <= 1
-
-
 def sizes_by_loop(left, epoch, *, batch_size, first_batches=(), drop_last=False, **_):
     """Sizes of an epoch's global batches."""
     sizes, planned = [], list(first_batches) if epoch == 0 else []
@@ -104,56 +72,52 @@ def test_shards_are_shuffled_and_mixed_within_a_window(numbered):
     assert len({row // 20 for row in served[:15]}) > 1
 
 
-def write_uneven(folder, sizes):
-    """Writes numbered samples in shards of these sizes, like `prepare` from partitions and a random split."""
-    return write_numbered(folder, sum(sizes), 1, sizes=sizes)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    cuts=st.tuples(st.integers(0, 54), st.integers(0, 54)),
-    batch_size=st.integers(1, 40),
-    window_rows=st.integers(1, 30),
-    resident=st.booleans(),
-    keyed=st.booleans(),
-)
-def test_a_range_of_rows_has_those_of_the_stored_order(tmp_path_factory, sizes, cuts, **options):
-    """Shards are numbered samples, so that the ids of a range are the range; shuffled it is a permutation of it."""
-    folder = write_uneven(tmp_path_factory.mktemp("range") / "data", sizes)
-    rows = range(*sorted(min(cut, sum(sizes)) for cut in cuts))
-    reader = make_reader(folder, rows=rows, **options)
-    assert flat(ids(reader)) == list(rows)
-    assert reader.num_rows == len(rows)
-    assert sorted(flat(ids(make_reader(folder, rows=rows, shuffle=True, **options)))) == list(rows)
-
-
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    batch_size=st.integers(1, 40),
-    window_rows=st.integers(1, 90),
     world_size=st.integers(1, 3),
-    resident=st.booleans(),
+    epoch=st.integers(0, 2),
+    batch_size=st.integers(1, 120),
+    window_rows=st.integers(1, 120),
+    seed=st.integers(0, 5),
+    shuffle=st.booleans(),
     keyed=st.booleans(),
     drop_last=st.booleans(),
-    epoch=st.integers(0, 1),
+    resident=st.booleans(),
     data=st.data(),
 )
-def test_resuming_is_exact_for_any_shards_and_ranks(tmp_path_factory, sizes, world_size, epoch, data, **options):
-    """A resumed epoch yields exactly the remaining samples, for any number of ranks."""
-    folder = write_uneven(tmp_path_factory.mktemp("uneven") / "data", sizes)
-    first = data.draw(st.lists(st.integers(1, max(1, sum(sizes) // 4)), max_size=min(4, sum(sizes))))
-    options["first_batches"] = first
-    reader = make_reader(folder, shuffle=True, **options)
-    step = data.draw(st.integers(0, reader.steps(epoch)))
-    expected = ids(reader, epoch)[step:]
-    assert [len(batch) for batch in expected] == sizes_by_loop(sum(sizes), epoch, **options)[step:]
+def test_an_epoch_is_one_permutation_of_its_rows_for_any_ranks_and_from_any_step(
+    tmp_path_factory, sizes, world_size, epoch, data, resident, **options
+):
+    """Shards are numbered samples of uneven sizes, so that the ids of a range of rows are the range.
+
+    Ranks have contiguous slices of the global batches that differ by at most one sample.
+    """
+    total = sum(sizes)
+    folder = write_numbered(tmp_path_factory.mktemp("uneven") / "data", total, 1, sizes=sizes)
+    rows = range(*sorted(data.draw(st.tuples(st.integers(0, total), st.integers(0, total)))))
+    first = data.draw(st.lists(st.integers(1, max(1, len(rows) // 4)), max_size=min(4, len(rows))))
+    options |= {"first_batches": first, "rows": rows}
+    reader = make_reader(folder, **options)
+    expected, served = ids(reader, epoch), flat(ids(reader, epoch))
+    assert [len(batch) for batch in expected] == sizes_by_loop(len(rows), epoch, **options)
+    assert (reader.num_rows, reader.steps(epoch)) == (len(rows), len(expected))
+    counts_before = [reader.samples_before(epoch, step) for step in range(len(expected) + 1)]
+    assert counts_before == [len(flat(expected[:step])) for step in range(len(expected) + 1)]
+    if not options["shuffle"]:
+        assert served == list(rows)[: len(served)]
+    elif len(served) == len(rows):
+        assert sorted(served) == list(rows)
+    assert len(set(served)) == len(served)
+    step = data.draw(st.integers(0, len(expected)))
     parts = [
-        ids(make_reader(folder, rank=rank, world_size=world_size, shuffle=True, **options), epoch, step)
+        ids(make_reader(folder, rank=rank, world_size=world_size, resident=resident, **options), epoch, step)
         for rank in range(world_size)
     ]
-    assert [flat(each) for each in zip(*parts, strict=True)] == expected
+    assert [flat(each) for each in zip(*parts, strict=True)] == expected[step:]
+    for each in zip(*parts, strict=True):
+        lengths = [len(part) for part in each]
+        assert max(lengths) - min(lengths) <= 1
 
 
 def test_a_resumed_epoch_reads_only_the_shards_it_needs(numbered, monkeypatch):

@@ -38,17 +38,22 @@ def arriving(draw):
 
 
 @FAST
-@given(arriving(), st.integers(1, 9), st.integers(0, 20), st.integers(0, 6))
-def test_samples_are_returned_once_by_time_in_full_batches(tmp_path_factory, codec, case, batch_size, lateness, window):
+@given(arriving(), st.integers(1, 9), st.integers(0, 20), st.integers(0, 6), st.sampled_from(["drop", "train"]))
+def test_samples_are_returned_once_by_time_in_full_batches(
+    tmp_path_factory, codec, case, batch_size, lateness, window, late
+):
     samples, sizes = case
     folder = tmp_path_factory.mktemp("stream") / "in"
     write_all(folder, samples, sizes)
-    options = {"batch_size": batch_size, "lateness_seconds": lateness, "duplicates_window": window}
+    options = {"batch_size": batch_size, "lateness_seconds": lateness, "duplicates_window": window, "late": late}
     stream = SampleStream(DirectorySource(folder), codec, **options)
     batches = list(stream)
     good, counts = arrivals(samples, lateness, window)
     expected = [number for _, number in sorted(good, key=lambda each: each[0])]  # stable: equal times as they arrived
-    assert [number for batch in batches for number in numbers(batch)] == expected
+    returned = [number for batch in batches for number in numbers(batch)]
+    on_time = {number for _, number in good}
+    assert [number for number in returned if number in on_time] == expected, "samples on time keep their order"
+    assert len(set(returned)) == len(returned) == len(expected) + counts["late"] * (late == "train")
     assert [len(batch.block) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
     for batch in batches:
         for index, number in enumerate(numbers(batch)):
@@ -58,25 +63,8 @@ def test_samples_are_returned_once_by_time_in_full_batches(tmp_path_factory, cod
     counters = stream.counters
     assert (counters["samples"], counters["malformed"], counters["lost"]) == (len(samples), 0, 0)
     assert (counters["duplicates"], counters["late"]) == (counts["duplicates"], counts["late"])
-    assert (counters["handed_out"], counters["batches"]) == (len(expected), len(batches))
+    assert (counters["handed_out"], counters["batches"]) == (len(returned), len(batches))
     assert stream.ended
-
-
-@FAST
-@given(arriving(), st.integers(1, 5), st.integers(0, 8))
-def test_late_samples_can_be_trained_on(tmp_path_factory, codec, case, batch_size, lateness):
-    samples, sizes = case
-    folder = tmp_path_factory.mktemp("stream") / "in"
-    write_all(folder, samples, sizes)
-    options = {"batch_size": batch_size, "lateness_seconds": lateness, "duplicates_window": 0, "late": "train"}
-    stream = SampleStream(DirectorySource(folder), codec, **options)
-    returned = [number for batch in stream for number in numbers(batch)]
-    assert sorted(returned) == list(range(len(samples)))
-    on_time, counts = arrivals(samples, lateness, 0)
-    assert stream.counters["late"] == counts["late"]
-    kept = {number for _, number in on_time}
-    expected = [number for _, number in sorted(on_time, key=lambda each: each[0])]
-    assert [number for number in returned if number in kept] == expected, "samples on time keep their order"
 
 
 def same(one, other):
