@@ -37,22 +37,8 @@ COLUMNS = st.sampled_from(
         st.text("ab ", min_size=70, max_size=80),
     ]
 )
-NAMES = [
-    "time",
-    "label",
-    "a b",
-    "x__weight",
-    "é",
-    "-",
-    "label_y",
-    "kept_z",
-    "user_id",
-    "ts",
-    "created_at",
-    "#",
-    'q"u',
-    "\t",
-]
+NAMES = ["time", "label", "x__weight", "é", "-", "label_y", "kept_z", "user_id", "ts", "created_at", "#", "a b", 'q"u']
+NAMES.append("\t")
 LABELS = st.sampled_from([("0", "1"), ("1.0", "0.0"), ("no", "yes"), ("-1", "1"), ("False", "True"), ("2", "5")])
 
 

@@ -42,10 +42,6 @@ class Squeezed(Net):
     def logits(self, x):
         return (x.flat @ self.kernel)[:, :1].squeeze()
 
-class Classes(Net):
-    def logits(self, x):
-        return x.wide > 0
-
 class Double(Net):
     def logits(self, x):
         return x.wide.double()
@@ -61,10 +57,6 @@ class NoParameters(nn.Module):
 class Detached(Net):
     def logits(self, x):
         return (x.flat.detach() @ self.kernel).sum(1)
-
-class OnlyDense(Net):
-    def forward(self, dense, sparse):
-        return (dense @ self.kernel[:2]).sum(1)
 
 class Lengths(Net):
     def forward(self, dense, sparse):
@@ -87,6 +79,18 @@ class NoInit(nn.Module):
     def forward(self, dense, sparse):
         return dense
 
+class Tasks(nn.Module):
+    def __init__(self, config, front, num_tasks):
+        super().__init__()
+        self.front, self.out = front, nn.Linear(front.width, num_tasks)
+
+    def forward(self, dense, sparse):
+        return self.out(self.front(dense, sparse).flat)
+
+class OneOfTasks(Tasks):
+    def forward(self, dense, sparse):
+        return super().forward(dense, sparse).sum(1)
+
 class Plain:
     pass
 
@@ -95,6 +99,9 @@ def mean(logits, label):
 
 def constant(logits, label):
     return torch.zeros_like(label)
+
+def mean_of_tasks(logits, label):
+    return (logits - label).square().mean(1)
 
 def failing(logits, label):
     return logits.nothing
@@ -185,11 +192,9 @@ def test_of_an_installed_package_only_its_own_files_are_listed() -> None:
             r"on 1 sample returned \[\] .* instead of one logit for each sample, float32 \[1\]",
         ),
         ("my_module:Pair", "returned tuple instead"),
-        ("my_module:Classes", r"returned \[3\] of torch.bool"),
         ("my_module:Double", r"returned \[3\] of torch.float64 instead of one logit for each sample, float32 \[3\]"),
         ("my_module:NoParameters", "has no parameters to train beside the tables; add one"),
         ("my_module:Detached", "do not depend on the embeddings"),
-        ("my_module:OnlyDense", "do not depend on the embeddings"),
         ("my_module:Lengths", r"failed \(\S*my_module.py:\d+\): AttributeError: .*only be passed to self.front"),
     ],
 )
@@ -197,6 +202,16 @@ def test_a_network_that_does_not_work_is_refused(name: str, message: str) -> Non
     with pytest.raises(ValueError, match=message) as caught:
         build_model(config(name), tables(), 2)
     assert f'model.name = "{name}"' in str(caught.value)
+
+
+def test_networks_and_losses_of_several_tasks() -> None:
+    build_model(config("my_module:Tasks"), tables(), 2, num_tasks=3)
+    with pytest.raises(ValueError, match=r"returned \[3\].* one logit for each sample and task, float32 \[3, 2\]"):
+        build_model(config("my_module:OneOfTasks"), tables(), 2, num_tasks=2)
+    with pytest.raises(ValueError, match=r"returned \[3, 1\] .*one logit for each sample, float32 \[3\]; .*squeeze"):
+        build_model(config("my_module:Tasks"), tables(), 2)
+    with pytest.raises(ValueError, match=r"returned \[3\] for logits and labels of shape \[3, 2\]"):
+        loss_of("my_module:mean_of_tasks", {}, tasks=2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """DLRM against TorchRec's own, with the same weights."""
 
-import pytest
 import torch
 from torch import nn
 from torchrec.models.dlrm import DLRM
@@ -45,16 +44,3 @@ def test_logits_and_sizes_are_those_of_torchrec() -> None:
 
 def tables_of(model: nn.Module) -> list[nn.Module]:
     return [each for name, each in model.named_modules() if ".embedding_bags." in name]
-
-
-def test_a_single_field_has_no_pair() -> None:
-    config = ModelConfig(name="dlrm", embedding_dim=DIM)
-    with pytest.raises(ValueError, match="needs two fields, or dense features"):
-        build_model(config, [table(0, 5, physical_dim(DIM))], 0)
-    build_model(config, [table(0, 5, physical_dim(DIM))], 1)
-
-
-def test_heads_of_finalmlp_divide_the_widths() -> None:
-    config = ModelConfig(name="finalmlp", embedding_dim=DIM, hidden=(6,), options={"heads": 4})
-    with pytest.raises(ValueError, match=r"heads = 4 must divide the last width of model.hidden = \[6\]"):
-        build_model(config, [table(0, 5, physical_dim(DIM))], 0)

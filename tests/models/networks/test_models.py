@@ -302,6 +302,18 @@ def test_bad_tables() -> None:
         build_model(config, [], 2)
     with pytest.raises(ValueError, match="1 / length"):
         build_model(config, tables(4, pooling="MEAN"), 2, is_weighted=True)
+    with pytest.raises(ValueError, match="needs two fields, or dense features"):
+        build_model(small("dlrm"), tables(rows=(5,)), 0)
+    build_model(small("dlrm"), tables(rows=(5,)), 1)
+    with pytest.raises(ValueError, match=r"heads = 4 must divide the last width of model.hidden = \[6\]"):
+        build_network(ModelConfig(name="finalmlp", hidden=(6,), options={"heads": 4}), ["C0"], 0)
+
+
+def test_a_network_of_one_task_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'"deepfm" computes one logit, but the data have 2 labels; .*shared_bottom'):
+        build_network(ModelConfig(name="deepfm"), ["a", "b"], 2, num_tasks=2)
+    with pytest.raises(ValueError, match="has no option num_tasks"):
+        build_network(ModelConfig(name="mmoe", options={"num_tasks": 3}), ["a", "b"], 2)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "fm"])  # it has no matrix product
