@@ -24,17 +24,22 @@ def ordered_map(work: Callable[[Item], Result], items: Iterable[Item]) -> Genera
     """
     workers = min(available_cores(), 8)
     with ThreadPoolExecutor(workers, thread_name_prefix="cowrec-data") as pool:
-        pending: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                pending.append(pool.submit(work, item))
-                if len(pending) > workers:
-                    yield pending.popleft().result()
-            while pending:
+        yield from in_order(lambda item: pool.submit(work, item), items, workers)
+
+
+def in_order(submit: Callable[[Item], Any], items: Iterable[Item], most: int) -> Generator[Any, None, None]:
+    """Yields the results of the futures `submit(item)`, in order; at most `most` + 1 exist at a time."""
+    pending: deque[Any] = deque()
+    try:
+        for item in items:
+            pending.append(submit(item))
+            if len(pending) > most:
                 yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
 
 
 def prefetched(make: Callable[[], Generator[Item, None, None]], capacity: int = 2) -> Generator[Item, None, None]:

@@ -4,7 +4,6 @@ Both run the same functions on the same partitions and yield results in the same
 on the engine."""
 
 import pickle
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -12,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from cowrec.data_pipeline.parallel import ordered_map
+from cowrec.data_pipeline.parallel import in_order, ordered_map
 from cowrec.data_pipeline.raw.inputs import Block, Partition, RawFile, Report, Source, Survey
 from cowrec.data_pipeline.raw.reading import blocks
 
 if TYPE_CHECKING:
-    from distributed import Client, Future
+    from distributed import Client
 
 
 Shared = TypeVar("Shared")
@@ -96,16 +95,10 @@ class DaskEngine:
         # As a task its result is shared between workers, survives the loss of one, and is freed at the end.
         shared_future = self._client.submit(_load, path, pure=False)
         most = 2 * sum(self._client.nthreads().values())
-        pending: deque[Future[Any]] = deque()
         try:
-            for item in items:
-                pending.append(self._client.submit(task, shared_future, item, pure=False))
-                if len(pending) > most:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield from in_order(lambda item: self._client.submit(task, shared_future, item, pure=False), items, most)
         finally:
-            self._client.cancel([*pending, shared_future])
+            shared_future.cancel()
             path.unlink()
 
 

@@ -113,11 +113,7 @@ def fit(
         for each, vocabulary in zip(counted_fields, ordered_map(finished, counted_fields), strict=True)
     }
     _report_markers(vocabularies, layout)
-    return Encoder(
-        dense,
-        tuple(_sized(each, vocabularies, config) for each in sparse),
-        vocabularies,
-    )
+    return Encoder(dense, tuple(_sized(each, vocabularies, config) for each in sparse), vocabularies)
 
 
 def _check_training(total: PartitionStatistics, layout: Layout, ledger: BadRowLedger) -> None:
@@ -180,10 +176,10 @@ def _transform(raw: RawField, config: PrepareConfig) -> DenseTransform:
 
 
 def _statistics(layout: Layout, config: PrepareConfig) -> dict[str, NumberStatistics]:
-    transforms = {each.name: _transform(each, config) for each in layout.fields if each.kind == "numeric"}
     return {
-        name: NumberStatistics(counts=ValueCounts() if transform == "quantile" else None)
-        for name, transform in transforms.items()
+        each.name: NumberStatistics(counts=ValueCounts() if _transform(each, config) == "quantile" else None)
+        for each in layout.fields
+        if each.kind == "numeric"
     }
 
 
@@ -257,12 +253,6 @@ MESSAGES = {
         "(pandas: astype('Int64')) and prepare again"
     ),
 }
-
-
-def warn_of(doubts: Doubts) -> None:
-    """Logs a warning for each column and doubt."""
-    for (name, doubt), count in sorted(doubts.items()):
-        logger.warning(MESSAGES[doubt].format(name=name, count=count))
 
 
 def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
@@ -341,7 +331,8 @@ def write_splits(
                 shard_path(plan.folder, name, partition.number).rename(final)
                 shards[name].append(size)
             report(partition.file_bytes)
-    warn_of(doubts)
+    for (name, doubt), count in sorted(doubts.items()):
+        logger.warning(MESSAGES[doubt].format(name=name, count=count))
     for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
         unfinished.unlink()
     labelled = bool(plan.layout.found_labels)
