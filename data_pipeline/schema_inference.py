@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.dataset.schema import LABEL, SAMPLE_NUMBER, SAMPLE_WEIGHT, TIME, TRUE_LOGIT, WEIGHT_SUFFIX
+from cowrec.data_pipeline.grouped_file import ArrowFile
 from cowrec.data_pipeline.raw.inputs import find_inputs
 from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
 from cowrec.data_pipeline.raw.reading import look
@@ -30,7 +31,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     """Returns the text of a schema file for a raw file, from its first rows; comments say what is unsure.
 
     Args:
-        path: text, plain or compressed, or Parquet.
+        path: text, plain or compressed, Parquet or Arrow.
         label: column of the label; by default one of two values, by its name if there are several.
 
     Raises:
@@ -162,7 +163,7 @@ class RawSample:
     Attributes:
         columns: names, possibly repeated; invented if the file has no header.
         rows: values as text, empty where null; None for a list.
-        delimiter, quote, header: as in a schema file; of Parquet the defaults.
+        delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
         notes: what is unsure.
     """
 
@@ -180,7 +181,8 @@ def read_sample(path: str | os.PathLike[str]) -> RawSample:
     source, types = look(files[0])
     if types is None:
         return _text_sample(source.path)
-    table = next(pq.ParquetFile(source.path).iter_batches(SAMPLE_ROWS), types.empty_table())
+    file = pq.ParquetFile(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
+    table = next(file.iter_batches(SAMPLE_ROWS), types.empty_table()).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
     return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)))
 

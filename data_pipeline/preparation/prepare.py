@@ -52,7 +52,7 @@ def prepare(
 
     Args:
         layout: "criteo", "avazu" or "tabular".
-        inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet.
+        inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet; Arrow IPC.
             Any of them may be a URI.
         output: a new or empty folder, or its URI in an object store, created when everything is done.
         config: settings; with `like`, only on_bad_row, max_bad_rows and shard_rows have an effect.

@@ -62,7 +62,7 @@ def partition_of(place: str) -> tuple[tuple[str, str | None], ...]:
     return tuple(values.items())
 
 
-FileFormat = Literal["text", "parquet"]
+FileFormat = Literal["text", "parquet", "arrow"]
 Report = Callable[[int], None]
 """Called with the number of bytes on disk just processed."""
 
@@ -75,7 +75,7 @@ class Source:
         format: recognized by the content.
         stamp: size and modification time of the file at the survey.
         first_line: of text: the first line, without its ending.
-        columns: of Parquet: those that are read, all of them at first.
+        columns: of Parquet and Arrow files: those that are read, all of them at first.
         partition: values of columns that the path gives, see `partition_of`.
     """
 
@@ -98,7 +98,7 @@ class Segment:
 
     Attributes:
         direct: True if the segment can be read without most of the file before it.
-        offset: first byte in the text, after decompression; of Parquet, the first row, from 0.
+        offset: first byte in the text, after decompression; of Parquet and Arrow files, the first row, from 0.
         size: bytes of text, or rows.
         samples: number of lines or rows.
         first_place: number of the first line or row in the file, from 1.

@@ -351,7 +351,7 @@ _TYPES = {"delimiter": str, "quote": str, "header": bool, "columns": list, "labe
 
 
 def load_schema_file(path: str | os.PathLike[str]) -> Layout:
-    """Reads a schema file: TOML that describes the columns of text or Parquet files.
+    """Reads a schema file: TOML that describes the columns of text, Parquet or Arrow files.
 
         delimiter = ","                  # default; of several characters where quote = ""
         quote = '"'                      # default; "" if quotes have no meaning

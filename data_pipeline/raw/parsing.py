@@ -336,7 +336,7 @@ class BadRow:
     """One sample of a raw file that cannot be used.
 
     Attributes:
-        number: number of its line in the file, from 1, counting the header; in Parquet of its row.
+        number: number of its line in the file, from 1, counting the header; in Parquet and Arrow files of its row.
         column: raw column, or empty if the line as a whole is invalid.
         problem: what is wrong, with the value and what was expected.
         advice: what else to do than to correct the file; may be empty.

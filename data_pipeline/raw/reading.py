@@ -1,16 +1,20 @@
 """Reading of raw files of any format: a survey finds their segments, which are then read in any order.
 
-Text is in `text`. Of Parquet files only the wanted columns are read, with bounded memory."""
+Text is in `text`. Of Parquet and Arrow files only the wanted columns are read, with bounded memory."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cowrec.data_pipeline.grouped_file import ArrowFile, GroupedFile, group_sizes, row_bytes
+from cowrec.data_pipeline.remote import is_remote
+
 from .inputs import (
     Block,
+    FileFormat,
     RawFile,
     Report,
     Segment,
@@ -23,11 +27,10 @@ from .inputs import (
 )
 from .text import BLOCK_BYTES, RawText, look_at_text, survey_text
 
-PARQUET = b"PAR1"
+MAGIC: dict[bytes, FileFormat] = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 REFUSED = {
-    b"ARROW1": "an Arrow file; write it as Parquet",
-    b"FEA1": "a Feather file; write it as Parquet",
-    b"\xff\xff\xff\xff": "an Arrow stream; write it as Parquet",
+    b"FEA1": "a file of Feather's first version; write it with pyarrow.feather.write_feather(version=2)",
+    b"\xff\xff\xff\xff": "an Arrow stream; write it as an Arrow file with pyarrow.ipc.new_file",
     b"PARE": "an encrypted Parquet file; decrypt it first",
     b"ORC": "an ORC file; convert it to Parquet",
     b"Obj\x01": "an Avro file; convert it to Parquet",
@@ -37,7 +40,7 @@ REFUSED = {
 
 
 def look(path: str) -> tuple[Source, pa.Schema | None]:
-    """Reads the beginning of a file, text or, recognized by its first bytes, Parquet.
+    """Reads the beginning of a file, text or, recognized by its first bytes, Parquet or Arrow IPC (Feather).
 
     Returns:
         What reading it takes; and the types of its columns, None for text.
@@ -49,13 +52,14 @@ def look(path: str) -> tuple[Source, pa.Schema | None]:
         first = opened.read(16)
     for magic, what in REFUSED.items():
         if first.startswith(magic):
-            raise ValueError(f"input file {path} is {what}. Text and Parquet files are read")
-    if not first.startswith(PARQUET):
+            raise ValueError(f"input file {path} is {what}. Text, Parquet and Arrow files are read")
+    kind = next((kind for magic, kind in MAGIC.items() if first.startswith(magic)), None)
+    if kind is None:
         return look_at_text(path), None
     found = stamp(path)
-    with _errors(path), closing(_open(path)) as opened:
+    with _errors(path), closing(_open(path, kind)) as opened:
         schema = opened.schema_arrow
-    return Source(path, "parquet", found, b"", tuple(schema.names), partition_of(path)), schema
+    return Source(path, kind, found, b"", tuple(schema.names), partition_of(path)), schema
 
 
 def survey(
@@ -103,20 +107,18 @@ def _reader(source: Source) -> "RawText | ColumnReader":
         raise ValueError(f"input file {source.path} was deleted after the survey; restore it and run again") from None
 
 
-VALUE_BYTES = 8
-"""Least size of a value in memory; on disk, dictionaries and runs make values smaller."""
 MOST_ROWS = 1 << 16
 """Largest number of rows of a segment."""
 
 
 def _survey_columns(source: Source, report: Report, *, segment_samples: int, block_bytes: int) -> RawFile:
     """Divides the rows of a file into segments; see `survey`."""
-    with _errors(source.path), closing(_open(source.path)) as opened:
-        starts, row_bytes = _group_starts(opened), _row_bytes(opened, source.columns)
+    with _errors(source.path), closing(_open(source.path, source.format)) as opened:
+        starts, size = _group_starts(opened), row_bytes(opened, source.columns)
     if stamp(source.path) != source.stamp:
         raise ValueError(changed_message(source.path))
     rows, file_bytes = int(starts[-1]), source.stamp[0]
-    most = min(MOST_ROWS, max(1, int(block_bytes / max(row_bytes, 1.0))))
+    most = min(MOST_ROWS, max(1, int(block_bytes / max(size, 1.0))))
     segments, start = [], 0
     while start < rows:
         stop = min(start + most, rows, (start // segment_samples + 1) * segment_samples)
@@ -131,7 +133,7 @@ def _survey_columns(source: Source, report: Report, *, segment_samples: int, blo
 
 
 class ColumnReader:
-    """Reads the segments of a Parquet file in their order; `offset` is the first row that was not read yet.
+    """Reads the segments of a Parquet or Arrow file in their order; `offset` is the first row that was not read yet.
 
     Raises ValueError if the file changed since the survey.
     """
@@ -141,7 +143,7 @@ class ColumnReader:
         if stamp(source.path) != source.stamp:
             raise ValueError(changed_message(source.path))
         with _errors(source.path):
-            self._file = _open(source.path)
+            self._file = _open(source.path, source.format)
             self._starts = _group_starts(self._file)
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._surplus: list[pa.RecordBatch] = []
@@ -181,28 +183,18 @@ class ColumnReader:
         return pa.Table.from_batches(found)
 
 
-def _open(path: str) -> pq.ParquetFile:
+def _open(path: str, kind: FileFormat) -> GroupedFile:
+    if kind == "arrow":
+        return ArrowFile(open_file(path) if is_remote(path) else pa.memory_map(path))
     # Without a size of the buffer, all bytes of a row group would be read at once.
     return pq.ParquetFile(
         open_file(path), buffer_size=read_bytes(path), pre_buffer=False, page_checksum_verification=True
     )
 
 
-def _group_starts(file: pq.ParquetFile) -> np.ndarray:
-    """Returns the first row of each row group, and the number of rows: int64 [groups + 1]."""
-    return np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
-
-
-def _row_bytes(file: pq.ParquetFile, columns: Sequence[str]) -> float:
-    """Estimates the size of a row in memory."""
-    # The leaves of a nested column have the paths `column.list.element` and the like.
-    leaves = [file.metadata.schema.column(leaf).path for leaf in range(file.metadata.num_columns)]
-    wanted = [i for i, path in enumerate(leaves) if any(path == c or path.startswith(f"{c}.") for c in columns)]
-    size = 0
-    for group in range(file.num_row_groups):
-        chunks = [file.metadata.row_group(group).column(leaf) for leaf in wanted]
-        size += sum(max(each.total_uncompressed_size, VALUE_BYTES * each.num_values) for each in chunks)
-    return size / max(file.metadata.num_rows, 1)
+def _group_starts(file: GroupedFile) -> np.ndarray:
+    """Returns the first row of each group, and the number of rows: int64 [groups + 1]."""
+    return np.cumsum([0, *group_sizes(file)])
 
 
 @contextmanager

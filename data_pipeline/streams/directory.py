@@ -1,7 +1,7 @@
-"""A folder as a stream: Parquet files that are read in the order of their names, while it grows.
+"""A folder as a stream: Parquet and Arrow files that are read in the order of their names, while it grows.
 
 A writer renames each file into the folder when it is complete. Names that start with a dot, and names that do not end
-in .parquet, are ignored. An empty file `_END` ends the stream once all files are
+in .parquet or .arrow (Arrow's IPC file format), are ignored. An empty file `_END` ends the stream once all files are
 read. A file whose name sorts before one already read is late: it is logged, counted and not read. A file that appeared
 while no source was open cannot be distinguished from one that was read. Files may be removed once read, unless a
 journal still refers to them.
@@ -18,10 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cowrec.data_pipeline.files import replacing
+from cowrec.data_pipeline.grouped_file import ArrowFile, group_sizes
 
 from .source import Chunk, SourcePosition
 
 END = "_END"
+SUFFIXES = (".parquet", ".arrow")
 SCAN_SECONDS = 0.05
 """Seconds between two looks at a folder without new files."""
 LARGE, REST = 1000, 10
@@ -106,7 +108,7 @@ class DirectorySource:
     def _list(self, *, as_read: bool = False) -> None:
         """Lists the folder; reports new files that sort before the one being read, unless they count as read."""
         began = time.monotonic()
-        names = {name for name in os.listdir(self._folder) if name.endswith(".parquet") and not name.startswith(".")}
+        names = {name for name in os.listdir(self._folder) if name.endswith(SUFFIXES) and not name.startswith(".")}
         for name in () if as_read else sorted(name for name in names - self._names if name < self._file):
             logger.warning("%s is late: %s was already read; it is skipped", self._folder / name, self._file)
             self.counters["late_files"] += 1
@@ -166,17 +168,18 @@ def send(tables: Iterable[pa.Table], sink: DirectorySink, rate: float = 0.0) -> 
 
 
 class _GroupedFile:
-    """Row groups of a Parquet file, one of them in memory at a time."""
+    """Groups of rows of a Parquet or Arrow file, one of them in memory at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.name, self._file = path.name, pq.ParquetFile(path)
+        self.name = path.name
+        self._file = pq.ParquetFile(path) if path.suffix == ".parquet" else ArrowFile(pa.memory_map(str(path)))
+        self._sizes = group_sizes(self._file)
         self._group, self._table = -1, pa.table({})
 
     def rows(self, first: int, limit: int) -> pa.Table:
         """Returns up to `limit` rows from `first`, all of one group; none at the end of the file."""
         start = 0
-        for group in range(self._file.num_row_groups):
-            size = self._file.metadata.row_group(group).num_rows
+        for group, size in enumerate(self._sizes):
             if first < start + size:
                 if group != self._group:
                     self._group, self._table = group, self._file.read_row_group(group)

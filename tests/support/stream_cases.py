@@ -47,7 +47,11 @@ def as_table(samples):
 def write_file(folder, name, samples):
     """Writes a file and renames it into the folder."""
     partial = folder / f".{name}.partial"
-    pq.write_table(as_table(samples), partial, row_group_size=3)
+    if name.endswith(".parquet"):
+        pq.write_table(as_table(samples), partial, row_group_size=3)
+    else:
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, as_table(samples).schema) as writer:
+            writer.write_table(as_table(samples), max_chunksize=3)
     os.replace(partial, folder / name)
 
 
@@ -56,7 +60,7 @@ def write_all(folder, samples, sizes):
     folder.mkdir(exist_ok=True)
     start = 0
     for index, size in enumerate(sizes):
-        write_file(folder, f"{index:04d}.parquet", samples[start : start + size])
+        write_file(folder, f"{index:04d}.{'parquet' if index % 2 else 'arrow'}", samples[start : start + size])
         start += size
     (folder / "_END").touch()
 

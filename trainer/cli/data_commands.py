@@ -53,7 +53,7 @@ def _one_flag_per_input(args: Sequence[str]) -> Iterator[str]:
 
 @schema.command()
 def infer(
-    file: Annotated[Path, typer.Argument(help="Raw file: text, plain or compressed, or Parquet.")],
+    file: Annotated[Path, typer.Argument(help="Raw file: text, plain or compressed, Parquet or Arrow.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="TOML file to write; it must not exist. [stdout]")
     ] = None,
@@ -119,7 +119,7 @@ def prepare(
     """Turns raw click logs into a data set: Parquet shards of ids, and a schema.json.
 
     The layouts criteo (label, I1..I13, C1..C26, tabs, no header) and avazu (a header, then id, click, hour, C1,
-    banner_pos ... C21) are Kaggle's; tabular is any delimited text or Parquet file, with numeric, categorical,
+    banner_pos ... C21) are Kaggle's; tabular is any delimited text, Parquet or Arrow file, with numeric, categorical,
     multi-valued and weighted fields.
 
     Keys of --set, which docs/train.md explains: min_count, max_ids, hash_buckets, raw_ids, dense, fit_on, split,

@@ -1,10 +1,11 @@
-"""Parquet files are prepared to the same bytes as text files with the same samples, which pyarrow writes."""
+"""Parquet and Arrow files are prepared to the same bytes as text files with the same samples, which pyarrow writes."""
 
 import datetime
 import decimal
 
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -126,7 +127,7 @@ def prepared(folder, inputs, name, config):
 @settings(max_examples=30, deadline=None)
 @given(tables(), st.data())
 def test_columns_of_any_type_equal_their_text(tmp_path_factory, tables, data):
-    """In row groups and pages of any size, in one file or two, columns in another order in each."""
+    """In row groups and pages of any size, in one file or two, Parquet or Arrow, columns in another order in each."""
     folder = tmp_path_factory.mktemp("columns")
     table, text = tables
     rows = table.num_rows
@@ -137,7 +138,11 @@ def test_columns_of_any_type_equal_their_text(tmp_path_factory, tables, data):
     for number, (part, text_part) in enumerate(parts):
         pa.csv.write_csv(text_part, folder / f"{number}.csv")
         group = data.draw(st.integers(1, rows))
-        pq.write_table(part, folder / f"{number}.data", row_group_size=group, data_page_size=50)
+        if data.draw(st.booleans()):
+            pq.write_table(part, folder / f"{number}.data", row_group_size=group, data_page_size=50)
+        else:
+            codec = data.draw(st.sampled_from(["lz4", "uncompressed", "zstd"]))
+            pyarrow.feather.write_feather(part, folder / f"{number}.data", chunksize=group, compression=codec)
     config = PrepareConfig(
         split="order",
         test_rows=data.draw(st.integers(0, rows - 2)),

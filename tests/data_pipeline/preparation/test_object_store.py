@@ -4,6 +4,7 @@ import gzip
 import os
 
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
@@ -25,7 +26,7 @@ def logs(tmp_path):
     for place in places:
         place.mkdir(parents=True)
     pq.write_table(tables[0], places[0] / "part.parquet", row_group_size=1)
-    pq.write_table(tables[1], places[1] / "part=1.data")
+    pyarrow.feather.write_feather(tables[1], places[1] / "part=1.arrow")
     (places[2] / "part.csv").write_text("click,x\n1,5\n0,\n")
     (places[3] / "part.csv.gz").write_bytes(gzip.compress(b"x,click\n1,0\n2,1\n"))
     (places[3] / "_SUCCESS").touch()
@@ -66,7 +67,7 @@ def test_files_in_an_object_store_are_found(logs):
     def names(*inputs):
         return [file.removeprefix(logs) for file in find_inputs(inputs)]
 
-    parts = ["/city=K%25C3%25B6ln/part.csv", "/city=a/part.parquet", "/city=b%20c/part=1.data", "/city=d/part.csv.gz"]
+    parts = ["/city=K%25C3%25B6ln/part.csv", "/city=a/part.parquet", "/city=b%20c/part=1.arrow", "/city=d/part.csv.gz"]
     assert names(logs) == names(f"{logs}/") == names(f"{logs}/**") == names(f"{logs}/*") == parts
     assert names(f"{logs}/**/*.csv") == names(f"{logs}/city=*/*.csv") == parts[:1]
     assert names(f"{logs}{parts[2]}") == parts[2:3]

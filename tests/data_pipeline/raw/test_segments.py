@@ -109,7 +109,7 @@ def test_a_damaged_archive_is_refused(tmp_path, kind):
         (zipped(TEXT, **{"b.csv": "b"}), r"the zip archive has 2 files \(logs/clicks.csv, b.csv\), must have one"),
         (zipped(TEXT)[:-100], "the zip archive is damaged"),
         (b"ORC\x00" * 9, "is an ORC file; convert it to Parquet"),
-        (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as Parquet"),
+        (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as an Arrow file"),
         (b"a" * 257 + b"ustar" + b"\0" * 20_000_000, "it is a tar archive; extract the files"),
     ],
     ids=["two files", "truncated zip", "orc", "stream", "tar"],

@@ -41,7 +41,8 @@ sys.path.insert(0, {support!r})
 from stream_cases import sample, write_file
 folder = Path({folder!r})
 for index in range(12):
-    write_file(folder, f"{{index:03d}}.parquet", [sample(index * 5 + n, index * 5 + n) for n in range(5)])
+    name = f"{{index:03d}}." + ("parquet" if index % 2 else "arrow")
+    write_file(folder, name, [sample(index * 5 + n, index * 5 + n) for n in range(5)])
     time.sleep(0.02)
 (folder / "_END").touch()
 """
@@ -49,7 +50,7 @@ for index in range(12):
 
 def test_a_folder_filled_by_another_process(tmp_path, codec):
     (tmp_path / "in").mkdir()
-    for name in (".hidden.parquet", "000.parquet.partial", "000.parquet.tmp", "notes.txt"):
+    for name in (".hidden.parquet", "000.parquet.partial", "000.arrow.tmp", "notes.txt"):
         (tmp_path / "in" / name).write_text("ignored")
     program = WRITER.format(support=os.path.dirname(stream_cases.__file__), folder=str(tmp_path / "in"))
     with subprocess.Popen([sys.executable, "-c", program]) as writer:
@@ -64,15 +65,15 @@ def test_a_folder_filled_by_another_process(tmp_path, codec):
 
 
 def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
-    for name in ("b.parquet", "d.parquet"):
+    for name in ("b.arrow", "d.parquet"):
         write_file(tmp_path, name, [sample(ord(name[0]), 1)])
     source = open_source(str(tmp_path))
     assert contents(polled(source, 2)) == [ord("b"), ord("d")]
-    write_file(tmp_path, "c.parquet", [sample(3, 1)])
-    write_file(tmp_path, "e.parquet", [sample(5, 1)])
+    write_file(tmp_path, "c.arrow", [sample(3, 1)])
+    write_file(tmp_path, "e.arrow", [sample(5, 1)])
     assert contents(polled(source, 1)) == [5]
     assert source.counters["late_files"] == 1
-    assert "c.parquet is late: d.parquet was already read" in caplog.text
+    assert "c.arrow is late: d.parquet was already read" in caplog.text
     (tmp_path / END).touch()
     assert source.poll(10, 0) is None
     assert source.ended
@@ -80,7 +81,7 @@ def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
 
 
 def test_an_empty_file_is_skipped(tmp_path):
-    write_file(tmp_path, "a.parquet", [])
+    write_file(tmp_path, "a.arrow", [])
     write_file(tmp_path, "b.parquet", [])
     write_file(tmp_path, "c.parquet", [sample(1, 1)])
     assert contents(polled(open_source(str(tmp_path)), 1)) == [1]
@@ -89,8 +90,8 @@ def test_an_empty_file_is_skipped(tmp_path):
 def test_a_damaged_file_stops_the_source_or_is_skipped(tmp_path, caplog):
     write_file(tmp_path, "a.parquet", [sample(1, 1)])
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
-    (tmp_path / "c.parquet").write_bytes(b"")
-    write_file(tmp_path, "d.parquet", [sample(2, 1)])
+    (tmp_path / "c.arrow").write_bytes(b"")
+    write_file(tmp_path, "d.arrow", [sample(2, 1)])
     source = open_source(str(tmp_path))
     polled(source, 1)
     with pytest.raises(ValueError, match=r"b\.parquet cannot be read"):
@@ -104,14 +105,14 @@ def test_a_damaged_file_stops_the_source_or_is_skipped(tmp_path, caplog):
 def test_a_file_that_blocks_keeps_nobody_waiting(tmp_path, codec):
     """A FIFO without a writer, as a file of a network that does not answer; once it can be read, the stream goes on."""
     write_file(tmp_path, "a.parquet", [sample(n, n) for n in range(6)])
-    os.mkfifo(tmp_path / "b.parquet")
+    os.mkfifo(tmp_path / "b.arrow")
     stream = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, max_wait_seconds=0.1)
     assert returned(stream, 6) == list(range(6))
     assert stream.next_batch(0.05) is None
     assert not stream.ended
     stream.close()
-    os.replace(tmp_path / "b.parquet", tmp_path / ".fifo")
-    write_file(tmp_path, "b.parquet", [sample(6, 6)])
+    os.replace(tmp_path / "b.arrow", tmp_path / ".fifo")
+    write_file(tmp_path, "b.arrow", [sample(6, 6)])
     (tmp_path / END).touch()
     again = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, position=stream.position)
     assert [number for batch in again for number in numbers(batch)] == [6]
@@ -122,16 +123,16 @@ def test_a_large_folder_is_not_listed_for_each_chunk(tmp_path, monkeypatch):
     for name in range(2000):
         (tmp_path / f"{name:06d}.parquet").touch()
     position = {"": {"file": "001999.parquet", "row": 0}}
-    for name in ("100000.parquet", "100001.parquet"):
+    for name in ("100000.arrow", "100001.arrow"):
         write_file(tmp_path, name, [sample(n, n) for n in range(60)])
     listed, listdir = [], os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
     source = open_source(str(tmp_path), damaged="skip")
     source.seek(position)
     before = len(listed)
-    assert len(polled(source, 120)) == 40, "row groups of three samples"
+    assert len(polled(source, 120)) == 40, "record batches of three samples"
     assert len(listed) - before < 40
-    write_file(tmp_path, "100002.parquet", [sample(7, 7)])
+    write_file(tmp_path, "100002.arrow", [sample(7, 7)])
     assert contents(polled(source, 1)) == [7]
 
 

@@ -167,7 +167,7 @@ def test_an_ended_stream_continues_with_new_samples(tmp_path, codec):
     first = list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options))
     assert [len(batch.block) for batch in first] == [4, 4, 2]
     assert list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=first[2].end)) == []
-    write_file(tmp_path / "in", "more.parquet", [sample(n, n) for n in range(10, 13)])
+    write_file(tmp_path / "in", "more.arrow", [sample(n, n) for n in range(10, 13)])
     for start in (1, 2, 3):
         position = first[start - 1].end
         stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=position)
@@ -179,8 +179,8 @@ def test_samples_of_the_journal_missing_from_the_source_are_an_error(tmp_path, c
     write_all(tmp_path / "in", [sample(n, n) for n in range(20)], [20])
     options = {"batch_size": 4, "journal": tmp_path / "journal"}
     next(iter(SampleStream(DirectorySource(tmp_path / "in"), codec, **options)))
-    (tmp_path / "in" / "0000.parquet").unlink()
-    with pytest.raises(ValueError, match=r"0000\.parquet must be read again, but cannot be"):
+    (tmp_path / "in" / "0000.arrow").unlink()
+    with pytest.raises(ValueError, match=r"0000\.arrow must be read again, but cannot be"):
         SampleStream(DirectorySource(tmp_path / "in"), codec, **options).next_batch(0)
     write_all(tmp_path / "in", [sample(n, n) for n in range(2)], [2])
     with pytest.raises(ValueError, match=r"the journal has 3 samples from .* the source only 2"):
