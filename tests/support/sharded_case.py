@@ -135,12 +135,6 @@ def row_gradients(case: Case, bags: dict, targets: dict, table: int) -> tuple[np
 Attach = Callable[[nn.Module, Case], Any]
 
 
-def run_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> list[list[np.ndarray]]:
-    """Trains each case in ``world_size`` gloo processes; returns the final tables. ``attach(model, case)`` attaches."""
-    states = states_in_processes(cases, world_size)
-    return [[state[f"t{t}"] for t in range(len(case.rows))] for (case, _), state in zip(cases, states, strict=True)]
-
-
 def states_in_processes(cases: Sequence[tuple[Case, Attach]], world_size: int) -> list[dict[str, np.ndarray]]:
     """Trains each case; returns tables by name, and also moments where ``attach`` returns EmbeddingAdam."""
     with tempfile.TemporaryDirectory() as folder:
@@ -292,6 +286,11 @@ def moments(optimizer: EmbeddingAdam) -> dict[str, ShardedTensor | torch.Tensor]
         for name, value in own.items()
         if "exp_avg" in name
     }
+
+
+def lookups_of(attached: Any) -> list[ClippedLookup]:
+    """Lookups of what attaching returned."""
+    return [adam.clipped for adam in attached.lookups] if isinstance(attached, EmbeddingAdam) else attached._lookups
 
 
 def run_triton(clipped: ClippedLookup) -> None:

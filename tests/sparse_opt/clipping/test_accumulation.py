@@ -1,7 +1,6 @@
 """Passes that wait for others of their step: interrupted, without samples, and when a state is loaded.
 
-That accumulated passes equal one pass over the complete batch is tested with all kinds in test_attach.py, test_plans.py
-and the random problems.
+That accumulated passes equal one pass over the complete batch is tested by test_plans.py and the random problems.
 """
 
 from collections.abc import Iterator

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_attach import KINDS, RULE, assert_follows_loops, attach, case_of
 
 from cowrec.sparse_opt import CLIP_RULES, AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
@@ -14,6 +15,8 @@ from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.sharded_model.build import set_product_precision
+from random_problems.drawing import ADAM, Collection, Problem, Table
+from random_problems.training import assert_solved, train
 from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
 
 pytestmark = [
@@ -31,31 +34,46 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad", "adam", "keras_adam"])
-@pytest.mark.parametrize("kind", KINDS)
+TABLES = (Table(40, 8, ("a",)), Table(7, 8, ("b",)), Table(300, 8, ("c", "d")))
+IDS = Collection(TABLES, weighted=True)
+SINGLE = Collection(TABLES, max_ids=1)
+MEANS = tuple(replace(each, pooling="mean") for each in TABLES)
+SPLIT = replace(TABLES[2], plan="column_wise", shards=((0, 4), (0, 4)))
+OTHER_PLANS = (replace(TABLES[0], plan="row_wise"), replace(TABLES[1], plan="data_parallel"), SPLIT)
+KINDS: dict[str, dict[str, Any]] = {
+    "weights": {"collections": (IDS,)},
+    "mean": {"collections": (Collection(MEANS),)},
+    "no ids in every other step": {"collections": (IDS,), "idle": (0,)},
+    "sequences": {"collections": (replace(IDS, sequence=True),)},
+    "a variable batch size": {"collections": (Collection(TABLES, variable_batch=True),)},
+    "several passes": {"collections": (IDS,), "passes": 4},
+    "leading columns and L2": {"collections": (SINGLE,), "single_id_bags": True, "l2": 3e-3, "clip_columns": 5},
+    "an excluded table": {"collections": (IDS,), "exclude": ((0, 2),)},
+    "a rule for tables": {"collections": (IDS,), "rule": ("field", {"max_norm": 0.3})},
+    "column shards": {"collections": (Collection((*TABLES[:2], SPLIT)),)},
+    "several plans": {"collections": (Collection(OTHER_PLANS),)},
+}
+
+
+PAIRS = [
+    pair
+    for pair in product(KINDS, ["sgd", "rowwise_adagrad", "adagrad", "lazy", "replay"])
+    if pair != ("a variable batch size", "adagrad")
+]  # FBGEMM has no such lookup
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), PAIRS)
 def test_equals_plain_loops(kind: str, optimizer: str) -> None:
-    case = case_of(kind, optimizer)
-    drawn = case.draw()
-    model = sharded_model(case, drawn["tables"], device=CUDA)
-    attach(model, case)
-    for bags, targets in drawn["steps"]:
-        train_step(case, model, bags, targets, 0, case.batch)
-    assert_follows_loops(case, gather_tables(case, model))
-
-
-@pytest.mark.parametrize("sharding", ["columns_of_one_rank", "column_wise,row_wise,data_parallel", "uvm", "cached"])
-def test_other_plans_equal_plain_loops(sharding: str) -> None:
-    case = case_of("weights", "adam", sharding=sharding)
-    model = sharded_model(case, case.draw()["tables"], device=CUDA)
-    attach(model, case)
-    for bags, targets in case.draw()["steps"]:
-        train_step(case, model, bags, targets, 0, case.batch)
-    assert_follows_loops(case, gather_tables(case, model))
+    settings = {"rule": ("cowclip", {"r": 1.0, "zeta": 1e-3}), "steps": 3, "pass_size": 16} | KINDS[kind]
+    if optimizer in ADAM:
+        settings |= {"lr": 1e-2, "eps": 1e-6, "l2": 1e-3, "single_id_bags": False}
+    problem = Problem(optimizer=optimizer, **settings)
+    assert_solved(problem, [train(problem, CUDA)])
 
 
 def test_embedding_adam_equals_fbgemms_adam() -> None:
     """Both update the batch's rows only, correct the bias by step, and add epsilon to the same root."""
-    case = replace(case_of("weights", "fbgemm_adam", steps=5), lr=1e-2)
+    case = Case(weighted=True, optimizer="fbgemm_adam", steps=5, lr=1e-2)
     drawn = case.draw()
     fused = sharded_model(case, drawn["tables"], device=CUDA)
     attach_cowclip(fused, NoClip())
@@ -69,10 +87,10 @@ def test_embedding_adam_equals_fbgemms_adam() -> None:
 
 
 def test_row_work_never_waits_for_the_device() -> None:
-    case = case_of("weights", "adam")
+    case = Case(weighted=True)
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"], device=CUDA)
-    clipped = ClippedLookup(find_lookups(model)[0][0], TableRules(RULE), {})
+    clipped = ClippedLookup(find_lookups(model)[0][0], TableRules(CowClip(r=1.0, zeta=1e-3)), {})
     features = len(clipped.lookup.feature_table)
     ids = {"indices": torch.tensor([0, 1, 0, 2], device=CUDA), "offsets": torch.arange(5, device=CUDA)}
     grad = torch.randn(4 // features, features * case.dim, device=CUDA)
@@ -142,7 +160,7 @@ def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: st
 
 @pytest.mark.parametrize("clip", ["field", "global"])
 def test_cached_rows_are_refused_under_rules_for_more_rows(clip: str) -> None:
-    case = case_of("weights", "sgd", sharding="cached")
+    case = Case(weighted=True, sharding="cached")
     model = sharded_model(case, case.draw()["tables"], device=CUDA)
     with pytest.raises(ValueError, match="is behind FBGEMM's cache"):
         attach_cowclip(model, CLIP_RULES[clip](1e-3))

@@ -1,9 +1,9 @@
 """The same global batches give the same weights and moments under every sharding plan and number of processes.
 
 All are bit-identical to one process with table-wise tables, because every sum is in float64 in the order of the batch;
-test_attach.py and test_replay.py compare that one with plain loops. The order of sums differs for data-parallel tables,
-for row-wise tables over two hosts, and where several passes of several ranks make a step: float32 may then round
-differently, and rows are equal within 1e-6 of their largest value.
+the random problems and test_replay.py compare that one with plain loops. The order of sums differs for data-parallel
+tables, for row-wise tables over two hosts, and where several passes of several ranks make a step: float32 may then
+round differently, and rows are equal within 1e-6 of their largest value.
 """
 
 from collections.abc import Collection

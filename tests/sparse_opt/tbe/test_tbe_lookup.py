@@ -45,7 +45,7 @@ def test_geometry(model: nn.Module) -> None:
 
 
 def test_ranks(model: nn.Module) -> None:
-    """Checks one process; test_group_clip.py trains in two, where a rank has no table or both share a table."""
+    """Checks one process; the random problems train in two, where a rank has no table or both share a table."""
     (lookup,) = find_lookups(model)[0]
     assert lookups_of_ranks(model) == [[["t0", "t1", "t2"]]]
     assert (lookup.num_ranks, lookup.splits_rows) == (1, False)

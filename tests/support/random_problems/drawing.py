@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 STOCK = ("sgd", "adagrad", "rowwise_adagrad")
 ADAM = ("lazy", "dense", "replay")
+Rule = tuple[str, dict[str, float]]
+SCOPES = {"row": ("cowclip", "cowclip_reference", "constant"), "field": ("field", "adaptive_field"), "global": ()}
+"""Rules that may be mixed, by what they bound the norm of."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Collection:
                 yield t, name, f"{name}@t{t}" if is_shared else name
 
 
+def scope_of(rule: Rule) -> str:
+    """What a rule bounds the norm of."""
+    return "global" if rule[0] == "global" else "field" if "field" in rule[0] else "row"
+
+
 @dataclass(frozen=True)
 class Problem:
     """A model, its attachment and its training. ``idle`` names the ranks without ids, in every other step."""
@@ -86,12 +94,14 @@ class Problem:
     adam_epsilon: str = "torch"
     l2: float = 0.0
     weight_decay: float = 0.0
-    rule: tuple[str, dict[str, float]] = field(default_factory=lambda: ("none", {}))
+    rule: Rule = field(default_factory=lambda: ("none", {}))
+    own_rules: tuple[tuple[int, int, Rule], ...] = ()  # (collection, table, rule), of the scope of the common rule
     exclude: tuple[tuple[int, int], ...] = ()  # (collection, table)
     clip_columns: int | tuple[tuple[int, int, int], ...] | None = None  # or (collection, table, columns)
     single_id_bags: bool = False
     pipelined: bool = False
     reads: bool = False  # evaluates other samples, and takes the model's state, between the steps
+    in_torch: bool = False  # works on rows in torch instead of by compiled kernels
 
     @property
     def batch(self) -> int:
@@ -103,8 +113,7 @@ class Problem:
 
     @property
     def scope(self) -> str:
-        name = self.rule[0]
-        return "global" if name == "global" else "field" if "field" in name else "row"
+        return scope_of(self.rule)
 
     def tables(self) -> list[tuple[int, int, Table]]:
         return [(c, t, table) for c, each in enumerate(self.collections) for t, table in enumerate(each.tables)]
@@ -120,6 +129,12 @@ class Problem:
         if isinstance(self.clip_columns, int):
             return self.clip_columns
         return {(c, t): columns for c, t, columns in self.clip_columns or ()}.get((c, t), dim)
+
+    def rule_of(self, c: int, t: int) -> Rule:
+        """Rule of a table."""
+        if (c, t) in self.exclude:
+            return "none", {}
+        return {(c, t): rule for c, t, rule in self.own_rules}.get((c, t), self.rule)
 
     def lr_factor(self, c: int, t: int) -> float:
         """Factor of a table's learning rate."""
@@ -194,9 +209,8 @@ def refusals(problem: Problem) -> list[str]:
     if problem.optimizer == "replay":
         if scope != "row":
             found.append("needs the norm of every row in every step")
-        name, values = problem.rule
-        limited = name != "none" and 2 * problem.l2 > 0.999 * values.get("r", 0.0) and problem.l2 > 0
-        if limited and any(table.splits_columns for table in clipped):
+        bound = [problem.rule_of(c, t) for c, t, table in tables if table.splits_columns]
+        if any(name != "none" and 2 * problem.l2 > 0.999 * of.get("r", 0.0) and problem.l2 > 0 for name, of in bound):
             found.append("an absent row's L2 may exceed its limit alone")
         if any(table.dtype != "float32" for _, _, table in tables):
             found.append("replay computes missed steps in float32")
@@ -244,6 +258,12 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
         collections.append(draw(_collections(world, optimizer, single, passes)))
     names = [(c, t) for c, each in enumerate(collections) for t in range(len(each.tables))]
     exclude = draw(st.lists(st.sampled_from(names), unique=True, max_size=2)) if draw(st.integers(0, 3)) == 0 else []
+    rule = draw(_rules())
+    own_rules = []
+    if scope_of(rule) != "global" and draw(st.integers(0, 3)) == 0:
+        named = draw(st.lists(st.sampled_from(names), unique=True, max_size=3))
+        of_scope = st.sampled_from(SCOPES[scope_of(rule)])
+        own_rules = [(*each, draw(_rules(draw(of_scope)))) for each in named if each not in exclude]
     has_l2 = draw(st.booleans()) if optimizer in ADAM or single else draw(st.integers(0, 9)) == 0
     adam: dict[str, Any] = {}
     if optimizer in ADAM:
@@ -266,12 +286,14 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
         idle=draw(st.sampled_from([(), (), (0,), tuple(range(world)), (world - 1,)])),
         optimizer=optimizer,
         l2=draw(st.sampled_from([1e-5, 1e-3, 0.3])) if has_l2 else 0.0,
-        rule=draw(_rules()),
+        rule=rule,
+        own_rules=tuple(own_rules),
         exclude=tuple(exclude),
         clip_columns=draw(_clip_columns(collections, optimizer, single)),
         single_id_bags=single,
         pipelined=draw(st.booleans()) and not _vary(collections),
         reads=draw(st.booleans()),
+        in_torch=draw(st.integers(0, 2)) == 0,
         **adam,
     )
 
@@ -338,12 +360,9 @@ def _shard_dims(dim: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def _rules(draw: st.DrawFn) -> tuple[str, dict[str, float]]:
-    name = draw(
-        st.sampled_from(
-            ["cowclip"] * 5 + ["none", "cowclip_reference", "constant", "field", "adaptive_field", "global"]
-        )
-    )
+def _rules(draw: st.DrawFn, name: str = "") -> Rule:
+    others = ["none", "cowclip_reference", "constant", "field", "adaptive_field", "global"]
+    name = name or draw(st.sampled_from(["cowclip"] * 4 + others))
     r, floor = draw(st.sampled_from([1e-3, 0.1, 1.0, 1e3])), draw(st.sampled_from([0.0, 1e-5, 1e-3, 1.0]))
     values = {
         "none": {},

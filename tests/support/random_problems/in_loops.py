@@ -134,7 +134,6 @@ class _Loops:
     def _factors(self, grads: dict, counts: dict, moved: dict) -> dict[tuple[int, int], np.ndarray]:
         """Clip factor of each row."""
         problem = self.problem
-        name, values = problem.rule
         norms, weight_norms = {}, {}
         for key, weights in self._tables.items():
             columns = problem.columns(*key)
@@ -144,13 +143,14 @@ class _Loops:
         of_all = np.sqrt(sum((norms[key][moved[key]] ** 2).sum() for key in clipped))
         factors = {}
         for key in self._tables:
+            name, values = problem.rule_of(*key)
             norm, weight, occurrences = norms[key], weight_norms[key], np.maximum(counts[key], 1)
             if problem.scope == "field":
                 norm = np.full_like(norm, np.sqrt((norm[moved[key]] ** 2).sum()))
                 weight = np.full_like(weight, np.sqrt((weight[moved[key]] ** 2).sum()))
             elif problem.scope == "global":
                 norm = np.full_like(norm, of_all)
-            if name == "none" or key in problem.exclude:
+            if name == "none":
                 limit = np.full_like(norm, np.inf)
             elif name == "cowclip":
                 limit = occurrences * np.maximum(values["r"] * weight, values["zeta"])

@@ -1,13 +1,14 @@
-"""Problems of drawing.py trained by sharded TorchRec models, in processes that take one after the other."""
+"""Problems of drawing.py, trained by sharded TorchRec models in processes that take one after the other."""
 
 import faulthandler
 import logging
 import multiprocessing
 import os
+import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -41,10 +42,11 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from cowrec.sparse_opt import CLIP_RULES, AdamConfig, EmbeddingAdam, attach_cowclip
+from cowrec.sparse_opt import CLIP_RULES, AdamConfig, ClipRule, EmbeddingAdam, attach_cowclip
 from process_groups import process_group, start_in_processes
-from random_problems.drawing import Collection, Problem, Table
-from sharded_case import CPU, DTYPES, FUSED_OPTIMIZERS, gathered
+from random_problems.drawing import Collection, Problem, Rule, Table, refusals
+from random_problems.in_loops import solve
+from sharded_case import CPU, DTYPES, FUSED_OPTIMIZERS, gathered, lookups_of
 
 ANSWER_WITHIN = 240  # seconds, after numba has compiled
 """Time after which processes count as waiting for each other forever."""
@@ -141,9 +143,9 @@ def _answer(rank: int, world: int, folder: str, pipe: Connection) -> None:
             faulthandler.cancel_dump_traceback_later()
 
 
-def train(problem: Problem) -> Trained:
+def train(problem: Problem, device: torch.device = CPU) -> Trained:
     """Trains a problem in this process, over the default group."""
-    model = sharded_model(problem)
+    model = sharded_model(problem, device)
     optimizer, refusal = None, ""
     try:
         optimizer = attached(problem, model)
@@ -155,10 +157,12 @@ def train(problem: Problem) -> Trained:
         assert all(of_ranks), f"refused by some ranks alone: {of_ranks}"
         return Trained({}, {}, max(of_ranks))
     assert optimizer is not None
+    for clipped in lookups_of(optimizer) if problem.in_torch else ():
+        clipped.rows = clipped.in_torch
     optimizer.accumulate(problem.passes)
     dense = _dense_optimizer(problem, model)
-    batches = [_batches(problem, drawn) for drawn in problem.batches()]
-    pipeline: Any = TrainPipelineSparseDist(model, dense, CPU) if problem.pipelined else None
+    batches = [[each.to(device) for each in _batches(problem, drawn)] for drawn in problem.batches()]
+    pipeline: Any = TrainPipelineSparseDist(model, dense, device) if problem.pipelined else None
     stream = iter([each for of_step in batches for each in of_step])
     for step, of_step in enumerate(batches):
         if problem.is_adam:
@@ -201,8 +205,13 @@ def _name(key: str) -> str:
 
 def attached(problem: Problem, model: nn.Module) -> Any:
     """Attaches what the problem names."""
-    name, values = problem.rule
-    rule = CLIP_RULES[name](**values)
+
+    def made(rule: Rule) -> ClipRule:
+        return CLIP_RULES[rule[0]](**rule[1])
+
+    rule: Any = made(problem.rule)
+    if problem.own_rules:
+        rule = {"*": rule} | {problem.name(c, t): made(own) for c, t, own in problem.own_rules}
     columns: Any = problem.clip_columns
     if isinstance(columns, tuple):
         columns = {problem.name(c, t): width for c, t, width in columns}
@@ -234,12 +243,13 @@ class _Batch(Pipelineable):
     """Ids and output gradients of one backward pass, as TorchRec's pipeline takes them."""
 
     def __init__(self, ids: list[KeyedJaggedTensor], targets: dict[str, Tensor], divisor: int):
-        self.targets, self.divisor = targets, divisor
+        self.ids, self.targets, self.divisor = ids, targets, divisor
         for c, each in enumerate(ids):
             setattr(self, f"ids{c}", each)
 
-    def to(self, *_: Any, **__: Any) -> "_Batch":
-        return self
+    def to(self, *device: Any, **settings: Any) -> "_Batch":
+        ids = [each.to(*device, **settings) for each in self.ids]
+        return _Batch(ids, {key: each.to(*device, **settings) for key, each in self.targets.items()}, self.divisor)
 
     def pin_memory(self) -> "_Batch":
         return self
@@ -269,7 +279,7 @@ class _Network(nn.Module):
         return loss, loss.detach()
 
 
-def sharded_model(problem: Problem) -> DistributedModelParallel:
+def sharded_model(problem: Problem, device: torch.device) -> DistributedModelParallel:
     """Shards the problem's collections over the default process group and sets their initial values."""
     optimizer = FUSED_OPTIMIZERS.get(problem.optimizer, FUSED_OPTIMIZERS["sgd"])
     fused_params = {"optimizer": optimizer, "learning_rate": problem.lr, "eps": problem.eps}
@@ -277,20 +287,20 @@ def sharded_model(problem: Problem) -> DistributedModelParallel:
     network, plan = _Network(problem), {}
     for c, collection in enumerate(problem.collections):
         module = getattr(network, f"c{c}")
-        generators = {f"t{t}": _generator(each) for t, each in enumerate(collection.tables)}
+        generators = {f"t{t}": _generator(each, device) for t, each in enumerate(collection.tables)}
         plan[f"c{c}"] = construct_module_sharding_plan(
             module,
             generators,
             sharder=sharders[collection.sequence],
             local_size=problem.world,
             world_size=problem.world,
-            device_type="cpu",
+            device_type=device.type,
         )
         for t, each in enumerate(collection.tables):
             if each.plan == "table_row_wise":
                 plan[f"c{c}"][f"t{t}"].compute_kernel = "fused"  # its generator lacks the argument
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    model = DistributedModelParallel(network, env=env, device=CPU, plan=ShardingPlan(plan=plan), sharders=sharders)
+    model = DistributedModelParallel(network, env=env, device=device, plan=ShardingPlan(plan=plan), sharders=sharders)
     initial, state = problem.initial(), model.state_dict()
     for key, value in state.items():
         if not key.endswith(".weight"):
@@ -305,7 +315,7 @@ def sharded_model(problem: Problem) -> DistributedModelParallel:
     return model
 
 
-def _generator(table: Table) -> Any:
+def _generator(table: Table, device: torch.device) -> Any:
     rank = table.shards[0][0]
     if table.plan != "column_wise":
         makers = {
@@ -320,7 +330,7 @@ def _generator(table: Table) -> Any:
     def plan(param: nn.Parameter, *_: Any) -> ParameterSharding:
         firsts = np.cumsum([0, *(columns for _, columns in table.shards)]).tolist()
         shards = [
-            ShardMetadata([0, first], [table.rows, columns], f"rank:{rank}/cpu")
+            ShardMetadata([0, first], [table.rows, columns], f"rank:{rank}/{device}")
             for first, (rank, columns) in zip(firsts, table.shards, strict=False)
         ]
         ranks = [rank for rank, _ in table.shards]
@@ -384,3 +394,27 @@ def _batch(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) -> _
                     target = target * np.concatenate([weights for _, weights in bags])[:, None]
             targets[f"c{c} {output}"] = torch.from_numpy(target)
     return _Batch(ids, targets, problem.pass_size * problem.passes)
+
+
+def assert_solved(problem: Problem, outcomes: Sequence[Trained]) -> None:
+    """Checks what the processes of a problem trained, or with which messages they refused it."""
+    expected = refusals(problem)
+    for outcome in outcomes:
+        if outcome.refusal:
+            assert any(re.search(each, outcome.refusal) for each in expected), f"refused: {outcome.refusal}"
+        else:
+            assert not expected, f"not refused: {expected}"
+    if expected:
+        return
+    solution = solve(problem)
+    state = outcomes[0].state
+    assert state.keys() == solution.state.keys()
+    for key, value in solution.state.items():
+        error = (np.abs(state[key] - value) / solution.tolerance[key]).max()
+        assert error <= 1, f"{key} differs by {error:.3g} times the tolerance"
+    for c, t, _ in problem.tables():
+        of_ranks = [each.stats[name] for each in outcomes if (name := problem.name(c, t)) in each.stats]
+        rows, clipped = (sum(each) for each in zip(*of_ranks, strict=True))
+        least, most = solution.clipped[f"c{c}.t{t}"]
+        assert rows == solution.rows[f"c{c}.t{t}"], f"{rows} rows of c{c}.t{t}, not {solution.rows[f'c{c}.t{t}']}"
+        assert least <= round(clipped) <= most, f"{clipped} clipped rows of c{c}.t{t}, not {least} to {most}"
