@@ -20,27 +20,6 @@ def assign(tables: IdTables, ids: np.ndarray, time: int | None = None) -> np.nda
     return rows
 
 
-@pytest.mark.parametrize("threshold", [1, 2, 5])
-def test_the_nth_occurrence_admits(threshold: int) -> None:
-    """Holds over batches, and within one batch, where all occurrences then have the row."""
-    tables = tables_with(Admission("count", threshold, counters=4096))
-    for occurrence in range(1, 8):
-        assert (assign(tables, np.array([9]))[0] != 0) == (occurrence >= threshold)
-    rows = assign(tables, np.array([77] * threshold + [88] * (threshold - 1)))
-    assert len(set(rows[:threshold])) == 1
-    assert rows[0] != 0
-    assert (rows[threshold:] == 0).all()
-    assert tables.counters()["t"]["unknown"] == 2 * (threshold - 1)
-
-
-def test_counts_expire_by_panes_of_the_window() -> None:
-    """An occurrence in a window of 40 counts until the end of its pane of 10 and in the three panes after it."""
-    for later, admitted in [(30, True), (39, True), (40, False), (10_000, False)]:
-        tables = tables_with(Admission("count", 2, window=40, counters=4096))
-        assign(tables, np.array([9]), 1000)
-        assert (assign(tables, np.array([9]), 1000 + later)[0] != 0) == admitted
-
-
 @pytest.mark.parametrize("panes", [1, 4])
 def test_estimates_are_never_too_low_and_rarely_exceed_the_bound(panes: int) -> None:
     """Compares with exact counts: 2,000 ids in 128 counters a row, or 28 with panes, over ten panes.
