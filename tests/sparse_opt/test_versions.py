@@ -43,35 +43,45 @@ def test_this_environment_passes() -> None:
     cowrec.sparse_opt.versions.require_matched_set()
 
 
-def test_wrong_fbgemm_is_named_with_the_set_of_the_installed_torch(tmp_path: Path) -> None:
-    message = check_with(tmp_path, torch="2.11.0+cu130", fbgemm_gpu="1.8.0", torchrec="1.6.1")
-    assert message == (
-        "ImportError: cowrec needs torch, fbgemm and torchrec of one matched set, "
-        "found torch 2.11.0+cu130, fbgemm-gpu 1.8.0, torchrec 1.6.1; install one with: "
-        "pip install torch==2.11.0 fbgemm-gpu==1.6.0 && pip install --no-deps torchrec==1.6.1"
-    )
+REFUSED: list[tuple[dict[str, str], list[str]]] = [
+    (
+        {"torch": "2.11.0+cu130", "fbgemm_gpu": "1.8.0", "torchrec": "1.6.1"},
+        [
+            "ImportError: cowrec needs torch, fbgemm and torchrec of one matched set, "
+            "found torch 2.11.0+cu130, fbgemm-gpu 1.8.0, torchrec 1.6.1; install one with: "
+            "pip install torch==2.11.0 fbgemm-gpu==1.6.0 && pip install --no-deps torchrec==1.6.1"
+        ],
+    ),
+    (
+        {"torch": "2.13.0"},
+        [
+            "fbgemm-gpu (not installed), torchrec (not installed)",
+            "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 tensordict pyre-extensions tqdm"
+            " && pip install --no-deps torchrec==1.8.0",
+            "(on an NVIDIA GPU fbgemm-gpu instead of fbgemm-gpu-cpu)",
+        ],
+    ),
+    (
+        {"torch": "2.12.0", "fbgemm_gpu_cpu": "1.7.0", "torchrec": "1.7.0"},
+        [
+            "found torch 2.12.0, fbgemm-gpu-cpu 1.7.0, torchrec 1.7.0",
+            "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0",
+        ],
+    ),
+    (
+        {"torch": "2.13.0", "fbgemm_gpu": "1.8.0", "fbgemm_gpu_cpu": "1.8.0", "torchrec": "1.8.0"},
+        ["pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install torch==2.13.0"],
+    ),
+    (
+        {"torch": "2.13.0+cpu", "fbgemm_gpu": "1.8.0", "torchrec": "1.8.0"},
+        ["pip uninstall -y", "fbgemm-gpu-cpu==1.8.0"],
+    ),
+]
 
 
-def test_missing_packages_are_named_with_both_builds_of_fbgemm(tmp_path: Path) -> None:
-    message = check_with(tmp_path, torch="2.13.0")
-    assert "fbgemm-gpu (not installed), torchrec (not installed)" in message
-    packages = "torch==2.13.0 fbgemm-gpu-cpu==1.8.0 tensordict pyre-extensions tqdm"
-    assert f"pip install {packages} && pip install --no-deps torchrec==1.8.0" in message
-    assert message.endswith("(on an NVIDIA GPU fbgemm-gpu instead of fbgemm-gpu-cpu)")
-
-
-def test_a_torch_of_no_set_leads_to_the_default_set(tmp_path: Path) -> None:
-    message = check_with(tmp_path, torch="2.12.0", fbgemm_gpu_cpu="1.7.0", torchrec="1.7.0")
-    assert "found torch 2.12.0, fbgemm-gpu-cpu 1.7.0, torchrec 1.7.0" in message
-    assert "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0" in message
-
-
-def test_both_builds_at_once_are_uninstalled_first(tmp_path: Path) -> None:
-    message = check_with(tmp_path, torch="2.13.0", fbgemm_gpu="1.8.0", fbgemm_gpu_cpu="1.8.0", torchrec="1.8.0")
-    assert "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install torch==2.13.0" in message
-
-
-def test_cuda_build_of_fbgemm_on_a_cpu_torch_is_refused(tmp_path: Path) -> None:
-    message = check_with(tmp_path, torch="2.13.0+cpu", fbgemm_gpu="1.8.0", torchrec="1.8.0")
-    assert "pip uninstall -y" in message
-    assert "fbgemm-gpu-cpu==1.8.0" in message
+@pytest.mark.parametrize(("versions", "fragments"), REFUSED)
+def test_other_sets_are_refused_with_what_to_install(
+    tmp_path: Path, versions: dict[str, str], fragments: list[str]
+) -> None:
+    message = check_with(tmp_path, **versions)
+    assert not [each for each in fragments if each not in message], message

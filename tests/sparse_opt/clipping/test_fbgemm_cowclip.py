@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cowrec.sparse_opt import CowClip, attach_cowclip
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import ClipConfig, OptimizerConfig, TrainConfig
 from cowrec.trainer.sharded_model.build import fused_params
@@ -29,24 +28,14 @@ def group(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def trained(case: Case, embedding: str, *, halflife: int = -1) -> list[np.ndarray]:
-    """Trains the case with an optimizer of the trainer, with CowClip attached if the optimizer does not clip."""
-    optimizer = OptimizerConfig(
-        embedding=embedding,  # type: ignore[arg-type]
-        base_batch_size=1,
-        embedding_lr=LR,
-        l2=1e-5,
-        eps=EPS,
-    )
+def trained(case: Case, halflife: int) -> list[np.ndarray]:
+    optimizer = OptimizerConfig(embedding="fbgemm_cowclip", base_batch_size=1, embedding_lr=LR, l2=1e-5, eps=EPS)
     config = RunConfig(train=TrainConfig(batch_size=1), optimizer=optimizer, clip=ClipConfig(rule="none"))
-    drawn = case.draw()
     params = fused_params(config.optimizer, Scaled.of(config).hyperparameters)
-    if embedding == "fbgemm_cowclip":
-        values = {"counter_halflife": halflife, "weight_norm_coefficient": R, "lower_bound": ZETA}
-        params["cowclip_regularization"] = dataclasses.replace(params["cowclip_regularization"], **values)
+    values = {"counter_halflife": halflife, "weight_norm_coefficient": R, "lower_bound": ZETA}
+    params["cowclip_regularization"] = dataclasses.replace(params["cowclip_regularization"], **values)
+    drawn = case.draw()
     model = sharded_model(case, drawn["tables"], fused_params=params)
-    if embedding != "fbgemm_cowclip":
-        attach_cowclip(model, CowClip(R, ZETA))
     for bags, targets in drawn["steps"]:
         train_step(case, model, bags, targets, 0, case.batch)
     return gather_tables(case, model)
@@ -82,35 +71,10 @@ def trained_in_loops(case: Case, halflife: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("halflife", [-1, 0, 2])
 def test_it_counts_steps_and_accumulates_the_unclipped_gradient(halflife: int) -> None:
     case = Case(steps=6)
-    for got, expected in zip(
-        trained(case, "fbgemm_cowclip", halflife=halflife), trained_in_loops(case, halflife), strict=True
-    ):
+    for got, expected in zip(trained(case, halflife), trained_in_loops(case, halflife), strict=True):
         scale = np.abs(expected).max(1, keepdims=True) + 1e-3
         # Roots of sums of squares in float32.
         assert float((np.abs(got - expected) / scale).max()) <= 1e-5
-
-
-@pytest.mark.usefixtures("group")
-def test_it_is_not_cowclip() -> None:
-    """Compares a first step on the same gradients, with the same r and zeta.
-
-    After CowClip, Adagrad sees the clipped gradient and divides it by its own norm: every row moves by lr * sqrt(D).
-    FBGEMM's mode divides the clipped by the unclipped one, and its limit does not depend on the number of occurrences.
-    """
-    case = Case(steps=1, weight_scale=0.01)
-    drawn = case.draw()
-    bags, targets = drawn["steps"][0]
-    theirs, ours = trained(case, "fbgemm_cowclip"), trained(case, "rowwise_adagrad")
-    for t, (start, *ends) in enumerate(zip(drawn["tables"], theirs, ours, strict=True)):
-        grads, counts = row_gradients(case, bags, targets, t)
-        norms = np.linalg.norm(grads, axis=1)
-        limits = np.maximum(R * np.linalg.norm(start.astype(np.float64), axis=1), ZETA)
-        clipped = (counts > 0) & (norms > limits * counts)
-        assert (clipped & (counts > 1)).any()
-        moved = [np.linalg.norm(table - start, axis=1)[clipped] for table in ends]
-        full = LR * case.dim**0.5
-        np.testing.assert_allclose(moved[0], full * limits[clipped] / norms[clipped], rtol=1e-4)
-        np.testing.assert_allclose(moved[1], full, rtol=1e-3)
 
 
 def test_the_trainer_trains_and_loads_it(tmp_path: Path) -> None:
