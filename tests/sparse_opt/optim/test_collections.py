@@ -1,7 +1,7 @@
 """EmbeddingAdam over several collections, and interrupted backward passes."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ParameterSharding
 
-from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
+from adam_case import ADAM, CASE, MODES, RULE, assert_equal, schedule, started, train
+from cowrec.sparse_opt import CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from sharded_case import Case, batch_of, gather_tables, gathered, process_group, sharded_model, train_step
-
-CASE = Case(rows=(60, 5), features=(("a",), ("b", "c")), batch=8, dim=4, steps=24)
-RULE = CowClip(r=0.5, zeta=1e-3)
-MODES = ("replay", "lazy", "dense")
-ADAM = AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, absent_rows="replay")
+from sharded_case import batch_of, gather_tables, gathered, process_group, sharded_model, train_step
 
 
 @pytest.fixture
@@ -30,27 +26,11 @@ def group(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def schedule(step: int) -> float:
-    return 1e-2 / (1 + 0.3 * step)
-
-
-def started(case: Case = CASE, mode: str = "replay") -> tuple[nn.Module, EmbeddingAdam]:
-    model = sharded_model(case, case.draw()["tables"])
-    return model, EmbeddingAdam(model, replace(ADAM, absent_rows=mode), RULE)
-
-
-def train(case: Case, model: nn.Module, optimizer: EmbeddingAdam, steps: Sequence[int]) -> None:
-    drawn = case.draw()["steps"]
-    for step in steps:
-        optimizer.lr = schedule(step)
-        train_step(case, model, *drawn[step], 0, case.batch)
-
-
 def arrays(state: dict[str, Any]) -> dict[str, np.ndarray]:
     return {key: gathered(value) for key, value in state.items() if "embedding_bags" in key}
 
 
-def current(model: nn.Module, optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
+def current_by_path(model: nn.Module, optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
     optimizer.flush()
     return arrays(model.state_dict()) | moments_by_path(optimizer)
 
@@ -61,12 +41,6 @@ def moments_by_path(optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
         for key, own in optimizer.state_dict()["state"].items()
         for name, value in own.items()
     }
-
-
-def assert_equal(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        np.testing.assert_array_equal(got[key], value, err_msg=key)
 
 
 # Two towers, each with a table of the same name. Each is held to a model with that tower alone.
@@ -93,10 +67,10 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
     turns = {"user": range(18), "item": range(0, 18, 3)}
     alone: dict[str, dict[str, np.ndarray]] = {}
     for tower, steps in turns.items():
-        model, optimizer = started(TOWERS[tower], mode)
+        model, optimizer = started(mode, TOWERS[tower])
         for step in steps:
             step_of(model, optimizer, tower, step, schedule(step))
-        alone |= {tower: current(model, optimizer)}
+        alone |= {tower: current_by_path(model, optimizer)}
 
     def fresh() -> tuple[Towers, EmbeddingAdam]:
         model = Towers()
@@ -173,17 +147,17 @@ def failing_before(model: nn.Module, table: str) -> Iterator[None]:
 @pytest.mark.parametrize("table", ["t0", "t1"])
 def test_a_step_that_an_exception_interrupts(mode: str, table: str) -> None:
     """The table takes the step without ids; one whose lookup comes first in the backward then lets no step begin."""
-    model, optimizer = started(MIXED, mode)
-    train(MIXED, model, optimizer, range(8))
+    model, optimizer = started(mode, MIXED)
+    train(model, optimizer, range(8), MIXED)
     with failing_before(model, table), pytest.raises(Stop):
-        train(MIXED, model, optimizer, [8])
+        train(model, optimizer, [8], MIXED)
     steps = sorted(adam.step for adam in optimizer.lookups)
     with torch.no_grad():  # an evaluation before the next step
         model.module["ebc"](batch_of(MIXED, MIXED.draw()["steps"][9][0], 0, MIXED.batch)).wait()
-    train(MIXED, model, optimizer, range(9, 14))
+    train(model, optimizer, range(9, 14), MIXED)
 
-    expected_model, expected = started(MIXED, mode)
-    train(MIXED, expected_model, expected, range(8))
+    expected_model, expected = started(mode, MIXED)
+    train(expected_model, expected, range(8), MIXED)
     if steps == [8, 9]:
         bags, targets = MIXED.draw()["steps"][8]
         empty = (np.empty(0, np.int64), np.empty(0, np.float32))
@@ -191,21 +165,21 @@ def test_a_step_that_an_exception_interrupts(mode: str, table: str) -> None:
             bags[feature] = [empty] * MIXED.batch
         expected.lr = schedule(8)
         train_step(MIXED, expected_model, bags, targets, 0, MIXED.batch)
-    train(MIXED, expected_model, expected, range(9, 14))
-    assert_equal(current(model, optimizer), current(expected_model, expected))
+    train(expected_model, expected, range(9, 14), MIXED)
+    assert_equal(current_by_path(model, optimizer), current_by_path(expected_model, expected))
 
 
 @pytest.mark.usefixtures("group")
 def test_an_interrupted_step_is_announced() -> None:
-    model, optimizer = started(MIXED)
+    model, optimizer = started(case=MIXED)
     first = next(table for table in ("t0", "t1") if fails_alone(model, optimizer, table))
     with pytest.warns(RuntimeWarning, match=f"interrupted the backward pass of step 1: the tables '{first}' take"):
-        train(MIXED, model, optimizer, [1])
+        train(model, optimizer, [1], MIXED)
 
 
 def fails_alone(model: nn.Module, optimizer: EmbeddingAdam, table: str) -> bool:
     with failing_before(model, table), pytest.raises(Stop):
-        train(MIXED, model, optimizer, [0])
+        train(model, optimizer, [0], MIXED)
     return len({adam.step for adam in optimizer.lookups}) == 2
 
 
@@ -253,18 +227,18 @@ def test_tables_that_are_sharded_anew_are_refused(attach: str, monkeypatch: pyte
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_back_takes_its_own_learning_rates(mode: str) -> None:
     """An earlier state is loaded, and a table that is then left two steps behind takes them at their rates."""
-    model, optimizer = started(MIXED, mode)
-    train(MIXED, model, optimizer, range(6))
+    model, optimizer = started(mode, MIXED)
+    train(model, optimizer, range(6), MIXED)
     saved = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), saved)
-    train(MIXED, model, optimizer, range(6, 12))
+    train(model, optimizer, range(6, 12), MIXED)
     saved.seek(0)
     for part, state in zip((model, optimizer), torch.load(saved, weights_only=False), strict=True):
         part.load_state_dict(state)
     table = next(name for name in ("t0", "t1") if left_behind(model, optimizer, name))
 
-    expected_model, expected = started(MIXED, mode)
-    train(MIXED, expected_model, expected, range(6))
+    expected_model, expected = started(mode, MIXED)
+    train(expected_model, expected, range(6), MIXED)
     for step in (8, 9):
         bags, targets = MIXED.draw()["steps"][step]
         for feature in MIXED.features[int(table[1:])]:
@@ -272,9 +246,9 @@ def test_a_step_back_takes_its_own_learning_rates(mode: str) -> None:
         expected.lr = schedule(step)
         train_step(MIXED, expected_model, bags, targets, 0, MIXED.batch)
     with pytest.warns(RuntimeWarning, match=table):
-        train(MIXED, model, optimizer, range(10, 14))
-    train(MIXED, expected_model, expected, range(10, 14))
-    assert_equal(current(model, optimizer), current(expected_model, expected))
+        train(model, optimizer, range(10, 14), MIXED)
+    train(expected_model, expected, range(10, 14), MIXED)
+    assert_equal(current_by_path(model, optimizer), current_by_path(expected_model, expected))
 
 
 def left_behind(model: nn.Module, optimizer: EmbeddingAdam, table: str) -> bool:
@@ -299,15 +273,15 @@ def test_a_collection_of_two_modules_is_attached_once() -> None:
     model = sharded_model(CASE, CASE.draw()["tables"])
     both = nn.ModuleDict({"retrieval": model, "ranking": nn.ModuleDict({"same": model})})
     optimizer = EmbeddingAdam(both, ADAM, RULE)
-    train(CASE, model, optimizer, range(3))
+    train(model, optimizer, range(3))
     assert {key.partition(".")[0] for key in optimizer.params} == {"retrieval"}
     alone_model, alone = started()
-    train(CASE, alone_model, alone, range(3))
+    train(alone_model, alone, range(3))
     assert_equal(
-        current(model, optimizer),
+        current_by_path(model, optimizer),
         {
             f"retrieval.{key}" if "exp" in key or key.endswith(".step") else key: value
-            for key, value in current(alone_model, alone).items()
+            for key, value in current_by_path(alone_model, alone).items()
         },
     )
     optimizer.remove()

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, permutations, product
+from itertools import cycle, permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import lr_scheduler
@@ -18,14 +17,10 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
+from adam_case import ADAM, CASE, MODES, assert_equal, current, started, take_step, train
+from cowrec.sparse_opt import EmbeddingAdam
 from process_groups import in_processes
-from sharded_case import Case, gather_tables, moments_of, process_group, sharded_model, train_step
-
-CASE = Case(rows=(60, 5), features=(("a",), ("b", "c")), batch=8, dim=4, steps=24)
-RULE = CowClip(r=0.5, zeta=1e-3)
-MODES = ("replay", "lazy", "dense")
-ADAM = AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6, absent_rows="replay")
+from sharded_case import Case, process_group
 
 
 @pytest.fixture
@@ -34,40 +29,17 @@ def group(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def started(mode: str = "replay", case: Case = CASE) -> tuple[nn.Module, EmbeddingAdam]:
-    model = sharded_model(case, case.draw()["tables"])
-    return model, EmbeddingAdam(model, replace(ADAM, absent_rows=mode), RULE)
-
-
-def train(model: nn.Module, step: int, case: Case = CASE) -> None:
-    rank, size = dist.get_rank(), case.batch // dist.get_world_size()
-    train_step(case, model, *case.draw()["steps"][step], rank * size, (rank + 1) * size)
-
-
-def current(model: nn.Module, optimizer: EmbeddingAdam, case: Case = CASE) -> dict[str, np.ndarray]:
-    moments = moments_of(optimizer)
-    return moments | {f"t{t}": table for t, table in enumerate(gather_tables(case, model))}
-
-
 def trained_at(rates: list[float], mode: str) -> dict[str, np.ndarray]:
     """Trains at given rates, which ``lr`` sets."""
     model, optimizer = started(mode)
     for step, rate in enumerate(rates):
         optimizer.lr = rate
-        train(model, step)
+        take_step(model, step)
     return current(model, optimizer)
-
-
-def assert_equal(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        np.testing.assert_array_equal(got[key], value, err_msg=key)
 
 
 # Rates.
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "lambda": lambda each: lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)),
-    "cosine": lambda each: lr_scheduler.CosineAnnealingLR(each, T_max=8),
     "sequential": lambda each: lr_scheduler.SequentialLR(
         each, [lr_scheduler.LinearLR(each, 0.1, total_iters=4), lr_scheduler.ExponentialLR(each, 0.7)], [4]
     ),
@@ -89,7 +61,7 @@ def test_schedulers_drive_the_next_backward(name: str) -> None:
     for step, loss in enumerate(losses):
         rates.append(oracle.param_groups[0]["lr"])
         optimizer.zero_grad()
-        train(model, step)
+        take_step(model, step)
         for each in (optimizer, scheduler, oracle, its_scheduler):
             each.step(*(loss if each in (scheduler, its_scheduler) else ()))
     assert len(set(rates)) > 2
@@ -109,7 +81,7 @@ def test_rates_out_of_range_are_refused_before_a_row_has_moved(mode: str) -> Non
             optimizer.lr = rate
         optimizer.param_groups[0]["lr"] = rate
         with pytest.raises(ValueError, match=message):
-            train(model, 0)
+            take_step(model, 0)
         assert optimizer.steps == 0
         optimizer.lr = 1e-3
         assert_equal(current(model, optimizer), before)
@@ -151,10 +123,10 @@ def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -
     ]
     expected = trained_at([rates[0]] * 12 if name == "keyed" else rates, "replay")
 
-    def steps(model: nn.Module, optimizer: KeyedOptimizer, first: int, end: int) -> None:
+    def train_with(model: nn.Module, optimizer: KeyedOptimizer, first: int, end: int) -> None:
         for step in range(first, end):
             optimizer.zero_grad()
-            train(model, step)
+            take_step(model, step)
             for key, parameter in optimizer.params.items():
                 if key.endswith("dense"):
                     parameter.grad = torch.ones(3)
@@ -162,10 +134,10 @@ def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -
 
     model, adam = started()
     optimizer = WRAPPERS[name](adam)
-    steps(model, optimizer, 0, 7)
+    train_with(model, optimizer, 0, 7)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path) if library == "dcp" else torch.save(state, tmp_path / "state")
-    steps(model, optimizer, 7, 12)
+    train_with(model, optimizer, 7, 12)
     assert_equal(current(model, adam), expected)
     adam.remove()
 
@@ -183,71 +155,8 @@ def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -
         state = torch.load(tmp_path / "state", weights_only=False)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    steps(model, optimizer, 7, 12)
+    train_with(model, optimizer, 7, 12)
     assert_equal(current(model, adam), expected)
-
-
-@pytest.mark.usefixtures("group")
-def test_gradient_clipping_bounds_dense_gradients_alone() -> None:
-    model, adam = started()
-    dense = dense_optimizer()
-    (parameter,) = dense.params.values()
-    optimizer = GradientClippingOptimizer(CombinedOptimizer([adam, dense]), GradientClipping.NORM, 0.5)
-    for step in range(3):
-        train(model, step)
-        parameter.grad = torch.full((3,), 2.0)
-        optimizer.step()
-    assert parameter.grad.norm().item() == pytest.approx(0.5)
-    assert_equal(current(model, adam), trained_at([ADAM.lr] * 3, "replay"))
-
-
-@pytest.mark.usefixtures("group")
-def test_wrappers_drive_fused_optimizers_under_the_clip(tmp_path: Path) -> None:
-    """A warm-up of FBGEMM's Adagrad, saved and continued, equals steps whose rates the test sets."""
-    case = replace(CASE, optimizer="adagrad")
-
-    def fresh() -> tuple[nn.Module, KeyedOptimizer]:
-        model = sharded_model(case, case.draw()["tables"])
-        attach_cowclip(model, RULE)
-        return model, model.fused_optimizer
-
-    def steps(model: nn.Module, optimizer: KeyedOptimizer, first: int, end: int) -> None:
-        for step in range(first, end):
-            for each in optimizer.param_groups:
-                each["lr"] = 1e-2 * (0.1 + 0.9 * step / 4)
-            optimizer.step()
-            train(model, step, case)
-
-    model, fused = fresh()
-    steps(model, fused, 0, 8)
-    expected = gather_tables(case, model)
-
-    model, fused = fresh()
-    optimizer = GradientClippingOptimizer(warmup(fused), GradientClipping.NORM, 1e-3)
-    for step in range(4):
-        optimizer.zero_grad()  # hands the rate to the tables
-        train(model, step, case)
-        optimizer.step()
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
-    model, fused = fresh()
-    state = {"model": model.state_dict(), "optimizer": fused.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path)
-    model.load_state_dict(state["model"])
-    fused.load_state_dict(state["optimizer"])
-    steps(model, fused, 4, 8)
-    for got, table in zip(gather_tables(case, model), expected, strict=True):
-        np.testing.assert_array_equal(got, table)
-
-
-# Saving and loading.
-def schedule(step: int) -> float:
-    return 1e-2 / (1 + 0.3 * step)
-
-
-def steps(model: nn.Module, optimizer: EmbeddingAdam, first: int, end: int, case: Case = CASE) -> None:
-    for step in range(first, end):
-        optimizer.lr = schedule(step)
-        train(model, step, case)
 
 
 # Each way of saving meets each order of saving and of loading.
@@ -264,7 +173,7 @@ def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
     tmp_path: Path, library: str, stored: bool, saved_first: str, loaded_first: str
 ) -> None:
     model, optimizer = started()
-    steps(model, optimizer, 0, 16)
+    train(model, optimizer, range(0, 16))
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
     with optimizer.as_stored() if stored else nullcontext():
         for name in sorted(parts, key=lambda each: each != saved_first):  # each is written before the next is taken
@@ -272,7 +181,7 @@ def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
                 dcp.save(parts[name].state_dict(), checkpoint_id=tmp_path / name)
             else:
                 torch.save(parts[name].state_dict(), tmp_path / name)
-    steps(model, optimizer, 16, 24)
+    train(model, optimizer, range(16, 24))
     expected = current(model, optimizer)
     optimizer.remove()
 
@@ -286,20 +195,20 @@ def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
             else:
                 state = torch.load(tmp_path / name, weights_only=False)
             parts[name].load_state_dict(state)
-    steps(model, optimizer, 16, 24)
+    train(model, optimizer, range(16, 24))
     assert_equal(current(model, optimizer), expected)
 
 
 @pytest.mark.usefixtures("group")
 def test_a_replayed_state_continues_densely() -> None:
     model, optimizer = started()
-    steps(model, optimizer, 0, 9)
+    train(model, optimizer, range(0, 9))
     other, dense = started("dense")
     other.load_state_dict(model.state_dict())
     dense.load_state_dict(optimizer.state_dict())
-    steps(other, dense, 9, 16)
+    train(other, dense, range(9, 16))
     expected, always_dense = started("dense")
-    steps(expected, always_dense, 0, 16)
+    train(expected, always_dense, range(0, 16))
     assert_equal(current(other, dense), current(expected, always_dense))
 
 
@@ -329,13 +238,13 @@ def test_two_processes_resume_without_preparation(tmp_path: Path) -> None:
 
 def _resume(rank: int, cases: list[Case], folder: str) -> None:
     with process_group(rank, 2, folder):
-        for number, (case, stored) in enumerate(product(cases, (False, True))):
+        for number, (case, stored) in enumerate(zip(cases, (True, False, True), strict=True)):
             file = f"{folder}/{number}"
             model, optimizer = started(case=case)
-            steps(model, optimizer, 0, 9, case)
+            train(model, optimizer, range(0, 9), case)
             with optimizer.as_stored() if stored else nullcontext():
                 dcp.save(both_states(model, optimizer), checkpoint_id=file)
-            steps(model, optimizer, 9, 16, case)
+            train(model, optimizer, range(9, 16), case)
             expected = current(model, optimizer, case)
             optimizer.remove()
             model, optimizer = started(case=case)
@@ -344,7 +253,7 @@ def _resume(rank: int, cases: list[Case], folder: str) -> None:
                 dcp.load(state, checkpoint_id=file)
                 model.load_state_dict(state["model"])
                 CombinedOptimizer([optimizer]).load_state_dict(state["optimizer"])
-            steps(model, optimizer, 9, 16, case)
+            train(model, optimizer, range(9, 16), case)
             assert_equal(current(model, optimizer, case), expected)
             optimizer.remove()
 

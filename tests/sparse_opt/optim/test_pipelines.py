@@ -150,13 +150,6 @@ def assert_same(got: Trained, expected: Trained) -> None:
 PIPELINES: dict[str, Callable[..., Any]] = {"base": TrainPipelineBase, "sparse": TrainPipelineSparseDist}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_equal_the_plain_loop(name: str, mode: str) -> None:
-    model, optimizer = started(mode)
-    assert_same((run(PIPELINES[name](model, optimizer, CPU)), model), plain_loop(mode))
-
-
 @pytest.mark.parametrize("mode", [*MODES, "dense"])
 @pytest.mark.usefixtures("streams_on_cpu")
 def test_semi_synchronous_training_equals_a_loop_that_looks_up_ahead(mode: str) -> None:

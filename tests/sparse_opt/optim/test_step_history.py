@@ -28,12 +28,3 @@ def test_schedule_holds_the_scalars_of_every_step(runs: list[tuple[float, int, i
         if back is not None:
             step = max(step - back, 0)
             history.return_to(step)
-
-
-def test_a_constant_rate_is_written_once_in_many_steps() -> None:
-    history = StepHistory(CONFIG, torch.device("cpu"))
-    history.prepare(1, CONFIG.lr)
-    before = [values.clone() for values in history.schedule]
-    for step in range(2, 1000):
-        history.prepare(step, CONFIG.lr)
-    assert all(torch.equal(one, other) for one, other in zip(history.schedule, before, strict=True))
