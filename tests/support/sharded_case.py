@@ -293,9 +293,12 @@ def lookups_of(attached: Any) -> list[ClippedLookup]:
     return [adam.clipped for adam in attached.lookups] if isinstance(attached, EmbeddingAdam) else attached._lookups
 
 
-def run_triton(clipped: ClippedLookup) -> None:
-    """Gives a lookup the back end of CUDA, whose kernels Triton's interpreter runs on CPU."""
-    clipped.rows = TritonRows(clipped.lookup, clipped.layout, clipped.limits, clipped.statistics)
+def run_on(backend: str, clipped: ClippedLookup) -> None:
+    """Gives a lookup another back end: "torch", or "triton", whose kernels Triton's interpreter runs on CPU."""
+    if backend == "torch":
+        clipped.rows = clipped.in_torch
+    elif backend == "triton":
+        clipped.rows = TritonRows(clipped.lookup, clipped.layout, clipped.limits, clipped.statistics)
 
 
 def train_step(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi: int) -> None:

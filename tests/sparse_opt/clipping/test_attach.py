@@ -36,6 +36,7 @@ from sharded_case import (
     lookups_of,
     process_group,
     row_gradients,
+    run_on,
     sharded_model,
     train_step,
 )
@@ -61,15 +62,15 @@ def one_step(case: Case, model: nn.Module) -> None:
 RULES: list[ClipRule] = [RULE, FieldClip(0.3), AdaptiveFieldClip(0.5, 1e-3), GlobalClip(0.4)]
 
 
-@pytest.mark.parametrize(("rule", "in_torch"), [*((rule, False) for rule in RULES), (RULE, True)])
-def test_statistics_of_a_step(rule: ClipRule, in_torch: bool) -> None:
+@pytest.mark.parametrize(("rule", "backend"), [*((rule, "compiled") for rule in RULES), (RULE, "torch")])
+def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
     """Ratios are those of rows, of tables or of all tables. Under SGD, before whose steps no row has any."""
     case = Case(steps=1)
     drawn = case.draw()
     model = sharded_model(case, drawn["tables"])
     handle = attach_cowclip(model, rule)
-    for each in lookups_of(handle) if in_torch else ():
-        each.rows = each.in_torch
+    for each in lookups_of(handle):
+        run_on(backend, each)
     before = handle.stats()["t0"]
     assert (before.rows, before.clipped) == (0, 0.0)
     assert np.isnan(before.median_ratio)
@@ -121,8 +122,8 @@ def test_evaluation_and_the_users_weights_are_unchanged() -> None:
     assert torch.equal(batch.weights(), kept)
 
 
-@pytest.mark.parametrize("in_torch", [False, True])
-def test_the_l2_of_a_frequent_id_is_not_lost(in_torch: bool) -> None:
+@pytest.mark.parametrize("backend", ["compiled", "torch"])
+def test_the_l2_of_a_frequent_id_is_not_lost(backend: str) -> None:
     """Divided over 2^15 occurrences, L2 would be below half a unit in the last place of each."""
     case = Case(rows=(1,), features=(("a",),), batch=1 << 15, max_ids=1)
     clipped = ClippedLookup(find_lookups(model_of(case))[0][0], TableRules(NoClip()), {"t0": case.dim})
@@ -131,8 +132,8 @@ def test_the_l2_of_a_frequent_id_is_not_lost(in_torch: bool) -> None:
     grad[1::2] = -1
     ids, offsets = torch.zeros(case.batch, dtype=torch.int64), torch.arange(case.batch + 1)
     bags = clipped.bags.of({"indices": ids, "offsets": offsets})
-    rows = clipped.in_torch if in_torch else clipped.rows
-    output_grad = rows.clipped_output_grad(LookupBackward(bags, None, grad), 1e-4)
+    run_on(backend, clipped)
+    output_grad = clipped.rows.clipped_output_grad(LookupBackward(bags, None, grad), 1e-4)
     torch.testing.assert_close(output_grad.sum(0), 2e-4 * weight, rtol=1e-6, atol=0)
 
 

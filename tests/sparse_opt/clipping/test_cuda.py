@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "an excluded table": {"collections": (IDS,), "exclude": ((0, 2),)},
     "a rule for tables": {"collections": (IDS,), "rule": ("field", {"max_norm": 0.3})},
     "column shards": {"collections": (Collection((*TABLES[:2], SPLIT)),)},
+    "rows of many ids": {"collections": (Collection((Table(1, 4, ("a",)), Table(3, 12, ("b",)))),), "pass_size": 256},
     "several plans": {"collections": (Collection(OTHER_PLANS),)},
 }
 

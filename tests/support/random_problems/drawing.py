@@ -101,7 +101,7 @@ class Problem:
     single_id_bags: bool = False
     pipelined: bool = False
     reads: bool = False  # evaluates other samples, and takes the model's state, between the steps
-    in_torch: bool = False  # works on rows in torch instead of by compiled kernels
+    backend: str = "compiled"  # what works on rows: kernels of the device, "torch", or "triton" in its interpreter
 
     @property
     def batch(self) -> int:
@@ -293,7 +293,7 @@ def problems(draw: st.DrawFn, world: int) -> Problem:
         single_id_bags=single,
         pipelined=draw(st.booleans()) and not _vary(collections),
         reads=draw(st.booleans()),
-        in_torch=draw(st.integers(0, 2)) == 0,
+        backend=draw(st.sampled_from(["compiled", "compiled", "torch"])),
         **adam,
     )
 

@@ -46,7 +46,7 @@ from cowrec.sparse_opt import CLIP_RULES, AdamConfig, ClipRule, EmbeddingAdam, a
 from process_groups import process_group, start_in_processes
 from random_problems.drawing import Collection, Problem, Rule, Table, refusals
 from random_problems.in_loops import solve
-from sharded_case import CPU, DTYPES, FUSED_OPTIMIZERS, gathered, lookups_of
+from sharded_case import CPU, DTYPES, FUSED_OPTIMIZERS, gathered, lookups_of, run_on
 
 ANSWER_WITHIN = 240  # seconds, after numba has compiled
 """Time after which processes count as waiting for each other forever."""
@@ -157,8 +157,8 @@ def train(problem: Problem, device: torch.device = CPU) -> Trained:
         assert all(of_ranks), f"refused by some ranks alone: {of_ranks}"
         return Trained({}, {}, max(of_ranks))
     assert optimizer is not None
-    for clipped in lookups_of(optimizer) if problem.in_torch else ():
-        clipped.rows = clipped.in_torch
+    for clipped in lookups_of(optimizer):
+        run_on(problem.backend, clipped)
     optimizer.accumulate(problem.passes)
     dense = _dense_optimizer(problem, model)
     batches = [[each.to(device) for each in _batches(problem, drawn)] for drawn in problem.batches()]

@@ -37,7 +37,7 @@ from cowrec.trainer.training.pipeline import (
     why_not_captured,
 )
 from cowrec.trainer.training.state import TrainState
-from sharded_case import run_triton
+from sharded_case import run_on
 from trainer_cases import config_file, tensors
 
 BATCH = 8
@@ -113,7 +113,7 @@ def captured(state: TrainState, capture: Capture, device: str = "cpu") -> TrainS
     """Lets the steps of a run be captured, and its tables run their CUDA kernels."""
     assert state.adam
     for each in state.adam.lookups:
-        run_triton(each.clipped)
+        run_on("triton", each.clipped)
     assert state.adam.is_capturable
     state.pipeline = CapturedSteps(
         state.model, state.dense_optimizer, state.adam, torch.device(device), BATCH, capture=capture
@@ -257,7 +257,7 @@ def test_reasons(overrides: list[str], why: str, process: Process) -> None:
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.why_not_captured == (why if "cuda_graph" in why else "CUDA graphs exist on CUDA only")
     for each in state.adam.lookups if state.adam else ():
-        run_triton(each.clipped)
+        run_on("triton", each.clipped)
     cuda = dataclasses.replace(process, device=torch.device("cuda"))
     assert why_not_captured(RunPlan.of(config, SCHEMA, cuda), state.model, state.embedding_optimizer) == why
     lists = dataclasses.replace(SCHEMA, sparse=(*SCHEMA.sparse, SparseField("tags", 9, kind="multi")))

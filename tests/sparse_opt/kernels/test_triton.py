@@ -1,0 +1,289 @@
+"""The CUDA kernels are bit-identical to the CPU kernels: in Triton's interpreter, and compiled where there is a GPU."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cowrec.sparse_opt import AdamConfig
+from cowrec.sparse_opt.algorithm.adam import adam_constants
+from cowrec.sparse_opt.kernels.layout import (
+    AdamState,
+    DecayThresholds,
+    DeviceSteps,
+    LastSteps,
+    LookupBags,
+    LookupLayout,
+    RowCache,
+    StaleRows,
+    TableClips,
+    to_float32,
+    to_numpy,
+)
+from cowrec.sparse_opt.kernels.numba_replay import replay_clipped_rows, replay_rows
+from cowrec.sparse_opt.kernels.torch_rows import LookupIds, find_rows
+from cowrec.sparse_opt.optim.replay import StepHistory
+from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
+from process_groups import process_group
+from random_problems import drawing, training
+from random_problems.drawing import Collection, Table
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+CASES = {
+    "paper": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-7, adam_epsilon="keras"),
+    "torch": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6),
+    "no L2": AdamConfig(lr=1e-2),
+    "decay": AdamConfig(lr=1e-2, weight_decay=1.0),
+    "decay and L2": AdamConfig(lr=1e-3, l2=1e-4, eps=1e-6, weight_decay=0.5),
+}
+LR_FACTOR = 0.7
+ROWS, DIM = 45, 12
+R, ZETA = 0.5, 1e-4
+TABLES = (Table(20, 8, ("a",)), Table(5, 4, ("b",)), Table(60, 12, ("c", "d")))
+COWCLIP = ("cowclip", {"r": R, "zeta": ZETA})
+FUSED: dict[str, Any] = {"optimizer": "rowwise_adagrad", "rule": COWCLIP, "exclude": ((0, 1),)}
+IDS = Collection(TABLES, weighted=True, max_ids=4)
+TRAININGS = [
+    drawing.Problem((collection,), steps=4, pass_size=16, **settings)
+    for collection, settings in (
+        (IDS, {"optimizer": "replay", "rule": COWCLIP, "l2": 1e-2, "weight_decay": 0.1, "clip_columns": 3}),
+        (IDS, {"optimizer": "lazy", "rule": COWCLIP, "exclude": ((0, 1),), "lr_factors": ((0, 0, 0.3),)}),
+        (IDS, {"optimizer": "lazy", "rule": ("constant", {"max_norm": 1e-6}), "idle": (0,)}),
+        (IDS, FUSED),
+        (Collection(TABLES, max_ids=1), FUSED | {"single_id_bags": True, "l2": 1e-3, "clip_columns": 3}),
+    )
+]
+
+
+def test_interpreted() -> None:
+    """Runs in a subprocess, because Triton reads TRITON_INTERPRET when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = [sys.executable, __file__]
+    done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_compiled(case: str, clipped: bool) -> None:
+    compare_replay(CASES[case], clipped, torch.device("cuda"), steps=330)
+    compare_cached(64, torch.device("cuda"))
+
+
+def compare_replay(config: AdamConfig, clipped: bool, device: torch.device, *, steps: int) -> None:
+    """Replays rows that missed 0 to all steps with both kernels; some are zero, some decay on the way."""
+    from cowrec.sparse_opt.kernels.triton_replay import distinct_begins, replay_rows_on_device
+
+    rng = np.random.default_rng(0)
+    weights = (rng.normal(0, 1, (ROWS, DIM)) * 10.0 ** rng.uniform(-9, 0, (ROWS, 1))).astype(np.float32)
+    weights[::9] = 0
+    arrays = [weights, (weights * 1e-3).astype(np.float32), (weights**2 * 1e-3).astype(np.float32)]
+    state = AdamState(*(torch.from_numpy(each.ravel()) for each in arrays))
+    last = np.sort(rng.integers(0, steps + 1, ROWS)).astype(np.int32)
+    last[:5], last[-3:] = 0, steps
+    progress = LastSteps(torch.from_numpy(last), steps, 0.0)
+    constants = adam_constants(config)
+    thresholds = DecayThresholds(config.lr, 1e-11, 1e-11 * config.eps * constants.one_minus_beta1)
+    history = StepHistory(config, torch.device("cpu"))
+    history.replace(config.lr * np.linspace(0.2, 1, steps))
+    row = torch.arange(ROWS)
+    rows = StaleRows(torch.zeros_like(row), row * DIM, row, progress.last_step.clone())
+    one = torch.ones(1, dtype=torch.int64)
+    layout = LookupLayout(one * ROWS, one * DIM, one - 1, one - 1, DIM, ROWS * DIM, 1, ROWS)
+    clips = TableClips(torch.tensor([10]), torch.tensor([1e-5]), torch.tensor([1e-9]), torch.tensor([True]))
+
+    def copied(values: Any, to: torch.device) -> Any:
+        return values._make(each.clone().to(to) if isinstance(each, torch.Tensor) else each for each in values)
+
+    on_cpu, progress_on_cpu = copied(state, torch.device("cpu")), copied(progress, torch.device("cpu"))
+    behind = StaleRows(*(each[rows.last < steps] for each in rows))
+    tuples = map(to_numpy, (behind, on_cpu, progress_on_cpu, history.schedule))
+    arguments = (0, 1, DIM, np.float32(LR_FACTOR), *tuples, to_float32(constants), to_float32(thresholds))
+    if clipped:
+        replay_clipped_rows(*arguments, to_numpy(clips))
+    else:
+        replay_rows(*arguments)
+
+    taken, log_beta2 = torch.tensor([steps], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
+    on_steps = DeviceSteps(taken, progress.last_step, *history.schedule, torch.tensor([LR_FACTOR]), log_beta2)
+    layout, clips, on_device, on_steps, row = (
+        copied(each, device) if isinstance(each, tuple) else each.to(device)
+        for each in (layout, clips, state, on_steps, row)
+    )
+    replay_rows_on_device(
+        row, distinct_begins(row), layout, clips if clipped else None, on_device, None, on_steps, constants, thresholds
+    )
+    assert (progress_on_cpu.last_step < 0).any(), "no row decayed"
+    np.testing.assert_array_equal(on_steps.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
+    for got, expected in zip(on_device, on_cpu, strict=True):
+        np.testing.assert_array_equal(got.cpu().numpy(), expected.numpy())
+
+
+def compare_training(problem: drawing.Problem) -> None:
+    """Trains with the kernels of either back end."""
+    got, expected = (training.train(replace(problem, backend=each)) for each in ("triton", "compiled"))
+    assert got.stats == expected.stats
+    for key, value in expected.state.items():
+        np.testing.assert_array_equal(got.state[key], value, err_msg=key)
+
+
+class Lookup(NamedTuple):
+    """A lookup with its ids, their weights, and the gradient of its output."""
+
+    layout: LookupLayout
+    weights: Tensor
+    bags: LookupBags
+    id_weights: Tensor
+    output_grad: Tensor
+
+
+def draw(batch: int, device: torch.device) -> Lookup:
+    """Tables of several widths and features, with bags of none to many ids."""
+    rng = np.random.default_rng(0)
+    rows, dims, feature_table = np.array([40, 7, 900]), np.array([5, 1, 12]), np.array([0, 1, 2, 2])
+    lengths = rng.integers(0, 5, (4, batch))
+    per_feature = []
+    for table, counts in zip(feature_table, lengths, strict=True):
+        ids = np.minimum(rng.zipf(1.5, counts.sum()) - 1, rows[table] - 1)
+        per_feature.append(ids)
+    indices = np.concatenate(per_feature)
+    width = int(dims[feature_table].sum())
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    layout = LookupLayout(
+        rows=tensor(rows),
+        dim=tensor(dims),
+        start=tensor(np.cumsum([0, *(rows * dims)[:-1]])),
+        first_row=tensor(np.cumsum([0, *rows[:-1]])),
+        max_dim=12,
+        size=int((rows * dims).sum()),
+        tables=3,
+        num_rows=int(rows.sum()),
+    )
+    return Lookup(
+        layout,
+        tensor(rng.normal(0, 1e-2, layout.size).astype(np.float32)),
+        BagsOfLookup(feature_table, dims, device).of(
+            {"indices": tensor(indices), "offsets": tensor(np.concatenate([[0], lengths.ravel().cumsum()]))}
+        ),
+        tensor(rng.uniform(0.5, 2, len(indices)).astype(np.float32)),
+        tensor((rng.normal(size=(batch, width)) * 10 ** rng.uniform(-3, 1, (batch, 1))).astype(np.float32)),
+    )
+
+
+def compare_cached(batch: int, device: torch.device) -> None:
+    """Rows in FBGEMM's cache are read and written there: what is behind the cache is never read and stays."""
+    from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
+    from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
+
+    problem, config = draw(batch, device), AdamConfig(lr=1e-2, l2=1e-3)
+    layout, constants = problem.layout, adam_constants(config)
+    ids = find_rows_on_device(layout, problem.bags, torch.zeros_like(layout.rows))
+    history = StepHistory(config, device)
+    history.prepare(40, config.lr)
+    history.replace(np.full(40, config.lr))
+    clips = TableClips(layout.dim, *(torch.full((3,), each, device=device) for each in (R, ZETA, True)))
+    elements = elements_of(layout)
+    # Every second row is cached, in an order of its own, in wider rows.
+    cached = torch.arange(0, layout.num_rows, 2, device=device)
+    location = torch.full((layout.num_rows,), -1, dtype=torch.int32, device=device)
+    location[cached] = torch.arange(len(cached), dtype=torch.int32, device=device).flip(0)
+
+    def train(is_cached: bool) -> tuple[Tensor, ...]:
+        state = AdamState(problem.weights.clone(), *(torch.full_like(problem.weights, 1e-3) for _ in range(2)))
+        last = torch.arange(layout.num_rows, dtype=torch.int32, device=device) % 40
+        taken = torch.tensor([39], dtype=torch.int32, device=device)
+        lr_factors, log_beta2 = torch.ones(3, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+        steps = DeviceSteps(taken, last, *history.schedule, lr_factors, log_beta2)
+        cache = None
+        if is_cached:
+            cache = RowCache(location[ids.row.long()], torch.zeros(len(cached), 16, device=device), 16)
+            for row in cached.tolist():
+                cache.weights[location[row], : len(elements[row])] = state.weights[elements[row]]
+                state.weights[elements[row]] = torch.nan
+        thresholds = DecayThresholds(config.lr, 1e-11, 1e-20)
+        replay_rows_on_device(ids.row, ids.begin, layout, None, state, cache, steps, constants, thresholds)
+        taken.add_(1)
+        rows = DeviceRows(layout, ids, problem.id_weights, problem.output_grad, cache)
+        rows.update(clips, state, steps, constants, replays=True)
+        factors, _ = rows.factors(clips, state.weights)
+        if cache:
+            for row in cached.tolist():
+                assert state.weights[elements[row]].isnan().all()
+                state.weights[elements[row]] = cache.weights[location[row], : len(elements[row])]
+        return *state, last, factors[ids.begin[:-1] < len(ids.row)]
+
+    for got, expected in zip(train(True), train(False), strict=True):
+        np.testing.assert_array_equal(got.cpu(), expected.cpu())
+
+
+def elements_of(layout: LookupLayout) -> list[list[int]]:
+    """Elements of each row of all tables in the flat weights."""
+    ends = [
+        [start + dim * row for row in range(rows + 1)]
+        for rows, dim, start in zip(layout.rows.tolist(), layout.dim.tolist(), layout.start.tolist(), strict=True)
+    ]
+    return [list(range(*pair)) for table in ends for pair in pairwise(table)]
+
+
+def compare_outside() -> None:
+    """Ids outside their tables are counted, and row 0 stands for them; so do ids outside all bags."""
+    from cowrec.sparse_opt.kernels.triton_rows import find_rows_on_device
+
+    problem = draw(32, torch.device("cpu"))
+    indices, offsets = problem.bags.indices.clone(), problem.bags.offsets
+    ends = offsets[32::32]
+    for position, value in ((0, -1), (int(ends[0]), 7), (len(indices) - 1, 900), (len(indices) - 2, 1 << 40)):
+        indices[position] = value
+    outside = torch.zeros(3, dtype=torch.int64)
+    ids = find_rows_on_device(problem.layout, problem.bags._replace(indices=indices), outside)
+    assert outside.tolist() == [1, 1, 2]
+    indices[[0, int(ends[0]), -1, -2]] = 0
+    expected = find_rows(problem.layout, problem.bags._replace(indices=indices))
+    assert_equal_ids(ids, expected)
+    # Ids after the last bag belong to it, as in FBGEMM, and need not be neighbours in memory.
+    strided = problem.bags._replace(indices=torch.stack([indices, indices + 1], dim=1)[:, 0], offsets=offsets.clone())
+    strided.offsets[-1] -= 1
+    assert_equal_ids(find_rows_on_device(problem.layout, strided, outside), expected)
+    strided.offsets[:] = strided.offsets.flip(0)  # no rows outside the tables
+    rows = find_rows_on_device(problem.layout, strided, outside).row
+    assert (rows >= 0).all()
+    assert (rows < problem.layout.num_rows).all()
+
+
+def assert_equal_ids(got: LookupIds, expected: LookupIds) -> None:
+    for name, value in expected._asdict().items():
+        np.testing.assert_array_equal(getattr(got, name).cpu(), value, name)
+
+
+if __name__ == "__main__":
+    from cowrec.sparse_opt.kernels import triton_replay, triton_rows
+
+    # The interpreter takes as long for a small program as for a large one.
+    triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
+    triton_rows.BLOCK, triton_rows.IDS = 4, 2  # small, so that rows of small batches fill blocks of ids
+    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
+        for each in TRAININGS:
+            compare_training(each)
+            print("equal")
+    for config in CASES.values():
+        for with_clip in (False, True):
+            compare_replay(config, with_clip, torch.device("cpu"), steps=40)
+            print("equal")
+    compare_outside()
+    compare_cached(24, torch.device("cpu"))
+    print("equal\nequal")
