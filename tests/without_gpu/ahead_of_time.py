@@ -1,24 +1,17 @@
 """Ahead-of-time compilation of Triton kernels through the functions that launch them, without a GPU or its driver."""
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _HAS_GPU = torch.cuda.is_available()
-_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
 @dataclass(frozen=True)
@@ -43,20 +36,6 @@ class Launch:
 
     def __str__(self) -> str:
         return f"{self.name} {self.constants}"
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a thread of a compiled kernel occupies.
-
-    Attributes:
-        registers: 32-bit registers.
-        stack, local: bytes of local memory; registers that did not fit are spilled there.
-    """
-
-    registers: int
-    stack: int
-    local: int
 
 
 class _Driver:
@@ -96,16 +75,3 @@ def recorded_launches(architecture: int = 90) -> Iterator[list[Launch]]:
     finally:
         if _HAS_GPU:
             driver.reset_active()
-
-
-def resources(kernel: Any) -> Resources:
-    """Registers and local memory of a compiled kernel, as CUDA's cuobjdump reads them from its binary."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [str(_CUOBJDUMP), "-res-usage", file.name]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = _RESOURCES.search(listed)
-    assert found, f"cuobjdump lists no resources: {listed}"
-    registers, stack, _, local = map(int, found.groups())
-    return Resources(registers, stack, local)

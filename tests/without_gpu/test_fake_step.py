@@ -87,9 +87,7 @@ CASES = {
 
 OF_RANKS = {
     f"{plan}, rank {rank} of {world_size}": case(rank, world_size, sharding={"plan": plan})
-    for world_size, plans in ((2, ("auto", "row_wise", "column_wise")), (4, ("auto", "table_wise")))
-    for rank in (0, world_size - 1)
-    for plan in plans
+    for plan, rank, world_size in (("auto", 0, 2), ("row_wise", 1, 2), ("column_wise", 1, 2), ("table_wise", 3, 4))
 }
 
 

@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles for all that training meets, keeps its values in registers and rounds as the CPU does.
+"""Every CUDA kernel compiles for all that training meets and rounds as the CPU does.
 
 The kernels are compiled ahead of time, through the functions that launch them, for three generations of GPUs. What
 decides about a compilation is in the arguments: types, widths, alignment, and numbers that are 1 or multiples of 16.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ahead_of_time import Launch, recorded_launches, resources
+from ahead_of_time import Launch, recorded_launches
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
 from cowrec.sparse_opt.kernels import triton_rows
 from cowrec.sparse_opt.kernels.layout import (
@@ -81,8 +81,6 @@ VARIANTS = {
     "unaligned": Variant(offset=1),
     "rows in FBGEMM's cache": Variant(cached=True),
 }
-# Bytes of local memory that a thread may use: ptxas keeps there a few numbers that a program reads once.
-MOST_LOCAL_BYTES = 16
 
 
 @cache
@@ -144,12 +142,6 @@ every_variant = pytest.mark.parametrize(
         ),
     ],
 )
-
-
-@every_variant
-def test_kernels_keep_their_values_in_registers(architecture: int, variant: str) -> None:
-    used = {str(each): resources(each.kernel) for each in kernels(architecture, variant)}
-    assert not {each: its for each, its in used.items() if max(its.stack, its.local) > MOST_LOCAL_BYTES}
 
 
 @every_variant
