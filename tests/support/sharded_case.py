@@ -35,6 +35,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import EmbeddingAdam
@@ -153,7 +154,11 @@ def sharded_model(
     fused_params: dict[str, Any] | None = None,
 ) -> DistributedModelParallel:
     """Shards the case's collection over the default process group and sets its initial values."""
-    collection = unsharded_collection(case, dtype)
+    own = [
+        (rows, case.dim, names, dtype, case.pooling_of(t))
+        for t, (rows, names) in enumerate(zip(case.rows, case.features, strict=True))
+    ]
+    collection = unsharded_collection(own, sequence=case.sequence, weighted=case.weighted)
     fused = FUSED_OPTIMIZERS.get(case.optimizer, EmbOptimType.EXACT_SGD)
     fused_params = fused_params or {"optimizer": fused, "learning_rate": case.lr, "eps": 1e-8}
     kind_of_sharder = EmbeddingCollectionSharder if case.sequence else EmbeddingBagCollectionSharder
@@ -186,34 +191,43 @@ def sharded_model(
         plan=ShardingPlan(plan={"ebc": plan}),
         sharders=[sharder],
     )
-    for key, value in model.state_dict().items():
-        full = torch.from_numpy(tables[int(key.split(".")[-2][1:])])
-        if not isinstance(value, ShardedTensor):  # data-parallel
-            value.copy_(full)
-            continue
-        for shard in value.local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            shard.tensor.copy_(full[row : row + rows, column : column + columns])
+    load_tables(model, lambda key: tables[int(key.split(".")[-2][1:])])
     return model
 
 
-def unsharded_collection(case: Case, dtype: torch.dtype) -> EmbeddingBagCollection | EmbeddingCollection:
-    """Makes the case's collection on the meta device."""
-    kind: Any = EmbeddingConfig if case.sequence else EmbeddingBagConfig
+def load_tables(model: nn.Module, table_of: Callable[[str], np.ndarray]) -> None:
+    """Sets the tables of a sharded model; ``table_of(key)`` is the complete table of a key of its state."""
+    for key, value in model.state_dict().items():
+        if not key.endswith(".weight"):
+            continue
+        full = torch.from_numpy(table_of(key))
+        if not isinstance(value, ShardedTensor):  # data-parallel
+            value.detach().copy_(full)
+            continue
+        for shard in value.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.detach().copy_(full[row : row + rows, column : column + columns])
+
+
+def unsharded_collection(
+    tables: Sequence[tuple[int, int, Sequence[str], torch.dtype, str]], *, sequence: bool, weighted: bool
+) -> EmbeddingBagCollection | EmbeddingCollection:
+    """A collection on the meta device, of tables t0, t1 ... by (rows, columns, features, dtype, pooling)."""
+    kind: Any = EmbeddingConfig if sequence else EmbeddingBagConfig
     configs = [
         kind(
             name=f"t{t}",
-            num_embeddings=case.rows[t],
-            embedding_dim=case.dim,
-            feature_names=list(case.features[t]),
+            num_embeddings=rows,
+            embedding_dim=dim,
+            feature_names=list(features),
             data_type=DTYPES[dtype],
-            **({} if case.sequence else {"pooling": PoolingType(case.pooling_of(t).upper())}),
+            **({} if sequence else {"pooling": PoolingType(pooling.upper())}),
         )
-        for t in range(len(case.rows))
+        for t, (rows, dim, features, dtype, pooling) in enumerate(tables)
     ]
-    if case.sequence:
+    if sequence:
         return EmbeddingCollection(tables=configs, device=torch.device("meta"))
-    return EmbeddingBagCollection(tables=configs, is_weighted=case.weighted, device=torch.device("meta"))
+    return EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device("meta"))
 
 
 def on_a_grid(first: int) -> Callable[..., ParameterSharding]:
@@ -238,17 +252,25 @@ def on_a_grid(first: int) -> Callable[..., ParameterSharding]:
 
 
 def batch_of(case: Case, bags: dict, lo: int, hi: int) -> KeyedJaggedTensor:
-    own = [bags[name][lo : hi : case.samples_of_bag(name)] for name in case.keys]
     weighted = case.weighted and not case.sequence
+    shares = [case.samples_of_bag(name) for name in case.keys] if case.variable_batch else None
+    return jagged_of(case.keys, [bags[name][lo:hi] for name in case.keys], weighted=weighted, shares=shares)
+
+
+def jagged_of(
+    keys: list[str], bags: Sequence[Sequence[tuple]], *, weighted: bool, shares: Sequence[int] | None
+) -> KeyedJaggedTensor:
+    """Ids of each key's samples (ids, weights); in a variable batch ``shares`` samples of a key have one bag."""
+    own = [each[:: shares[k] if shares else 1] for k, each in enumerate(bags)]
     variable: dict[str, Any] = {}
-    if case.variable_batch:
-        bag_of_sample = [torch.arange(hi - lo) // case.samples_of_bag(name) for name in case.keys]
+    if shares:
+        bag_of_sample = [torch.arange(len(bags[0])) // share for share in shares]
         variable = {
             "stride_per_key_per_rank": [[len(bag)] for bag in own],
-            "inverse_indices": (case.keys, torch.stack(bag_of_sample)),
+            "inverse_indices": (keys, torch.stack(bag_of_sample)),
         }
     return KeyedJaggedTensor(
-        keys=case.keys,
+        keys=keys,
         values=torch.from_numpy(np.concatenate([ids for bag in own for ids, _ in bag] or [np.empty(0, np.int64)])),
         weights=torch.from_numpy(np.concatenate([w for bag in own for _, w in bag])) if weighted else None,
         lengths=torch.tensor([len(ids) for bag in own for ids, _ in bag]),
@@ -327,11 +349,13 @@ def loss_of(case: Case, model: nn.Module, bags: dict, targets: dict, lo: int, hi
 def dense_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer | None:
     """The case's optimizer of tables that have no fused one; None without such tables."""
     parameters = [each for _, each in in_backward_optimizer_filter(model.named_parameters())]
-    if not parameters:
-        return None
-    if case.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=case.lr, eps=1e-8)
-    return torch.optim.SGD(parameters, lr=case.lr)
+    return dense_like(case.optimizer, parameters, case.lr, 1e-8) if parameters else None
+
+
+def dense_like(fused: str, parameters: list[nn.Parameter], lr: float, eps: float) -> torch.optim.Optimizer:
+    """The dense optimizer that is like a fused one; SGD for Adam, which trains its tables itself."""
+    kinds: dict[str, Any] = {"adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+    return kinds[fused](parameters, lr=lr, eps=eps) if fused in kinds else torch.optim.SGD(parameters, lr=lr)
 
 
 def _worker(rank: int, world_size: int, folder: str, cases: Sequence[tuple[Case, Attach]]) -> None:

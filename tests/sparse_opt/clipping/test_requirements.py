@@ -25,6 +25,11 @@ CASE = Case(rows=(40,), features=(("a",),), max_ids=1)
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 
 
+attached_either_way = pytest.mark.parametrize(
+    "attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)]
+)
+
+
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path) -> Iterator[None]:
     with process_group(0, 1, str(tmp_path)):
@@ -35,14 +40,14 @@ def model_with(dtype: torch.dtype = torch.float32, **fused_params: Any) -> Any:
     return sharded_model(CASE, CASE.draw()["tables"], dtype, fused_params={**SGD, **fused_params})
 
 
-@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)])
+@attached_either_way
 def test_gradient_clipping_by_fbgemm_is_refused(attach: Any) -> None:
     model = model_with(gradient_clipping=True, max_gradient=0.5)
     with pytest.raises(ValueError, match=r"'t0' is under FBGEMM's gradient_clipping.* to 0.5 after"):
         attach(model, CowClip())
 
 
-@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)])
+@attached_either_way
 def test_2d_parallelism_is_refused(attach: Any) -> None:
     """DMPCollection itself needs CUDA; what it gives its collections is a ShardingEnv2D."""
     groups = [
@@ -108,7 +113,7 @@ def test_a_small_l2_moves_rows_of_float16_tables() -> None:
     np.testing.assert_allclose(got, expected.float().numpy(), rtol=2e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)])
+@attached_either_way
 def test_a_variable_batch_of_tables_that_are_looked_up_separately_is_refused(attach: Any) -> None:
     case = Case(variable_batch=True, pooling="sum,mean")
     model = sharded_model(case, case.draw()["tables"])
@@ -117,7 +122,7 @@ def test_a_variable_batch_of_tables_that_are_looked_up_separately_is_refused(att
         train_step(case, model, *case.draw()["steps"][0], 0, case.batch)
 
 
-@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)])
+@attached_either_way
 def test_ids_that_are_deduplicated_before_the_lookup_are_refused(attach: Any) -> None:
     case = Case(sequence=True)
     model = sharded_model(case, case.draw()["tables"])

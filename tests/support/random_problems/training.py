@@ -35,10 +35,8 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -46,7 +44,17 @@ from cowrec.sparse_opt import CLIP_RULES, AdamConfig, ClipRule, EmbeddingAdam, a
 from process_groups import process_group, start_in_processes
 from random_problems.drawing import Collection, Problem, Rule, Table, refusals
 from random_problems.in_loops import solve
-from sharded_case import CPU, DTYPES, FUSED_OPTIMIZERS, gathered, lookups_of, run_on
+from sharded_case import (
+    CPU,
+    FUSED_OPTIMIZERS,
+    dense_like,
+    gathered,
+    jagged_of,
+    load_tables,
+    lookups_of,
+    run_on,
+    unsharded_collection,
+)
 
 ANSWER_WITHIN = 240  # seconds, after numba has compiled
 """Time after which processes count as waiting for each other forever."""
@@ -232,11 +240,7 @@ def _dense_optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimize
         for key, each in in_backward_optimizer_filter(model.named_parameters())
         if not (problem.is_adam and ".embedding" in key)
     ]
-    if problem.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=problem.lr, eps=problem.eps)
-    if problem.optimizer == "rowwise_adagrad":
-        return RowWiseAdagrad(parameters, lr=problem.lr, eps=problem.eps)
-    return torch.optim.SGD(parameters, lr=problem.lr)
+    return dense_like(problem.optimizer, parameters, problem.lr, problem.eps)
 
 
 class _Batch(Pipelineable):
@@ -301,17 +305,13 @@ def sharded_model(problem: Problem, device: torch.device) -> DistributedModelPar
                 plan[f"c{c}"][f"t{t}"].compute_kernel = "fused"  # its generator lacks the argument
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     model = DistributedModelParallel(network, env=env, device=device, plan=ShardingPlan(plan=plan), sharders=sharders)
-    initial, state = problem.initial(), model.state_dict()
-    for key, value in state.items():
-        if not key.endswith(".weight"):
-            continue
+    initial = problem.initial()
+
+    def table_of(key: str) -> np.ndarray:
         c, t = (int(each[1:]) for each in _name(key).split("."))
-        full = torch.from_numpy(initial[c][t])
-        for shard in value.local_shards() if hasattr(value, "local_shards") else ():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            shard.tensor.detach().copy_(full[row : row + rows, column : column + columns])
-        if not hasattr(value, "local_shards"):
-            value.detach().copy_(full)
+        return initial[c][t]
+
+    load_tables(model, table_of)
     return model
 
 
@@ -340,21 +340,10 @@ def _generator(table: Table, device: torch.device) -> Any:
 
 
 def _unsharded(collection: Collection) -> EmbeddingBagCollection | EmbeddingCollection:
-    kind: Any = EmbeddingConfig if collection.sequence else EmbeddingBagConfig
     tables = [
-        kind(
-            name=f"t{t}",
-            num_embeddings=each.rows,
-            embedding_dim=each.dim,
-            feature_names=list(each.features),
-            data_type=DTYPES[getattr(torch, each.dtype)],
-            **({} if collection.sequence else {"pooling": PoolingType(each.pooling.upper())}),
-        )
-        for t, each in enumerate(collection.tables)
+        (each.rows, each.dim, each.features, getattr(torch, each.dtype), each.pooling) for each in collection.tables
     ]
-    if collection.sequence:
-        return EmbeddingCollection(tables=tables, device=torch.device("meta"))
-    return EmbeddingBagCollection(tables=tables, is_weighted=collection.weighted, device=torch.device("meta"))
+    return unsharded_collection(tables, sequence=collection.sequence, weighted=collection.weighted)
 
 
 def _batches(problem: Problem, drawn: list[dict[str, Any]]) -> list[_Batch]:
@@ -367,25 +356,9 @@ def _batches(problem: Problem, drawn: list[dict[str, Any]]) -> list[_Batch]:
 def _batch(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) -> _Batch:
     ids, targets = [], {}
     for c, (collection, of_feature) in enumerate(zip(problem.collections, drawn, strict=True)):
-        names = collection.features
-        own = [of_feature[name][lo : hi : collection.samples_of_bag(name)] for name in names]
-        weighted = collection.weighted and not collection.sequence
-        variable: dict[str, Any] = {}
-        if collection.variable_batch:
-            bag_of_sample = [torch.arange(hi - lo) // collection.samples_of_bag(name) for name in names]
-            variable = {
-                "stride_per_key_per_rank": [[len(bags)] for bags in own],
-                "inverse_indices": (names, torch.stack(bag_of_sample)),
-            }
-        ids.append(
-            KeyedJaggedTensor(
-                keys=names,
-                values=torch.from_numpy(np.concatenate([each for bags in own for each, _ in bags])),
-                weights=torch.from_numpy(np.concatenate([w for bags in own for _, w in bags])) if weighted else None,
-                lengths=torch.tensor([len(each) for bags in own for each, _ in bags]),
-                **variable,
-            )
-        )
+        names, weighted = collection.features, collection.weighted and not collection.sequence
+        shares = [collection.samples_of_bag(name) for name in names] if collection.variable_batch else None
+        ids.append(jagged_of(names, [of_feature[each][lo:hi] for each in names], weighted=weighted, shares=shares))
         for _, name, output in collection.outputs():
             target, bags = of_feature[f"target {output}"][lo:hi], of_feature[name][lo:hi]
             if collection.sequence:
