@@ -1,7 +1,7 @@
 """CowClip and the embedding optimizers, for use in any TorchRec job.
 
-Names are imported on first use: the clip and scaling functions need only torch; ``attach_cowclip``, ``EmbeddingAdam``
-and ``IdTableModule`` need TorchRec and FBGEMM; these three and ``IdTables`` need numba.
+Names are imported on first use: the clip and scaling functions need only torch; ``attach_cowclip`` and
+``EmbeddingAdam`` need TorchRec and FBGEMM; these two and ``IdTables`` need numba.
 """
 
 from importlib import import_module
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .id_tables.kernels.hashing import hashed_ids, id_bucket_rows
     from .id_tables.layout import rows_for
     from .id_tables.tables import Entries, IdTables, NewRows
-    from .id_tables.torchrec_module import IdTableModule
     from .optim.embedding_adam import EmbeddingAdam
     from .optim.row_init import RowInitializer
 
@@ -50,7 +49,6 @@ _NAMES = {
     ".id_tables.kernels.hashing": "hashed_ids id_bucket_rows",
     ".id_tables.layout": "rows_for",
     ".id_tables.tables": "Entries IdTables NewRows",
-    ".id_tables.torchrec_module": "IdTableModule",
     ".optim.embedding_adam": "EmbeddingAdam",
     ".optim.row_init": "RowInitializer",
 }
@@ -72,7 +70,6 @@ __all__ = [
     "GlobalClip",
     "Hyperparameters",
     "IdTableConfig",
-    "IdTableModule",
     "IdTables",
     "LookupsHandle",
     "NewRows",
