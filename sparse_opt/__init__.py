@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         clip_scales,
         clip_tables,
         cowclip_limits,
-        reference_cowclip_limits,
     )
     from .algorithm.scaling import PRESETS, SCALING_RULES, Hyperparameters, Preset, scale_clip, scale_hyperparameters
     from .clipping.attach import attach_cowclip
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 _NAMES = {
     ".algorithm.adam": "AdamConfig",
     ".algorithm.clip": "CLIP_RULES AdaptiveFieldClip ClipRule ConstantClip CowClip FieldClip GlobalClip NoClip"
-    " ReferenceCowClip RowLimit clip_rows clip_scales clip_tables cowclip_limits reference_cowclip_limits",
+    " ReferenceCowClip RowLimit clip_rows clip_scales clip_tables cowclip_limits",
     ".algorithm.scaling": "PRESETS SCALING_RULES Hyperparameters Preset scale_clip scale_hyperparameters",
     ".clipping.attach": "attach_cowclip",
     ".clipping.handle": "LookupsHandle detach_cowclip",
@@ -87,7 +86,6 @@ __all__ = [
     "detach_cowclip",
     "hashed_ids",
     "id_bucket_rows",
-    "reference_cowclip_limits",
     "rows_for",
     "scale_clip",
     "scale_hyperparameters",

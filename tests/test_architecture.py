@@ -109,7 +109,6 @@ NEEDS_TORCH_ALONE = (
     "clip_scales",
     "clip_tables",
     "cowclip_limits",
-    "reference_cowclip_limits",
     "scale_clip",
     "scale_hyperparameters",
 )

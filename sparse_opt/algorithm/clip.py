@@ -165,7 +165,7 @@ class GlobalClip(ConstantClip):
 
 
 @dataclass(frozen=True)
-class AdaptiveFieldClip:
+class AdaptiveFieldClip(CowClip):
     """Adaptive threshold for each table (the paper's Table 6, adaptive field-wise): ``max(r * ||w||, zeta)``.
 
     Both norms are over the table's rows present in the batch, as in :class:`FieldClip`. There is no count, because a
@@ -179,14 +179,8 @@ class AdaptiveFieldClip:
         ValueError: r or zeta is out of range.
     """
 
-    r: float = 1.0
-    zeta: float = 1e-5
     name: ClassVar[str] = "adaptive_field"
     scope: ClassVar[Scope] = "field"
-
-    def __post_init__(self) -> None:
-        _require("clip.r", self.r, positive=True)
-        _require("clip.zeta", self.zeta, positive=False)
 
     def limit(self, embedding_dim: int) -> RowLimit:
         return RowLimit(self.r, self.zeta, per_occurrence=False)
@@ -211,14 +205,6 @@ def cowclip_limits(weights: Tensor, counts: Tensor, *, r: float, zeta: float) ->
         float [U], float32 or the weights' own type if wider. Source: arXiv 2204.06240, Algorithm 1, line 8.
     """
     return limits_of_norms(row_norms(weights), counts, *CowClip(r, zeta).limit(weights.shape[-1]))
-
-
-def reference_cowclip_limits(weights: Tensor, counts: Tensor, *, r: float, bound: float) -> Tensor:
-    """Largest allowed gradient norm of each row as in the reference: ``r * counts * max(||w||, r * sqrt(D) * bound)``.
-
-    Args and returns as in :func:`cowclip_limits`; ``r`` is the reference's ``--clip``, ``bound`` its ``--bound``.
-    """
-    return limits_of_norms(row_norms(weights), counts, *ReferenceCowClip(r, bound).limit(weights.shape[-1]))
 
 
 def clip_scales(grads: Tensor, limits: Tensor) -> Tensor:

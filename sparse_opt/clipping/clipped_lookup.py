@@ -1,14 +1,16 @@
-"""One lookup under a clip rule: the limits of its tables, its statistics, and the back end for its rows."""
+"""One lookup under a clip rule: its limits, statistics and back end, and the backward passes that wait for others."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.column_shards import ColumnShards, Groups
 from cowrec.sparse_opt.tbe.lookup import BagsOfLookup, TbeLookup, layout_of
 
-from .accumulation import Accumulation
-from .row_backends import NumbaRows, RowBackend, RowFactors, TorchRows, TritonRows
+from .row_backends import NumbaRows, RowBackend, TorchRows, TritonRows
 from .statistics import ClipStatistics
 from .table_rules import TableLimits, TableRules
 
@@ -48,10 +50,9 @@ class ClippedLookup:
         self.statistics = ClipStatistics(lookup)
         adds_up = rules.scope == "row" and self.limits.clipped_column_shards
         columns = ColumnShards(lookup, self.layout, groups or {}, adds_up) if adds_up else None
-        factors = RowFactors(lookup, self.limits, columns, self.statistics)
         kernels = TritonRows if weights.is_cuda else NumbaRows
         device: RowBackend = kernels(lookup, self.layout, self.limits, self.statistics)
-        self.in_torch = TorchRows(lookup, self.layout, factors, device)
+        self.in_torch = TorchRows(lookup, self.layout, self.limits, self.statistics, columns, device)
         self.rows: RowBackend = device if self.is_local and weights.dtype == torch.float32 else self.in_torch
         if lookup.is_cached and not self.is_local:
             raise ValueError(
@@ -64,4 +65,86 @@ class ClippedLookup:
     def is_local(self) -> bool:
         """True if a row's limit and update depend only on what this process has of the row."""
         torch_rows = self.in_torch
-        return self.limits.scope == "row" and torch_rows.factors.columns is None and not torch_rows.gathers_rows
+        return self.limits.scope == "row" and torch_rows.columns is None and not torch_rows.gathers_rows
+
+
+class Accumulation:
+    """Backward passes of a lookup that wait for the last one of their step: they become one, with one clip.
+
+    Args:
+        bags: finds the bags of the lookup's forward passes.
+
+    Attributes:
+        passes: backward passes of a step.
+    """
+
+    def __init__(self, bags: BagsOfLookup):
+        self.passes = 1
+        self._bags, self._waiting, self._finite = bags, list[LookupBackward](), list[Tensor]()
+
+    @property
+    def waiting(self) -> int:
+        """Number of passes that wait."""
+        return len(self._waiting)
+
+    def drop(self) -> None:
+        """Forgets the passes that wait."""
+        self._waiting, self._finite = [], []
+
+    def add(self, backward: LookupBackward, finite: Tensor | None) -> LookupBackward | None:
+        """Adds a pass; returns the passes of a step as one once they are complete, else None.
+
+        Bags are ordered by feature, then by pass, so that the ids of a row stay in their order. If one of the passes is
+        not finite (bool []), none has a gradient: a GradScaler skips the step of the other parameters too.
+        """
+        if self.passes == 1:
+            return backward
+        if backward.output_grad.dim() == 1:
+            raise ValueError(
+                "backward passes with a variable batch size per feature cannot be accumulated; take a step for each,"
+                " or give every feature the same batch size"
+            )
+        self._waiting.append(_copied(backward))
+        if finite is not None:
+            self._finite.append(finite)
+        if len(self._waiting) < self.passes:
+            return None
+        step = self._joined(self._waiting)
+        if self._finite:
+            step = replace(step, output_grad=torch.where(torch.stack(self._finite).all(), step.output_grad, 0))
+        self.drop()
+        return step
+
+    def _joined(self, passes: list[LookupBackward]) -> LookupBackward:
+        # Where every id is a bag, a feature's ids of one pass move together.
+        is_sequence = self._bags.is_sequence
+        offsets = [each.bags.blocks.first_bag if is_sequence else each.bags.offsets for each in passes]
+        features = len(passes[0].bags.blocks.table)
+        bags = [(len(each) - 1) // features for each in offsets]
+        numbers = torch.arange(features * sum(bags)).split([features * size for size in bags])
+        by_feature = [each.view(features, size) for each, size in zip(numbers, bags, strict=True)]
+        device = offsets[0].device
+        order = torch.cat(by_feature, dim=1).flatten().int()
+        if device.type == "cuda":
+            order = order.pin_memory().to(device, non_blocking=True)
+        lengths = torch.cat([each.diff() for each in offsets]).long()
+        ids = torch.arange(sum(each.bags.indices.numel() for each in passes), device=device)
+        lengths, ids, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, lengths, ids, None, ids.numel())
+        indices = torch.cat([each.bags.indices for each in passes])[ids]
+        weights = None
+        if passes[0].id_weights is not None:
+            weights = torch.cat([each.id_weights for each in passes if each.id_weights is not None])[ids]
+        grads = torch.cat([each.output_grad for each in passes])
+        inputs: dict[str, Tensor] = {
+            "indices": indices,
+            "offsets": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        }
+        return LookupBackward(self._bags.of(inputs), weights, grads[ids] if is_sequence else grads)
+
+
+def _copied(backward: LookupBackward) -> LookupBackward:
+    """A pass with its ids in memory of its own: after a backward pass callers may overwrite the batch."""
+    bags, weights = backward.bags, backward.id_weights
+    blocks = bags.blocks._replace(first_bag=bags.blocks.first_bag.clone())
+    bags = bags._replace(indices=bags.indices.clone(), offsets=bags.offsets.clone(), blocks=blocks)
+    return replace(backward, bags=bags, id_weights=None if weights is None else weights.detach().clone(), ids=None)

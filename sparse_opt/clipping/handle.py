@@ -187,10 +187,7 @@ def detach_cowclip(model: nn.Module) -> None:
     For a handle that was lost. Has no effect where nothing is attached.
     """
     for collection in sharded_collections(model).values():
-        getattr(collection, _DETACH, _nothing)()
-
-
-def _nothing() -> None: ...
+        getattr(collection, _DETACH, lambda: None)()
 
 
 def _with_weights_of_means(inputs: Inputs) -> Inputs:

@@ -277,85 +277,35 @@ class TritonRows:
         self._replay_kernels.replay_rows_on_device(row, begin, self._layout, clips, adam.state, cache, *numbers)
 
 
-class RowFactors:
-    """Clip factors of the rows of one lookup, in torch; records their ratios in the statistics. Sizes: T tables.
+class TorchRows:
+    """The rows of a lookup in torch, with the collectives that some plans and rules need. Sizes: T tables.
 
     Args:
         columns: adds up norms over column shards; None where rows are complete.
+        device: back end of the device, for what kernels do.
 
     Attributes:
-        adds_up_norms: whether a norm includes rows of other ranks.
-    """
-
-    def __init__(
-        self, lookup: TbeLookup, limits: TableLimits, columns: ColumnShards | None, statistics: ClipStatistics
-    ):
-        self.columns = columns
-        self.adds_up_norms = {"row": False, "field": lookup.splits_rows, "global": lookup.num_ranks > 1}[limits.scope]
-        self._lookup, self._limits, self._statistics = lookup, limits, statistics
-
-    def of_rows(self, rows: RowGradients) -> Tensor:
-        """Computes the clip factor of each row, float [nnz], padded like the rows."""
-        measured = self.clipped_columns(rows)
-        if self._limits.scope != "row":
-            return self.of_norms(rows, *self.group_norms(self._table_squares(rows, measured))[:, rows.table])
-        parts = [part.where(measured, 0) for part in (rows.grad, rows.weight)]
-        norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts])
-        if self.columns:
-            norms = self.columns.add_up(rows, norms.square()).sqrt()
-        return self.of_norms(rows, *norms)
-
-    def of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
-        """Computes :meth:`of_rows` from the norms of gradients and weights that bound each row, float [nnz]."""
-        norms, weight_norms = norms.to(rows.grad.dtype), weight_norms.to(rows.grad.dtype)
-        _, r, floor, per_occurrence = (each[rows.table] for each in self._limits.clips)
-        limits = limits_of_norms(weight_norms, rows.counts.count, r, floor, per_occurrence)
-        self._statistics.record(torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf), rows)
-        return scales_of_norms(norms, limits)
-
-    def group_norms(self, squares: Tensor) -> Tensor:
-        """Adds up the tables' squared norms here to norms of each table, or of all together, over all ranks.
-
-        ``squares`` is float64 [2, T], of gradients and of weights; returns [2, T]. Excluded tables do not count.
-        """
-        squares = squares.where(~self._limits.excluded, 0)
-        if self._limits.scope == "global":  # ranks may hold different tables: only the sum has one shape on all ranks
-            squares = squares.sum(1, keepdim=True)
-        if self.adds_up_norms:
-            dist.all_reduce(squares, group=self._lookup.process_group)
-        return squares.sqrt().expand(-1, len(self._lookup.shards))
-
-    def clipped_columns(self, rows: RowGradients) -> Tensor:
-        """True for the columns that the clip measures and scales, bool [nnz, D]."""
-        column = torch.arange(rows.grad.shape[1], device=rows.grad.device)
-        return column < self._limits.clips.columns[rows.table][:, None]
-
-    def _table_squares(self, rows: RowGradients, measured: Tensor) -> Tensor:
-        """Squared norms of each table's gradients and weights, over its rows of the batch; float64 [2, T]."""
-        measured = measured & rows.counts.real[:, None]
-        squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
-        zeros = torch.zeros(2, len(self._lookup.shards), dtype=torch.float64, device=measured.device)
-        return zeros.index_add_(1, rows.table, torch.stack(squares))
-
-
-class TorchRows:
-    """The rows of a lookup in torch, with the collectives that some plans and rules need.
-
-    Attributes:
-        factors: clip factors of the rows.
         gathers_rows: whether the ranks hold copies of the tables and exchange the rows of their batches.
+        waits_for_ranks: whether a backward pass takes part in collectives even without ids.
     """
 
     is_capturable = False
 
-    def __init__(self, lookup: TbeLookup, layout: LookupLayout, factors: RowFactors, device: RowBackend):
-        self._lookup, self._layout, self.factors, self._device = lookup, layout, factors, device
+    def __init__(
+        self,
+        lookup: TbeLookup,
+        layout: LookupLayout,
+        limits: TableLimits,
+        statistics: ClipStatistics,
+        columns: ColumnShards | None,
+        device: RowBackend,
+    ):
+        self._lookup, self._layout, self._limits, self._statistics = lookup, layout, limits, statistics
+        self.columns, self._device = columns, device
         self.gathers_rows = lookup.is_replicated and lookup.num_ranks > 1
-
-    @property
-    def waits_for_ranks(self) -> bool:
-        """True if a backward pass takes part in collectives even without ids."""
-        return self.factors.adds_up_norms or self.gathers_rows
+        # A norm may include rows of other ranks.
+        self._adds_up_norms = {"row": False, "field": lookup.splits_rows, "global": lookup.num_ranks > 1}[limits.scope]
+        self.waits_for_ranks = self._adds_up_norms or self.gathers_rows
 
     def find_rows(self, bags: LookupBags) -> LookupIds:
         return self._device.find_rows(bags)
@@ -377,7 +327,7 @@ class TorchRows:
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
         rows = self.row_gradients(self.sum_rows(backward))
-        return self.factors.of_rows(rows)[rows.counts.slot]
+        return self.factors(rows)[rows.counts.slot]
 
     def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
         output_grad = torch.zeros_like(backward.output_grad, memory_format=torch.contiguous_format)
@@ -407,8 +357,8 @@ class TorchRows:
         return rows
 
     def _clip(self, rows: RowGradients) -> None:
-        factors = self.factors.of_rows(rows)[:, None]
-        rows.grad.mul_(torch.where(self.factors.clipped_columns(rows), factors, 1))
+        factors = self.factors(rows)[:, None]
+        rows.grad.mul_(torch.where(self._clipped_columns(rows), factors, 1))
 
     def id_weight_grad(self, backward: LookupBackward) -> Tensor:
         """Gradient of each id's weight in its bag's sum, float32 [nnz]: its row times the gradient of the bag."""
@@ -455,6 +405,49 @@ class TorchRows:
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
         if len(rows):
             self._device.replay(rows, adam)
+
+    def factors(self, rows: RowGradients) -> Tensor:
+        """Computes the clip factor of each row, float [nnz], padded like the rows, and records their ratios."""
+        measured = self._clipped_columns(rows)
+        if self._limits.scope != "row":
+            return self.factors_of_norms(rows, *self.group_norms(self._table_squares(rows, measured))[:, rows.table])
+        parts = [part.where(measured, 0) for part in (rows.grad, rows.weight)]
+        norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts])
+        if self.columns:
+            norms = self.columns.add_up(rows, norms.square()).sqrt()
+        return self.factors_of_norms(rows, *norms)
+
+    def factors_of_norms(self, rows: RowGradients, norms: Tensor, weight_norms: Tensor) -> Tensor:
+        """Computes :meth:`factors` from the norms of gradients and weights that bound each row, float [nnz]."""
+        norms, weight_norms = norms.to(rows.grad.dtype), weight_norms.to(rows.grad.dtype)
+        _, r, floor, per_occurrence = (each[rows.table] for each in self._limits.clips)
+        limits = limits_of_norms(weight_norms, rows.counts.count, r, floor, per_occurrence)
+        self._statistics.record(torch.nan_to_num(norms / limits, nan=0.0, posinf=torch.inf), rows)
+        return scales_of_norms(norms, limits)
+
+    def group_norms(self, squares: Tensor) -> Tensor:
+        """Adds up the tables' squared norms here to norms of each table, or of all together, over all ranks.
+
+        ``squares`` is float64 [2, T], of gradients and of weights; returns [2, T]. Excluded tables do not count.
+        """
+        squares = squares.where(~self._limits.excluded, 0)
+        if self._limits.scope == "global":  # ranks may hold different tables: only the sum has one shape on all ranks
+            squares = squares.sum(1, keepdim=True)
+        if self._adds_up_norms:
+            dist.all_reduce(squares, group=self._lookup.process_group)
+        return squares.sqrt().expand(-1, len(self._lookup.shards))
+
+    def _clipped_columns(self, rows: RowGradients) -> Tensor:
+        """True for the columns that the clip measures and scales, bool [nnz, D]."""
+        column = torch.arange(rows.grad.shape[1], device=rows.grad.device)
+        return column < self._limits.clips.columns[rows.table][:, None]
+
+    def _table_squares(self, rows: RowGradients, measured: Tensor) -> Tensor:
+        """Squared norms of each table's gradients and weights, over its rows of the batch; float64 [2, T]."""
+        measured = measured & rows.counts.real[:, None]
+        squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
+        zeros = torch.zeros(2, len(self._lookup.shards), dtype=torch.float64, device=measured.device)
+        return zeros.index_add_(1, rows.table, torch.stack(squares))
 
     def _require_uncached(self) -> None:
         if self._lookup.is_cached:

@@ -54,7 +54,7 @@ def _norms_beyond_rows(
 
     None if a row's norm depends only on its columns here.
     """
-    columns = clipped.in_torch.factors.columns
+    columns = clipped.in_torch.columns
     if clipped.limits.scope == "row" and columns is None:
         return None
     squares = [
@@ -70,7 +70,7 @@ def _norms_beyond_rows(
     if columns:
         return [each.sqrt().float() for each in columns.add_up_tables(squares)]
     summed = torch.stack([each.sum(1) for each in squares], dim=1)
-    return list(clipped.in_torch.factors.group_norms(summed).float().split(1, dim=1))
+    return list(clipped.in_torch.group_norms(summed).float().split(1, dim=1))
 
 
 def _parts(
@@ -86,9 +86,9 @@ def _parts(
 def _record_clips(clipped: ClippedLookup, batch_rows: RowGradients, norms: list[Tensor] | None) -> None:
     """Records statistics of the batch's rows, whose gradients include L2; dense_adam_ computes its own factors."""
     if norms is None or clipped.limits.scope == "row":
-        clipped.in_torch.factors.of_rows(batch_rows)
+        clipped.in_torch.factors(batch_rows)
     else:
-        clipped.in_torch.factors.of_norms(batch_rows, *torch.cat(norms, dim=1)[:, batch_rows.table])
+        clipped.in_torch.factors_of_norms(batch_rows, *torch.cat(norms, dim=1)[:, batch_rows.table])
 
 
 def dense_adam_(

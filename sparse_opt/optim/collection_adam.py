@@ -292,24 +292,15 @@ class CollectionState:
                 own[LAST_STEP] = self._last_steps[table]
             else:
                 own[STEP] = Entry(
-                    self._take_steps if number == 0 else self._steps_taken,
-                    self._load_steps if number == last else _ignore,
+                    self._take_steps if number == 0 else lambda: torch.tensor(self._steps),
+                    (lambda steps: self._adam.restore(int(steps))) if number == last else lambda _: None,
                 )
         if stored:  # loaded after the last steps of all tables
-            own[LRS] = Entry(self._adam.stored_rates, self._load_rates)
+            own[LRS] = Entry(self._adam.stored_rates, self._adam.restore_stored)
 
     def _take_steps(self) -> Tensor:
         self._steps = self._adam.settle()
-        return self._steps_taken()
-
-    def _steps_taken(self) -> Tensor:
         return torch.tensor(self._steps)
-
-    def _load_steps(self, steps: Tensor) -> None:
-        self._adam.restore(int(steps))
-
-    def _load_rates(self, rates: Any) -> None:
-        self._adam.restore_stored(rates)
 
     def _sharded(self, flats: list[Tensor], *, per_row: bool = False) -> dict[str, Any]:
         dtype = torch.int32 if per_row else torch.float32
@@ -319,6 +310,3 @@ class CollectionState:
 
 def _table(key: str) -> str:
     return key.removesuffix(".weight")
-
-
-def _ignore(_: Any) -> None: ...

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from cowrec.sparse_opt.clipping.accumulation import Accumulation
+from cowrec.sparse_opt.clipping.clipped_lookup import Accumulation
 from sharded_case import Case, batch_of, gather_tables, loss_of, process_group, sharded_model
 
 CASE = Case(pooling="sum,mean")  # two lookups

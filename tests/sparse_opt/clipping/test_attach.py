@@ -79,7 +79,7 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
     everything = float(np.sqrt(sum((each**2).sum() for each in grads)))
     for stats, table, grad, count in zip(handle.stats().values(), drawn["tables"], grads, counts, strict=True):
         weights = table[count > 0].astype(np.float64)
-        if isinstance(rule, CowClip):
+        if rule == RULE:
             norms = np.linalg.norm(grad[count > 0], axis=1)
             ratios = norms / (count[count > 0] * np.maximum(np.linalg.norm(weights, axis=1), RULE.zeta))
         else:
