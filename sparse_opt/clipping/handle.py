@@ -173,10 +173,10 @@ def _wrap_lookup(
     def undo() -> None:
         del module.forward
         if is_mean:
-            clipped.lookup.pool_by_mean()
+            clipped.lookup.pool_by(mean=True)
 
     if is_mean:
-        clipped.lookup.pool_by_weighted_sum()
+        clipped.lookup.pool_by(mean=False)
     module.forward = torch.compiler.disable(wrapped)  # the kernels of numba and Triton cannot be traced
     return undo
 

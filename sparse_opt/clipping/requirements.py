@@ -62,12 +62,12 @@ def clipped_lookups(
 def _clippable_lookups(model: nn.Module, skipped: set[str], unclipped: set[str]) -> list[TbeLookup]:
     """Lookups of this rank. Raises ValueError for a table that cannot be clipped and is not skipped."""
     lookups, refusals = find_lookups(model)
-    for refusal in refusals:
-        if refusal.table not in skipped:
+    for table, reason in refusals.items():
+        if table not in skipped:
             remedy = "to leave it unclipped name it in exclude"
-            if refusal.table in unclipped:
+            if table in unclipped:
                 remedy = "exclude leaves it unclipped, but it still needs L2 or the optimizer"
-            raise ValueError(f"table {refusal.table!r} cannot be clipped: {refusal.reason}; {remedy}")
+            raise ValueError(f"table {table!r} cannot be clipped: {reason}; {remedy}")
     for lookup in lookups:
         if lookup.max_gradient is not None:
             raise ValueError(

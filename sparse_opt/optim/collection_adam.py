@@ -20,6 +20,7 @@ from .lookup_adam import LookupAdam
 from .replay import StepHistory
 
 LAST_STEP, LRS, STEP = "last_step", "lrs", "step"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CollectionAdam:
@@ -33,6 +34,9 @@ class CollectionAdam:
     Attributes:
         lookups: Adam on each lookup.
         history: the collection's steps.
+        params: weights by path, sharded as in the model's ``state_dict()``; made by :meth:`make_state`.
+        of_param: ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are replayed,
+            within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
     """
 
     def __init__(
@@ -49,6 +53,9 @@ class CollectionAdam:
         self._state_hooks: list[RemovableHandle] = []
         self.history = StepHistory(config, device)
         self.lookups = [LookupAdam(each, config, self.history, lr_factors) for each in clipped]
+        self.params: dict[str, Tensor] = {}
+        self.of_param: dict[Tensor, dict[str, Any]] = {}
+        self._steps = 0
 
     @property
     def step(self) -> int:
@@ -86,13 +93,15 @@ class CollectionAdam:
 
     @contextmanager
     def as_stored(self) -> Iterator[None]:
-        """Makes the collection's ``state_dict()`` return the rows as they are in memory."""
+        """Makes the states, the collection's too, hold the rows as they are in memory, some of them behind."""
+        self._set_entries(stored=bool(self._last_steps))
         hooks, self._state_hooks = self._state_hooks, []
         for hook in hooks:
             hook.remove()
         try:
             yield
         finally:
+            self._set_entries(stored=False)
             if hooks:
                 self._hook_state()
 
@@ -212,62 +221,24 @@ class CollectionAdam:
         dist.all_reduce(steps, dist.ReduceOp.MAX)
         return int(steps)
 
+    def make_state(self, path: str) -> None:
+        """Makes ``params`` and ``of_param``; ``path`` is the collection's in the model, without names of wrappers.
 
-def _has_peers() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-class Entry:
-    """Entry of a state that is computed when the state is taken, and acts when the state is loaded.
-
-    KeyedOptimizer calls both functions, also where it is part of another one.
-    """
-
-    def __init__(self, take: Callable[[], Any], load: Callable[[Any], None]):
-        self.state_dict, self.load_state_dict = take, load
-
-
-class CollectionState:
-    """State of a collection's tables. All ranks must make, take and load it together.
-
-    Args:
-        path: the collection's path in the model, without the names of wrappers.
-
-    Attributes:
-        params: weights by path, sharded as in the model's ``state_dict()``.
-        of_param: ``exp_avg`` and ``exp_avg_sq`` of each weight, sharded like it, and ``step``. Where rows are replayed,
-            within :meth:`as_stored`, ``last_step`` in place of ``step``, and the last weight's ``lrs``.
-    """
-
-    def __init__(self, path: str, adam: CollectionAdam):
-        self._adam, self._steps = adam, 0
-        lookups = adam.lookups
-        with adam.as_stored():
-            kinds = {
-                name: self._sharded([getattr(each, name) for each in lookups]) for name in ("exp_avg", "exp_avg_sq")
-            }
-            last_steps = [each.last_step for each in lookups if each.replays]
-            self._last_steps = self._sharded(last_steps, per_row=True) if adam.history.is_replayed else {}
-            weights = {
-                key: weight for key, weight in adam.collection.state_dict().items() if _table(key) in kinds["exp_avg"]
-            }
+        All ranks must call together.
+        """
+        kinds = {name: self._sharded([getattr(each, name) for each in self.lookups]) for name in _MOMENTS}
+        last_steps = [each.last_step for each in self._replayed()]
+        self._last_steps = self._sharded(last_steps, per_row=True) if self.history.is_replayed else {}
+        weights = {
+            key: weight for key, weight in self.collection.state_dict().items() if _table(key) in kinds[_MOMENTS[0]]
+        }
         prefix = f"{path}." if path else ""
-        self.params: dict[str, Tensor] = {f"{prefix}{key}": weight for key, weight in weights.items()}
-        self.of_param: dict[Tensor, dict[str, Any]] = {
+        self.params = {f"{prefix}{key}": weight for key, weight in weights.items()}
+        self.of_param = {
             weight: {name: tensors[_table(key)] for name, tensors in kinds.items()} for key, weight in weights.items()
         }
         self._tables = [_table(key) for key in weights]
         self._set_entries(stored=False)
-
-    @contextmanager
-    def as_stored(self) -> Iterator[None]:
-        """Makes it hold rows as they are in memory, some of them behind; has no effect unless rows are replayed."""
-        self._set_entries(stored=bool(self._last_steps))
-        try:
-            with self._adam.as_stored():
-                yield
-        finally:
-            self._set_entries(stored=False)
 
     def require_entries(self, given: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises ValueError if the ``state`` of a state_dict lacks an entry."""
@@ -293,19 +264,33 @@ class CollectionState:
             else:
                 own[STEP] = Entry(
                     self._take_steps if number == 0 else lambda: torch.tensor(self._steps),
-                    (lambda steps: self._adam.restore(int(steps))) if number == last else lambda _: None,
+                    (lambda steps: self.restore(int(steps))) if number == last else lambda _: None,
                 )
         if stored:  # loaded after the last steps of all tables
-            own[LRS] = Entry(self._adam.stored_rates, self._adam.restore_stored)
+            own[LRS] = Entry(self.stored_rates, self.restore_stored)
 
     def _take_steps(self) -> Tensor:
-        self._steps = self._adam.settle()
+        self._steps = self.settle()
         return torch.tensor(self._steps)
 
     def _sharded(self, flats: list[Tensor], *, per_row: bool = False) -> dict[str, Any]:
         dtype = torch.int32 if per_row else torch.float32
-        lookups = [each.lookup for each in self._adam.lookups]
-        return sharded_like_weights(self._adam.collection, lookups, flats, dtype, per_row=per_row)
+        lookups = [each.lookup for each in self.lookups]
+        return sharded_like_weights(self.collection, lookups, flats, dtype, per_row=per_row)
+
+
+def _has_peers() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Entry:
+    """Entry of a state that is computed when the state is taken, and acts when the state is loaded.
+
+    KeyedOptimizer calls both functions, also where it is part of another one.
+    """
+
+    def __init__(self, take: Callable[[], Any], load: Callable[[Any], None]):
+        self.state_dict, self.load_state_dict = take, load
 
 
 def _table(key: str) -> str:

@@ -30,7 +30,7 @@ from cowrec.sparse_opt.tbe.discovery import (
     table_names,
 )
 
-from .collection_adam import CollectionAdam, CollectionState
+from .collection_adam import CollectionAdam
 from .lookup_adam import LookupAdam, require_replaceable
 from .replay import require_replayable
 
@@ -112,9 +112,10 @@ class EmbeddingAdam(FusedOptimizer):
                 )
                 for module in collections.values()
             ]
-        self._states = [CollectionState(*each) for each in zip(collections, self.collections, strict=True)]
-        params = {key: weight for each in self._states for key, weight in each.params.items()}
-        state = {weight: own for each in self._states for weight, own in each.of_param.items()}
+        for path, each in zip(collections, self.collections, strict=True):
+            each.make_state(path)
+        params = {key: weight for each in self.collections for key, weight in each.params.items()}
+        state = {weight: own for each in self.collections for weight, own in each.of_param.items()}
         super().__init__(params, state, [{"params": list(params.values()), "lr": config.lr}])
         adam_of, loss_scale = {adam.clipped: adam for adam in self.lookups}, LossScale(grad_scaler)
         self._handle: LookupsHandle = wrap_lookups(
@@ -234,8 +235,8 @@ class EmbeddingAdam(FusedOptimizer):
         ``lrs``, a list of the learning rates of all steps.
         """
         with ExitStack() as stack:
-            for state in self._states:
-                stack.enter_context(state.as_stored())
+            for each in self.collections:
+                stack.enter_context(each.as_stored())
             yield
 
     def step(self, closure: Any = None) -> None:
@@ -251,7 +252,7 @@ class EmbeddingAdam(FusedOptimizer):
             ValueError: a table or entry is missing; or the state was taken within :meth:`as_stored` and is loaded
                 elsewhere, or the reverse.
         """
-        for each in self._states:
+        for each in self.collections:
             each.require_entries(state_dict["state"])
         super().load_state_dict(state_dict)
 

@@ -7,7 +7,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
@@ -31,26 +30,18 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from .lookup import ShardedCollection, TbeLookup, groups_of_ranks, has_row_shards, ranks_of_columns, table_names_of
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Table without a lookup that can be clipped, and the reason."""
-
-    table: str
-    reason: str
-
-
-def find_lookups(model: nn.Module) -> tuple[list[TbeLookup], list[Refusal]]:
-    """Finds the lookups of every sharded collection in a model, and the tables that cannot be clipped."""
+def find_lookups(model: nn.Module) -> tuple[list[TbeLookup], dict[str, str]]:
+    """Finds the lookups of every sharded collection in a model, and by table why one cannot be clipped."""
     lookups: list[TbeLookup] = []
-    refusals: list[Refusal] = []
+    refusals: dict[str, str] = {}
     for module, names in table_names(model):
         if not isinstance(module, ShardedCollection):
-            refusals += [Refusal(name, _why_not(module)) for name in names.values()]
+            refusals |= dict.fromkeys(names.values(), _why_not(module))
             continue
         for kernel in _kernels(module):
-            reason = _why_not_counted(module) or _why_not_kernel(kernel)
-            if reason:
-                refusals += [Refusal(names[table.name], reason) for table in kernel._config.embedding_tables]
+            if reason := _why_not_kernel(module, kernel):
+                for table in kernel._config.embedding_tables:
+                    refusals.setdefault(names[table.name], reason)
             else:
                 lookups.append(TbeLookup(kernel, module, names))
     return lookups, refusals
@@ -239,16 +230,12 @@ def _why_not(collection: nn.Module) -> str:
     return f"only tables of an EmbeddingBagCollection or an EmbeddingCollection can be clipped, not those of a {kind}"
 
 
-def _why_not_counted(collection: Any) -> str | None:
+def _why_not_kernel(collection: Any, kernel: Any) -> str | None:
     if getattr(collection, "_use_index_dedup", False):
         return (
             "TorchRec deduplicates its ids before the lookup, so that they cannot be counted; shard it without"
             " use_index_dedup"
         )
-    return None
-
-
-def _why_not_kernel(kernel: Any) -> str | None:
     if not any(len(view) for view in kernel.emb_module.split_embedding_weights()):
         return "a rank holds no row of it, nor of tables that are looked up with it; shard it table-wise"
     if isinstance(kernel, BatchedDenseEmbeddingBag | BatchedDenseEmbedding):

@@ -90,13 +90,9 @@ class TbeLookup:
         """True if it averages the rows of a bag."""
         return bool(self.module.pooling_mode == PoolingMode.MEAN)
 
-    def pool_by_weighted_sum(self) -> None:
-        """Switches the TBE to sums; for a mean, callers then pass 1/length as the ids' weights (exact everywhere)."""
-        self.module.pooling_mode = PoolingMode.SUM
-
-    def pool_by_mean(self) -> None:
-        """Switches the TBE back to means."""
-        self.module.pooling_mode = PoolingMode.MEAN
+    def pool_by(self, *, mean: bool) -> None:
+        """Switches the TBE to means, or to sums; for a mean callers then weight ids by 1/length (exact everywhere)."""
+        self.module.pooling_mode = PoolingMode.MEAN if mean else PoolingMode.SUM
 
     @property
     def pools_on_cpu(self) -> bool:
