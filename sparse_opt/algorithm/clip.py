@@ -169,14 +169,7 @@ class AdaptiveFieldClip(CowClip):
     """Adaptive threshold for each table (the paper's Table 6, adaptive field-wise): ``max(r * ||w||, zeta)``.
 
     Both norms are over the table's rows present in the batch, as in :class:`FieldClip`. There is no count, because a
-    table has about as many ids in every batch: r includes it.
-
-    Attributes:
-        r: share of the weight norm allowed in a step; dimensionless, > 0.
-        zeta: floor of that bound, in units of the weight norm, >= 0.
-
-    Raises:
-        ValueError: r or zeta is out of range.
+    table has about as many ids in every batch: r includes it, the share of the weight norm allowed in a step.
     """
 
     name: ClassVar[str] = "adaptive_field"

@@ -131,7 +131,9 @@ def _look_up(
         output = clipped.lookup.look_up_uncounted(forward, inputs)
         return run_in_backward(output, clipped, bags, given, loss_scale, run, parameter=parameter)
     single_id_bags = single_id_bags or clipped.lookup.is_sequence
-    weights = None if single_id_bags else _scalable_weights(given, bags.indices)
+    weights = None
+    if not single_id_bags:  # in memory of their own, which the clip may change
+        weights = torch.ones(len(bags.indices), device=bags.indices.device) if given is None else given.float().clone()
     output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
     if not output.requires_grad:
         return output
@@ -210,8 +212,3 @@ def _require_single_ids(bags: LookupBags, id_weights: Tensor | None) -> None:
         raise ValueError("a bag holds more than one id; attach CowClip with single_id_bags=False")
     if id_weights is not None:
         raise ValueError("the lookup has ids' weights or mean pooling; attach CowClip with single_id_bags=False")
-
-
-def _scalable_weights(given: Tensor | None, indices: Tensor) -> Tensor:
-    """The ids' weights, or ones, in memory of their own, which the clip may change."""
-    return torch.ones(indices.numel(), device=indices.device) if given is None else given.float().clone()

@@ -239,10 +239,8 @@ class IdTables:
         overloaded where it approaches the threshold.
         """
         tables, states = self._layout.locations["table"], self._memory.states
-        local, excess = (
-            np.zeros((len(self._configs), len(COUNTERS) + 1), np.int64),
-            np.zeros(len(self._configs), np.int64),
-        )
+        local = np.zeros((len(self._configs), len(COUNTERS) + 1), np.int64)
+        excess = np.zeros(len(self._configs), np.int64)
         np.add.at(local[:, 0], tables, states["used"] - states["free"])
         for column, name in enumerate(COUNTERS, 1):
             np.add.at(local[:, column], tables, states[name])

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -125,18 +125,6 @@ class CollectionAdam:
             adam.count_step()
         self.history.record(self.step, lr)
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Takes back what the host counts while a CUDA graph of a step is captured, since none is taken."""
-        step = self.step
-        with ExitStack() as stack:
-            for adam in self.lookups:
-                stack.enter_context(adam.capturing())
-            try:
-                yield
-            finally:
-                self.history.forget_after(step)
-
     def _replayed(self) -> list[LookupAdam]:
         return [adam for adam in self.lookups if adam.replays]
 
@@ -171,7 +159,7 @@ class CollectionAdam:
         )
         for adam in behind:
             while adam.step < step:
-                adam.take_without_ids(self.history.lr_of(adam.step + 1))
+                adam.take_without_ids(float(self.history.lrs[adam.step]))
 
     def settle(self) -> int:
         """Completes the latest step and brings all rows up to date; returns the steps taken, the same on all ranks."""

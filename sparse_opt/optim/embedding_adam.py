@@ -291,7 +291,9 @@ class EmbeddingAdam(FusedOptimizer):
         """Takes back what the host counts while a CUDA graph of a step is captured, since none is taken."""
         with ExitStack() as stack:
             for each in self.collections:
-                stack.enter_context(each.capturing())
+                stack.callback(each.history.forget_after, each.step)
+                for adam in each.lookups:
+                    stack.enter_context(adam.capturing())
             yield
 
     def addresses(self) -> tuple[int, ...]:

@@ -107,10 +107,6 @@ class StepHistory:
         """Learning rate of each step so far, float64 [steps], on CPU; shares the history's memory."""
         return torch.from_numpy(self._lrs[: self._steps])
 
-    def lr_of(self, step: int) -> float:
-        """Learning rate of a step that was recorded, from 1."""
-        return float(self._lrs[step - 1])
-
     def prepare(self, step: int, lr: float) -> None:
         """Writes the scalars of step ``step``, from 1, and of steps after it, unless that is done.
 

@@ -57,7 +57,8 @@ class RowInitializer:
     ):
         self._columns = np.array([columns] * len(tables) if isinstance(columns, int) else columns)
         self._std = std
-        self._keys = np.array([_table_key(seed, table) for table in tables], np.uint64)
+        hashes = [hashlib.sha256(f"{seed}/{table}".encode()).digest() for table in tables]
+        self._keys = np.array([int.from_bytes(each[:8], "little") for each in hashes], np.uint64)
         if optimizer:
             pairs: list[tuple[TbeLookup, LookupAdam | None]] = [(each.lookup, each) for each in optimizer.lookups]
         else:
@@ -216,7 +217,3 @@ def _group_shards(lookup: TbeLookup) -> list[list[int]]:
         seen[key] = seen.get(key, -1) + 1
         groups.setdefault((*key[1:], seen[key]), []).append(number)
     return list(groups.values())
-
-
-def _table_key(seed: int, table: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{table}".encode()).digest()[:8], "little")
