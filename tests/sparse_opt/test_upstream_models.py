@@ -4,7 +4,7 @@ The models, their planner, their optimizers and their training loop are TorchRec
 example "retrieval", the histories as in "bert4rec", the table that is data-parallel as in "golden_training".
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from cowrec.sparse_opt import CowClip, attach_cowclip, clip_rows
 from process_groups import in_processes, process_group
 from sharded_case import gathered
 
+pytest_plugins = ["one_group"]
 DIM, DENSE, BATCH, STEPS = 8, 3, 16, 3
 DENSE_LR, TABLE_LR = 0.1, 2000.0
 BINDS = CowClip(r=1e-5, zeta=1e-7)
@@ -211,12 +212,6 @@ def assert_clips_like_autograd(name: str, kernels: dict[str, str] | None = None)
     assert all(each.clipped > 0.2 for each in handle.stats().values())
     if rank == 0:
         torch.testing.assert_close(trained, train_by_autograd(name, batches), rtol=2e-5, atol=1e-7)
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
 
 
 @pytest.mark.parametrize("name", MODELS)

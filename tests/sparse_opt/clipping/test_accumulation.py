@@ -3,8 +3,6 @@
 That accumulated passes equal one pass over the complete batch is tested by test_plans.py and the random problems.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,10 @@ from torch import nn
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import Accumulation
-from sharded_case import Case, batch_of, gather_tables, loss_of, process_group, sharded_model
+from sharded_case import Case, batch_of, gather_tables, loss_of, sharded_model
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 CASE = Case(pooling="sum,mean")  # two lookups
 RULE = CowClip(1.0, 1e-3)
 ATTACH = {
@@ -23,12 +23,6 @@ ATTACH = {
     "replay": lambda model: EmbeddingAdam(model, AdamConfig(absent_rows="replay"), RULE),
 }
 by_optimizer = pytest.mark.parametrize("optimizer", ATTACH)
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
 
 
 def attached(optimizer: str, passes: int, case: Case = CASE) -> tuple[nn.Module, Any]:

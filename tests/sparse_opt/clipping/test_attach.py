@@ -4,7 +4,7 @@ That tables train as plain loops do is tested by the random problems, with all r
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,20 +34,15 @@ from sharded_case import (
     batch_of,
     gather_tables,
     lookups_of,
-    process_group,
     row_gradients,
     run_on,
     sharded_model,
     train_step,
 )
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 RULE = CowClip(r=1.0, zeta=1e-3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
-        yield
 
 
 def model_of(case: Case) -> nn.Module:

@@ -1,7 +1,6 @@
 """Collections whose ids have trained weights, as behind TorchRec's feature processors, equal plain torch in float64."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,15 +23,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip, clip_rows
-from process_groups import process_group
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 RULE, LR, ROWS, DIM, POSITIONS, BATCH = CowClip(0.5, 1e-3), 0.1, 20, 4, 6, 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
-        yield
 
 
 def position_weighted_model(sharding: str) -> DistributedModelParallel:

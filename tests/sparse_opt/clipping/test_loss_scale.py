@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from cowrec.sparse_opt.kernels.layout import LookupBackward
 from process_groups import in_processes, process_group
 from sharded_case import Case, dense_optimizer, gather_tables, loss_of, moments_of, sharded_model
 
+pytest_plugins = ["one_group"]
 RULE = CowClip(r=1.0, zeta=1e-3)
 SINGLE: dict[str, Any] = {"max_ids": 1, "extra": {"single_id_bags": True, "l2": 3e-3}}
 CASES = {
@@ -63,12 +64,6 @@ def scaled_step(model: nn.Module, case: Case, step: int, scaler: GradScaler, kin
     scaled = scaler.scale(loss_of(case, model, bags, targets, rank * size, (rank + 1) * size) * (kind != "zeros"))
     assert isinstance(scaled, torch.Tensor)
     scaled.backward()
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
 
 
 def trained(case: Case, scale: float, kinds: Sequence[str] = ("", "", "")) -> list[np.ndarray]:

@@ -1,6 +1,5 @@
 """Fused settings and data types under which the clip or L2 would silently be wrong."""
 
-from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from process_groups import in_processes, process_group
 from sharded_case import Case, gather_tables, sharded_model, train_step
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 CASE = Case(rows=(40,), features=(("a",),), max_ids=1)
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 
@@ -28,12 +29,6 @@ SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 attached_either_way = pytest.mark.parametrize(
     "attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)]
 )
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
 
 
 def model_with(dtype: torch.dtype = torch.float32, **fused_params: Any) -> Any:

@@ -3,8 +3,6 @@
 That each table trains under its own rule is tested by the random problems.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,16 +22,12 @@ from cowrec.sparse_opt import (
     detach_cowclip,
 )
 from cowrec.sparse_opt.clipping.table_rules import table_rules
-from sharded_case import Case, gather_tables, process_group, sharded_model, train_step
+from sharded_case import Case, gather_tables, sharded_model, train_step
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 CASE = Case(lr=0.1)
 ROWS: dict[str, ClipRule] = {"t0": CowClip(1e-2, 1e-5), "t1": ConstantClip(1e-3), "*": CowClip(0.1, 1e-4)}
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
 
 
 def model_of(tables: list[np.ndarray]) -> Any:

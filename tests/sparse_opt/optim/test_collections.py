@@ -4,7 +4,6 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,10 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableSh
 from adam_case import ADAM, CASE, MODES, RULE, assert_equal, schedule, started, train
 from cowrec.sparse_opt import CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from sharded_case import batch_of, gather_tables, gathered, process_group, sharded_model, train_step
+from sharded_case import batch_of, gather_tables, gathered, sharded_model, train_step
 
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def arrays(state: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -60,7 +56,6 @@ def step_of(model: nn.Module, optimizer: EmbeddingAdam, tower: str, step: int, l
     train_step(case, model, *case.draw()["steps"][step], 0, case.batch)
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("mode", MODES)
 def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> None:
     """The item tower trains in every third step only, between which the rates change."""
@@ -101,7 +96,6 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
     assert_equal(got, {f"{tower}.{key}": value for tower, state in alone.items() for key, value in state.items()})
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("names", [["t0"], ["user.ebc.t0"]])
 def test_a_name_of_several_collections_means_all_of_them(names: list[str]) -> None:
     model = Towers()
@@ -142,7 +136,6 @@ def failing_before(model: nn.Module, table: str) -> Iterator[None]:
     lookup.module.forward = wrapped
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("table", ["t0", "t1"])
 def test_a_step_that_an_exception_interrupts(mode: str, table: str) -> None:
@@ -169,7 +162,6 @@ def test_a_step_that_an_exception_interrupts(mode: str, table: str) -> None:
     assert_equal(current_by_path(model, optimizer), current_by_path(expected_model, expected))
 
 
-@pytest.mark.usefixtures("group")
 def test_an_interrupted_step_is_announced() -> None:
     model, optimizer = started(case=MIXED)
     first = next(table for table in ("t0", "t1") if fails_alone(model, optimizer, table))
@@ -196,7 +188,6 @@ class Future:
     def wait(self) -> None: ...
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("attach", ["attach_cowclip", "EmbeddingAdam"])
 def test_tables_that_are_sharded_anew_are_refused(attach: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "batch_isend_irecv", send_to_itself)
@@ -223,7 +214,6 @@ def test_tables_that_are_sharded_anew_are_refused(attach: str, monkeypatch: pyte
     attached.remove()
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_back_takes_its_own_learning_rates(mode: str) -> None:
     """An earlier state is loaded, and a table that is then left two steps behind takes them at their rates."""
@@ -268,7 +258,6 @@ def left_behind(model: nn.Module, optimizer: EmbeddingAdam, table: str) -> bool:
     return [adam.step for adam in optimizer.lookups] != before
 
 
-@pytest.mark.usefixtures("group")
 def test_a_collection_of_two_modules_is_attached_once() -> None:
     model = sharded_model(CASE, CASE.draw()["tables"])
     both = nn.ModuleDict({"retrieval": model, "ranking": nn.ModuleDict({"same": model})})

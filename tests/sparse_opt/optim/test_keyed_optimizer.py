@@ -1,6 +1,6 @@
 """EmbeddingAdam as a KeyedOptimizer: schedulers and TorchRec's wrappers set its rate, and save and load its state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, permutations
@@ -22,11 +22,8 @@ from cowrec.sparse_opt import EmbeddingAdam
 from process_groups import in_processes
 from sharded_case import Case, process_group
 
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def trained_at(rates: list[float], mode: str) -> dict[str, np.ndarray]:
@@ -48,7 +45,6 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_drive_the_next_backward(name: str) -> None:
@@ -68,7 +64,6 @@ def test_schedulers_drive_the_next_backward(name: str) -> None:
     assert_equal(current(model, optimizer), trained_at(rates, "replay"))
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("mode", MODES)
 def test_rates_out_of_range_are_refused_before_a_row_has_moved(mode: str) -> None:
     model, optimizer = started(mode)
@@ -114,7 +109,6 @@ WRAPPERS: dict[str, Callable[[Any], KeyedOptimizer]] = {
 }
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("name", "library"), zip(WRAPPERS, cycle(["dcp", "torch.save"]), strict=False))
 def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -> None:
     """The warm-up's rates are those of TorchRec's formula; a resumed run continues at them, bit-identically."""
@@ -167,7 +161,6 @@ WAYS = [
 ]
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("library", "stored", "saved_first", "loaded_first"), WAYS)
 def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
     tmp_path: Path, library: str, stored: bool, saved_first: str, loaded_first: str
@@ -199,7 +192,6 @@ def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
     assert_equal(current(model, optimizer), expected)
 
 
-@pytest.mark.usefixtures("group")
 def test_a_replayed_state_continues_densely() -> None:
     model, optimizer = started()
     train(model, optimizer, range(0, 9))
@@ -212,7 +204,6 @@ def test_a_replayed_state_continues_densely() -> None:
     assert_equal(current(other, dense), current(expected, always_dense))
 
 
-@pytest.mark.usefixtures("group")
 def test_states_that_do_not_fit_are_refused() -> None:
     _, optimizer = started()
     plain = optimizer.state_dict()

@@ -1,9 +1,8 @@
 """TorchRec's pipelines and torch.compile train as the plain loop does, with the clip and with EmbeddingAdam."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model
+from sharded_case import Case, batch_of, gather_tables, sharded_model
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")
 CASE = Case(rows=(60, 5), features=(("a",), ("b", "c")), batch=8, dim=4, steps=12)
 RULE = CowClip(r=0.5, zeta=1e-3)
@@ -55,12 +56,6 @@ class Network(nn.Module):
         by_key = pooled.to_dict()
         outputs = (torch.cat([by_key[key] for key in CASE.keys], 1) * self.weight * batch.target).sum(1)
         return outputs.mean(), outputs.detach()
-
-
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path)):
-        yield
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ While no row has decayed, both are bit-identical: they run the same float32 oper
 which the dense update only approaches; hence a tolerance of 1e-6 of the largest value that the row ever had.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import cos
@@ -22,6 +22,8 @@ from cowrec.sparse_opt import AdamConfig, ClipRule, ConstantClip, CowClip, Embed
 from process_groups import in_processes, process_group
 from sharded_case import Case, batch_of, gathered, moments, sharded_model, train_step
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 Tensors = dict[str, np.ndarray]
 State = Mapping[str, ShardedTensor | torch.Tensor]
 
@@ -111,12 +113,6 @@ def current(model: nn.Module, optimizer: EmbeddingAdam) -> State:
     optimizer.flush()
     weights = {f"{key.split('.')[-2]}.weight": value for key, value in model.state_dict().items()}
     return weights | moments(optimizer)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
-        yield
 
 
 def assert_close(replayed: dict[int, Tensors], dense: dict[int, Tensors], scales: Tensors) -> None:

@@ -1,6 +1,5 @@
 """Stages of training with settings of their own: replay, dense and a plain loop agree, and a resumed run continues."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +8,10 @@ from torch import nn
 
 from adam_case import assert_equal, current
 from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam
-from sharded_case import Case, process_group, row_gradients, sharded_model, train_step
+from sharded_case import Case, row_gradients, sharded_model, train_step
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 CASE = Case(rows=(60, 5), features=(("a",), ("b",)), batch=8, dim=4, steps=80)
 STAGES = {
     0: (AdamConfig(lr=1e-2, betas=(0.9, 0.999), eps=1e-6, l2=1e-4), ConstantClip(0.1)),
@@ -18,12 +19,6 @@ STAGES = {
     50: (AdamConfig(lr=3e-2, betas=(0.5, 0.6), eps=1e-5, l2=2e-3), ConstantClip(0.5)),
 }
 """Settings after a number of steps."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
-        yield
 
 
 def started(absent_rows: str, epsilon: str) -> tuple[nn.Module, EmbeddingAdam]:

@@ -3,7 +3,7 @@
 Tested with torchrec 1.8.0 on fbgemm 1.8.0 and with torchrec 1.6.1 on fbgemm 1.6.0.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -15,8 +15,10 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.tbe.discovery import sharded_collections
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
-from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model
+from sharded_case import Case, batch_of, gather_tables, sharded_model
 
+pytest_plugins = ["one_group"]
+pytestmark = pytest.mark.usefixtures("group")
 RULE = CowClip(r=0.5, zeta=1e-4)
 ATTACH: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: None,
@@ -44,12 +46,6 @@ COPIES = {
     "copies": Case(sharding="data_parallel"),
     "copies beside others": Case(sharding="data_parallel,table_wise,row_wise"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
-        yield
 
 
 def train(case: Case, attached: str, *, direct: bool) -> list[torch.Tensor]:
