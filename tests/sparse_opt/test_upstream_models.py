@@ -1,7 +1,7 @@
 """TorchRec's own models: a clip equals clip_rows under autograd.
 
-The models, their planner, their optimizers and their training loop are TorchRec's. The two towers are wired as in its
-example "retrieval", the histories as in "bert4rec", the table that is data-parallel as in "golden_training".
+The models, their planner, their optimizers and their training loop are TorchRec's. The histories are wired as in its
+example "bert4rec", the table that is data-parallel as in "golden_training".
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,6 @@ from torchrec.distributed.test_utils import test_model as upstream
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.mlp import MLP
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -78,20 +77,6 @@ def click_batch_of(seed: int) -> Batch:
     return Batch(batch.float_features, batch.idlist_features, batch.label)
 
 
-class TwoTower(nn.Module):
-    """Two tables of one collection, each projected by its MLP; the product of both is the logit."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.tables = EmbeddingBagCollection(tables=configs()[:2], device=device)
-        self.query, self.candidate = MLP(DIM, [8, 4]), MLP(DIM, [8, 4])
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        pooled = self.tables(batch.sparse_features)
-        logits = (self.query(pooled["f0"]) * self.candidate(pooled["f1"])).sum(1)
-        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits
-
-
 class Histories(nn.Module):
     """Sequences of item embeddings with their positions, encoded by attention."""
 
@@ -124,7 +109,6 @@ def sparse_nn(device: torch.device, model: Callable[..., nn.Module] = upstream.T
 MODELS: dict[str, tuple[Callable[[torch.device], nn.Module], Callable[[int], Any]]] = {
     "Histories": (Histories, click_batch_of),
     "DLRM": (lambda on: DLRMTrain(DLRM(bags(on), DENSE, [8, DIM], [8, 1])), click_batch_of),
-    "TwoTower": (TwoTower, click_batch_of),
     "TestSparseNN": (sparse_nn, batch_of),
     "TestTowerSparseNN": (lambda on: sparse_nn(on, upstream.TestTowerSparseNN), batch_of),
     "TestTowerCollectionSparseNN": (lambda on: sparse_nn(on, upstream.TestTowerCollectionSparseNN), batch_of),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import (
-    EvalPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
@@ -152,18 +151,6 @@ def test_semi_synchronous_training_equals_a_loop_that_looks_up_ahead(mode: str) 
     model, optimizer = started(mode)
     pipeline = TrainPipelineSemiSync(model, optimizer, CPU, start_batch=0)
     assert_same((run(pipeline), model), loop_one_lookup_ahead("dense" if mode == "replay" else mode))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_evaluation_in_a_pipeline(mode: str) -> None:
-    """Rows catch up in the pipeline's forward passes, and the clip does nothing there."""
-    outputs = []
-    for make in (lambda model: EvalPipelineSparseDist(model, None, CPU), None):
-        _, model = plain_loop("dense" if mode == "replay" and make is None else mode)
-        model.eval()
-        with torch.no_grad():
-            outputs.append(run(make(model)) if make else [model(batch)[1] for batch in batches()])
-    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize("mode", [pytest.param("attach", marks=pytest.mark.thorough), "replay"])
