@@ -200,10 +200,12 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def _two_processes(rank: int, folder: str) -> None:
-    common = replace(STREAMS["clip binds"], periods=(1, 5, 17, 60, 0), steps=70, read_at=(40,), compared_at=(61,))
+    """Rows decay before they occur again in step 70."""
+    adam = AdamConfig(lr=1e-2, l2=1e-3, betas=(0.5, 0.9), eps=1e-4, adam_epsilon="keras")
+    common = replace(STREAMS["clip binds"], adam=adam, periods=(1, 5, 17, 70, 0), steps=75, read_at=(40,))
     with process_group(rank, 2, folder):
         for sharding in ("row_wise", "table_wise,column_wise,data_parallel"):
-            stream = replace(common, sharding=sharding)
+            stream = replace(common, sharding=sharding, compared_at=(71,))
             dense, _ = train(stream, "dense")
             replayed, _ = train(stream, "replay")
             for step, state in dense.items() if rank == 0 else ():
