@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from cowrec.sparse_opt import (
-    CLIP_RULES,
     AdaptiveFieldClip,
     ConstantClip,
     CowClip,
@@ -146,10 +145,3 @@ def test_adaptive_field_rule_bounds_a_table_by_its_weights() -> None:
     assert clipped[1].shape == (0, 4)
     assert clipped[2].norm().item() == pytest.approx(0.01, rel=1e-12)
     torch.testing.assert_close(clipped[0] / clipped[0].norm(), grads[0] / grads[0].norm())
-
-
-def test_every_rule_is_registered_by_its_name() -> None:
-    assert {name: rule.name for name, rule in CLIP_RULES.items()} == {name: name for name in CLIP_RULES}
-    assert CLIP_RULES.keys() == {
-        *("none", "cowclip", "cowclip_reference", "constant", "field", "adaptive_field", "global")
-    }
