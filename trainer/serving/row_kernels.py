@@ -44,9 +44,9 @@ class Tables(NamedTuple):
         sizes: rows of each field's table, int64 [F], or -1 if it is collisionless: then raw ids 0 and 1 are its first
             two rows, and others are found in the slots.
         base: the rows of all tables, one table's after the other's.
-        overlay: rows that take precedence over those of the base, and removed ids, or NO_OVERLAY, for which lookups are
-            compiled separately. Rows of the base that are numbered or reserved are entered by their number in place of
-            an id, and F in place of a field.
+        overlay: rows that take precedence over those of the base, and removed ids; without slots if there are none.
+            Rows of the base that are numbered or reserved are entered by their number in place of an id, and F in place
+            of a field.
         halves: every float16 number as float32, by its bits; as a global it would be a constant of every kernel.
     """
 
@@ -73,9 +73,6 @@ class Bag(NamedTuple):
     offsets: np.ndarray
     weights: np.ndarray
     mean: bool
-
-
-NO_OVERLAY = Store(None, None, None)  # type: ignore[arg-type]
 
 
 @njit
@@ -217,8 +214,6 @@ def _weight(rows, scales, halves, row, column):
 
 @overload(_weight)
 def _compiled_weight(rows, scales, halves, row, column):
-    if isinstance(rows, types.NoneType):
-        return lambda rows, scales, halves, row, column: np.float32(0)
     if rows.dtype == types.float32:
         return lambda rows, scales, halves, row, column: rows[row, column]
     if rows.dtype == types.uint16:
@@ -226,46 +221,25 @@ def _compiled_weight(rows, scales, halves, row, column):
     return lambda rows, scales, halves, row, column: np.float32(rows[row, column]) * scales[row]
 
 
-def _row(slots, over_slots, identifier, field, base, size):
-    """Row as by `base_row`, or ``-1 - row`` of the overlay if it is there by its id; compiled code only."""
-    raise NotImplementedError
-
-
-@overload(_row)
-def _compiled_row(slots, over_slots, identifier, field, base, size):
-    if isinstance(over_slots, types.NoneType):
-        return lambda slots, over_slots, identifier, field, base, size: base_row(slots, identifier, field, base, size)
-
-    def row_by_id(slots, over_slots, identifier, field, base, size):
-        if is_numbered(identifier, size):
-            return numbered_row(identifier, base, size)
+@njit
+def _look_up(slots, over_slots, identifier, field, fields, base, size):
+    """Row of an id in the base, or ``-1 - row`` of the overlay; and whether the id has no row of its own."""
+    row = EMPTY
+    if len(over_slots) and not is_numbered(identifier, size):
         value = over_slots[slot_of(over_slots, identifier, field), 1]
-        if value == EMPTY:
-            return base_row(slots, identifier, field, base, size)
-        row = value & NO_ROW
-        return base if row == NO_ROW else -1 - row
-
-    return row_by_id
-
-
-def _newest(over_slots, row, fields, base, size):
-    """A row that `_row` returned, or the one in the overlay that takes precedence; compiled code only."""
-    raise NotImplementedError
-
-
-@overload(_newest)
-def _compiled_newest(over_slots, row, fields, base, size):
-    if isinstance(over_slots, types.NoneType):
-        return lambda over_slots, row, fields, base, size: row
-
-    def newest(over_slots, row, fields, base, size):
-        if row >= 0 and (size >= 0 or row < base + RESERVED):
-            value = over_slots[slot_of(over_slots, row, fields), 1]
-            if value != EMPTY:
-                return -1 - (value & NO_ROW)
-        return row
-
-    return newest
+        if value != EMPTY:
+            row = value & NO_ROW
+            if row != NO_ROW:
+                return -1 - row, False
+            row = base
+    if row == EMPTY:
+        row = base_row(slots, identifier, field, base, size)
+    unknown = row == base
+    if len(over_slots) and (size >= 0 or row < base + RESERVED):
+        value = over_slots[slot_of(over_slots, row, fields), 1]
+        if value != EMPTY:
+            row = -1 - (value & NO_ROW)
+    return row, unknown
 
 
 @njit(nogil=True, cache=True)
@@ -283,10 +257,9 @@ def gather(start, stop, ids, fields, tables, out):
         for s in range(len(fields)):
             field = fields[s]
             base, size = bases[field], sizes[field]
-            row = _row(slots, over_slots, np.int64(ids[sample, s]), field, base, size)
-            unknown += row == base
-            row = _newest(over_slots, row, len(bases), base, size)
-            if over_slots is None or row >= 0:
+            row, is_unknown = _look_up(slots, over_slots, ids[sample, s], field, len(bases), base, size)
+            unknown += is_unknown
+            if row >= 0:
                 for column in range(rows.shape[1]):
                     out[sample, field, column] = _weight(rows, scales, halves, row, column)
             else:
@@ -312,11 +285,10 @@ def gather_bag(start, stop, bag, tables, out):
         total[:] = 0
         length = offsets[sample + 1] - offsets[sample]
         for k in range(offsets[sample], offsets[sample + 1]):
-            row = _row(slots, over_slots, np.int64(ids[k]), field, base, size)
-            unknown += row == base
-            row = _newest(over_slots, row, num_fields, base, size)
+            row, is_unknown = _look_up(slots, over_slots, ids[k], field, num_fields, base, size)
+            unknown += is_unknown
             weight = weights[k] if len(weights) else np.float32(1)
-            if over_slots is None or row >= 0:
+            if row >= 0:
                 for column in range(len(total)):
                     total[column] += weight * _weight(rows, scales, halves, row, column)
             else:

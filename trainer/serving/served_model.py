@@ -2,11 +2,9 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import numpy as np
 import safetensors.torch
@@ -25,9 +23,7 @@ from cowrec.trainer.runs.own_code import warn_if_changed
 
 from .inference_network import InferenceNetwork
 from .row_kernels import Tables
-from .served_rows import RowChange, RowLookup, ServedRows
-
-Value = TypeVar("Value")
+from .served_rows import RowChange, ServedRows
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class ModelState:
     """What a prediction uses, of one version.
 
     Attributes:
-        tables: those of each width, see :meth:`RowLookup.gather`.
+        tables: those of each width, see :meth:`ServedRows.gather`.
         lineage: empty if only a full version can follow.
     """
 
@@ -48,7 +44,7 @@ class ModelState:
 
 
 class ServedModel:
-    """Predicts in any number of threads while another one applies versions; created by :meth:`load`.
+    """Predicts in one thread at a time while another one applies versions; created by :meth:`load`.
 
     Each prediction uses one version throughout.
 
@@ -58,7 +54,8 @@ class ServedModel:
     """
 
     def __init__(self, manifest: Manifest, schema: Schema) -> None:
-        self.manifest, self.schema, self._current = manifest, schema, Current[ModelState]()
+        self.manifest, self.schema = manifest, schema
+        self._state: ModelState
         self._number = {field.name: number for number, field in enumerate(schema.sparse)}
         table_of, sizes = np.full(len(schema.sparse), -1), np.empty(len(schema.sparse), np.int64)
         for number, table in enumerate(manifest.tables.values()):
@@ -78,13 +75,12 @@ class ServedModel:
         self._fields_served = [field.name for field in schema.sparse]
         self._widths = [physical_dim(width) for width in manifest.model.widths(self._fields_served)]
         widths = np.array(self._widths)
-        self._lookup = RowLookup(schema, widths)
-        self._rows = ServedRows(sizes, table_of, widths, manifest.precision)
+        self._rows = ServedRows(schema, sizes, table_of, widths, manifest.precision)
         network = build_network(manifest.model, self._fields_served, len(schema.dense), len(schema.labels)).eval()
         self._inference = InferenceNetwork(
             network, schema.logit_shift, (len(schema.dense), len(schema.sparse), max(self._widths))
         )
-        self._applying, self._counting = threading.Lock(), threading.Lock()
+        self._applying, self._predicting = threading.Lock(), threading.Lock()
         self._unknown_ids = self._applied_rows = 0
 
     @staticmethod
@@ -110,13 +106,8 @@ class ServedModel:
             ids = stored["ids"].numpy() if "ids" in stored else np.arange(table.rows)
             feature = stored["feature"].numpy() if "feature" in stored else None
             model._rows.load(ids, model._fields(name, len(ids), feature), stored["rows"], stored.get("scale"))
-        model._lookup.compile(model._rows.tables)
-        model._current.replace(ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time))
+        model._state = ModelState(model._rows.tables, network, 0, "", manifest.step, manifest.sample_time)
         return model
-
-    @property
-    def _state(self) -> ModelState:
-        return self._current.value
 
     @property
     def version(self) -> int:
@@ -141,10 +132,10 @@ class ServedModel:
         """Click probabilities, as by :meth:`predict`, and the version that made them."""
         if self._buckets:
             samples = self._with_bucket_rows(samples)
-        with self._current.use() as state:
-            looked_up, unknown = self._lookup.gather(samples, state.tables)
+        with self._predicting:
+            state = self._state
+            looked_up, unknown = self._rows.gather(samples, state.tables)
             predicted = state.network(samples.dense, looked_up)
-        with self._counting:
             self._unknown_ids += unknown
         return predicted.numpy(), state.version
 
@@ -164,13 +155,13 @@ class ServedModel:
             # Until a delta is merged, only a full version could follow.
             lineage = blob.lineage if blob.kind == "full" else ""
             state = ModelState(self._rows.tables, network, blob.version, lineage, change.step, change.sample_time)
-            self._current.replace(state)
+            self._state = state
             if blob.kind == "delta":
-                self._current.wait_for_older()
+                with self._predicting:  # the last prediction of an older version has ended
+                    pass
                 self._rows.merge(changes)
-                self._current.replace(dataclasses.replace(state, tables=self._rows.tables, lineage=blob.lineage))
-            with self._counting:
-                self._applied_rows += change.num_rows
+                self._state = dataclasses.replace(state, tables=self._rows.tables, lineage=blob.lineage)
+            self._applied_rows += change.num_rows
 
     @property
     def unknown_ids(self) -> int:
@@ -179,13 +170,12 @@ class ServedModel:
 
     def counters(self) -> dict[str, int]:
         """Ids that had no row of their own, rows written and removed, all since the start; ids that have a row now."""
-        with self._counting:
-            return {
-                "unknown_ids": self._unknown_ids,
-                "applied_rows": self._applied_rows,
-                "removed_rows": self._rows.removed,
-                "resident_ids": self._rows.resident,
-            }
+        return {
+            "unknown_ids": self._unknown_ids,
+            "applied_rows": self._applied_rows,
+            "removed_rows": self._rows.removed,
+            "resident_ids": self._rows.resident,
+        }
 
     def _with_bucket_rows(self, samples: SampleBlock) -> SampleBlock:
         """Replaces ids of hashed fields by their rows."""
@@ -260,47 +250,3 @@ class ServedModel:
             raise ValueError(
                 f"table {name!r} has exactly the rows 0 to {table.rows - 1}, but its change deletes or writes others"
             )
-
-
-class Current(Generic[Value]):
-    """A value that one thread replaces; readers neither wait nor see another value before they have finished.
-
-    Attributes:
-        value: the newest one; absent before the first.
-    """
-
-    value: Value
-
-    def __init__(self) -> None:
-        self._generation = 0
-        self._readers = {0: 0}
-        """Readers by generation of their value."""
-        self._done = threading.Condition()
-
-    @contextmanager
-    def use(self) -> Iterator[Value]:
-        """The newest value, until the context is left."""
-        with self._done:
-            value, generation = self.value, self._generation
-            self._readers[generation] += 1
-        try:
-            yield value
-        finally:
-            with self._done:
-                self._readers[generation] -= 1
-                if generation != self._generation and not self._readers[generation]:
-                    del self._readers[generation]
-                    self._done.notify_all()
-
-    def replace(self, value: Value) -> None:
-        with self._done:
-            if not self._readers[self._generation]:
-                del self._readers[self._generation]
-            self.value = value
-            self._generation += 1
-            self._readers[self._generation] = 0
-
-    def wait_for_older(self) -> None:
-        """Waits until nobody uses a value that was replaced."""
-        with self._done:
-            self._done.wait_for(lambda: len(self._readers) == 1)

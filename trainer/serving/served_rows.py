@@ -17,7 +17,6 @@ from cowrec.data_pipeline.dataset.schema import RESERVED_ROWS, Schema
 from cowrec.trainer.export.manifest import Precision, quantise
 
 from .row_kernels import (
-    NO_OVERLAY,
     Bag,
     Store,
     Tables,
@@ -62,36 +61,47 @@ class RowChange(NamedTuple):
     removed_fields: Ids
 
 
-class RowLookup:
-    """Looks up the rows of samples, in any number of threads.
+class ServedRows:
+    """Rows by field and id, which one thread changes.
+
+    A version is applied in two steps. First its rows are written to an overlay, a small store that precedes the base;
+    lookups that begin from then on are given both. When no lookup uses the base alone any more, the overlay is merged
+    into it: no lookup reads what is being written, because it finds it in the overlay.
 
     Args:
-        schema: names the fields, in the order of ``widths``.
+        schema: names the fields.
+        sizes: rows of each field's table, which fields may share by ``table_of``; -1 if it is collisionless.
+        table_of: number of each field's table.
         widths: stored width of each field's rows, int64 [F].
+        precision: of the stored rows.
+
+    Attributes:
+        tables: those of each width, in ascending order; for :meth:`gather`.
+        removed: ids that versions have removed.
     """
 
-    def __init__(self, schema: Schema, widths: NDArray[np.int64]) -> None:
+    def __init__(self, schema: Schema, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision) -> None:
+        self.removed = 0
         self._shape = (len(widths), int(max(widths)))
-        numbers = {field.name: number for number, field in enumerate(schema.sparse)}
-        singles = np.array([numbers[field.name] for field in schema.sparse if field.kind == "categorical"], np.int64)
-        bags = [(numbers[field.name], field) for field in schema.sparse if field.kind != "categorical"]
-        self._of_width = []
-        for width in np.unique(widths):
+        fields = list(enumerate(schema.sparse))
+        singles = np.array([number for number, field in fields if field.kind == "categorical"], np.int64)
+        self._parts, self._of_width = dict[int, _RowsOfWidth](), []
+        for width in np.unique(widths).tolist():
             columns = np.flatnonzero(widths[singles] == width)  # of the samples' ids
-            own = [(number, field) for number, field in bags if widths[number] == width]
-            self._of_width.append((columns, singles[columns], own))
+            bags = [each for each in fields if each[1].kind != "categorical" and widths[each[0]] == width]
+            self._of_width.append((columns, singles[columns], bags))
+            self._parts[width] = _RowsOfWidth(sizes, table_of, widths == width, width, precision)
+        self.tables = tuple(each.tables for each in self._parts.values())
 
-    def compile(self, tables: Sequence[Tables]) -> None:
-        """Compiles for such tables, because compiling blocks all other threads."""
-        none, out = np.empty(0, np.int64), np.empty((0, 1, 1), np.float32)
-        for each in [*tables, *(own._replace(overlay=own.base) for own in tables)]:
-            gather(0, 0, np.empty((0, 0), np.int64), none, each, out)
-            gather_bag(0, 0, Bag(0, none, none, _NO_WEIGHTS, False), each, out)
+    @property
+    def resident(self) -> int:
+        """Ids of collisionless tables that have a row."""
+        return sum(each.resident for each in self._parts.values())
 
     def gather(self, samples: SampleBlock, tables: Sequence[Tables]) -> tuple[Tensor, int]:
-        """Pooled rows, float32 [B, F, largest P], and how many ids had no row of their own.
+        """Pooled rows, float32 [B, F, largest P], and how many ids had no row of their own; in any thread.
 
-        Any numbers follow the columns of narrower rows. ``tables`` are those of each width, in ascending order.
+        Any numbers follow the columns of narrower rows. ``tables`` are those of this object, now or at an earlier time.
         """
         out, unknown = np.empty((len(samples), *self._shape), np.float32), 0
         all_ids = samples.ids.numpy()
@@ -106,38 +116,6 @@ class RowLookup:
                 bag = Bag(number, ids, offsets, weights, field.pooling == "mean")
                 unknown += gather_bag(0, len(samples), bag, own, out)
         return torch.from_numpy(out), unknown
-
-
-class ServedRows:
-    """Rows by field and id, which one thread changes.
-
-    A version is applied in two steps. First its rows are written to an overlay, a small store that precedes the base;
-    lookups that begin from then on are given both. When no lookup uses the base alone any more, the overlay is merged
-    into it: no lookup reads what is being written, because it finds it in the overlay.
-
-    Args:
-        sizes: rows of each field's table, which fields may share by ``table_of``; -1 if it is collisionless.
-        table_of: number of each field's table.
-        widths: stored width of each field's rows, int64 [F].
-        precision: of the stored rows.
-
-    Attributes:
-        tables: those of each width, in ascending order; for lookups, see :class:`RowLookup`.
-        removed: ids that versions have removed.
-    """
-
-    def __init__(self, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision) -> None:
-        self.removed = 0
-        self._parts = {
-            width: _RowsOfWidth(sizes, table_of, widths == width, width, precision)
-            for width in np.unique(widths).tolist()
-        }
-        self.tables = tuple(each.tables for each in self._parts.values())
-
-    @property
-    def resident(self) -> int:
-        """Ids of collisionless tables that have a row."""
-        return sum(each.resident for each in self._parts.values())
 
     def load(self, ids: Ids, fields: Ids, rows: Tensor, scale: Tensor | None = None) -> None:
         """Sets rows before there are lookups; for the arguments see `RowChange`.
@@ -191,7 +169,7 @@ class _RowsOfWidth:
         self._numbered = sum(lengths.values())
         self._free: Ids
         none = Store(np.empty((0, 2), np.int64), self._rows(0), _NO_SCALES)
-        self.tables = Tables(bases, sizes, none, NO_OVERLAY, _HALVES)
+        self.tables = Tables(bases, sizes, none, none, _HALVES)
         self._clear(0)
         for array in self.tables.base[1:]:
             array[:] = 0
@@ -307,10 +285,12 @@ class _RowsOfWidth:
 
     def _compile(self) -> None:
         """Compiles every kernel for the types it will be called with, because compiling blocks all other threads."""
-        none, base = np.empty(0, np.int64), self.tables.base
+        none, base, out = np.empty(0, np.int64), self.tables.base, np.empty((0, 1, 1), np.float32)
         find(none, none, self.tables, none)
         write_rows(none, base.rows[:0], _NO_SCALES, base)
         insert(none, none, none, base.slots)
         overlay_ids(none, none, 0, self.tables, base.slots)
         copy_to_larger(base.rows, base.rows.copy()), copy_to_larger(base.scales, base.scales.copy())
         remove(none, none, base.slots, none)
+        gather(0, 0, np.empty((0, 0), np.int64), none, self.tables, out)
+        gather_bag(0, 0, Bag(0, none, none, _NO_WEIGHTS, False), self.tables, out)

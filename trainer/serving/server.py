@@ -129,8 +129,8 @@ def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
 
 
 async def _predict(service: Service, request: Request) -> Response:
-    """Predicts a sample or several. A request takes a slot once it has arrived; one that would wait too long, or for a
-    slot, is refused before it is parsed.
+    """Predicts a sample or several. A request takes a slot once it has arrived; without a free one it is refused before
+    it is parsed.
     """
     since, limits, batcher = time.monotonic(), service.limits, service.batcher
     try:
@@ -138,18 +138,17 @@ async def _predict(service: Service, request: Request) -> Response:
         if unable := service.cannot_predict():
             raise Rejected(503, "loading", f"{shown_text(unable)}; retry later", _RETRY)
         timeout = _timeout_ms(request, limits.timeout_ms)
-        wait = batcher.expected_wait
         if batcher.calls >= limits.concurrent_requests:
-            raise _busy("busy", f"{batcher.calls} requests are in progress, which is the limit", wait)
-        if wait > timeout / 1000:
-            raise _busy("queue", f"the requests before it take {1000 * wait:.0f} ms", wait)
+            waiting = f"{batcher.calls} requests are in progress, which is the limit"
+            raise Rejected(503, "busy", f"{waiting}; retry later", _RETRY)
         samples, many = samples_of(body, limits.samples)
         content: dict[str, Any] = {"version": service.version, "probabilities": []}
         if samples:
             try:
                 answers = await batcher.submit(samples, since + timeout / 1000)
             except Late:
-                raise _busy("late", f"no prediction could be made within {timeout:g} ms", 0) from None
+                message = f"no prediction could be made within {timeout:g} ms; retry later"
+                raise Rejected(503, "late", message, _RETRY) from None
             results, version = [result for result, _ in answers], answers[0][1]
             for index, result in enumerate(results):
                 if isinstance(result, str):
@@ -205,10 +204,6 @@ def _timeout_ms(request: Request, limit: float) -> float:
     if not timeout > 0:
         raise Rejected(400, "bad_timeout", f"timeout_ms must be a number above 0, got {given!r}")
     return min(timeout, limit)
-
-
-def _busy(reason: str, message: str, wait: float) -> Rejected:
-    return Rejected(503, reason, f"{message}; retry later", {"Retry-After": str(max(1, math.ceil(wait)))})
 
 
 def _health_routes(service: Service) -> list[Route]:

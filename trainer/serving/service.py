@@ -29,8 +29,6 @@ BATCH = 1024
 
 _MANY_SAMPLES = 256
 _NOT_FINITE = "the prediction is not a finite number; correct the numbers of the sample, some are too large"
-_SMOOTHING = 0.2
-"""Weight of the last batch in the mean time for a sample."""
 
 Result = float | dict[str, float] | str
 """The click probability of a sample, or that of each of several tasks by its label; or an error message."""
@@ -47,8 +45,8 @@ class Limits:
 
     Attributes:
         samples: in one request.
-        timeout_ms: milliseconds from the arrival of a request to its prediction; a request that would wait longer is
-            refused at once, and not computed if it did.
+        timeout_ms: milliseconds from the arrival of a request to its prediction; a request that has waited longer is
+            refused, and not computed.
         concurrent_requests: prediction requests that have arrived and wait for their result.
         request_seconds: time for the body of a request to arrive.
         connections: open connections; the requests of further ones are refused.
@@ -240,21 +238,11 @@ class MicroBatcher:
     def __init__(self, compute: Callable[[Sequence[Any]], Sequence[Any]], max_items: int) -> None:
         self._compute, self._max_items = compute, max_items
         self._queue: deque[_Call] = deque()
-        self._waiting = 0  # items in the queue
-        self._item_seconds, self._since = 0.0, math.nan
 
     @property
     def calls(self) -> int:
         """Calls that wait."""
         return len(self._queue)
-
-    @property
-    def expected_wait(self) -> float:
-        """Seconds until the items that wait now are computed, by the time that the last batches took for an item.
-
-        That is processor time of the event loop, so it includes the HTTP and JSON of requests, and no idle time.
-        """
-        return self._waiting * self._item_seconds
 
     def submit(self, items: Sequence[Any], due: float = math.inf) -> "asyncio.Future[Sequence[Any]]":
         """Computes the results of up to ``max_items`` items in one batch, later.
@@ -269,7 +257,6 @@ class MicroBatcher:
             loop.call_soon(self._run_batch, loop)
         future: asyncio.Future[Sequence[Any]] = loop.create_future()
         self._queue.append((items, due, future))
-        self._waiting += len(items)
         return future
 
     def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -277,7 +264,6 @@ class MicroBatcher:
         total, now = 0, time.monotonic()
         while self._queue and total + len(self._queue[0][0]) <= self._max_items:
             items, due, future = self._queue.popleft()
-            self._waiting -= len(items)
             if future.done():  # its client has gone
                 continue
             if due >= now:
@@ -289,9 +275,6 @@ class MicroBatcher:
             loop.call_soon(self._run_batch, loop)
         if calls:
             self._answer(calls)
-            since, self._since = self._since, time.thread_time()
-            if since <= self._since:
-                self._item_seconds += _SMOOTHING * ((self._since - since) / max(total, 1) - self._item_seconds)
 
     def _answer(self, calls: Sequence[tuple[Sequence[Any], "asyncio.Future[Sequence[Any]]"]]) -> None:
         try:

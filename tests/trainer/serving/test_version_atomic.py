@@ -1,5 +1,6 @@
 """Every prediction uses the rows, the network and the number of one version, while versions are applied."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline.dataset.sample_block import Bags, SampleBlock
 from cowrec.trainer.publishing.blob import Change, TableChange
-from cowrec.trainer.serving.served_model import Current, ServedModel
-from cowrec.trainer.serving.served_rows import RowChange, RowLookup, ServedRows
+from cowrec.trainer.serving.served_model import ServedModel
+from cowrec.trainer.serving.served_rows import RowChange, ServedRows
 from served_oracle import Oracle, collisionless_schema, delta, full, random_samples
 
 VERSIONS, IDS = 20, 1000
@@ -99,8 +100,7 @@ def test_tables_equal_dictionaries(versions: list) -> None:
     and field 3 has numbered rows.
     """
     sizes, schema = np.array([-1, -1, -1, 4]), collisionless_schema()
-    served = ServedRows(sizes, np.array([0, 0, 1, 2]), WIDTHS, "float32")
-    lookup = RowLookup(schema, WIDTHS)
+    served = ServedRows(schema, sizes, np.array([0, 0, 1, 2]), WIDTHS, "float32")
     asked = [0, 1, *(number << 40 for number in range(2, 10)), -3]
     offsets = torch.arange(len(asked) + 1)
     single = torch.tensor([[each, each, number % 6 - 1] for number, each in enumerate(asked)])
@@ -110,7 +110,7 @@ def test_tables_equal_dictionaries(versions: list) -> None:
     rows = {(field, each): 0 for field in (0, 2) for each in (0, 1)} | {(3, each): 0 for each in range(4)}
 
     def check(tables: tuple, rows: dict[tuple[int, int], int]) -> None:
-        got, unknown = lookup.gather(samples, tables)
+        got, unknown = served.gather(samples, tables)
         missing = 0
         for b in range(len(asked)):
             for field in range(4):
@@ -141,7 +141,8 @@ def test_tables_equal_dictionaries(versions: list) -> None:
 
 def test_slots_are_cleared_of_removed_ids() -> None:
     """Ten thousand ids come and go, ten at a time, in the memory of a hundred."""
-    served = ServedRows(np.array([-1]), np.array([0]), np.array([4]), "int8")
+    schema = dataclasses.replace(collisionless_schema(), sparse=collisionless_schema().sparse[:1])
+    served = ServedRows(schema, np.array([-1]), np.array([0]), np.array([4]), "int8")
     none = np.empty(0, np.int64)
     for first in range(2, 10_000, 10):
         ids, zeros = np.arange(first, first + 10) << 20, np.zeros(10, np.int64)
@@ -153,23 +154,3 @@ def test_slots_are_cleared_of_removed_ids() -> None:
     assert served.removed == 10_000
     base = served.tables[0].base
     assert (len(base.slots), len(base.rows)) <= (256, 100)
-
-
-def test_a_value_is_replaced_under_its_readers() -> None:
-    """`wait_for_older` returns when the last reader of an older value has ended, also if one raises; not before."""
-    current, steps = Current[int](), list[str]()
-    current.replace(0)
-    first, second = current.use(), current.use()
-    assert (first.__enter__(), second.__enter__()) == (0, 0)
-    current.replace(1)
-    current.replace(2)
-    with current.use() as newest:
-        assert newest == 2
-        waiting = threading.Thread(target=lambda: (current.wait_for_older(), steps.append("waited")))
-        waiting.start()
-        first.__exit__(None, None, None)
-        steps.append("one ended")
-        assert not second.__exit__(KeyError, KeyError(), None)
-        waiting.join()
-    assert steps == ["one ended", "waited"]
-    current.wait_for_older()
