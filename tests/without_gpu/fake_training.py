@@ -212,7 +212,7 @@ class _Run:
             calls, kernels = self._watch.calls, self._launches
             first_call, first_kernel = len(calls), len(kernels)
             assert self._state.adam
-            with self._state.dense_optimizer.capturing(), self._state.adam.capturing():  # the host counts elsewhere
+            with self._state.adam.capturing():  # the host counts elsewhere
                 output = step()
             self._graph = _Record(calls[first_call:], kernels[first_kernel:])
             del calls[first_call:], kernels[first_kernel:]

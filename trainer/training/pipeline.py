@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ Step: TypeAlias = Callable[[], Output]
 
 def pipeline_of(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: DenseAdam | Optimizer,
     process: Process,
     *,
     may_read_ahead: bool = True,
@@ -63,7 +63,7 @@ def pipeline_of(
         batch_size: samples of a full batch, if steps are to be captured.
     """
     if process.world_size > 1 and may_read_ahead:
-        return TrainPipelineSparseDist(model, optimizer, process.device)
+        return TrainPipelineSparseDist(model, cast("Any", optimizer), process.device)
     if captured is not None and isinstance(optimizer, DenseAdam):
         return CapturedSteps(model, optimizer, captured, process.device, batch_size)
     return SequentialSteps(model, optimizer, process.device)
@@ -102,7 +102,7 @@ class SequentialSteps:
     Ranges of torch's profiler are named as in TorchRec's pipelines.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, optimizer: DenseAdam | Optimizer, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
 
     def progress(self, batches: Iterator[Batch]) -> Output:
@@ -156,7 +156,7 @@ class CapturedSteps:
         adam: EmbeddingAdam,
         device: torch.device,
         batch_size: int,
-        capture: "Capture | None" = None,
+        capture: "CudaGraphCapture | None" = None,
     ) -> None:
         self._model, self._optimizer, self._adam, self._device = model, optimizer, adam, device
         self._batch_size = batch_size
@@ -201,7 +201,7 @@ class CapturedSteps:
         """Captures the step with the shapes of a batch; None, and a warning, if that fails."""
         inputs = _copied(batch.to(self._device))
         try:
-            with self._optimizer.capturing(), self._adam.capturing():
+            with self._adam.capturing():
                 replay = self._capture.capture(partial(self._sequential.take, inputs))
         except CaptureFailed as error:
             self._give_up(str(error))
@@ -257,31 +257,14 @@ class CaptureFailed(RuntimeError):
     """A step could not be captured. It has not been taken, and can be taken without a graph."""
 
 
-class Capture(Protocol):
-    """Way to record a step.
-
-    Attributes:
-        wait: why the latest warm-up step waited for the device; "" if it did not.
-    """
-
-    wait: str
-
-    def warm_up(self, step: Step) -> Output:
-        """Takes a step, as preparation of the capture."""
-
-    def capture(self, step: Step) -> Step:
-        """Records a step without taking it; returns a function that takes it and returns the same tensors each time.
-
-        Raises:
-            CaptureFailed: the step cannot be recorded.
-        """
-
-
 class CudaGraphCapture:
     """Records steps as CUDA graphs, after warm-up steps on the same stream, as torch demands.
 
     A step that waits for the device cannot be captured. Such steps are recognised in the warm-up, because a failed
     capture leaves earlier versions of torch in a state in which training cannot go on.
+
+    Attributes:
+        wait: why the latest warm-up step waited for the device; "" if it did not.
     """
 
     def __init__(self) -> None:
@@ -289,6 +272,7 @@ class CudaGraphCapture:
         self._stream = torch.cuda.Stream()
 
     def warm_up(self, step: Step) -> Output:
+        """Takes a step, as preparation of the capture."""
         current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(current)
         with warnings.catch_warnings(record=True) as caught, torch.cuda.stream(self._stream):
@@ -308,10 +292,10 @@ class CudaGraphCapture:
         return output
 
     def capture(self, step: Step) -> Step:
-        """Records a step as in :class:`Capture`.
+        """Records a step without taking it; returns a function that takes it and returns the same tensors each time.
 
         Raises:
-            CaptureFailed: as there.
+            CaptureFailed: the step cannot be recorded.
             ValueError: the capture has failed in a version of torch that cannot go on.
         """
         gc.collect()  # what is left of earlier steps' backward passes would bring their streams into the capture

@@ -121,14 +121,6 @@ def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
     assert torch.equal(second, through)
 
 
-def test_a_step_is_capturable_during_a_capture_alone() -> None:
-    """torch warns of steps that are capturable but not captured."""
-    optimizer = DenseAdam({"w": nn.Parameter(torch.ones(3))}, Hyperparameters(0.0, 0.1, 0.0), "torch")
-    with optimizer.capturing():
-        assert optimizer.param_groups[0]["capturable"]
-    assert not optimizer.param_groups[0]["capturable"]
-
-
 def test_learning_rates_rise_and_fall() -> None:
     values = Hyperparameters(0.5, 0.1, 0.0)
     steps, warm, falling = (0, 5, 10, 99), Schedule(10), Schedule(10, decay="linear", decay_steps=100)
