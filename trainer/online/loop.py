@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from pyarrow import feather
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from cowrec.data_pipeline import (
     open_source,
 )
 from cowrec.data_pipeline.codec import ID_COLUMN, sample_block
+from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.urls import without_credentials
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.run import RunConfig, with_defaults
@@ -171,8 +171,6 @@ class _OnlineRun:
                 raise self.trainer.interrupted()
             ended = turn.ends
         self.measured.finish(log, self.stream)
-        if self.publication:
-            self.publication.finish()
 
     def decide(self, ended: bool) -> tuple[bool, Due]:
         """Whether to save and what to publish in a turn; on the first process."""
@@ -316,17 +314,17 @@ class Turn:
         saves: whether it is time for a snapshot.
         publishes: what it is time to publish.
         ends: the stream has ended, with this turn's batch if there is one.
+        sizes: samples of each process's slice, without padding.
         batch: this process's slice of the samples to train on, as even as :func:`even_slice` makes it; None if no
             samples have come.
-        sizes: samples of each process's slice, without padding.
         arrived: the complete batch, on the first process.
     """
 
     saves: bool
     publishes: Due
     ends: bool
+    sizes: tuple[int, ...]
     batch: Batch | None = None
-    sizes: tuple[int, ...] = ()
     arrived: StreamBatch | None = None
 
 
@@ -354,67 +352,48 @@ class Turns:
             ValueError: the source cannot be read, or cannot repeat what the journal records; on all processes.
             OSError: the journal cannot be written; on all processes.
         """
-        if self._stream is None:
-            return self._received()
-        began = time.thread_time()
-        try:
-            arrived = self._stream.next_batch(timeout)
-        except (ValueError, OSError) as error:
-            if self._peers.count > 1:
-                self._peers.numbers([True, *[0] * (3 + self._peers.count)])
-                self._peers.error(error)
-            raise
-        turn = self._shared_out(arrived, *decide(self._stream.ended), self._stream.ended)
-        self.seconds += time.thread_time() - began
-        return turn
+        began, arrived = time.thread_time(), None
+        parts: list[Any] | None = None
+        if self._stream is not None:
+            try:
+                arrived = self._stream.next_batch(timeout)
+                sizes = self._sizes(0 if arrived is None else len(arrived.table))
+                parts = self._parts(Turn(*decide(self._stream.ended), self._stream.ended, sizes), arrived)
+            except (ValueError, OSError) as error:
+                parts = [error] * self._peers.count
+        part = self._peers.scattered(parts)
+        if isinstance(part, Exception):
+            raise part
+        turn, content = part
+        batch = arrived.batch if arrived is not None else None
+        if content is not None:
+            block = sample_block(pa.ipc.open_stream(content).read_all(), self._schema)
+            batch = even_slice(block.batch(self._schema, sum(turn.sizes)), self._peers.count)
+        if self._stream is not None:
+            self.seconds += time.thread_time() - began
+        return dataclasses.replace(turn, batch=batch, arrived=arrived)
 
     def logits(self, turn: Turn, own: Tensor) -> Tensor:
         """Logits of all samples of a turn on the first process, from those of this process's, [B]."""
         return self._peers.gathered(own.cpu())
 
-    def _shared_out(self, arrived: StreamBatch | None, saves: bool, publishes: Due, ends: bool) -> Turn:
-        peers, samples = self._peers, 0 if arrived is None else len(arrived.table)
-        sizes = self._sizes(samples)
-        if peers.count == 1:
-            return Turn(saves, publishes, ends, None if arrived is None else arrived.batch, sizes, arrived)
-        slices = list[pa.Table]()
-        if arrived is not None:
-            begins = [sum(sizes[:rank]) for rank in range(peers.count)]
-            table = arrived.table.drop_columns([ID_COLUMN])
-            slices = [table.slice(begin, size) for begin, size in zip(begins, sizes, strict=True)]
-        sent = [_as_bytes(each) for each in slices[1:]]
-        lengths = [len(each) for each in sent] or [0] * (peers.count - 1)
-        peers.numbers([False, ends, saves, publishes.value, samples, *lengths])
-        for rank, each in enumerate(sent, 1):
-            peers.send(each, rank)
-        return Turn(saves, publishes, ends, self._batch(slices[0], samples) if slices else None, sizes, arrived)
-
-    def _received(self) -> Turn:
-        peers = self._peers
-        failed, ends, saves, publishes, samples, *lengths = peers.numbers([0] * (4 + peers.count))
-        if failed:
-            raise peers.error(None)
-        batch = None
-        if samples:
-            received = peers.receive(0, lengths[peers.rank - 1], dtype=torch.uint8)
-            batch = self._batch(pa.ipc.open_stream(pa.py_buffer(received.numpy())).read_all(), samples)
-        return Turn(bool(saves), Due(publishes), bool(ends), batch, self._sizes(samples))
+    def _parts(self, turn: Turn, arrived: StreamBatch | None) -> list[tuple[Turn, bytes | None]]:
+        """The turn for each of several processes, with its slice of the samples in Arrow's stream format."""
+        if arrived is None or self._peers.count == 1:
+            return [(turn, None)] * self._peers.count
+        table, begin, parts = arrived.table.drop_columns([ID_COLUMN]), 0, list[tuple[Turn, bytes | None]]()
+        for size in turn.sizes:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table.slice(begin, size))
+            parts.append((turn, sink.getvalue().to_pybytes()))
+            begin += size
+        return parts
 
     def _sizes(self, samples: int) -> tuple[int, ...]:
         """Samples of each process; the slices are those of a reader of a data set."""
         count = self._peers.count
         return tuple(end - begin for begin, end in pairwise(rank * samples // count for rank in range(count + 1)))
-
-    def _batch(self, table: pa.Table, samples: int) -> Batch:
-        return even_slice(sample_block(table, self._schema).batch(self._schema, samples), self._peers.count)
-
-
-def _as_bytes(table: pa.Table) -> Tensor:
-    """A table in Arrow's stream format, uint8 [n]."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
 
 
 def _write_files(position: Position, window: pa.Table, folder: Path) -> None:
@@ -441,10 +420,8 @@ def quarantine(run_dir: Path, batch: StreamBatch, logits: Tensor, reason: str) -
     columns = {name.removeprefix("#"): batch.table[name] for name in batch.table.column_names}
     columns["logit"] = pa.chunked_array([pa.array(logits.double().cpu().numpy())])
     columns["reason"] = pa.chunked_array([pa.repeat(pa.scalar(reason), len(batch.table))])
-    folder = run_dir / QUARANTINE
-    folder.mkdir(exist_ok=True)
-    path = folder / f"batch_{batch.end.counters['batches']:09d}.parquet"
-    partial = path.with_suffix(".partial")
-    pq.write_table(pa.table(columns), partial)
-    partial.rename(path)
+    path = run_dir / QUARANTINE / f"batch_{batch.end.counters['batches']:09d}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as file:
+        pq.write_table(pa.table(columns), file)
     return path

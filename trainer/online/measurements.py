@@ -1,7 +1,7 @@
 """Measurements of an online run: progressive quality, samples and speed, logged, reported and served to Prometheus."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,8 +27,6 @@ from cowrec.trainer.training.loop import Trainer
 from .publication import OnlinePublication
 
 if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIEnvironment
-
     from prometheus_client.core import Metric
 
 WINDOW_FILE = "window.arrow"
@@ -49,7 +47,6 @@ GAUGES = {
     "seconds_since_publication": "Time since a version was last written, or since the start.",
 }
 STREAM = "cowrec_online_stream_samples"
-PATH = "/metrics"
 
 Readings = Callable[[], tuple[Mapping[str, float], Mapping[str, int]]]
 """Returns values of `COUNTERS` and `GAUGES`, which may lack some, and the counters of the stream."""
@@ -267,7 +264,7 @@ class ProgressiveQuality:
 
 @contextmanager
 def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
-    """Serves ``GET /metrics`` in a thread, and 404 for other paths; yields the port.
+    """Serves ``GET /metrics`` in a thread; yields the port.
 
     Args:
         host: address to listen on.
@@ -296,16 +293,6 @@ def metrics_endpoint(host: str, port: int, read: Readings) -> Iterator[int]:
         raise OSError(
             f"the metrics cannot be served on {host}:{port} ({error.strerror}); set online.metrics_port to another port"
         ) from error
-    metrics_app = server.get_app()
-    assert metrics_app
-
-    def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        if environ["PATH_INFO"] == PATH:
-            return metrics_app(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"the metrics are at {PATH}\n".encode()]
-
-    server.set_app(app)
     try:
         yield server.server_port
     finally:

@@ -1,15 +1,13 @@
 """Publication of an online run: rows that changed every few seconds, the dense weights less often.
 
-What changed is copied between two steps, on the processes that store it, and brought together on the first process
-while training continues. n rows, m deleted ids, P stored width of a table.
+What changed is brought together on the first process between two steps, which then writes it while training continues.
+n rows, m deleted ids, P stored width of a table.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from enum import Flag
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from cowrec.data_pipeline import RESERVED_ROWS
 from cowrec.trainer.export.export import TrainedTable, dense_weights, rows_and_ids, trained_table, write_export
 from cowrec.trainer.publishing.blob import Change, TableChange, row_keys
 from cowrec.trainer.publishing.publisher import Publisher
-from cowrec.trainer.publishing.target import DEADLINE, open_target
+from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.runs.run_dir import VOCABULARY
 from cowrec.trainer.runtime.processes import CHUNK, Peers, Process, from_first, on_first
 from cowrec.trainer.sharded_model.tables import TableSpec, local_shards, tables_of
@@ -66,10 +64,7 @@ class OnlinePublication:
         self._config, self._state, self._say, self._specs = config.online, state, say, state.plan.tables
         self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
-        # What is sent in the background must not interleave with what is not.
-        self._peers, self._background_peers = Peers(process), Peers(process)
-        self._background = ThreadPoolExecutor(1, "publication") if process.world_size > 1 else None
-        self._sending: Future[None] | None = None
+        self._peers = Peers(process)
         self._rows_due = self._dense_due = 0.0
         self._step = self._dense_step = -1
         """Steps after which rows, and the network, were published last."""
@@ -88,7 +83,7 @@ class OnlinePublication:
 
     def _export(self, write: Callable[..., object], process: Process) -> None:
         dense = dense_weights(self._state.model)
-        tables = (self._all_copied(spec).table(self._peers) for spec in self._specs)
+        tables = (self._complete(spec) for spec in self._specs)
 
         def write_first() -> None:
             try:
@@ -104,8 +99,7 @@ class OnlinePublication:
         """What it is time to publish, at the end of the stream if ``last``; on the first process."""
         assert self._publisher is not None
         now, full = time.monotonic(), self._publisher.wants_full
-        is_sending = self._sending is not None and not self._sending.done()
-        if not last and (now < self._rows_due or is_sending):
+        if not last and now < self._rows_due:
             return Due.NOTHING
         due = Due.ROWS | Due.EVERYTHING if full else Due.ROWS
         return due | Due.DENSE if last or full or now >= self._dense_due else due
@@ -135,26 +129,16 @@ class OnlinePublication:
             dense = {name: value.clone().numpy() for name, value in dense_weights(self._state.model).items()}
         dirty = self._dirty.take(self._peers)
         ids = {name: self._ids(name, dirty[name]) for name in self._known}
-        changed = self._copied(dirty)
-        everything = {spec.name: self._all_copied(spec) for spec in self._specs} if full else None
-        self.finish()
-        send = partial(self._send, partial(Change, step, sample_time, dense=dense), dirty, ids, changed, everything)
-        if self._background:
-            self._sending = self._background.submit(send)
-        else:
-            send()
-
-    def finish(self) -> None:
-        """Waits until the first process has everything that is to be published."""
-        if self._sending:
-            self._sending.result()
+        rows = self._rows(dirty)
+        everything = {spec.name: self._complete(spec) for spec in self._specs} if full else None
+        if self._publisher:
+            change = partial(Change, step, sample_time, dense=dense)
+            of = {spec.name: _table_change(spec, dirty[spec.name], rows[spec.name], ids) for spec in self._specs}
+            whole = {name: _as_change(each) for name, each in everything.items()} if everything else None
+            self._publisher.publish(change(tables=of), change(tables=whole) if whole else None)
 
     def close(self) -> None:
-        """Waits briefly for pending publications; each process by itself."""
-        if self._sending:
-            wait([self._sending], DEADLINE)
-        if self._background:
-            self._background.shutdown(wait=False)
+        """Waits briefly for pending publications."""
         if self._publisher:
             self._publisher.close()
             self._note_version(self._publisher)
@@ -176,103 +160,74 @@ class OnlinePublication:
             self._say(f"warning: publishing fails ({error}); changes are kept and published later")
         self._failing = bool(error)
 
-    def _ids(self, name: str, rows: Tensor) -> "_ChangedIds":
-        """Ids, which this process holds, of the dirty rows of a table, and those that were deleted from it."""
+    def _ids(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Dirty rows of a table that have ids, with their ids and the numbers of their features, and what was deleted.
+
+        Returns:
+            int64 [3, n], the rows ascending, and ids and features, int64 [2, m]; on the first process those of all.
+        """
         assert self._state.id_tables is not None
         ids, features, has_id = self._state.id_tables.ids_of(name, rows.numpy())
         reserved = (rows.numpy() < RESERVED_ROWS) & self._peers.is_first
         ids, features = np.where(reserved, rows.numpy(), ids), np.where(reserved, 0, features)
         kept = has_id | reserved
-        columns = (rows.numpy()[kept], ids[kept], features[kept])
-        deleted = self._known[name].update(*columns)
-        return _ChangedIds(*(torch.from_numpy(np.stack(each)) for each in (columns, deleted)))
+        own = (rows.numpy()[kept], ids[kept], features[kept])
+        deleted = self._known[name].update(*own)
+        columns, gone = (self._peers.columns_on_first(torch.from_numpy(np.stack(each))) for each in (own, deleted))
+        return columns[:, columns[0].argsort()], gone
 
-    def _all_copied(self, spec: TableSpec) -> "_AllRows":
-        """Copies all rows of a table that belong to ids."""
+    def _complete(self, spec: TableSpec) -> TrainedTable:
+        """All rows of a table that belong to ids; on the other processes the result has no meaning."""
         if spec.name in self._known:
             assert self._state.id_tables is not None
             own = rows_and_ids(spec, self._state.id_tables, reserved=self._peers.is_first)
             self._known[spec.name].set(*own.numpy())
             chunks = self._peers.all_columns(own)
         else:
-            rows = torch.arange(spec.num_embeddings)[None]
-            chunks = iter(rows.split(CHUNK if self._peers.count > 1 else spec.num_embeddings, 1))
-        copied, columns = [], []
+            numbers = torch.arange(spec.num_embeddings)[None]
+            chunks = iter(numbers.split(CHUNK if self._peers.count > 1 else spec.num_embeddings, 1))
+        rows, columns = [], []
         for chunk in chunks:
-            copied.append(self._copied({spec.name: chunk[0]})[spec.name])
+            rows.append(self._rows({spec.name: chunk[0]})[spec.name])
             columns += [chunk] * (self._peers.is_first and spec.name in self._known)
-        return _AllRows(spec, copied, torch.cat(columns, 1) if columns else None)
+        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return trained_table(spec, joined, torch.cat(columns, 1) if columns else None)
 
-    def _copied(self, wanted: Mapping[str, Tensor]) -> dict[str, "_CopiedRows"]:
+    def _rows(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies rows of tables, after the updates of absent rows that are still to be applied to them.
 
         Args:
             wanted: distinct rows of tables, int64 [n]; the same on all processes.
+
+        Returns:
+            float32 [n, P] of each table on the first process, [0, P] on the others.
         """
-        adam, model = self._state.adam, self._state.model
+        adam, model, found = self._state.adam, self._state.model, dict[str, Tensor]()
         if adam:
-            for table, rows in wanted.items():
-                adam.catch_up(table, rows)
+            for name, rows in wanted.items():
+                adam.catch_up(name, rows)
         with adam.as_stored() if adam else nullcontext():
             tables = tables_of(model)
-        return {name: _CopiedRows.of(tables[name], rows, self._peers.rank) for name, rows in wanted.items()}
-
-    def _send(
-        self,
-        change: Callable[..., Change],
-        dirty: Mapping[str, Tensor],
-        ids: Mapping[str, "_ChangedIds"],
-        changed: Mapping[str, "_CopiedRows"],
-        everything: Mapping[str, "_AllRows"] | None,
-    ) -> None:
-        """Brings copied rows and ids together on the first process, which publishes them."""
-        peers, tables = self._background_peers, dict[str, TableChange]()
-        for spec in self._specs:
-            of_table = ids[spec.name].together(peers) if spec.name in ids else None
-            rows = _assembled([changed[spec.name]], peers)
-            if peers.is_first:
-                tables[spec.name] = _table_change(spec, dirty[spec.name], rows, of_table)
-        complete = {name: each.table(peers) for name, each in everything.items()} if everything else None
-        if self._publisher:
-            full = change(tables={name: _as_change(each) for name, each in complete.items()}) if complete else None
-            self._publisher.publish(change(tables=tables), full)
+        for name, rows in wanted.items():
+            own = torch.zeros(len(rows), tables[name].size(1))
+            if isinstance(tables[name], ShardedTensor) or self._peers.is_first:
+                for shard, (row, column) in local_shards(tables[name]):
+                    index = ((rows >= row) & (rows < row + len(shard))).nonzero().flatten()
+                    values = shard[(rows[index] - row).to(shard.device)]
+                    own[index, column : column + shard.shape[1]] = values.float().cpu()
+            found[name] = self._peers.joined(own)
+        return found
 
 
-@dataclass(frozen=True)
-class _ChangedIds:
-    """Rows of a collisionless table, their ids and the numbers of their features, int64 [3, n]; the deleted ids, and
-    the numbers of their features, int64 [2, m].
-    """
-
-    columns: Tensor
-    deleted: Tensor
-
-    def together(self, peers: Peers) -> "_ChangedIds":
-        """Those of all processes, the rows ascending, on the first process."""
-        columns, deleted = peers.columns_on_first(self.columns), peers.columns_on_first(self.deleted)
-        return _ChangedIds(columns[:, columns[0].argsort()], deleted)
-
-
-@dataclass(frozen=True)
-class _AllRows:
-    """All rows of a table that belong to ids; of a collisionless one with ``rows_and_ids`` on the first process."""
-
-    spec: TableSpec
-    copied: Sequence["_CopiedRows"]
-    columns: Tensor | None
-
-    def table(self, peers: Peers) -> TrainedTable:
-        """Brings the rows together; on the other processes the result has no meaning."""
-        return trained_table(self.spec, _assembled(self.copied, peers), self.columns)
-
-
-def _table_change(spec: TableSpec, dirty: Tensor, rows: Tensor, ids: _ChangedIds | None) -> TableChange:
-    """Change of a table, from its dirty rows and their weights, float32 [n, P]."""
-    if ids is None:
+def _table_change(
+    spec: TableSpec, dirty: Tensor, rows: Tensor, ids: Mapping[str, tuple[Tensor, Tensor]]
+) -> TableChange:
+    """Change of a table: its dirty rows, with weights, float32 [n, P], and with ids if it is collisionless."""
+    if spec.name not in ids:
         return TableChange(dirty.numpy(), rows.numpy())
-    columns, deleted = ids.columns.numpy(), ids.deleted.numpy()
+    columns, deleted = (each.numpy() for each in ids[spec.name])
     if columns.shape[1] < len(dirty):
-        rows = rows[torch.searchsorted(dirty, ids.columns[0].contiguous())]
+        rows = rows[torch.searchsorted(dirty, torch.from_numpy(columns[0]).contiguous())]
     features = (columns[2], deleted[1]) if len(spec.fields) > 1 else (None, None)
     return TableChange(columns[1], rows.numpy(), deleted[0], *features)
 
@@ -360,82 +315,3 @@ class DirtyRows:
             dirty.zero_()
             first += spec.num_embeddings
         return found
-
-
-@dataclass(frozen=True)
-class _CopiedRows:
-    """Rows of a table as they were at one step; their values are where they are stored.
-
-    Attributes:
-        shape: (n, P).
-        parts: those that this process stores; on the first process all of them.
-    """
-
-    shape: tuple[int, int]
-    parts: list["_Part"]
-
-    @staticmethod
-    def of(table: ShardedTensor | Tensor, rows: Tensor, own_rank: int) -> "_CopiedRows":
-        """Copies distinct rows, int64 [n], of a table."""
-        own = {tuple(offsets): shard for shard, offsets in local_shards(table)}
-        parts = []
-        for rank, first, (count, width) in _shards(table):
-            if own_rank not in (0, rank):
-                continue
-            index = ((rows >= first[0]) & (rows < first[0] + count)).nonzero().flatten()
-            if not len(index):
-                continue
-            values = None
-            if rank == own_rank:
-                shard = own[first]
-                values = shard[(rows[index] - first[0]).to(shard.device)].float().cpu()
-            parts.append(_Part(rank, index, slice(first[1], first[1] + width), values))
-        return _CopiedRows((len(rows), table.size(1)), parts)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Rows of one shard: their indices among the rows copied, int64 [k], the columns that it has, and the values,
-    float32 [k, columns], on the process ``rank``, which stores them; None on the first one if it is another.
-    """
-
-    rank: int
-    index: Tensor
-    columns: slice
-    values: Tensor | None
-
-
-def _assembled(copied: Sequence[_CopiedRows], peers: Peers) -> Tensor:
-    """Brings rows of a table together: float32 [n, P] on the first process; of others the result has no meaning.
-
-    The first process holds the result, those of the rows that it stores, and one part that it is receiving.
-    """
-    if not peers.is_first:
-        for part in (part for each in copied for part in each.parts):
-            assert part.values is not None
-            peers.send(part.values, 0)
-        return torch.empty(0, copied[0].shape[1])
-    if len(copied) == 1 and len(copied[0].parts) == 1:
-        values = copied[0].parts[0].values
-        if values is not None and values.shape == copied[0].shape:
-            return values
-    rows, begin = torch.empty(sum(each.shape[0] for each in copied), copied[0].shape[1]), 0
-    for each in copied:
-        for part in each.parts:
-            width, values = part.columns.stop - part.columns.start, part.values
-            if values is None:
-                values = peers.receive(part.rank, len(part.index), width, dtype=torch.float32)
-            rows[begin + part.index, part.columns] = values
-        begin += each.shape[0]
-    return rows
-
-
-def _shards(table: ShardedTensor | Tensor) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """Rank, first row and column, and size of each shard of a table; of a data-parallel one the first copy."""
-    if not isinstance(table, ShardedTensor):
-        yield 0, (0, 0), (table.size(0), table.size(1))
-        return
-    for shard in table.metadata().shards_metadata:
-        assert shard.placement is not None
-        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-        yield shard.placement.rank() or 0, (row, column), (rows, columns)

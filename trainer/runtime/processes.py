@@ -7,7 +7,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -147,8 +147,6 @@ class Peers:
 
     They call each method together; a process alone exchanges nothing.
 
-    Calls from several threads need a group for each thread.
-
     Args:
         process: this process; waits for another are bounded by its timeout.
     """
@@ -161,31 +159,22 @@ class Peers:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def numbers(self, values: Sequence[int]) -> list[int]:
-        """Numbers of the first process; the others pass as many, of any value."""
-        if self.count == 1:
-            return list(values)
-        sent = torch.tensor(values, dtype=torch.int64)
-        dist.broadcast(sent, 0, group=self._group)
-        return sent.tolist()
+    def scattered(self, parts: list[Any] | None) -> Any:
+        """This process's part, copied, of what the first one has for each; the others pass None."""
+        if parts is not None and self.count == 1:
+            return parts[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, parts, 0, group=self._group)
+        return own[0]
 
-    def error(self, error: Exception | None) -> Exception:
-        """The error of the first process."""
-        found = [error]
+    def joined(self, values: Tensor) -> Tensor:
+        """Values of which each is on one process, and 0 on the others; float32 of one shape, bit for bit.
+
+        On the first process; on the others [0, ...].
+        """
         if self.count > 1:
-            dist.broadcast_object_list(found, 0, group=self._group)
-        assert found[0] is not None
-        return found[0]
-
-    def send(self, values: Tensor, rank: int) -> None:
-        """Sends a contiguous tensor on the CPU to a process, which receives it meanwhile."""
-        dist.send(values, rank, group=self._group)
-
-    def receive(self, rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Receives a tensor of this shape from a process."""
-        received = torch.empty(shape, dtype=dtype)
-        dist.recv(received, rank, group=self._group)
-        return received
+            dist.reduce(values.view(torch.int32), 0, group=self._group)
+        return values if self.is_first else values[:0]
 
     def gathered(self, values: Tensor) -> Tensor:
         """Values of all processes; see :func:`gathered`."""
