@@ -9,22 +9,35 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 FORMAT = 1
 MAGIC = b"cowrec-published"  # its length keeps the tensors aligned
 _DENSE = "dense/"
 _ABOUT = ("version", "previous", "kind", "lineage", "created")
 _DTYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32}
-_MOST = 1 << 53
-"""Limit of numbers in the metadata, up to which they are exact in float64."""
 _HEADER = len(MAGIC) + hashlib.sha256().digest_size
 
 Kind = Literal["full", "delta"]
+_Number = Annotated[int, Field(gt=-(1 << 53), lt=1 << 53)]  # exact in float64
+_Count = Annotated[_Number, Field(ge=0)]
+
+
+class _About(BaseModel):
+    """Metadata of a version."""
+
+    version: Annotated[_Count, Field(gt=0)]
+    previous: _Count
+    kind: Kind
+    lineage: str
+    created: Annotated[float, Field(gt=-(1 << 53), lt=1 << 53)]
+    step: _Count
+    sample_time: _Number | None
 
 
 class DamagedBlob(ValueError):
@@ -147,7 +160,7 @@ def decode(blob: bytes) -> Blob:
                 f"a published version has format {about['format']!r}, but this cowrec reads"
                 f" {FORMAT}; publish and read with the same version of cowrec"
             )
-        _check_about(about)
+        _About.model_validate(about, strict=True)
         tensors = {key: _tensor(content[8 + length :], **each) for key, each in header.items()}
         dense = {key.removeprefix(_DENSE): each for key, each in tensors.items() if key.startswith(_DENSE)}
         parts: dict[str, dict[str, NDArray[Any]]] = {}
@@ -181,27 +194,6 @@ def _verified(blob: bytes) -> memoryview:
             f"a published version of {len(blob):,} bytes is truncated or altered: its checksum does not match"
         )
     return content
-
-
-def _check_about(about: Mapping[str, Any]) -> None:
-    """Raises ValueError if the metadata are not those of a version."""
-    time, created = about["sample_time"], about["created"]
-    valid = {
-        "version": _is_count(about["version"]) and about["version"] > 0,
-        "previous": _is_count(about["previous"]),
-        "kind": about["kind"] in ("full", "delta"),
-        "lineage": isinstance(about["lineage"], str),
-        "created": isinstance(created, int | float) and abs(created) < _MOST,
-        "step": _is_count(about["step"]),
-        "sample_time": time is None or (type(time) is int and abs(time) < _MOST),
-    }
-    for key, is_valid in valid.items():
-        if not is_valid:
-            raise ValueError(f"its {key} is {str(about[key])[:80]!r}")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST
 
 
 def _tensor(content: memoryview, dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> NDArray[Any]:

@@ -17,8 +17,8 @@ _PAUSE, _MAX_PAUSE = 1.0, 60.0
 """Seconds after a version that cannot be applied, before reading restarts from a full one; doubled each time."""
 _POLL_SECONDS = 0.2
 """Pause before a target that had nothing new is polled again."""
-_REREAD_SECONDS, _MAX_REREAD_SECONDS = 30.0, 600.0
-"""Time after which blobs that were damaged are read again, as they may have been restored; doubled each time."""
+_REREAD_SECONDS = 60.0
+"""Time after which blobs that were damaged are read again, as they may have been restored."""
 
 
 def decode_as(version: int, kind: Kind, content: bytes) -> Blob:
@@ -41,10 +41,8 @@ class VersionReader:
 
     Attributes:
         version, lineage: of the last version that was read; 0 and "" before the first.
-        gaps: times that the next delta was missing or did not fit.
-        damaged: blobs whose bytes differ from what was published.
-        damaged_because: the problem of the last one, since a version was read.
-        unreachable: polls that the target did not answer.
+        damaged_because: the problem of the last blob whose bytes differ from what was published, since a version was
+            read.
         unreachable_because: its error since it last answered; empty if it answered the last poll.
         is_empty: whether it answered the last poll and had no version.
         caught_up: whether the last version that was read, and since dealt with, was the newest that the target listed
@@ -53,7 +51,6 @@ class VersionReader:
     """
 
     def __init__(self, target: Target, after_poll: Callable[[], None] = lambda: None) -> None:
-        self.gaps = self.damaged = self.unreachable = 0
         self.unreachable_because = self.damaged_because = ""
         self.is_empty = self.caught_up = self.waits_for_full = self._is_newest = False
         self._target, self._after_poll = target, after_poll
@@ -63,7 +60,7 @@ class VersionReader:
         """Forgets the versions that were read, so that the next one is a full one."""
         self.version, self.lineage = 0, ""
         self._useless: list[tuple[int, Kind]] | None = None
-        self._reread_at = self._reread_pause = math.inf
+        self._reread_at = math.inf
 
     def versions(self, stop: threading.Event) -> Iterator[Blob]:
         """Yields versions as they are published, until ``stop`` is set.
@@ -85,33 +82,27 @@ class VersionReader:
         try:
             available = self._target.blobs()
             self.unreachable_because, self.is_empty = "", not available
-            is_known = available == self._useless
-            if not available or (is_known and time.monotonic() < self._reread_at):
+            if not available or (available == self._useless and time.monotonic() < self._reread_at):
                 return None
             blob = self._next_of(available)
         except OSError as error:
-            self.unreachable += 1
             self.unreachable_because = self.unreachable_because or str(error)
             return None
         self.caught_up = blob is None and self.version > 0
         self._is_newest = blob is not None and blob.version == available[-1][0]
         # The same blobs need not be read again soon.
         self._useless = available if blob is None else None
-        self._reread_pause = min(2 * self._reread_pause, _MAX_REREAD_SECONDS) if is_known else _REREAD_SECONDS
-        self._reread_at = time.monotonic() + (self._reread_pause if self.damaged_because else math.inf)
+        self._reread_at = time.monotonic() + (_REREAD_SECONDS if self.damaged_because else math.inf)
         self.waits_for_full = blob is None and available[-1][0] != self.version
         return blob
 
     def _next_of(self, available: list[tuple[int, Kind]]) -> Blob | None:
         if available[-1][0] == self.version:
             return None
-        if self.version:
-            if (self.version + 1, "delta") in available:
-                blob = self._read(self.version + 1, "delta")
-                if blob and (blob.previous, blob.lineage) == (self.version, self.lineage):
-                    return blob
-            if (self.version + 1, "full") not in available:
-                self.gaps += 1
+        if self.version and (self.version + 1, "delta") in available:
+            blob = self._read(self.version + 1, "delta")
+            if blob and (blob.previous, blob.lineage) == (self.version, self.lineage):
+                return blob
         full = [version for version, kind in available if kind == "full"]
         for version in reversed(full):
             ahead = version > self.version
@@ -128,7 +119,6 @@ class VersionReader:
         except FileNotFoundError:  # removed since it was listed
             return None
         except DamagedBlob as error:
-            self.damaged += 1
             self.damaged_because = str(error)
             return None
 

@@ -50,7 +50,7 @@ class Publisher:
         self._state = threading.Condition()
         self._pending: Change | None = None
         self._everything: Change | None = None  # never older than the pending changes
-        self._busy_since: float | None = None
+        self._busy = False
         self._closed = False
         self._wants_full, self._starts_lineage = True, True
         self._version, self._lineage = 0, uuid.uuid4().hex
@@ -90,7 +90,7 @@ class Publisher:
             return self._state.wait_for(self._is_idle, seconds)
 
     def _is_idle(self) -> bool:
-        return self._pending is None and self._everything is None and self._busy_since is None
+        return self._pending is None and self._everything is None and not self._busy
 
     def close(self, seconds: float = DEADLINE) -> None:
         """Waits as :meth:`finish` does and stops the thread; a target that still hangs is abandoned."""
@@ -105,15 +105,13 @@ class Publisher:
             self._target.close()
 
     def counters(self) -> Mapping[str, Any]:
-        """Version written last, pending rows, failures, seconds waited for the current call, and the last error."""
+        """Version written last, pending rows, failures, and the last error."""
         with self._state:
-            waits = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
             pending = 0 if self._pending is None else self._pending.num_rows
             return {
                 "version": self._version,
                 "pending_rows": pending,
                 "failures": self._failures,
-                "waits": waits,
                 "error": self._error,
             }
 
@@ -130,7 +128,7 @@ class Publisher:
             with self._state:
                 pending, everything = self._pending, self._everything if self._wants_full else None
                 self._pending = self._everything = None
-                self._busy_since = time.monotonic()
+                self._busy = True
             try:
                 self._check_target()
                 if pending is not None and not self._starts_lineage:
@@ -162,7 +160,7 @@ class Publisher:
             if self._error is None:
                 logger.warning("publishing version %d failed (%s); retrying", self._version + 1, failure)
         self._error = f"{type(failure).__name__}: {failure}" if failure else None
-        self._busy_since = None
+        self._busy = False
         self._state.notify_all()
 
     def _check_target(self) -> None:

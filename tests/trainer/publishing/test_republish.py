@@ -42,7 +42,6 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
         with publisher(url, compact_after=4) as out:
             publish_many(out, model, states, 11)
         eventually(lambda: reader.version == 11)
-        gaps = reader.versions.gaps  # a slow reader may have missed versions that compaction removed
         assert reachable(list_versions(url)) == [6, 7, 8, 9, 10, 11]
         for number, old in ((12, 8), (13, 6), (14, 12)):
             assert republish(url, old) == number
@@ -63,7 +62,6 @@ def test_readers_go_back_and_a_later_trainer_goes_on(url: str) -> None:
                 ]  # fmt: skip
                 assert each.model.same_as(model)
         assert [blob.version for blob in reader.seen[-6:]] == list(range(12, 18))
-        assert (reader.versions.gaps, reader.versions.damaged) == (gaps, 0)
 
 
 @pytest.mark.parametrize(
