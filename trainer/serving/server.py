@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -221,19 +221,7 @@ def _health_routes(service: Service) -> list[Route]:
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
     handlers = {"/livez": livez, "/readyz": readyz, "/health": health, "/metrics": metrics}
-    return [Route(path, _timed(service, path, each), methods=["GET"]) for path, each in handlers.items()]
-
-
-def _timed(
-    service: Service, path: str, handler: Callable[[Request], Awaitable[Response]]
-) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        start = time.perf_counter()
-        response = await handler(request)
-        service.metrics.latency.labels(path, str(response.status_code)).observe(time.perf_counter() - start)
-        return response
-
-    return handle
+    return [Route(path, each, methods=["GET"]) for path, each in handlers.items()]
 
 
 def _app(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> Starlette:
