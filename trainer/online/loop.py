@@ -184,7 +184,7 @@ class _OnlineRun:
         """
         started = time.perf_counter()
         translated = self.state.ids.training(batch)
-        step = self.trainer.step(iter((translated.batch,)))
+        step = self.trainer.step(iter((translated,)))
         logits = turns.logits(turn, step.logits)
         if step.set_aside:
             if turn.arrived:
@@ -194,7 +194,7 @@ class _OnlineRun:
                 self.measured.add(turn.arrived, logits, log)
             self.measured.has_trained(sum(turn.sizes), time.perf_counter() - started)
         if self.publication:
-            self.publication.mark(translated.batch.sparse)
+            self.publication.mark(translated.sparse)
 
     def set_aside(self, arrived: StreamBatch, logits: Tensor, reason: str, log: MetricsLog) -> None:
         """Keeps the samples of a batch that was not trained on, and says so; on the first process."""

@@ -4,7 +4,7 @@ B samples, F fields, V ids of a batch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from cowrec.sparse_opt import (
     EmbeddingAdam,
     IdTableConfig,
     IdTables,
-    NewRows,
     RowInitializer,
     id_bucket_rows,
 )
@@ -26,19 +25,6 @@ from cowrec.trainer.config.id_table import seconds
 
 from .run_plan import RunPlan
 from .tables import TableSpec
-
-
-@dataclass(frozen=True)
-class TranslatedBatch:
-    """A training batch ready for the model.
-
-    Attributes:
-        batch: with rows in place of ids.
-        new_rows: rows that the batch gave to new ids, already initialized; None without id tables.
-    """
-
-    batch: Batch
-    new_rows: NewRows | None
 
 
 class IdTranslation:
@@ -96,20 +82,20 @@ class IdTranslation:
                 seed=config.train.seed,
             )
 
-    def training(self, batch: Batch) -> TranslatedBatch:
+    def training(self, batch: Batch) -> Batch:
         """Translates a batch that is about to be trained on; new ids get rows, which are initialized in the model."""
         if not self.tables:
-            return TranslatedBatch(self.lookup(batch), None)
+            return self.lookup(batch)
         ids, splits = self._flat_ids(batch.sparse)
         rows, new_rows = self.tables.assign(ids, splits, _times(batch, len(self._fields)))
         assert self._row_init is not None
         self._row_init.reset(new_rows)
-        return TranslatedBatch(_with_rows(batch, rows), new_rows)
+        return _with_rows(batch, rows)
 
     def training_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields batches translated by :meth:`training`, each when it is asked for."""
         for batch in batches:
-            yield self.training(batch).batch
+            yield self.training(batch)
 
     def lookup(self, batch: Batch) -> Batch:
         """Translates a batch without changing anything; unknown and expired ids become OUT_OF_VOCABULARY."""

@@ -61,7 +61,7 @@ def sharding_plan(
     ]
     tables = collection.embedding_bag_configs()
     if "auto" in kinds.values():
-        return _planned(model, kinds, config, process, sharder)
+        return _planned(model, tables, kinds, config, process, sharder)
     generators = _spread_by_bytes(tables, kinds, config, process)
     plan = construct_module_sharding_plan(
         collection,
@@ -219,6 +219,7 @@ def _column_shards(columns: int, ranks: int) -> int:
 
 def _planned(
     model: nn.Module,
+    tables: Sequence[EmbeddingBagConfig],
     kinds: Mapping[str, str],
     config: RunConfig,
     process: Process,
@@ -226,7 +227,7 @@ def _planned(
 ) -> ShardingPlan:
     """Lets TorchRec's planner choose among the kinds that CowClip supports, for tables without a kind."""
     allowed = ["table_wise", "row_wise", "table_row_wise"]
-    if any(table.pooling == PoolingType.MEAN for table in _tables_of(model)):
+    if any(table.pooling == PoolingType.MEAN for table in tables):
         allowed = ["table_wise"]
     constraints = {
         name: ParameterConstraints(
@@ -270,11 +271,6 @@ def _memory_for_weights(config: RunConfig, process: Process) -> int | None:
         memory = torch.cuda.get_device_properties(process.device).total_memory
     shares = config.optimizer.embedding == "adam" and config.sharding.memory == "device"
     return memory // 3 if shares else memory
-
-
-def _tables_of(model: nn.Module) -> list[EmbeddingBagConfig]:
-    collections = (module for module in model.modules() if isinstance(module, EmbeddingBagCollection))
-    return [table for collection in collections for table in collection.embedding_bag_configs()]
 
 
 def _bytes(table: EmbeddingBagConfig) -> int:

@@ -73,13 +73,11 @@ class EpochQuality:
     def measure(self, state: TrainState) -> tuple[dict[str, Any], str]:
         """Returns the measures of an epoch, and a line for the terminal."""
         if self._readers.validation is None:
-            values, text = self.measure_test(state)
-            texts = [text]
-        else:
-            validation = self._finite(evaluate(state, self._readers.validation), "validation samples")
-            values = {f"validation_{key}": each for key, each in _auc_and_logloss(validation).items()}
-            texts = [f"validation {dataclasses.replace(validation, excess_logloss=None)}"]
-        return values, "  ".join(texts)
+            return self.measure_test(state)
+        found = self._finite(evaluate(state, self._readers.validation), "validation samples")
+        measured = {key: each for key, each in found.values().items() if key.startswith(("auc", "logloss"))}
+        text = f"validation {dataclasses.replace(found, excess_logloss=None)}"
+        return {f"validation_{key}": each for key, each in measured.items()}, text
 
     def measure_test(self, state: TrainState) -> tuple[dict[str, Any], str]:
         """Returns the measures of the test split, and a text for the terminal."""
@@ -90,11 +88,6 @@ class EpochQuality:
         if not isfinite(quality.logloss):
             raise self._non_finite(where)
         return quality
-
-
-def _auc_and_logloss(quality: Quality) -> dict[str, Any]:
-    """AUC and logloss, of several labels those of each too."""
-    return {key: each for key, each in quality.values().items() if key.startswith(("auc", "logloss"))}
 
 
 def evaluate(state: TrainState, reader: Reader, thirds: np.ndarray | None = None) -> Quality:

@@ -222,9 +222,6 @@ def _same_vocabulary(one: Path, other: Path) -> bool:
     )
 
 
-logger = logging.getLogger(__name__)
-
-
 def warm_start(state: TrainState) -> None:
     """Copies the weights of an earlier run's newest checkpoint; ids that it did not have keep their initial values.
 

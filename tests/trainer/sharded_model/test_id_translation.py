@@ -84,44 +84,28 @@ def test_a_batch_is_translated_directly_before_its_step(folder: Path) -> None:
             assert state.id_tables.counters()["city"]["occurrences"] == seen
 
 
-def test_translation_returns_rows_and_new_rows(folder: Path) -> None:
-    config = load_config(folder / "run.toml", IDS)
-    with process_group("cpu") as process:
-        reader = Reader(folder / "single" / "data", "train", batch_size=51)
-        state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
-        batch = next(reader.epoch(0))
-        assert set(state.ids.lookup(batch).sparse.values().tolist()) <= set(range(RESERVED_ROWS))
-        (table,) = (value.local_shards()[0].tensor for value in tables_of(state.model).values())
-        table.fill_(7.0)
-        first, second = state.ids.training(batch), state.ids.training(batch)
-        assert first.new_rows is not None
-        assert second.new_rows is not None
-        rows = set(first.batch.sparse.values().tolist())
-        assert set(first.new_rows.row.tolist()) == rows - set(range(RESERVED_ROWS))
-        assert len(second.new_rows.row) == 0
-        for translated in (second.batch, state.ids.lookup(batch)):
-            assert torch.equal(translated.sparse.values(), first.batch.sparse.values())
-        initialized = torch.isin(torch.arange(len(table)), torch.from_numpy(first.new_rows.row))
-        assert torch.equal((table == 7.0).all(1), ~initialized)
-        ids, rows_of_ids = batch.sparse.values(), first.batch.sparse.values()
-        assert len({*zip(ids.tolist(), rows_of_ids.tolist(), strict=True)}) == len(ids.unique())
-        assert len(rows_of_ids.unique()) == len(ids.unique())
-
-
-def test_new_rows_have_the_width_of_their_table(folder: Path) -> None:
+def test_new_ids_get_initialized_rows(folder: Path) -> None:
+    """Each of its own; a later batch of the same ids gets them again, as does a lookup. Each row has its width."""
     config = load_config(folder / "run.toml", [*IDS, "model.embedding_dims={city = 3}"])
     with process_group("cpu") as process:
         reader = Reader(folder / "unweighted" / "data", "train", batch_size=51)
         state = TrainState(RunPlan.of(config, reader.schema, process, schedule=Schedule()))
         tables = {name: value.local_shards()[0].tensor.fill_(7) for name, value in tables_of(state.model).items()}
-        new = state.ids.training(next(reader.epoch(0))).new_rows
-        assert new is not None
-        for number, (name, width, stored) in enumerate((("city", 3, 4), ("tags", 6, 8))):
-            rows = tables[name][torch.from_numpy(new.row[new.table == number])]
-            assert len(rows) > 3
-            assert rows.shape[1] == stored
-            assert (rows[:, :width] != 0).all()
-            assert not rows[:, width:].any()
+        batch = next(reader.epoch(0))
+        assert set(state.ids.lookup(batch).sparse.values().tolist()) <= set(range(RESERVED_ROWS))
+        first = state.ids.training(batch).sparse
+        for translated in (state.ids.training(batch), state.ids.lookup(batch)):
+            assert torch.equal(translated.sparse.values(), first.values())
+        for name, width, stored in (("city", 3, 4), ("tags", 6, 8)):
+            ids, rows = batch.sparse[name].values(), first[name].values()
+            assert len({*zip(ids.tolist(), rows.tolist(), strict=True)}) == len(ids.unique()) == len(rows.unique())
+            initialized = torch.isin(torch.arange(len(tables[name])), rows[rows >= RESERVED_ROWS])
+            assert torch.equal((tables[name] == 7).all(1), ~initialized)
+            new = tables[name][initialized]
+            assert len(new) > 3
+            assert new.shape[1] == stored
+            assert (new[:, :width] != 0).all()
+            assert not new[:, width:].any()
 
 
 @pytest.mark.parametrize("optimizer", ["replay", "adagrad"])
