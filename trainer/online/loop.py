@@ -140,7 +140,7 @@ class _OnlineRun:
         with ExitStack() as opened:
             on_first(self.process, lambda: self.open_stream(position, opened))
             if publish:
-                publication = OnlinePublication(publish, self.state, self.run_dir, self.trainer.warn)
+                publication = OnlinePublication(publish, self.state, self.run_dir)
                 self.publication = opened.enter_context(closing(publication))
             on_first(self.process, lambda: self.serve_metrics(opened))
             log = opened.enter_context(self.trainer.open_log(self.config.online.metrics_file_bytes))

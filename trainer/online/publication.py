@@ -52,24 +52,21 @@ class OnlinePublication:
         url: of the target.
         state: its model is published.
         run_dir: receives the export, unless it has one.
-        say: receives a warning when publications begin to fail.
 
     Raises:
         ValueError: the target does not work.
         OSError: the export cannot be written.
     """
 
-    def __init__(self, url: str, state: TrainState, run_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, url: str, state: TrainState, run_dir: Path) -> None:
         config, schema, process = state.plan.config, state.plan.schema, state.plan.process
-        self._config, self._state, self._say, self._specs = config.online, state, say, state.plan.tables
+        self._config, self._state, self._specs = config.online, state, state.plan.tables
         self._dirty = DirtyRows(self._specs, [field.name for field in schema.sparse])
         self._known = {spec.name: KnownIds(spec) for spec in self._specs if spec.ids.kind == "collisionless"}
         self._peers = Peers(process)
         self._rows_due = self._dense_due = 0.0
         self._step = self._dense_step = -1
         """Steps after which rows, and the network, were published last."""
-        self._failing = False
-        self._version, self._written_at = 0, time.monotonic()
         self._publisher: Publisher | None = None
 
         def open_publisher() -> None:
@@ -116,8 +113,6 @@ class OnlinePublication:
 
         ``step`` and ``sample_time`` are those of the last batch, if there was one; the time on the first process.
         """
-        if self._publisher:
-            self._note_version(self._publisher)
         now, with_dense, full = time.monotonic(), Due.DENSE in due, Due.EVERYTHING in due
         self._rows_due = now + self._config.publish_seconds
         if not full and step == (self._dense_step if with_dense else self._step):
@@ -141,24 +136,12 @@ class OnlinePublication:
         """Waits briefly for pending publications."""
         if self._publisher:
             self._publisher.close()
-            self._note_version(self._publisher)
 
     def readings(self) -> dict[str, float]:
-        """Failures, and seconds since a version was last written, as far as :meth:`publish` has noticed; on the first
-        process.
-        """
+        """Failures, and seconds since a version was last written, or since the start; on the first process."""
         assert self._publisher is not None
-        failures = self._publisher.counters()["failures"]
-        return {"publication_failures": failures, "seconds_since_publication": time.monotonic() - self._written_at}
-
-    def _note_version(self, publisher: Publisher) -> None:
-        counters = publisher.counters()
-        if counters["version"] != self._version:
-            self._version, self._written_at = counters["version"], time.monotonic()
-        error = counters["error"]
-        if error and not self._failing:
-            self._say(f"warning: publishing fails ({error}); changes are kept and published later")
-        self._failing = bool(error)
+        counters = self._publisher.counters()
+        return {"publication_failures": counters["failures"], "seconds_since_publication": counters["seconds"]}
 
     def _ids(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Dirty rows of a table that have ids, with their ids and the numbers of their features, and what was deleted.

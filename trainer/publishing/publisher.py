@@ -53,7 +53,7 @@ class Publisher:
         self._busy = False
         self._closed = False
         self._wants_full, self._starts_lineage = True, True
-        self._version, self._lineage = 0, uuid.uuid4().hex
+        self._version, self._lineage, self._written_at = 0, uuid.uuid4().hex, time.monotonic()
         self._deltas = self._bytes = self._failures = 0
         self._error: str | None = None
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
@@ -105,11 +105,12 @@ class Publisher:
             self._target.close()
 
     def counters(self) -> Mapping[str, Any]:
-        """Version written last, pending rows, failures, and the last error."""
+        """Version written last, seconds since then or since the start, pending rows, failures, and the last error."""
         with self._state:
             pending = 0 if self._pending is None else self._pending.num_rows
             return {
                 "version": self._version,
+                "seconds": time.monotonic() - self._written_at,
                 "pending_rows": pending,
                 "failures": self._failures,
                 "error": self._error,
@@ -158,7 +159,7 @@ class Publisher:
         if failure:
             self._failures += 1
             if self._error is None:
-                logger.warning("publishing version %d failed (%s); retrying", self._version + 1, failure)
+                logger.warning("publishing fails (%s); changes are kept and published later", failure)
         self._error = f"{type(failure).__name__}: {failure}" if failure else None
         self._busy = False
         self._state.notify_all()
@@ -201,7 +202,7 @@ class Publisher:
 
     def _note_written(self, version: int, kind: Kind, size: int) -> None:
         with self._state:
-            self._version = version
+            self._version, self._written_at = version, time.monotonic()
             if kind == "full":
                 self._deltas = self._bytes = 0
                 self._starts_lineage = self._wants_full = False

@@ -43,10 +43,6 @@ class InferenceNetwork:
         """Whether operations are replayed for few samples."""
         return self._replay is not None
 
-    def weights(self) -> dict[str, Tensor]:
-        """State dictionary of the network."""
-        return self._computed.network.state_dict()
-
     def with_weights(self, weights: Mapping[str, Tensor]) -> "InferenceNetwork":
         """The same network with the weights of another state dictionary.
 

@@ -22,7 +22,7 @@ GAUGES = {
 }
 COUNTERS = {
     "applied_rows": "Rows written by published versions.",
-    "removed_rows": "Rows removed by published versions.",
+    "removed_rows": "Rows removed by published deltas.",
 }
 
 

@@ -77,7 +77,7 @@ class ServedRows:
 
     Attributes:
         tables: those of each width, in ascending order; for :meth:`gather`.
-        removed: ids that versions have removed.
+        removed: ids that deltas have removed.
     """
 
     def __init__(self, schema: Schema, sizes: Ids, table_of: Ids, widths: Ids, precision: Precision) -> None:
@@ -143,10 +143,6 @@ class ServedRows:
     def replace(self, changes: Sequence[RowChange]) -> None:
         """Changes ``tables`` to new ones, which have only these ids; numbered rows that are not among them remain."""
         parts = {part: part.replaced(own) for part, own in self._by_width(changes)}
-        self.removed += sum(
-            part.resident - sum(part.resident_among(each.ids, each.fields) for each in own)
-            for part, own in self._by_width(changes)
-        )
         self._parts = {width: parts[part] for width, part in self._parts.items()}
         self.tables = tuple(each.tables for each in self._parts.values())
 
@@ -228,12 +224,6 @@ class _RowsOfWidth:
                 part = slice(start, start + len(rows))
                 new.add(change.ids[part], change.fields[part], rows, scales)
         return new
-
-    def resident_among(self, ids: Ids, fields: Ids) -> int:
-        """How many of the ids have a row that is not numbered or reserved."""
-        found = np.empty(len(ids), np.int64)
-        find(np.array(ids), fields, self.tables, found)
-        return int((found >= self._numbered).sum())
 
     def _clear(self, ids: int) -> None:
         """New arrays with room for numbered rows and that many ids."""
