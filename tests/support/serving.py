@@ -20,35 +20,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from prometheus_client.parser import text_string_to_metric_families
 
 from commands.forked_commands import Forked
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.serving.server import http_server, service_app
 from cowrec.trainer.serving.service import Limits, Service
-from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import predict_run
-from trainer_cases import ENVIRONMENT, TRAIN_ROWS, config_file, free_port, make_data
+from trained_runs import make_folder, predicted, run
+from trainer_cases import ENVIRONMENT, TRAIN_ROWS, free_port
 
 DEADLINE = 180.0
 GOOD = {"price": 3, "city": "city1", "tags": ["t1", "t2"], "history": [{"id": "h1", "weight": 0.5}]}
 
 
-def trained_and_exported(folder: Path) -> None:
-    """Creates data, a run of one epoch and its export in ``folder``."""
-    make_data(folder)
-    train(load_config(config_file(folder), ["train.epochs=1"]), folder / "data", folder / "run")
-    export_run(folder / "run", folder / "export")
-
-
 @functools.cache
 def served_folder() -> Path:
-    """A folder with what `trained_and_exported` creates, one for all tests of this process."""
-    folder = Path(tempfile.mkdtemp(prefix="cowrec-served-"))
+    """A folder with data, a run of one epoch and its export, one for all tests of this process."""
+    folder = make_folder(Path(tempfile.mkdtemp(prefix="cowrec-served-")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    trained_and_exported(folder)
+    run(folder, folder / "run", "train.epochs=1")
+    export_run(folder / "run", folder / "export")
     return folder
 
 
@@ -59,10 +50,10 @@ def raw_samples(folder: Path) -> list[dict[str, Any]]:
     return [{key: value or None for key, value in row.items() if key != "click"} for row in rows]
 
 
+@functools.cache
 def predictions(folder: Path, run: str) -> np.ndarray:
     """Predictions of `cowrec predict` for the test split, with a run of the folder."""
-    predict_run(folder / run, folder / "data", folder / "predictions.parquet")
-    return pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy()
+    return predicted(folder / run, folder / "data")
 
 
 class Client:

@@ -6,19 +6,16 @@ import resource
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cowrec.data_pipeline import Reader, Schema
 from cowrec.models import MODELS, ModelConfig, build_network, physical_dim
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run, exported_network
 from cowrec.trainer.export.manifest import Manifest, dequantise, quantise
-from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import predict_run
 from process_groups import in_processes
+from trained_runs import predicted, run
 from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
 DIM = 6
@@ -30,7 +27,7 @@ BAGS = {"weighted": tuple(COLUMNS), "unweighted": UNWEIGHTED, "single": ("price"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of every model, and one data set for each kind of bags; "tags" are averaged in the unweighted one."""
     folder = tmp_path_factory.mktemp("export")
-    config = load_config(config_file(folder), ["train.epochs=1"])
+    config_file(folder)
     for bags, columns in BAGS.items():
         make_data(folder / bags, columns)
         mean_pooled = folder / bags / "data" / "schema.json"
@@ -38,23 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             mean_pooled.write_text(mean_pooled.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
     for model in TRAINED:
         bags = "unweighted" if model == "wdl" else "weighted"
-        overrides = [
-            f"model.name={model}",
-            *(["model.options.layers=2"] if model.startswith("dcn") else []),
-            "train.epochs=1",
-        ]
-        train(load_config(folder / "run.toml", overrides), folder / bags / "data", folder / model)
-    train(config, folder / "single" / "data", folder / "single" / "run")
+        settings = ["train.epochs=1", f"model.name={model}"]
+        settings += ["model.options.layers=2"] if model.startswith("dcn") else []
+        run(folder, folder / model, *settings, data=folder / bags / "data")
+    run(folder, folder / "single" / "run", "train.epochs=1", data=folder / "single" / "data")
     return folder
 
 
 def data_of(folder: Path, model: str) -> Path:
     return folder / ("unweighted" if model == "wdl" else "weighted") / "data"
-
-
-def predicted(run: Path, data: Path) -> np.ndarray:
-    predict_run(run, data, run / "predictions.parquet")
-    return pq.read_table(run / "predictions.parquet")["prediction"].to_numpy()
 
 
 def looked_up(exported: Path, data: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,9 +133,9 @@ def test_quantised_tables_have_the_stated_error(folder: Path, tmp_path: Path, pr
     """Errors of tables are maxima and are recomputed here. The error of logits is measured on random samples, which
     cover more combinations of rows than the data; dense features differ, hence the tolerance of a half.
     """
-    run, data = folder / "single" / "run", folder / "single" / "data"
-    trained = export_run(run, tmp_path / "trained")
-    manifest = export_run(run, tmp_path / "export", precision)
+    run_dir, data = folder / "single" / "run", folder / "single" / "data"
+    trained = export_run(run_dir, tmp_path / "trained")
+    manifest = export_run(run_dir, tmp_path / "export", precision)
     assert sum(size for size, _ in manifest.files.values()) < sum(size for size, _ in trained.files.values())
     for name, table in manifest.tables.items():
         exact = load_file(tmp_path / "trained" / "tables" / f"{name}.safetensors")["rows"].double()
@@ -156,7 +145,8 @@ def test_quantised_tables_have_the_stated_error(folder: Path, tmp_path: Path, pr
         assert abs(float((rows - exact).abs().max()) - table.max_error) <= rounded
         assert table.max_error > 0
     logits = [
-        torch.from_numpy(each).double().logit() for each in (served(tmp_path / "export", data), predicted(run, data))
+        torch.from_numpy(each).double().logit()
+        for each in (served(tmp_path / "export", data), predicted(run_dir, data))
     ]
     off = float((logits[0] - logits[1]).abs().max())
     assert 0 < off <= 1.5 * manifest.logits_error + 1e-5
@@ -198,10 +188,10 @@ def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
         Manifest.load(folder / "deepfm")
 
 
-def export_to_a_full_disk(_: int, run: Path, folder: Path) -> None:
+def export_to_a_full_disk(_: int, run_dir: Path, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     with pytest.raises(OSError, match="no space left for"):
-        export_run(run, folder)
+        export_run(run_dir, folder)
 
 
 def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:

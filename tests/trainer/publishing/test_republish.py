@@ -20,7 +20,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cowrec.trainer.publishing.publisher._PAUSE", 0.05)
 
 
-@pytest.fixture(params=["directory", "redis", "s3"])
+@pytest.fixture(params=["directory", "redis"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with target_url(request.param, tmp_path) as url:
         yield url

@@ -121,26 +121,6 @@ def test_a_request_to_change_the_protocol_is_refused(server: Server) -> None:
         assert (status, closes, "speak plain HTTP/1.1" in error) == (400, True, True)
 
 
-def test_a_client_that_goes_away_leaves_its_slot(server: Server) -> None:
-    for _ in range(8):
-        connection, remainder = unfinished(server[0])
-        connection.sendall(remainder[:-1])
-        connection.close()
-    assert server[0].predict(GOOD)[0] == 200
-
-
-def test_a_client_that_does_not_read_its_answers(server: Server) -> None:
-    """It pipelines requests without end: the server stops reading them, and serves others."""
-    requests = 10_000 * (HEAD + b"Content-Length: 1\r\n\r\n{")
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(3)
-        connection.connect(("127.0.0.1", server[0].port))
-        with pytest.raises(TimeoutError):
-            connection.sendall(100 * requests)
-        assert server[0].predict(GOOD)[0] == 200
-
-
 def test_a_port_for_health_alone() -> None:
     port = free_port()
     with serving(served_folder() / "export", "--health-port", str(port)) as server:

@@ -22,7 +22,7 @@ def test_inference_equals_the_network_of_training(name: str) -> None:
     assert inference.replays
     renewed = inference.with_weights(second.state_dict())
     again = renewed.with_weights(first.state_dict())
-    for samples in (1, 2, 7, 32, 33, 100):
+    for samples in (1, 7, 32, 33):
         dense, rows = torch.randn(samples, DENSE), 0.3 * torch.randn(samples, *SIZES[1:])
         for network, served in ((first, inference), (second, renewed), (first, again)):
             expected = (network(dense, rows) + 0.5).sigmoid().detach()

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,13 +11,11 @@ from safetensors.torch import load_file
 from cowrec.data_pipeline import OUT_OF_VOCABULARY, Schema
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.blob import Change, TableChange, decode, encode
 from cowrec.trainer.serving.served_model import ServedModel
-from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import predict_run
 from served_oracle import RESERVED, USER_WIDTH, WIDTH, Oracle, delta, full, random_samples
+from trained_runs import predicted, run
 from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
 PRECISIONS = {"weighted": ("float32", "float16"), "averaged": ("float32", "int8")}
@@ -28,25 +25,20 @@ PRECISIONS = {"weighted": ("float32", "float16"), "averaged": ("float32", "int8"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one epoch, resumed for a second one, with weighted bags of three widths, and with averaged ones."""
     folder = tmp_path_factory.mktemp("served")
-    config = config_file(folder)
+    config_file(folder)
     for bags, columns in (("weighted", tuple(COLUMNS)), ("averaged", UNWEIGHTED)):
         data = make_data(folder / bags, columns)
         if bags == "averaged":
             described = data / "schema.json"
             described.write_text(described.read_text().replace('"pooling": "sum"', '"pooling": "mean"'))
-        run = folder / bags / "run"
+        run_dir, widths = folder / bags / "run", ["model.embedding_dims={city=3, history=9}"]
         for epochs in (1, 2):
-            settings = [f"train.epochs={epochs}"]
-            settings += ["model.embedding_dims={city=3, history=9}"] if bags == "weighted" else []
-            train(load_config(config, settings), data, run, resume=epochs > 1)
+            settings = [f"train.epochs={epochs}", *(widths if bags == "weighted" else [])]
+            run(folder, run_dir, *settings, data=data, resume=epochs > 1)
             for precision in PRECISIONS[bags]:
-                export_run(run, folder / bags / f"{precision}-{epochs}", precision)
-            predict_run(run, data, folder / bags / f"predictions-{epochs}")
+                export_run(run_dir, folder / bags / f"{precision}-{epochs}", precision)
+            np.save(folder / bags / f"predictions-{epochs}.npy", predicted(run_dir, data))
     return folder
-
-
-def predictions(folder: Path, bags: str, epochs: int) -> np.ndarray:
-    return pq.read_table(folder / bags / f"predictions-{epochs}")["prediction"].to_numpy()
 
 
 def samples_of(data: Path) -> SampleBlock:
@@ -67,14 +59,14 @@ def difference(before: Path, after: Path) -> Change:
 @pytest.mark.parametrize("bags", ["weighted", "averaged"])
 def test_an_export_with_published_changes_equals_the_trained_model(folder: Path, bags: str) -> None:
     """float32 up to the order of summation; smaller precisions bit-identical to an export made afterwards."""
-    data = folder / bags / "data"
-    samples = samples_of(data)
+    samples = samples_of(folder / bags / "data")
+    expected = [np.load(folder / bags / f"predictions-{epochs}.npy") for epochs in (1, 2)]
     change = difference(folder / bags / "float32-1", folder / bags / "float32-2")
     assert change.num_rows > 10
     for precision in PRECISIONS[bags]:
         served = ServedModel.load(folder / bags / f"{precision}-1")
         if precision == "float32":
-            np.testing.assert_allclose(served.predict(samples), predictions(folder, bags, 1), rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(served.predict(samples), expected[0], rtol=2e-5, atol=2e-6)
         assert (served.version, served.step) == (0, 5)
         served.apply(decode(encode(full(change))))
         assert (served.version, served.step) == (1, 10)
@@ -82,7 +74,7 @@ def test_an_export_with_published_changes_equals_the_trained_model(folder: Path,
         fresh = ServedModel.load(folder / bags / f"{precision}-2")
         np.testing.assert_array_equal(served.predict(samples), fresh.predict(samples))
         if precision == "float32":
-            np.testing.assert_allclose(served.predict(samples), predictions(folder, bags, 2), rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(served.predict(samples), expected[1], rtol=2e-5, atol=2e-6)
 
 
 def test_unknown_ids_are_counted(folder: Path) -> None:

@@ -16,10 +16,10 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.served_rows import RowChange, ServedRows
 from served_oracle import Oracle, collisionless_schema, delta, full, random_samples
 
-VERSIONS, IDS = 20, 1000
+VERSIONS, IDS = 12, 500
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_every_prediction_is_of_one_version(tmp_path: Path, precision: str) -> None:
     """Bit-identical to the prediction of a model to which the versions are applied while nobody else uses it.
 
@@ -30,7 +30,7 @@ def test_every_prediction_is_of_one_version(tmp_path: Path, precision: str) -> N
     oracle.train(IDS, True)
     oracle.export(tmp_path / "export", precision)
     alone, served = (ServedModel.load(tmp_path / "export") for _ in range(2))
-    samples = [random_samples(oracle.rng, IDS, 300) for _ in range(4)]
+    samples = [random_samples(oracle.rng, IDS, 100) for _ in range(4)]
     blobs = []
     expected = [[alone.predict(each) for each in samples]]
     for version in range(1, VERSIONS + 1):

@@ -31,7 +31,7 @@ def plain_adam(
     return w
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 1, 4])
+@pytest.mark.parametrize("warmup_steps", [0, 4])
 @pytest.mark.parametrize("epsilon", ["keras", "torch"])
 def test_dense_adam_equals_the_reference(epsilon: str, warmup_steps: int) -> None:
     """Gradients from 1e-8 to 1 are on both sides of eps, so that its form matters. Tolerance: rounding of float32."""
@@ -91,45 +91,6 @@ def test_weight_decay_is_that_of_torchs_adamw(epsilon: str) -> None:
         adamw.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     assert torch.equal(unused, torch.linspace(-1, 1, 40))
-
-
-def test_the_two_forms_of_epsilon_differ() -> None:
-    grads, weights, config = [np.full(1, 1e-6)] * 2, np.zeros(1), Hyperparameters(0.0, 0.1, 0.0, eps=1e-7)
-    keras, torchs = (plain_adam(weights, grads, 0, config, epsilon) for epsilon in ("keras", "torch"))
-    assert abs(keras[0]) < 0.5 * abs(torchs[0])
-
-
-@pytest.mark.parametrize("epsilon", ["keras", "torch"])
-def test_saved_tensors_continue_bit_identically(epsilon: str) -> None:
-    config, grads = Hyperparameters(0.0, 0.1, 0.0, eps=1e-5), torch.randn(6, 40)
-
-    def train(parameter: nn.Parameter, optimizer: DenseAdam, steps: range) -> None:
-        for step in steps:
-            optimizer.prepare(step, 0.1)
-            parameter.grad = grads[step]
-            optimizer.step()
-
-    through, first, second = (nn.Parameter(torch.ones(40)) for _ in range(3))
-    one, two, three = (DenseAdam({"w": each}, config, epsilon) for each in (through, first, second))
-    train(through, one, range(6))
-    train(first, two, range(3))
-    with torch.no_grad():
-        second.copy_(first)
-        for key, tensor in three.tensors()["w"].items():
-            tensor.copy_(two.tensors()["w"][key])
-    train(second, three, range(3, 6))
-    assert torch.equal(second, through)
-
-
-def test_learning_rates_rise_and_fall() -> None:
-    values = Hyperparameters(0.5, 0.1, 0.0)
-    steps, warm, falling = (0, 5, 10, 99), Schedule(10), Schedule(10, decay="linear", decay_steps=100)
-    assert [warm.dense_lr(values, k) for k in steps] == pytest.approx([1e-8, 0.05 + 0.5e-8, 0.1, 0.1])
-    assert [falling.dense_lr(values, k) for k in steps] == pytest.approx([1e-8, 0.0475, 0.09, 0.001], rel=1e-6)
-    assert [warm.embedding_lr(values, k) for k in steps] == [0.5] * 4
-    assert [falling.embedding_lr(values, k) for k in (*steps, 100, 101)] == pytest.approx(
-        [0.5, 0.475, 0.45, 0.005, 0.0, 0.0]
-    )
 
 
 @pytest.mark.parametrize("border", [1, 100, _BLOCK_ROWS - 1, _BLOCK_ROWS, _BLOCK_ROWS + 1, 2 * _BLOCK_ROWS + 7])

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_line, sharding_plan
 from run_comparison import assert_same_measures
 from sharded_case import process_group
+from trained_runs import report_of
 from trainer_cases import checkpoint, config_file, make_data, train_case, train_in_processes
 
 MIXED = 'sharding.tables={city = "column_wise", tags = "data_parallel", history = "row_wise"}'
@@ -29,15 +31,12 @@ ADAGRAD = ["optimizer.embedding=adagrad"]
 CASES: dict[str, tuple[str, list[str]]] = {
     "adam/auto": ("weighted", []),
     "adam/mixed": ("weighted", [MIXED]),
-    "adam/column_wise": ("weighted", ["sharding.plan=column_wise"]),
     "lazy/mixed": ("weighted", [*LAZY, MIXED]),
-    "lazy/data_parallel": ("weighted", [*LAZY, "sharding.plan=data_parallel"]),
     "adagrad/column_wise": ("single", [*ADAGRAD, "sharding.plan=column_wise"]),
     "adagrad/table_row_wise": ("single", [*ADAGRAD, "sharding.plan=table_row_wise"]),
 }
 HALVES = {
     "adam_half": ("weighted", ['sharding.tables={tags = "data_parallel", history = "row_wise"}', "train.epochs=1"]),
-    "adam_columns": ("weighted", ["sharding.plan=column_wise", "train.epochs=1"]),
     "lazy_half": ("weighted", [*LAZY, "sharding.plan=column_wise", "train.epochs=1"]),
 }
 """Runs of one epoch under a plan, which another plan then continues."""
@@ -75,11 +74,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_four_processes_equal_one(folder: Path, name: str) -> None:
     """Batches of 51 are uneven slices; the last one of each epoch is one sample, none for three of the processes."""
     one, four = folder / "runs1" / name.split("/")[0], folder / "runs4" / name.replace("/", "_")
-    reports = [json.loads((run / "report.json").read_text()) for run in (one, four)]
+    reports = [report_of(run) for run in (one, four)]
     assert [report["world_size"] for report in reports] == [1, 4]
     for first, second in zip(*(report["epochs"] for report in reports), strict=True):
         assert_same_measures(first, second)
-    if name in ("adam/mixed", "adam/column_wise"):
+    if name == "adam/mixed":
         return  # in checkpoints only rows of column-wise and data-parallel tables are up to date
     for part in ("model", "embedding_optimizer"):
         expected, got = (checkpoint(run)[part] for run in (one, four))
@@ -92,16 +91,13 @@ def test_four_processes_equal_one(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", HALVES)
 def test_one_process_resumes_under_another_plan(folder: Path, name: str) -> None:
     runs = folder / "runs1" / name.split("_")[0], folder / "runs4" / name
-    for first, second in zip(*(json.loads((run / "report.json").read_text())["epochs"] for run in runs), strict=True):
+    for first, second in zip(*(report_of(run)["epochs"] for run in runs), strict=True):
         assert_same_measures(first, second)
 
 
 def test_statistics_count_each_row_once(folder: Path) -> None:
     """Several processes may hold columns or copies of a row."""
-    totals = [
-        json.loads((folder / run / "report.json").read_text())["clip_statistics"]["fields"]
-        for run in ("runs1/adam", "runs4/adam_mixed")
-    ]
+    totals = [report_of(folder / run)["clip_statistics"]["fields"] for run in ("runs1/adam", "runs4/adam_mixed")]
     assert {name: of["rows"] for name, of in totals[0].items()} == {name: of["rows"] for name, of in totals[1].items()}
 
 
@@ -161,60 +157,50 @@ def test_auto_splits_the_largest_tables() -> None:
     assert chosen_kinds(run_of("auto", t0="column_wise"), tables([1000, 10]), processes(4))["t0"] == "column_wise"
 
 
+def planned(folder: Path, config: RunConfig, process: Process, rows: Sequence[int]) -> dict[str, Any]:
+    """Sharding of each table; a machine without a GPU can plan for GPUs."""
+    collection = EmbeddingBagCollection(tables(rows), device=torch.device("meta"))
+    fused = fused_params(config.optimizer, Scaled.of(config).hyperparameters)
+    kinds = chosen_kinds(config, collection.embedding_bag_configs(), process)
+    model, sharder = nn.ModuleDict({"ebc": collection}), EmbeddingBagCollectionSharder(fused_params=fused)
+    with process_group(0, 1, str(folder)):
+        return dict(sharding_plan(model, kinds, config, process, sharder).plan["ebc"])
+
+
 def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> None:
-    """A machine without a GPU can plan for sixteen GPUs of two machines."""
+    """For sixteen GPUs of two machines."""
     process = Process(0, 16, 8, True, torch.device("cuda", 0))
     config = run_of("auto", t1="row_wise", t2="data_parallel")
-    collection = EmbeddingBagCollection(tables([20_000_000, 500_000, 1000, 30]), device=torch.device("meta"))
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params=fused_params(config.optimizer, Scaled.of(config).hyperparameters)
-    )
-    kinds = chosen_kinds(config, collection.embedding_bag_configs(), process)
-    with process_group(0, 1, str(tmp_path)):
-        plan = sharding_plan(nn.ModuleDict({"ebc": collection}), kinds, config, process, sharder).plan["ebc"]
-    assert {name: table.compute_kernel for name, table in plan.items()} == {
-        **dict.fromkeys(("t0", "t1", "t3"), "fused"),
-        "t2": "dense",
-    }
+    plan = planned(tmp_path, config, process, [20_000_000, 500_000, 1000, 30])
+    kernels = {name: table.compute_kernel for name, table in plan.items()}
+    assert kernels == {"t0": "fused", "t1": "fused", "t2": "dense", "t3": "fused"}
     assert (plan["t1"].sharding_type, plan["t2"].sharding_type) == ("row_wise", "data_parallel")
     assert {plan["t0"].sharding_type, plan["t3"].sharding_type} <= {"table_wise", "row_wise", "table_row_wise"}
 
 
-@pytest.mark.parametrize(("world_size", "plan"), [(1, "auto"), (1, "row_wise"), (2, "auto"), (2, "table_row_wise")])
-@pytest.mark.parametrize("memory", ["uvm", "uvm_caching"])
-def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, memory: str) -> None:
-    """Holds for either planner; a machine without a GPU can plan too."""
+@pytest.mark.parametrize(
+    ("world_size", "plan", "memory"),
+    [(1, "auto", "uvm"), (1, "row_wise", "uvm_caching"), (2, "auto", "uvm_caching"), (2, "table_row_wise", "uvm")],
+)
+def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, memory: Any) -> None:
+    """Holds for either planner."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
-    config = RunConfig(
-        sharding=ShardingConfig(plan, {"t1": "data_parallel"}, memory=memory),  # type: ignore[arg-type]
-        optimizer=OptimizerConfig(l2=0.0),
-        train=TrainConfig(batch_size=1024),
-    )
-    collection = EmbeddingBagCollection(tables([20_000_000, 30, 1000]), device=torch.device("meta"))
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params=fused_params(config.optimizer, Scaled.of(config).hyperparameters)
-    )
-    kinds = chosen_kinds(config, collection.embedding_bag_configs(), process)
-    with process_group(0, 1, str(tmp_path)):
-        plan_of = sharding_plan(nn.ModuleDict({"ebc": collection}), kinds, config, process, sharder).plan["ebc"]
-    kernels = {name: table.compute_kernel for name, table in plan_of.items()}
+    sharding = ShardingConfig(plan, {"t1": "data_parallel"}, memory=memory)
+    config = RunConfig(sharding=sharding, optimizer=OptimizerConfig(l2=0.0), train=TrainConfig(batch_size=1024))
+    found = planned(tmp_path, config, process, [20_000_000, 30, 1000])
+    kernels = {name: table.compute_kernel for name, table in found.items()}
     assert kernels == {"t0": f"fused_{memory}", "t1": "dense", "t2": f"fused_{memory}"}
-
-
-def test_unified_memory_needs_cuda() -> None:
-    config = RunConfig(sharding=ShardingConfig(memory="uvm"), optimizer=OptimizerConfig(l2=0.0))
-    with pytest.raises(ValueError, match=r'sharding.memory = "uvm" exists on CUDA only'):
-        chosen_kinds(config, tables([40, 5]), processes(1))
 
 
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
         (
-            run_of("data_parallel", "adagrad"),
+            RunConfig(sharding=ShardingConfig(memory="uvm"), optimizer=OptimizerConfig(l2=0.0)),
             {},
-            "'t0' is to be data-parallel, but .* set optimizer.embedding = \"adam\"",
+            r'sharding.memory = "uvm" exists on CUDA only',
         ),
+        (run_of("data_parallel", "adagrad"), {}, "'t0' is to be data-parallel, but .* set optimizer.embedding = .adam"),
         (run_of("column_wise", "rowwise_adagrad"), {}, "'t0' is to be column-wise, but .* keeps one number for a row"),
         (run_of("column_wise"), {"columns": 4}, "its 4 columns cannot be split .* raise model.embedding_dim"),
         (run_of("table_wise", t0="row_wise"), {"mean": [0]}, "'t0' is pooled by the mean .* such as 't1', wrongly"),

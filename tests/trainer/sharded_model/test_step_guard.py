@@ -1,20 +1,17 @@
 """The guard of a step: bit-identical steps on good data, and the same skipped batches on any number of processes."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.step_guard import LARGEST_GRADIENT, not_finite
-from cowrec.trainer.training.loop import train
 from run_comparison import assert_same
-from trainer_cases import UNWEIGHTED, checkpoint, config_file, make_data, tensors, train_in_processes
+from trained_runs import make_folder, metrics, run
+from trainer_cases import UNWEIGHTED, checkpoint, tensors, train_in_processes
 
 NETWORK = """
 from torch import nn
@@ -31,9 +28,7 @@ SKIPS = "train.on_nonfinite=skip"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with ``data``, and ``poisoned`` whose sample 70 has a number that overflows the network's logits."""
-    folder = tmp_path_factory.mktemp("guard")
-    make_data(folder, UNWEIGHTED)
-    config_file(folder)
+    folder = make_folder(tmp_path_factory.mktemp("guard"), UNWEIGHTED)
     rows = (folder / "raw.csv").read_text().splitlines()
     label, _, rest = rows[70].split(",", 2)
     rows[70] = f"{label},1e39,{rest}"
@@ -54,14 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_steps_on_good_data_are_bit_identical(folder: Path, tmp_path: Path, settings: list[str]) -> None:
     for name, more in (("guarded", [SKIPS]), ("plain", [])):
-        config = load_config(folder / "run.toml", ["train.epochs=1", *settings, *more])
-        train(config, folder / "data", tmp_path / name)
+        run(folder, tmp_path / name, "train.epochs=1", *settings, *more)
     assert_same(tmp_path / "guarded", tmp_path / "plain")
-
-
-def set_aside(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "set_aside"]
 
 
 def test_all_processes_skip_a_batch_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +58,7 @@ def test_all_processes_skip_a_batch_together(folder: Path, tmp_path: Path, monke
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     given = [SKIPS, "model.name=my_overflowing:Net"]
-    config = load_config(folder / "run.toml", given)
-    report = train(config, folder / "poisoned", tmp_path / "one")
+    report = run(folder, tmp_path / "one", *given, data=folder / "poisoned")
     assert (report["steps"], report["batches_set_aside"]) == (8, 2), "one of five batches, in each of two epochs"
     case = {"config": str(folder / "run.toml"), "set": given, "data": str(folder / "poisoned")}
     train_in_processes([{**case, "run_dir": str(tmp_path / "two")}], tmp_path / "outcomes", 2)
@@ -78,11 +66,11 @@ def test_all_processes_skip_a_batch_together(folder: Path, tmp_path: Path, monke
     for name, value in expected.items():
         if "random" not in name and "iterations" not in name:
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
-    one, two = set_aside(tmp_path / "one"), set_aside(tmp_path / "two")
+    one, two = (metrics(tmp_path / name, "set_aside") for name in ("one", "two"))
     assert [(each["epoch"], each["batch"]) for each in one] == [(each["epoch"], each["batch"]) for each in two]
     assert "the loss is " in one[0]["reason"]
     with pytest.raises(NonFiniteLoss, match=r"the loss was not finite at step \d"):
-        train(load_config(folder / "run.toml", given[1:]), folder / "poisoned", tmp_path / "stops")
+        run(folder, tmp_path / "stops", *given[1:], data=folder / "poisoned")
 
 
 def test_a_checkpoint_of_moments_that_are_not_finite_is_refused(
@@ -94,11 +82,11 @@ def test_a_checkpoint_of_moments_that_are_not_finite_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     given = ["model.name=my_steep:Net", "clip.rule=none", "train.epochs=1"]
     with pytest.raises(NonFiniteLoss, match=r"exp_avg_sq has numbers that are not finite, and no checkpoint is"):
-        train(load_config(folder / "run.toml", given), folder / "poisoned", tmp_path / "run")
+        run(folder, tmp_path / "run", *given, data=folder / "poisoned")
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
-    report = train(load_config(folder / "run.toml", [*given, SKIPS]), folder / "poisoned", tmp_path / "guarded")
+    report = run(folder, tmp_path / "guarded", *given, SKIPS, data=folder / "poisoned")
     assert report["batches_set_aside"] > 0
-    assert all("the gradient of " in each["reason"] for each in set_aside(tmp_path / "guarded"))
+    assert all("the gradient of " in each["reason"] for each in metrics(tmp_path / "guarded", "set_aside"))
     assert (tmp_path / "guarded" / "checkpoints" / f"step_{report['steps']:09d}").is_dir()
 
 

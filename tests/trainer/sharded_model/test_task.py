@@ -65,13 +65,3 @@ def test_each_task_has_the_mean_over_its_known_labels(name: str, weighted: bool)
     (gradient,), (wanted,) = (torch.autograd.grad(each, logits) for each in (found, expected))
     torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)
     assert not gradient[:, 2].any()
-
-
-def test_a_task_alone_has_the_loss_of_a_single_label() -> None:
-    """Where the others are unknown, and in float64 up to the order of the sum."""
-    torch.manual_seed(3)
-    logits, label = torch.randn(9, 2, dtype=torch.float64), torch.randint(2, (9,)).double()
-    both = torch.stack([label, torch.full_like(label, float("nan"))], dim=1)
-    alone, _ = MeanLoss(1)(logits[:, 0], Batch(torch.empty(9, 0), None, label))  # type: ignore[arg-type]
-    of_two, _ = MeanLoss(1, task_weights=(1.0, 1.0))(logits, Batch(torch.empty(9, 0), None, both))  # type: ignore[arg-type]
-    assert float(of_two) == pytest.approx(float(alone), rel=1e-14)

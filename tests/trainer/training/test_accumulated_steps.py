@@ -9,27 +9,17 @@ import torch
 from cowrec.data_pipeline import Reader
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.online.loop import online
-from cowrec.trainer.training.loop import train
 from run_comparison import same
-from trainer_cases import checkpoint, config_file, interrupted, make_data
-
-ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100"]
+from trained_runs import make_folder, run
+from trainer_cases import checkpoint, interrupted
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("accumulation")
-    make_data(folder, ("price", "city", "tags"))
-    config_file(folder)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("accumulation"), ("price", "city", "tags"))
 
 
-def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
-    return train(load_config(folder / "run.toml", overrides), folder / "data", run_dir, resume=resume)
-
-
-@pytest.mark.parametrize("start_step", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "start_step"), [(1, 0), (3, 2)])
 def test_parts_join_to_the_batches(folder: Path, world_size: int, start_step: int) -> None:
     """Of 205 samples in a ramp and batches of 20; the last batch has one, and parts are as even as can be."""
     settings: dict[str, Any] = {"batch_size": 20, "first_batches": (2, 7, 55), "shuffle": True, "window_rows": 50}
@@ -75,26 +65,21 @@ def test_a_run_in_passes_is_that_without(folder: Path, tmp_path: Path, settings:
 
 
 def test_a_run_in_passes_resumes_within_an_epoch(folder: Path, tmp_path: Path) -> None:
-    always = [*ALWAYS, "train.accumulation=3"]
+    always = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.accumulation=3"]
     run(folder, tmp_path / "run", *always)
     copy = interrupted(tmp_path / "run", 3, tmp_path / "copy")
     run(folder, copy, *always, resume=True)
     assert same(checkpoint(copy), checkpoint(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_what_cannot_accumulate_is_refused(folder: Path, tmp_path: Path) -> None:
+    fused = ["train.accumulation=2", "optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]
+    for overrides, message in (
         (["train.accumulation=52"], r"train.accumulation must be from 1 to train.batch_size = 51, got 52"),
-        (
-            ["train.accumulation=2", "optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"],
-            'cannot add up gradients of optimizer.embedding = "adagrad" without a clip',
-        ),
-    ],
-)
-def test_what_cannot_accumulate_is_refused(folder: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(folder, tmp_path / "run", *overrides)
+        (fused, 'cannot add up gradients of optimizer.embedding = "adagrad" without a clip'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(folder, tmp_path / "run", *overrides)
     with pytest.raises(ValueError, match=r"is for data sets, not for streams; add --set train.accumulation=1"):
         online(load_config(folder / "run.toml", ["train.accumulation=2"]), folder / "data", "x", tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """The batch ramp: its sizes and schedule against plain loops; resumed, resident and dense runs are the same."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from cowrec.trainer.sharded_model.run_plan import BatchRamp, Schedule
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from run_comparison import same
-from trainer_cases import TRAIN_ROWS, checkpoint, config_file, interrupted, make_data
+from trained_runs import make_folder, metrics, report_of
+from trainer_cases import TRAIN_ROWS, checkpoint, interrupted
 
 RAMP = [
     *("train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.scaling=half_life"),
@@ -29,9 +29,7 @@ ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.log_eve
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, and a run over a ramp."""
-    folder = tmp_path_factory.mktemp("ramp")
-    make_data(folder, ("price", "city"))
-    config_file(folder)
+    folder = make_folder(tmp_path_factory.mktemp("ramp"), ("price", "city"))
     run(folder, folder / "run")
     return folder
 
@@ -39,11 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
     config = load_config(folder / "run.toml", [*ALWAYS, *RAMP, *overrides])
     return train(config, folder / "data", run_dir, resume=resume)
-
-
-def metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
 
 
 @pytest.mark.parametrize(
@@ -87,14 +80,14 @@ def test_each_step_has_the_values_of_its_batch_size(folder: Path) -> None:
         total = (180 + 51 + 5 * 51) / 51  # short batches count as full ones, as without a ramp
         assert line["dense_lr"] == pytest.approx(warm * (1 - seen / 51 / total))
         seen += size
-    report = json.loads((folder / "run" / "report.json").read_text())
+    report = report_of(folder / "run")
     assert (report["steps"], report["batch_ramp"]) == (len(SIZES), [6, 12, 24, 48])
     assert report["samples_per_second"] * report["train_seconds"] == pytest.approx(2 * TRAIN_ROWS - 6)
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 8, 10])
+@pytest.mark.parametrize("at", [3, 4, 8])
 def test_a_run_resumed_within_the_ramp_is_bit_identical(folder: Path, tmp_path: Path, at: int) -> None:
-    """Within a stage, at the end of one and of the ramp, and after it."""
+    """Within a stage, at the end of one, and of the ramp."""
     copy = interrupted(folder / "run", at, tmp_path / "copy")
     run(folder, copy, resume=True)
     assert same(checkpoint(copy), checkpoint(folder / "run"))
@@ -104,27 +97,12 @@ def test_a_run_resumed_within_the_ramp_is_bit_identical(folder: Path, tmp_path: 
 def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> None:
     """Checkpoints within the ramp too, whose absent rows catch up with the values of their stage."""
     run(folder, tmp_path / "dense", "optimizer.absent_rows=dense", "data.resident=yes")
-    for at in (3, 4, len(SIZES)):
+    for at in (3, len(SIZES)):
         copies = [interrupted(each, at, tmp_path / f"{each.name}{at}") for each in (folder / "run", tmp_path / "dense")]
         replayed, dense = (evaluate_run(copy, folder / "data") for copy in copies)
         for key in ("auc", "logloss"):
             assert replayed[key] == pytest.approx(dense[key], abs=1e-7)
     assert same(checkpoint(tmp_path / "dense")["dense_optimizer"], checkpoint(folder / "run")["dense_optimizer"])
-
-
-def test_thresholds_and_l2_follow_the_batch_size(folder: Path, tmp_path: Path) -> None:
-    """A rule that changes L2 between stages, in Keras' form, and a constant clip; replay equals dense."""
-    settings = ["clip.rule=constant", "clip.max_norm=0.01", "optimizer.scaling=cowclip", "optimizer.adam_epsilon=keras"]
-    (toml := tmp_path / "run.toml").write_text(
-        (folder / "run.toml").read_text().replace("r = 0.5\nzeta = 1e-4\n", "max_norm = 0.01\n")
-    )
-    reports = []
-    for rows in ("replay", "dense"):
-        config = load_config(toml, [*RAMP, *settings, f"optimizer.absent_rows={rows}", "train.epochs=1"])
-        reports.append(train(config, folder / "data", tmp_path / rows))
-    assert reports[0]["logloss"] == pytest.approx(reports[1]["logloss"], abs=1e-7)
-    assert reports[0]["clip_statistics"] == reports[1]["clip_statistics"]
-    assert same(checkpoint(tmp_path / "dense")["dense_optimizer"], checkpoint(tmp_path / "replay")["dense_optimizer"])
 
 
 def test_what_cannot_ramp_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from commands.command_line import exit_code
+from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
-from cowrec.trainer.config.run import load_config
+from cowrec.trainer.config.run import load_config, with_defaults
 from cowrec.trainer.export.export import export_run
+from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.serving.served_model import ServedModel
+from cowrec.trainer.sharded_model.build import unsharded_task
+from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sweep.runs import train_in
 from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from run_comparison import same
+from cowrec.trainer.training.saved_run import evaluate_run
+from run_comparison import assert_same
+from trained_runs import metrics, predicted, report_of
 from trainer_cases import checkpoint, make_data, train_in_processes
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
@@ -63,42 +67,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def predicted(folder: Path, run: Path) -> np.ndarray:
-    predict_run(run, folder / "data", folder / "predictions.parquet")
-    return pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy()
-
-
 def test_evaluation_prediction_export_and_serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Probabilities are float32; the exported program is another order of operations."""
     forget()
     quality = evaluate_run(folder / "run", folder / "data")
-    report = json.loads((folder / "run" / "report.json").read_text())
-    assert [quality[key] for key in ("auc", "logloss")] == [report["epochs"][-1][key] for key in ("auc", "logloss")]
+    last = report_of(folder / "run")["epochs"][-1]
+    assert [quality[key] for key in ("auc", "logloss")] == [last[key] for key in ("auc", "logloss")]
     export_run(folder / "run", folder / "export")
     monkeypatch.chdir(folder / "code")
     forget()
     served = ServedModel.load(folder / "export")
     block = load_shards(folder / "data", served.schema, "test", [0])
-    np.testing.assert_allclose(served.predict(block), predicted(folder, folder / "run"), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(served.predict(block), predicted(folder / "run", folder / "data"), rtol=0, atol=1e-6)
 
 
-def test_the_loss_is_the_mean_of_the_function(folder: Path) -> None:
-    """The first step's loss, from the initial logits, against a sum over the samples of its batch."""
-    config = load_config(folder / "code" / "my_run.toml", ["train.batch_size=1000", "optimizer.l2=0"])
-    train(config, folder / "data", folder / "one_step")
-    first = json.loads((folder / "one_step" / "metrics.jsonl").read_text().splitlines()[0])
-    train(
-        load_config(
-            folder / "code" / "my_run.toml",
-            ["train.batch_size=1000", "optimizer.l2=0", "train.loss=bce", "train.loss_options={}"],
-        ),
-        folder / "data",
-        folder / "one_step_bce",
-    )
-    bce = json.loads((folder / "one_step_bce" / "metrics.jsonl").read_text().splitlines()[0])
-    # Logits start near 0: |1/2 - label|^1.5, and log 2.
-    assert first["loss"] == pytest.approx(0.5**1.5, rel=0.2)
-    assert bce["loss"] == pytest.approx(math.log(2), rel=0.2)
+@pytest.mark.parametrize(("loss", "expected"), [([], 0.5**1.5), (["train.loss=bce"], math.log(2))])
+def test_the_loss_is_the_mean_of_the_function(folder: Path, tmp_path: Path, loss: list[str], expected: float) -> None:
+    """Logits start near 0: the first loss is |1/2 - label|^1.5, or log 2."""
+    settings = ["train.batch_size=1000", "optimizer.l2=0", *loss, *(["train.loss_options={}"] if loss else [])]
+    train(load_config(folder / "code" / "my_run.toml", settings), folder / "data", tmp_path / "run")
+    assert metrics(tmp_path / "run", "train")[0]["loss"] == pytest.approx(expected, rel=0.2)
 
 
 def test_two_processes_and_a_subprocess(folder: Path, tmp_path: Path) -> None:
@@ -114,7 +102,7 @@ def test_two_processes_and_a_subprocess(folder: Path, tmp_path: Path) -> None:
     loaded = load_config(config, [f"data.dir={folder / 'data'}"])
     with Subprocess() as process:
         train_in(process, loaded, tmp_path / "subprocess")
-    same(checkpoint(tmp_path / "subprocess"), checkpoint(folder / "run"))
+    assert_same(tmp_path / "subprocess", folder / "run")
 
 
 def test_a_changed_file_is_told_and_a_missing_one_copied(
@@ -125,7 +113,7 @@ def test_a_changed_file_is_told_and_a_missing_one_copied(
     config = write_example(code)
     forget()
     train(load_config(config), folder / "data", tmp_path / "run")
-    expected = predicted(folder, tmp_path / "run")
+    expected = predicted(tmp_path / "run", folder / "data")
     file = code / "my_network.py"
     file.write_text(file.read_text().replace("nn.ReLU()", "nn.Tanh()"))
     with pytest.raises(ValueError, match=r"my_network.py has changed since this process imported it; restart Python"):
@@ -138,7 +126,7 @@ def test_a_changed_file_is_told_and_a_missing_one_copied(
     forget()
     sys.path.remove(str(code))
     monkeypatch.chdir(tmp_path)
-    assert np.array_equal(predicted(folder, tmp_path / "run"), expected)
+    assert np.array_equal(predicted(tmp_path / "run", folder / "data"), expected)
     assert file.name in (tmp_path / "run" / "code.json").read_text()
 
 
@@ -158,28 +146,23 @@ def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None
         load_config(config)
 
 
-BATCH_NORM = """
-from torch import nn
-class Net(nn.Module):
-    def __init__(self, config, front):
-        super().__init__()
-        self.front, self.norm = front, nn.BatchNorm1d(front.width)
-        self.out = nn.Linear(front.width, 1)
-    def forward(self, dense, sparse):
-        return self.out(self.norm(self.front(dense, sparse).flat)).squeeze(1)
-"""
-
-
-def test_means_of_a_batch_norm_are_exported(folder: Path, tmp_path: Path) -> None:
-    """Two processes refuse it."""
-    (tmp_path / "my_norm.py").write_text(BATCH_NORM)
+def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path) -> None:
+    """Online runs show that its means are exported."""
+    network = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, config, front):\n"
+    network += "        super().__init__()\n        self.front, self.norm = front, nn.BatchNorm1d(front.width)\n"
+    network += "    def forward(self, dense, sparse):\n        return self.norm(self.front(dense, sparse).flat)[:, 0]\n"
+    (tmp_path / "my_norm.py").write_text(network)
     config = tmp_path / "run.toml"
     config.write_text('[model]\nname = "my_norm:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
-    train(load_config(config), folder / "data", tmp_path / "run")
-    export_run(tmp_path / "run", tmp_path / "export")
-    served = ServedModel.load(tmp_path / "export")
-    block = load_shards(folder / "data", served.schema, "test", [0])
-    np.testing.assert_allclose(served.predict(block), predicted(folder, tmp_path / "run"), rtol=0, atol=1e-6)
+    plan = RunPlan.of(
+        with_defaults(load_config(config), 200),
+        Schema.load(folder / "data"),
+        Process(0, 2, 2, True, torch.device("cpu")),
+    )
+    with pytest.raises(
+        ValueError, match=r"has a BatchNorm1d .*norm., whose means are those of the samples of one process"
+    ):
+        unsharded_task(plan)
 
 
 def test_the_command_line_ends_with_a_message(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

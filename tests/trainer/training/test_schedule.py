@@ -16,9 +16,8 @@ from cowrec.trainer.config.sections import LrDecay, OptimizerConfig
 from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.state import TrainState
-from trainer_cases import config_file, make_data
+from trained_runs import make_folder
 
 FUSED = ["optimizer.embedding=sgd", "optimizer.l2=0", "clip.rule=none", "optimizer.lr_decay=linear"]
 
@@ -62,10 +61,7 @@ def test_a_fall_comes_at_the_step_that_is_meant() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("schedule")
-    make_data(folder, ("price", "city", "tags"))
-    config_file(folder)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("schedule"), ("price", "city", "tags"))
 
 
 def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Path) -> None:
@@ -95,10 +91,3 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
     for name, share in (("city", 0.5), ("tags", 1.0)):
         assert moved[0][name].abs().max() > 1e-6
         torch.testing.assert_close(moved[1][name], share * moved[0][name], rtol=1e-3, atol=1e-8)
-
-
-def test_a_resumed_run_keeps_the_epochs_over_which_its_rates_fall(folder: Path, tmp_path: Path) -> None:
-    train(load_config(folder / "run.toml", FUSED), folder / "data", tmp_path / "run")
-    longer = load_config(folder / "run.toml", [*FUSED, "train.epochs=3"])
-    with pytest.raises(ValueError, match=r"train.epochs = 2, but 3 is requested"):
-        train(longer, folder / "data", tmp_path / "run", resume=True)

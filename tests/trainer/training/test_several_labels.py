@@ -21,7 +21,8 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.service import Service
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from trainer_cases import TEST_ROWS, checkpoint, config_file, make_data, tensors, train_in_processes
+from trained_runs import make_folder, metrics, report_of
+from trainer_cases import TEST_ROWS, checkpoint, tensors, train_in_processes
 
 LABELS = ("click", "buy")
 PREDICTIONS = [f"prediction_{name}" for name in LABELS]
@@ -46,10 +47,8 @@ def make_both(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("labels")
-    make_data(folder)
+    folder = make_folder(tmp_path_factory.mktemp("labels"))
     make_both(folder)
-    config_file(folder)
     run(folder, "run", "checkpoint.keep_best=auc", "train.epochs=3", *VALIDATED)
     return folder
 
@@ -73,23 +72,11 @@ def test_each_task_is_measured_and_predicted(folder: Path) -> None:
         assert quality[f"rows_{task}"] == known.sum()
     assert np.isnan(table["label_buy"].to_numpy()).sum() > 0
     assert (quality["auc"], quality["logloss"]) == (quality["auc_click"], quality["logloss_click"])
-    report = json.loads((folder / "run" / "report.json").read_text())
+    report = report_of(folder / "run")
+    assert metrics(folder / "run", "train")[0]["loss"] == pytest.approx(2 * np.log(2), rel=0.05)
     assert report["auc"] == report["auc_click"] != report["auc_buy"]
     epoch = report["epochs"][0]
     assert epoch["validation_auc"] == epoch["validation_auc_click"] != epoch["validation_auc_buy"]
-
-
-def test_both_tasks_are_learned(folder: Path) -> None:
-    """The city decides about clicks and, through them, about purchases."""
-    report = run(folder, "learned", "train.epochs=8", "optimizer.warmup_epochs=0", "optimizer.embedding_lr=0.1")
-    assert report["auc_click"] > 0.55
-    losses = [
-        json.loads(line)["loss"]
-        for line in (folder / "learned" / "metrics.jsonl").read_text().splitlines()
-        if json.loads(line)["kind"] == "train"
-    ]
-    assert losses[0] == pytest.approx(2 * np.log(2), rel=0.05)
-    assert losses[-1] < losses[0] - 0.05
 
 
 def test_an_export_serves_a_probability_for_each_task(folder: Path) -> None:
@@ -123,20 +110,14 @@ def test_two_processes_train_what_one_does(folder: Path, tmp_path: Path) -> None
         torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.name=deepfm", "model.options={}"], r'"deepfm" computes one logit, but the data have 2 labels'),
-        (["train.task_weights={by=1}"], r"train.task_weights = 'by' is not known; did you mean 'buy'[?]"),
-        (["train.task_weights={buy=-1}"], "train.task_weights.buy must be at least 0 and finite, got -1"),
-    ],
-)
-def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(load_config(folder / "run.toml", [*OPTIONS, *overrides]), folder / "both", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_data_with_other_labels_are_refused(folder: Path) -> None:
+def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
+    for setting, message in (
+        ("model.name=deepfm model.options={}", r'"deepfm" computes one logit, but the data have 2 labels'),
+        ("train.task_weights={by=1}", r"train.task_weights = 'by' is not known; did you mean 'buy'[?]"),
+        ("train.task_weights={buy=-1}", "train.task_weights.buy must be at least 0 and finite, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(load_config(folder / "run.toml", [*OPTIONS, *setting.split()]), folder / "both", tmp_path / "run")
+        assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="its labels are label instead of click, buy"):
         evaluate_run(folder / "run", folder / "data")

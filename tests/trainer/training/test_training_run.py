@@ -1,6 +1,5 @@
 """A trained run: report against scikit-learn, use without the training data, refused data, failures."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,83 +11,54 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-import torch
 from sklearn.metrics import log_loss, roc_auc_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cowrec.data_pipeline import PrepareConfig, Schema, SynthesizeConfig, prepare, synthesize
+from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synthesize
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.training import evaluation
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, checkpoint, config_file, make_data, raw_rows
+from run_comparison import assert_same
+from trained_runs import make_folder, metrics, predicted, report_of, run
+from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, config_file, make_data, raw_rows
 
 SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
-
-Train = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with ``data`` (all kinds of field) and ``run``, trained on it."""
-    folder = tmp_path_factory.mktemp("run")
-    make_data(folder)
-    config_file(folder)
-    train(load_config(folder / "run.toml"), folder / "data", folder / "run")
+    folder = make_folder(tmp_path_factory.mktemp("run"))
+    run(folder, folder / "run")
     return folder
 
 
-@pytest.fixture
-def retrain(folder: Path, tmp_path: Path) -> Train:
-    """Function that trains into ``tmp_path / name`` with overrides."""
-
-    def run(name: str, *overrides: str, data: Path = folder / "data") -> dict[str, Any]:
-        return train(load_config(folder / "run.toml", overrides), data, tmp_path / name)
-
-    return run
-
-
-def read_report(run_dir: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
-    return report
-
-
-def same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same_state, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def test_the_report_equals_scikit_learns_metrics_of_the_predictions(folder: Path, tmp_path: Path) -> None:
+def test_the_report_equals_scikit_learns_metrics_of_the_predictions(folder: Path) -> None:
     """Tolerance 1e-6: predictions are float32."""
-    assert predict_run(folder / "run", folder / "data", tmp_path / "p.parquet") == TEST_ROWS
-    predicted = pq.read_table(tmp_path / "p.parquet")["prediction"].to_numpy()
+    prediction = predicted(folder / "run", folder / "data")
     label = pq.read_table(folder / "data" / "test")["label"].to_numpy()
-    report = read_report(folder / "run")
-    assert report["auc"] == pytest.approx(roc_auc_score(label, predicted), abs=1e-6)
-    assert report["logloss"] == pytest.approx(log_loss(label, predicted.astype(float)), abs=1e-6)
+    report = report_of(folder / "run")
+    assert report["auc"] == pytest.approx(roc_auc_score(label, prediction), abs=1e-6)
+    assert report["logloss"] == pytest.approx(log_loss(label, prediction.astype(float)), abs=1e-6)
     measured = evaluate_run(folder / "run", folder / "data")
     assert measured["rows"] == TEST_ROWS
     for key in ("auc", "logloss", "calibration", "normalized_entropy"):
         assert measured[key] == pytest.approx(report[key], abs=1e-7)
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list((folder / "run").glob("*.partial"))
 
 
 def test_contents_of_the_run_folder(folder: Path) -> None:
-    run, report = folder / "run", read_report(folder / "run")
-    saved = load_config(run / "config.toml")
+    run_dir, report = folder / "run", report_of(folder / "run")
+    saved = load_config(run_dir / "config.toml")
     assert saved.data.dir == str(folder / "data")
     assert saved.train == load_config(folder / "run.toml").train
-    assert "# derived: dense_lr = 0.01\n" in (run / "config.toml").read_text()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "# derived: dense_lr = 0.01\n" in (run_dir / "config.toml").read_text()
     # Five steps an epoch, a line every two steps, after the first step and at the end of an epoch.
-    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 4, 5, 6, 8, 10]
-    assert [line["auc"] for line in lines if line["kind"] == "eval"] == [each["auc"] for each in report["epochs"]]
-    assert [each.name for each in sorted((run / "checkpoints").iterdir())] == ["step_000000005", "step_000000010"]
-    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [line["step"] for line in metrics(run_dir, "train")] == [1, 2, 4, 5, 6, 8, 10]
+    assert [line["auc"] for line in metrics(run_dir, "eval")] == [each["auc"] for each in report["epochs"]]
+    assert [each.name for each in sorted((run_dir / "checkpoints").iterdir())] == ["step_000000005", "step_000000010"]
+    board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert board.Scalars("eval/auc")[-1].value == pytest.approx(report["auc"], abs=1e-6)
     assert report["steps"] == 10
     assert 0 < report["train_seconds"] < report["wall_seconds"]
@@ -114,7 +84,7 @@ def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Pa
             with pytest.raises(ValueError, match="has no labels: it can be predicted, not evaluated"):
                 evaluate_run(moved, data)
             with pytest.raises(ValueError, match=r"the train split of .* has no samples"):
-                train(load_config(folder / "run.toml"), data, tmp_path / "untrained")
+                run(folder, tmp_path / "untrained", data=data)
             assert not (tmp_path / "untrained").exists()
     tables = [pq.read_table(tmp_path / f"{labelled}.parquet") for labelled in (True, False)]
     assert tables[0].column_names == ["sample_number", "label", "prediction"]
@@ -172,25 +142,20 @@ def test_synthetic_data_of_another_seed_are_refused(folder: Path, tmp_path: Path
     sizes = {"rows": 60, "test_rows": 40, "vocabulary_scale": 1e-6}
     for name, seed in (("one", 0), ("two", 1)):
         synthesize(tmp_path / name, SynthesizeConfig(seed=seed, **sizes))
-    report = train(load_config(folder / "run.toml", ["train.epochs=1"]), tmp_path / "one", tmp_path / "run")
+    report = run(folder, tmp_path / "run", "train.epochs=1", data=tmp_path / "one")
     assert report["best_possible"]["auc"] > 0.5
     assert evaluate_run(tmp_path / "run", tmp_path / "one")["rows"] == 40
     with pytest.raises(ValueError, match="it is synthetic, of another seed or shape"):
         evaluate_run(tmp_path / "run", tmp_path / "two")
 
 
-def test_seeds_and_residency(folder: Path, retrain: Train, tmp_path: Path) -> None:
-    """The same seed gives bit-identical results, streamed or resident; another seed gives others."""
-    first = checkpoint(folder / "run")
-    retrain("resident", "data.resident=yes")
-    assert same_state(first, checkpoint(tmp_path / "resident"))
-    retrain("seed", "train.seed=1")
-    assert not same_state(first["model"], checkpoint(tmp_path / "seed")["model"])
-
-
-def test_the_plan_does_not_change_the_result(folder: Path, retrain: Train, tmp_path: Path) -> None:
-    retrain("rows", "sharding.plan=row_wise")
-    assert same_state(checkpoint(folder / "run")["model"], checkpoint(tmp_path / "rows")["model"])
+def test_seeds_residency_and_plans(folder: Path, tmp_path: Path) -> None:
+    """The same seed gives bit-identical results, streamed or resident, under any plan; another seed gives others."""
+    run(folder, tmp_path / "resident", "data.resident=yes", "sharding.plan=row_wise")
+    assert_same(tmp_path / "resident", folder / "run")
+    run(folder, tmp_path / "seed", "train.seed=1")
+    with pytest.raises(AssertionError):
+        assert_same(tmp_path / "seed", folder / "run")
 
 
 def poison(data: Path) -> None:
@@ -204,7 +169,7 @@ def poison(data: Path) -> None:
 
 
 def test_a_non_finite_loss_keeps_the_last_good_checkpoint(
-    folder: Path, retrain: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(folder / "data", data)
@@ -217,37 +182,33 @@ def test_a_non_finite_loss_keeps_the_last_good_checkpoint(
 
     monkeypatch.setattr(evaluation, "evaluate", evaluate_then_poison)
     with pytest.raises(NonFiniteLoss, match=r"not finite at step \d+ \(epoch 2\); the last good .*step_000000005\. "):
-        retrain("run", data=data)
+        run(folder, tmp_path / "run", data=data)
     assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000005"]
     assert not (tmp_path / "run" / "report.json").exists()
     assert math.isfinite(evaluate_run(tmp_path / "run", folder / "data")["logloss"])
     with pytest.raises(NonFiniteLoss, match=r"\(epoch 1\); no checkpoint was saved"):
-        retrain("from_the_start", data=data)
+        run(folder, tmp_path / "from_the_start", data=data)
 
 
-def test_a_model_that_breaks_at_the_last_step_is_not_saved(retrain: Train, tmp_path: Path) -> None:
+def test_a_model_that_breaks_at_the_last_step_is_not_saved(folder: Path, tmp_path: Path) -> None:
     """One step with a huge rate: its loss, from the weights before, is finite; the test split shows the damage."""
+    huge = ["train.batch_size=1000", "optimizer.scaling=none", "optimizer.dense_lr=1e30", "optimizer.warmup_epochs=0"]
     with pytest.raises(NonFiniteLoss, match=r"on the test split after step 1 \(epoch 1\)"):
-        retrain(
-            "run",
-            "train.batch_size=1000",
-            "optimizer.scaling=none",
-            "optimizer.dense_lr=1e30",
-            "optimizer.warmup_epochs=0",
-        )
+        run(folder, tmp_path / "run", *huge)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_invalid_settings_leave_nothing_behind(retrain: Train, tmp_path: Path) -> None:
+def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> None:
     for overrides, message in (
         (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
         (["train.precision=tf32"], 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'),
         (["optimizer.embedding_lr_factors={citty = 2}"], "names 'citty', .* not a sparse field; did you mean 'city'?"),
         (["optimizer.embedding_lr_factors.city=-1"], "embedding_lr_factors.city must be at least 0 and finite, got -1"),
         (["optimizer.embedding=sgd", "optimizer.l2=0"], "samples have several ids .field 'tags'"),
+        (["optimizer.embedding=sgd", "clip.rule=none"], r"give each row its L2 .* .field 'tags'.* optimizer.l2 = 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            retrain("run", *overrides)
+            run(folder, tmp_path / "run", *overrides)
         assert not (tmp_path / "run").exists()
 
 
@@ -264,17 +225,14 @@ def test_folders_that_are_not_runs(folder: Path, tmp_path: Path) -> None:
         evaluate_run(tmp_path / "without_checkpoints", folder / "data")
 
 
-@pytest.mark.parametrize(("layout", "file"), [("criteo", "criteo_8k.tsv.xz"), ("avazu", "avazu_9k.csv.xz")])
-def test_real_clicks_are_learned(tmp_path: Path, layout: Any, file: str) -> None:
-    if not (SHARED / file).exists():
-        pytest.skip(f"no {file} in {SHARED}")
-    prepare(layout, [SHARED / file], tmp_path / "data")
+def test_real_clicks_are_learned(tmp_path: Path) -> None:
+    if not (file := SHARED / "criteo_8k.tsv.xz").exists():
+        pytest.skip(f"there is no {file}")
+    prepare("criteo", [file], tmp_path / "data")
     config_file(tmp_path)
     overrides = ["train.batch_size=256", "optimizer.scaling=none", "optimizer.dense_lr=1e-3", "model.hidden=[64]"]
-    report = train(load_config(tmp_path / "run.toml", overrides), tmp_path / "data", tmp_path / "run")
-    rows = Schema.load(tmp_path / "data").split("test").rows
+    report = run(tmp_path, tmp_path / "run", *overrides)
     assert report["auc"] > 0.6
-    assert predict_run(tmp_path / "run", tmp_path / "data", tmp_path / "p.parquet") == rows
     assert evaluate_run(tmp_path / "run", tmp_path / "data")["auc"] == pytest.approx(report["auc"], abs=1e-7)
 
 
@@ -284,7 +242,6 @@ def test_a_resumed_run_keeps_the_batch_size_and_l2_that_it_began_with(folder: Pa
         "[model]\nembedding_dim = 2\nhidden = [2]\n[train]\ndevice = 'cpu'\nepochs = 1\n"
     )
     for epochs in (1, 2):
-        config = load_config(tmp_path / "run.toml", [f"train.epochs={epochs}"])
-        report = train(config, folder / "data", tmp_path / "run", resume=True)
+        report = run(tmp_path, tmp_path / "run", f"train.epochs={epochs}", data=folder / "data", resume=True)
         assert (report["batch_size"], report["l2"]) == (64, 1e-6)
     assert len(report["epochs"]) == 2

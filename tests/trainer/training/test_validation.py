@@ -11,12 +11,12 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cowrec.data_pipeline import Reader
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runs.checkpoint import best_epoch
-from cowrec.trainer.training.loop import train
-from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from run_comparison import same
-from trainer_cases import TRAIN_ROWS, checkpoint, config_file, interrupted, make_data
+from cowrec.trainer.training.saved_run import evaluate_run
+from run_comparison import assert_same
+from trained_runs import make_folder, metrics, report_of, run
+from trained_runs import predicted as predicted_by
+from trainer_cases import TRAIN_ROWS, interrupted
 
 VALIDATION = ["train.validation_fraction=0.2", "optimizer.dense_lr=0.05", "optimizer.warmup_epochs=0"]
 PATIENT = [*VALIDATION, "train.epochs=8", "train.patience=2", "checkpoint.keep_best=logloss"]
@@ -26,10 +26,7 @@ ROWS = 41
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("validation")
-    make_data(folder, ("price", "city"))
-    config_file(folder)
-    return folder
+    return make_folder(tmp_path_factory.mktemp("validation"), ("price", "city"))
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +34,10 @@ def stopped(folder: Path) -> dict[str, Any]:
     return run(folder, folder / "stopped", *PATIENT)
 
 
-def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
-    return train(load_config(folder / "run.toml", overrides), folder / "data", run_dir, resume=resume)
-
-
-def predicted(folder: Path, run_dir: Path, tmp_path: Path, split: str) -> tuple[Any, Any]:
-    predict_run(run_dir, folder / "data", tmp_path / split, split)
+def predicted(folder: Path, run_dir: Path, split: str) -> tuple[Any, Any]:
+    """Labels and predictions of a split."""
     label = pq.read_table(folder / "data" / split)["label"].to_numpy()
-    return label, pq.read_table(tmp_path / split)["prediction"].to_numpy().astype(float)
+    return label, predicted_by(run_dir, folder / "data", split).astype(float)
 
 
 def test_the_last_training_samples_are_measured_and_not_trained_on(folder: Path, tmp_path: Path) -> None:
@@ -53,20 +46,18 @@ def test_the_last_training_samples_are_measured_and_not_trained_on(folder: Path,
     Resident and streamed are bit-identical.
     """
     report = run(folder, tmp_path / "run", *VALIDATION)
-    label, prediction = predicted(folder, tmp_path / "run", tmp_path, "train")
+    label, prediction = predicted(folder, tmp_path / "run", "train")
     low, high = (roc_auc_score(label[-ROWS:], prediction[-ROWS:] + shift * label[-ROWS:]) for shift in (-1e-6, 1e-6))
     assert low - 1e-6 <= report["validation_auc"] <= high + 1e-6 < low + 0.02
     assert report["validation_logloss"] == pytest.approx(log_loss(label[-ROWS:], prediction[-ROWS:]), abs=1e-6)
-    label, prediction = predicted(folder, tmp_path / "run", tmp_path, "test")
+    label, prediction = predicted(folder, tmp_path / "run", "test")
     assert report["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
     assert report["steps"] == 2 * 4
     assert report["epochs"][-1]["validation_logloss"] == report["validation_logloss"]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["validation_auc"] for line in lines if line["kind"] == "eval"] == [
-        epoch["validation_auc"] for epoch in report["epochs"]
-    ]
+    measured = [line["validation_auc"] for line in metrics(tmp_path / "run", "eval")]
+    assert measured == [epoch["validation_auc"] for epoch in report["epochs"]]
     assert not any("auc" in epoch for epoch in report["epochs"]), "the test split is measured at the end alone"
-    assert [line["logloss"] for line in lines if line["kind"] == "test"] == [report["logloss"]]
+    assert [line["logloss"] for line in metrics(tmp_path / "run", "test")] == [report["logloss"]]
     assert (report["epoch"], "last_epoch" in report) == (2, False)
     # Other labels of the validation samples change what is measured, and nothing that is trained.
     shutil.copytree(folder, tmp_path / "other")
@@ -78,7 +69,7 @@ def test_the_last_training_samples_are_measured_and_not_trained_on(folder: Path,
     index = table.column_names.index("label")
     pq.write_table(table.set_column(index, table.schema.field(index), [flipped]), shards[-1])
     other = run(tmp_path / "other", tmp_path / "flipped", *VALIDATION, "data.resident=yes")
-    assert same(checkpoint(tmp_path / "run"), checkpoint(tmp_path / "flipped"))
+    assert_same(tmp_path / "run", tmp_path / "flipped")
     assert other["logloss"] == report["logloss"]
     assert other["validation_auc"] == pytest.approx(1 - report["validation_auc"], abs=1e-6)
 
@@ -94,7 +85,7 @@ def test_patience_ends_the_run_and_chooses_the_best_epoch(
     for key in ("validation_auc", "validation_logloss"):
         assert stopped[key] == stopped["epochs"][best][key]
     # Later commands use the best epoch's checkpoint, and the last one where that is damaged.
-    label, prediction = predicted(folder, folder / "stopped", tmp_path, "test")
+    label, prediction = predicted(folder, folder / "stopped", "test")
     assert stopped["logloss"] == pytest.approx(log_loss(label, prediction), abs=1e-6)
     copy = shutil.copytree(folder / "stopped", tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints" / f"step_{4 * (best + 1):09d}")
@@ -141,7 +132,7 @@ def test_a_validation_split_is_used_like_samples_held_out_of_training(folder: Pa
     best = ["checkpoint.keep_best=logloss", "data.resident=yes"]
     held_out = run(folder, tmp_path / "held_out", *VALIDATION, *best)
     report = run(tmp_path / "own", tmp_path / "split", *VALIDATION[1:], *best)
-    assert same(checkpoint(tmp_path / "held_out"), checkpoint(tmp_path / "split"))
+    assert_same(tmp_path / "held_out", tmp_path / "split")
     assert report["epochs"] == held_out["epochs"]
     assert (report["auc"], report["epoch"]) == (held_out["auc"], held_out["epoch"])
     measured = evaluate_run(tmp_path / "split", data, "validation", checkpoint="latest")
@@ -159,7 +150,7 @@ def test_a_resumed_run_stops_at_the_same_epoch(folder: Path, stopped: dict[str, 
         again = run(folder, copy, *always, resume=True)
         assert again["epochs"] == stopped["epochs"]
         assert again["logloss"] == stopped["logloss"]
-        assert same(checkpoint(copy), checkpoint(folder / "stopped"))
+        assert_same(copy, folder / "stopped")
     with pytest.raises(ValueError, match=r"checkpoint.keep_best = 'logloss', but 'auc' is requested"):
         run(folder, tmp_path / "all", *always, "checkpoint.keep_best=auc", resume=True)
 
@@ -202,6 +193,6 @@ def test_a_range_of_one_class_has_no_auc(folder: Path, tmp_path: Path) -> None:
     """The last sample alone has one class: its AUC is null, and the run goes on."""
     assert Reader(folder / "data", "train", batch_size=1).num_rows == TRAIN_ROWS
     report = run(folder, tmp_path / "run", "train.validation_fraction=0.005", "train.epochs=1")
-    saved = json.loads((tmp_path / "run" / "report.json").read_text())
+    saved = report_of(tmp_path / "run")
     assert saved["validation_auc"] is None
     assert saved["validation_logloss"] == report["validation_logloss"] > 0
