@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -23,10 +22,10 @@ from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, SAMPLES, followed, make_case, write_stream
+from online_cases import DRIFT, SAMPLES, followed, make_case
 from run_comparison import assert_same, lines, wait_for
 from servers.redis_server import RedisServer
-from trainer_cases import ENVIRONMENT, checkpoint, tensors
+from trainer_cases import ENVIRONMENT
 
 OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
 EXACT = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
@@ -141,29 +140,6 @@ def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Pat
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
     finish(given)
     assert_same(tmp_path / "run", undisturbed)
-
-
-def test_samples_of_a_wrong_clock_expire_nothing(case: Path, tmp_path: Path) -> None:
-    """Samples a hundred years ahead or a year late are dropped, and the model is as without them."""
-    tables = list(drifting_tables(DRIFT, 0, SAMPLES // 2, chunk_rows=500))
-    write_stream(tmp_path / "right", tables)
-    wrong = []
-    for number, table in enumerate(tables):
-        few = table.slice(0, 3)
-        shift = 100 * 365 * 86400 if number % 2 else -365 * 86400
-        shifted = few.set_column(
-            few.schema.get_field_index("time"), "time", pc.add(few["time"], pa.scalar(shift, pa.int64()))
-        )
-        ids = pa.array(range(10**9 + 10 * number, 10**9 + 10 * number + 3))
-        shifted = shifted.set_column(shifted.schema.get_field_index("sample_id"), "sample_id", ids)
-        wrong.append(pa.concat_tables([table.slice(0, 250), shifted.cast(table.schema), table.slice(250)]))
-    write_stream(tmp_path / "wrong", wrong)
-    for name in ("right", "wrong"):
-        finish(command(case, tmp_path / name / "run", source=tmp_path / name))
-    one, other = (tensors(checkpoint(tmp_path / name / "run")) for name in ("right", "wrong"))
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        assert value.equal(other[key]), key
 
 
 def test_a_killed_redis_loses_nothing_it_has_written(

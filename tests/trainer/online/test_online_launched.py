@@ -19,10 +19,10 @@ from cowrec.trainer.serving.served_model import ServedModel
 from online_cases import DRIFT, SAMPLES, followed, make_case, online_in_processes
 from run_comparison import assert_same, lines, wait_for
 
-SETTINGS = ["online.snapshot_seconds=0.3", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
+SETTINGS = ["online.snapshot_seconds=0.3", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=32"]
 SETTINGS += ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
 SETTINGS += ['sharding.tables={C1 = "column_wise", C2 = "data_parallel"}']
-"""250 steps; readers have every row exactly."""
+"""125 steps; readers have every row exactly."""
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,8 @@ def start(case: Path, tmp_path: Path) -> Iterator[Callable[[], Forked]]:
     shutil.copytree(case / "incoming", tmp_path / "in")
     (tmp_path / "in" / "_END").unlink()
     command = ["online", f"{case}/run.toml", "--data", f"{case}/data", "--source", f"{tmp_path}/in", "--resume"]
-    command += [
-        "--run-dir",
-        f"{tmp_path}/run",
-        "--publish",
-        f"{tmp_path}/published",
-        *(part for each in SETTINGS for part in ("--set", each)),
-    ]
+    command += ["--run-dir", f"{tmp_path}/run", "--publish", f"{tmp_path}/published"]
+    command += [part for each in SETTINGS for part in ("--set", each)]
 
     def begin() -> Forked:
         started.append(Forked(*command, processes=2, restarts=1000))
@@ -62,6 +57,7 @@ def start(case: Path, tmp_path: Path) -> Iterator[Callable[[], Forked]]:
         process.kill_all()
 
 
+@pytest.mark.thorough
 def test_kills_and_sigterm_change_neither_model_nor_readers(
     case: Path, tmp_path: Path, start: Callable[[], Forked], pytestconfig: pytest.Config
 ) -> None:
@@ -101,7 +97,7 @@ def test_kills_and_sigterm_change_neither_model_nor_readers(
 def progress(run_dir: Path, steps: int = 1) -> Callable[[], bool]:
     """Condition that the run has taken steps since now, or all of them."""
     before = lines(run_dir)
-    return lambda: lines(run_dir) >= before + 3 * steps or newest(run_dir) == f"step_{SAMPLES // 16:09d}"
+    return lambda: lines(run_dir) >= before + 3 * steps or newest(run_dir) == f"step_{SAMPLES // 32:09d}"
 
 
 def newest(run_dir: Path) -> str:

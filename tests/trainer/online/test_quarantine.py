@@ -1,6 +1,5 @@
 """Batches that would make the model non-finite are set aside whole, and training goes on as if they had not come."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from cowrec.trainer.online.loop import online
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.training.loop import MOST_SET_ASIDE
 from online_cases import DRIFT, make_case, write_stream
-from run_comparison import same
+from run_comparison import assert_same
+from trained_runs import metrics
 from trainer_cases import checkpoint, interrupted, tensors
 
 BATCH, POISONED = 64, (5, 6, 11)
@@ -85,10 +85,10 @@ def test_the_model_is_as_if_the_batches_had_not_come(
     assert "the loss is " in samples["reason"][0].as_py()
     assert {"time", "sample_id", "label"} <= set(samples.column_names)
     assert caplog.text.count(f"({BATCH} samples) is set aside") == len(POISONED)
-    lines = [json.loads(line) for line in (tmp_path / "poisoned" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["batch"] for line in lines if line["kind"] == "set_aside"] == [number + 1 for number in POISONED]
-    assert [line["batches_set_aside"] for line in lines if line["kind"] == "stream"][-1] == len(POISONED)
-    assert all(np.isfinite(line["loss"]) for line in lines if line["kind"] == "train")
+    logged = {kind: metrics(tmp_path / "poisoned", kind) for kind in ("set_aside", "stream", "train")}
+    assert [line["batch"] for line in logged["set_aside"]] == [number + 1 for number in POISONED]
+    assert logged["stream"][-1]["batches_set_aside"] == len(POISONED)
+    assert all(np.isfinite(line["loss"]) for line in logged["train"])
 
 
 def test_a_resumed_run_sets_the_same_batches_aside(run: Any, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_resumed_run_sets_the_same_batches_aside(run: Any, tmp_path: Path) -> 
     copy = interrupted(tmp_path / "whole", 8, tmp_path / "copy")  # two were set aside before, one comes again
     report = run("poisoned", copy.name, *given, resume=True)
     assert report["batches_set_aside"] == len(POISONED)
-    assert same(checkpoint(copy), checkpoint(tmp_path / "whole"))
+    assert_same(copy, tmp_path / "whole")
 
 
 def test_many_batches_in_a_row_end_the_run(run: Any, tmp_path: Path) -> None:
