@@ -72,12 +72,10 @@ class Manifest:
     code: OwnCode | None = None
     format: int = FORMAT
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
-
     def save(self, folder: Path) -> None:
         """Writes the manifest. Raises OSError if the disk is full."""
-        write_file(folder / MANIFEST, self.to_json().encode())
+        text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        write_file(folder / MANIFEST, text.encode())
 
     @staticmethod
     def load(folder: Path) -> "Manifest":
@@ -88,8 +86,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            text = path.read_bytes().decode()
-            content = json.loads(text)
+            content = json.loads(path.read_bytes())
         except FileNotFoundError:
             raise ValueError(
                 f"{folder} is not an export: it has no {MANIFEST}; create one with cowrec export"
@@ -100,20 +97,17 @@ class Manifest:
         if version != FORMAT:
             raise ValueError(f"{path} has format {version!r}, but this cowrec reads {FORMAT}; export the model again")
         try:
-            manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
+            manifest = TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             raise ValueError(f"{path} is invalid ({place}: {first['msg']}); export the model again") from error
-        manifest._check_files(folder)
-        return manifest
-
-    def _check_files(self, folder: Path) -> None:
-        for name, (size, sha256) in self.files.items():
+        for name, (size, sha256) in manifest.files.items():
             file = folder / name
             if not file.is_file() or file.stat().st_size != size or checksum(file) != sha256:
                 problem = "does not match its checksum" if file.is_file() else "is missing"
                 raise ValueError(f"{folder} is damaged: {name} {problem}; export the model again")
+        return manifest
 
 
 def quantise(rows: Tensor, precision: Precision) -> dict[str, Tensor]:

@@ -41,7 +41,6 @@ from cowrec.trainer.runs.run_dir import write_report
 from cowrec.trainer.runtime.processes import Peers, Process, from_first, on_first, process_group
 from cowrec.trainer.runtime.stopping import StopRequest, stop_requests
 from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
-from cowrec.trainer.sharded_model.sharding import describe_sharding, save_sharding, sharding_line
 from cowrec.trainer.training.dataloading import even_slice
 from cowrec.trainer.training.loop import Trainer, require_run_dir
 
@@ -97,7 +96,6 @@ def online(
         run = _OnlineRun(config, RunPlace(run_dir, resume=resume), process)
         run.open_source(source)
         with run.trainer.running(resume):
-            on_first(process, lambda: save_sharding(run_dir, run.sharding))
             run.say(run.summary(source))
             report = run.follow(publish, resume)
             on_first(process, lambda: write_report(run_dir, report))
@@ -115,7 +113,6 @@ class _OnlineRun:
         # A batch is not taken before the one before it was trained on, which would postpone its predictions.
         self.trainer = Trainer(plan, place, config.online.on_nonfinite, reads_ahead=False)
         self.state, self.say = self.trainer.state, self.trainer.say
-        self.sharding = describe_sharding(self.state.model)
         self.measured = Measurements(self.trainer)
         self.source: SampleSource | None = None
         self.stream: SampleStream | None = None
@@ -185,7 +182,7 @@ class _OnlineRun:
         started = time.perf_counter()
         translated = self.state.ids.training(batch)
         step = self.trainer.step(iter((translated,)))
-        logits = turns.logits(turn, step.logits)
+        logits = turns.logits(step.logits)
         if step.set_aside:
             if turn.arrived:
                 self.set_aside(turn.arrived, logits, step.set_aside, log)
@@ -300,7 +297,6 @@ class _OnlineRun:
         return (
             f"{self.config.model.name} on {self.codec.schema.name}, following {without_credentials(source)}\n"
             f"batch {self.config.train.batch_size}, {self.trainer.describe_settings()}"
-            + (f"\n{sharding_line(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
 
@@ -373,7 +369,7 @@ class Turns:
             self.seconds += time.thread_time() - began
         return dataclasses.replace(turn, batch=batch, arrived=arrived)
 
-    def logits(self, turn: Turn, own: Tensor) -> Tensor:
+    def logits(self, own: Tensor) -> Tensor:
         """Logits of all samples of a turn on the first process, from those of this process's, [B]."""
         return self._peers.gathered(own.cpu())
 

@@ -80,7 +80,6 @@ def train(
         plan = RunPlan.of(config, schema.of_batches(), process)
         run = _EpochRun(plan, place, training_readers(plan), after_epoch)
         with run.trainer.running(resume):
-            on_first(process, lambda: save_sharding(place.folder, run.sharding))
             report = run.train(resume) | {"wall_seconds": time.perf_counter() - started}
             on_first(process, lambda: write_report(place.folder, report))
             on_first(process, place.push)
@@ -98,7 +97,6 @@ class _EpochRun:
         keep_resident(self.reader, plan)
         self.state, self.say = self.trainer.state, self.trainer.say
         self.quality = EpochQuality(plan, readers, self._non_finite)
-        self.sharding = describe_sharding(self.state.model)
         self.epoch = self.epoch_step = 0
         self.speed, self.told = Speed(), time.monotonic()
         self.epochs: list[EpochEnd] = []
@@ -285,7 +283,6 @@ class _EpochRun:
             f"{len(schema.sparse)} fields, {table_rows:,} table rows\n"
             f"batch {self.config.train.batch_size} ({self.plan.epoch_steps} steps an epoch{first}), "
             f"{self.trainer.describe_settings()}"
-            + (f"\n{sharding_line(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
 
@@ -320,6 +317,7 @@ class Trainer:
 
     Attributes:
         state: what training changes.
+        sharding: see :func:`describe_sharding`.
         set_aside: batches that were not trained on, since the start of the run.
 
     Raises:
@@ -331,6 +329,7 @@ class Trainer:
         self.config, self.process = config, process = plan.config, plan.process
         on_first(process, lambda: require_trackers(config.train.trackers))
         self.state = TrainState(plan, on_nonfinite, reads_ahead=reads_ahead)
+        self.sharding = describe_sharding(self.state.model)
         self.set_aside = self._set_aside_in_a_row = 0
         self._heartbeat, self._losses = Heartbeat(process), LossWatch(process)
         self.checkpoints = Checkpoints(place, config.checkpoint, process, self.warn, self._heartbeat.lost)
@@ -348,6 +347,7 @@ class Trainer:
             # Checked again: only from here on can no other process fill the folder.
             require_run_dir(folder, self.config, self.process, resume)
             on_first(self.process, lambda: create_run_dir(folder, self.config, self.plan.describe()))
+            on_first(self.process, lambda: save_sharding(folder, self.sharding))
             self.checkpoints.clean()
             try:
                 with self._heartbeat.names_the_lost():
@@ -475,7 +475,7 @@ class Trainer:
         }
 
     def describe_settings(self) -> str:
-        """Batch size, scaling, clip and derived rates, for the terminal; on CUDA also why steps are not captured."""
+        """Scaling, clip, derived rates and sharding, for the terminal; on CUDA also why steps are not captured."""
         derived, why = self.plan.scaled.hyperparameters, self.state.why_not_captured
         uncaptured = (
             f"\nsteps are not captured as a CUDA graph: {why}" if why and self.process.device.type == "cuda" else ""
@@ -487,6 +487,7 @@ class Trainer:
             f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: embedding lr"
             f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}{decay}, betas {beta1:g} and"
             f" {beta2:g}, eps {derived.eps:g}{uncaptured}"
+            + (f"\n{sharding_line(self.sharding)}" if self.process.world_size > 1 else "")
         )
 
     def say(self, text: str) -> None:
