@@ -8,12 +8,14 @@ from pathlib import Path
 from threading import Event, Timer
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cowrec.data_pipeline import synthesize_drifting
+from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import open_target
@@ -134,4 +136,20 @@ def followed(run_dir: Path, url: Path | str) -> ServedModel:
         served.apply(blob)
         if blob.version == newest:
             break
+    return served
+
+
+def assert_readers_equal_an_export(
+    case: Path, run_dir: Path, published: Path | str, of: Path | None = None, source: str = "incoming"
+) -> ServedModel:
+    """A reader that has applied all versions of a run predicts its source exactly like an export of it, or of another.
+
+    Returns the reader.
+    """
+    export_run(of or run_dir, run_dir / "export")
+    served, exported = followed(run_dir, published), ServedModel.load(run_dir / "export")
+    codec = SampleCodec.load(case / "data")
+    block = codec.encode(codec.from_table(pq.read_table(case / source))).block
+    np.testing.assert_array_equal(served.predict(block), exported.predict(block))
+    assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
     return served

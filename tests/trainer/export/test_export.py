@@ -10,16 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cowrec.data_pipeline import Reader, Schema
+from cowrec.data_pipeline import Reader, SampleCodec, Schema
+from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.models import MODELS, ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import export_run, exported_network
 from cowrec.trainer.export.manifest import Manifest, dequantise, quantise
+from cowrec.trainer.serving.served_model import ServedModel
+from online_cases import DRIFT, make_case
 from process_groups import in_processes
 from trained_runs import predicted, run
 from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
 DIM = 6
-TRAINED = ("wdl", "deepfm", "dcnmix")
+TRAINED = ("wdl", "dcnmix")
 BAGS = {"weighted": tuple(COLUMNS), "unweighted": UNWEIGHTED, "single": ("price", "city")}
 
 
@@ -167,7 +170,7 @@ def test_int8_rounds_to_half_a_scale() -> None:
 
 def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
     exported = tmp_path / "export"
-    export_run(folder / "deepfm", exported)
+    export_run(folder / "dcnmix", exported)
     content = json.loads((exported / "manifest.json").read_text())
     others = sorted(str(each.relative_to(exported)) for each in exported.rglob("*") if each.is_file())
     assert sorted([*content["files"], "manifest.json"]) == others
@@ -185,7 +188,7 @@ def test_a_changed_file_is_detected(folder: Path, tmp_path: Path) -> None:
         file.write_bytes(written)
     Manifest.load(exported)
     with pytest.raises(ValueError, match="is not an export"):
-        Manifest.load(folder / "deepfm")
+        Manifest.load(folder / "dcnmix")
 
 
 def export_to_a_full_disk(_: int, run_dir: Path, folder: Path) -> None:
@@ -198,7 +201,30 @@ def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "mine").touch()
     with pytest.raises(ValueError, match="exists and is not empty"):
-        export_run(folder / "deepfm", tmp_path / "export")
-    in_processes(export_to_a_full_disk, (folder / "deepfm", tmp_path / "full"), 1)
+        export_run(folder / "dcnmix", tmp_path / "export")
+    in_processes(export_to_a_full_disk, (folder / "dcnmix", tmp_path / "full"), 1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["export"]
     assert [each.name for each in (tmp_path / "export").iterdir()] == ["mine"]
+
+
+SHARED = "id_table.tables={both = {fields = ['C1', 'C3'], capacity = 900}}"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(tmp_path_factory.mktemp("exports"))
+
+
+@pytest.mark.parametrize(
+    "settings", [[SHARED], [SHARED, "id_table.kind=hash", "id_table.capacity=50", "id_table.expire_after=''"]]
+)
+def test_raw_samples_get_the_predictions_of_the_run(case: Path, tmp_path: Path, settings: list[str]) -> None:
+    """The test split follows the training split in the generated samples; float32 sums are in another order."""
+    run(case, tmp_path / "run", "train.epochs=1", *settings)
+    expected = predicted(tmp_path / "run", case / "data")
+    export_run(tmp_path / "run", tmp_path / "export")
+    codec = SampleCodec.load(tmp_path / "export")
+    samples = codec.encode(codec.from_table(next(drifting_tables(DRIFT, DRIFT.rows, 500))))
+    served = ServedModel.load(tmp_path / "export").predict(samples.block)
+    np.testing.assert_allclose(served, expected, atol=1e-6)
+    assert np.ptp(served) > 0.05

@@ -22,12 +22,11 @@ from sklearn.metrics import log_loss, roc_auc_score
 from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
 from cowrec.trainer.config.run import load_config
-from cowrec.trainer.export.export import export_run
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.publishing.blob import decode
 from cowrec.trainer.publishing.target import Target, open_target
 from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, SAMPLES, followed, make_case, write_stream
+from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, write_stream
 from run_comparison import assert_same, wait_for
 from trained_runs import metrics
 from trainer_cases import free_port, interrupted, make_data
@@ -46,19 +45,13 @@ def run(case: Path, run_dir: Path, *overrides: str, source: Path | None = None, 
     return online(config, case / "data", str(source or case / "incoming"), run_dir, **given)
 
 
-def predictions(case: Path, model: ServedModel) -> np.ndarray:
-    """Predictions of the stream's samples, in their order."""
-    codec = SampleCodec.load(case / "data")
-    tables = [pq.read_table(file) for file in sorted((case / "incoming").glob("*.parquet"))]
-    return np.concatenate([model.predict(codec.encode(codec.from_table(table)).block) for table in tables])
-
-
 def test_each_sample_is_predicted_before_it_is_trained_on(case: Path, tmp_path: Path) -> None:
     """A model with learning rates of 0 predicts like its first export, measured by scikit-learn in each window."""
     frozen = ["optimizer.embedding_lr=0", "optimizer.dense_lr=0", "optimizer.embedding_init_std=0"]
     run(case, tmp_path / "run", *frozen, publish=str(tmp_path / "published"))
-    predicted = predictions(case, ServedModel.load(tmp_path / "run" / "base")).astype(np.float64)
-    table = pq.read_table(case / "incoming")
+    table, codec = pq.read_table(case / "incoming"), SampleCodec.load(case / "data")
+    block = codec.encode(codec.from_table(table)).block
+    predicted = ServedModel.load(tmp_path / "run" / "base").predict(block).astype(np.float64)
     labels, times = table["label"].to_numpy(), table["time"].to_numpy()
     windows = metrics(tmp_path / "run", "window")
     starts = np.unique(times // (2 * 86400)) * 2 * 86400
@@ -78,13 +71,9 @@ def test_readers_of_publications_equal_an_export(case: Path, tmp_path: Path) -> 
     settings += ["online.publish_seconds=0.05", "online.dense_seconds=0.3"]
     report = run(case, tmp_path / "run", *settings, publish=str(tmp_path / "published"))
     assert sum(table["evicted"] for table in report["id_tables"].values()) > 300
-    export_run(tmp_path / "run", tmp_path / "export")
-    exported = ServedModel.load(tmp_path / "export")
-    served = followed(tmp_path / "run", tmp_path / "published")
+    served = assert_readers_equal_an_export(case, tmp_path / "run", tmp_path / "published")
     assert served.version > 3
     assert served.step == report["steps"]
-    np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
-    assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
     assert served.counters()["removed_rows"] > 0
 
 
@@ -136,35 +125,7 @@ def test_readers_of_a_resumed_run_lose_ids_that_it_had_before(case: Path, tmp_pa
     write_stream(tmp_path / "in", tables[4:], first=4)
     publish = str(tmp_path / "published")
     run(case, tmp_path / "run", *settings, source=tmp_path / "in", resume=True, publish=publish)
-    export_run(tmp_path / "run", tmp_path / "export")
-    exported, served = ServedModel.load(tmp_path / "export"), followed(tmp_path / "run", tmp_path / "published")
-    assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
-    np.testing.assert_array_equal(predictions(case, served), predictions(case, exported))
-
-
-BATCH_NORM = """
-from torch import nn
-class Net(nn.Module):
-    def __init__(self, config, front):
-        super().__init__()
-        self.front, self.norm = front, nn.BatchNorm1d(front.width)
-        self.out = nn.Linear(front.width, 1)
-    def forward(self, dense, sparse):
-        return self.out(self.norm(self.front(dense, sparse).flat)).squeeze(1)
-"""
-
-
-def test_a_network_of_ones_own_is_published_with_its_means(
-    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_streamed.py").write_text(BATCH_NORM)
-    monkeypatch.syspath_prepend(tmp_path)
-    settings = ["model.name=my_streamed:Net", "optimizer.absent_rows=lazy", "id_table.expire_after=''"]
-    settings += ["online.publish_seconds=0.05", "online.dense_seconds=0.1"]
-    run(case, tmp_path / "run", *settings, source=case / "short", publish=str(tmp_path / "published"))
-    export_run(tmp_path / "run", tmp_path / "export")
-    exported = predictions(case, ServedModel.load(tmp_path / "export"))
-    np.testing.assert_array_equal(predictions(case, followed(tmp_path / "run", tmp_path / "published")), exported)
+    assert_readers_equal_an_export(case, tmp_path / "run", publish)
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,20 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from commands.forked_commands import Forked, run_forked
-from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from cowrec.trainer.export.export import export_run
-from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, SAMPLES, followed, make_case
+from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, online_case
+from process_groups import in_processes
 from run_comparison import assert_same, lines, wait_for
 from servers.redis_server import RedisServer
-from trainer_cases import ENVIRONMENT
 
 OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
 EXACT = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
@@ -89,15 +83,7 @@ def test_kills_at_random_moments_change_neither_model_nor_readers(
         process.communicate()
     finish(parts)
     assert_same(run_dir, undisturbed)
-    export_run(undisturbed, tmp_path / "export")
-    exported, served = ServedModel.load(tmp_path / "export"), followed(run_dir, published)
-    np.testing.assert_array_equal(predicted(case, served), predicted(case, exported))
-
-
-def predicted(case: Path, model: ServedModel) -> np.ndarray:
-    codec = SampleCodec.load(case / "data")
-    table = pq.read_table(sorted((case / "incoming").glob("*.parquet"))[-1])
-    return model.predict(codec.encode(codec.from_table(table)).block)
+    assert_readers_equal_an_export(case, run_dir, published, undisturbed)
 
 
 def test_sigterm_saves_while_the_source_blocks_and_the_run_can_be_resumed(
@@ -124,21 +110,21 @@ def test_sigterm_saves_while_the_source_blocks_and_the_run_can_be_resumed(
     assert_same(tmp_path / "run", undisturbed)
 
 
+def on_a_small_disk(_: int, case: dict[str, Any], size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    said = online_case(case)
+    assert "could not be written" in said, said
+    assert "free disk space or repair the folder" in said
+
+
 def test_a_full_disk_loses_a_snapshot_but_no_sample(case: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Files may not reach the size of a checkpoint; the run reports that and is resumed once there is space."""
-    given = command(case, tmp_path / "run", *OFTEN, *EXACT, "train.log_every=100000")
+    settings = [*OFTEN, *EXACT, "train.log_every=100000"]
     largest = max(file.stat().st_size for file in undisturbed.glob("checkpoints/*/*"))
-
-    def small_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, largest // 2))
-
-    parts = [sys.executable, "-m", "cowrec.trainer", *given]
-    done = subprocess.run(parts, env=ENVIRONMENT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
-    assert done.returncode == 2, done.stderr
-    assert "could not be written" in done.stderr
-    assert "free disk space or repair the folder" in done.stderr
+    given = {"folder": str(case), "source": str(case / "incoming"), "run_dir": str(tmp_path / "run"), "set": settings}
+    in_processes(on_a_small_disk, (given, largest // 2), 1)
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
-    finish(given)
+    finish(command(case, tmp_path / "run", *settings))
     assert_same(tmp_path / "run", undisturbed)
 
 

@@ -7,16 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from commands.forked_commands import Forked
-from cowrec.data_pipeline import SampleCodec
-from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from cowrec.trainer.export.export import export_run
-from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, SAMPLES, followed, make_case, online_in_processes
+from online_cases import SAMPLES, assert_readers_equal_an_export, make_case, online_in_processes
 from run_comparison import assert_same, lines, wait_for
 
 SETTINGS = ["online.snapshot_seconds=0.3", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=32"]
@@ -86,12 +81,7 @@ def test_kills_and_sigterm_change_neither_model_nor_readers(
     _, said = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, said
     assert_same(run_dir, case / "undisturbed")
-    export_run(case / "undisturbed", tmp_path / "export")
-    exported, served = ServedModel.load(tmp_path / "export"), followed(run_dir, tmp_path / "published")
-    codec = SampleCodec.load(case / "data")
-    (table,) = drifting_tables(DRIFT, SAMPLES - 500, 500, chunk_rows=500)
-    block = codec.encode(codec.from_table(table)).block
-    np.testing.assert_array_equal(served.predict(block), exported.predict(block))
+    assert_readers_equal_an_export(case, run_dir, tmp_path / "published", case / "undisturbed")
 
 
 def progress(run_dir: Path, steps: int = 1) -> Callable[[], bool]:

@@ -12,13 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cowrec.data_pipeline import SampleCodec
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.blob import Change, decode, merged
 from cowrec.trainer.publishing.target import open_target
-from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, make_case, online_case, online_in_processes, write_stream
+from online_cases import (
+    DRIFT,
+    assert_readers_equal_an_export,
+    make_case,
+    online_case,
+    online_in_processes,
+    write_stream,
+)
 from run_comparison import assert_same
 from trained_runs import metrics, report_of
 from trainer_cases import checkpoint, interrupted, tensors
@@ -165,16 +169,9 @@ def test_a_quiet_stream_is_waited_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "expiry"])
-def test_readers_of_publications_equal_an_export(folder: Path, tmp_path: Path, name: str) -> None:
-    export_run(folder / "runs4" / name, tmp_path / "export")
-    served = ServedModel.load(folder / "runs4" / name / "base")
-    target = open_target(str(folder / "runs4" / f"{name}_published"))
-    for version, kind in target.blobs():
-        served.apply(decode(target.read(version, kind)))
-    exported, codec = ServedModel.load(tmp_path / "export"), SampleCodec.load(folder / "data")
-    block = codec.encode(codec.from_table(pq.read_table(folder / "in"))).block
-    np.testing.assert_array_equal(served.predict(block), exported.predict(block))
-    assert served.counters()["resident_ids"] == exported.counters()["resident_ids"]
+def test_readers_of_publications_equal_an_export(folder: Path, name: str) -> None:
+    run_dir = folder / "runs4" / name
+    assert_readers_equal_an_export(folder, run_dir, f"{run_dir}_published", source="in")
 
 
 def test_a_batch_is_set_aside_by_all_processes(folder: Path) -> None:

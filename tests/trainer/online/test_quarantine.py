@@ -15,7 +15,7 @@ from cowrec.trainer.config.run import load_config
 from cowrec.trainer.online.loop import online
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.training.loop import MOST_SET_ASIDE
-from online_cases import DRIFT, make_case, write_stream
+from online_cases import DRIFT, assert_readers_equal_an_export, make_case, write_stream
 from run_comparison import assert_same
 from trained_runs import metrics
 from trainer_cases import checkpoint, interrupted, tensors
@@ -67,11 +67,12 @@ def run(case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_model_is_as_if_the_batches_had_not_come(
-    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: Any, case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Weights, moments and the means of BatchNorm, bit for bit; the samples and the reason are kept."""
+    """Weights, moments and the means of BatchNorm, bit for bit, also for readers; samples and reason are kept."""
     report = run("poisoned", "poisoned", *HASHED, publish=str(tmp_path / "published"))
     run("clean", "clean", *HASHED)
+    assert_readers_equal_an_export(case, tmp_path / "poisoned", tmp_path / "published", source="clean")
     found, expected = (tensors(checkpoint(tmp_path / name)) for name in ("poisoned", "clean"))
     compared = [name for name in expected if name != "/iterations"]  # which FBGEMM counts in forward passes
     assert any("running_mean" in name for name in compared)

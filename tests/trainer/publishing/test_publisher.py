@@ -1,12 +1,20 @@
-"""Publishing under faults: a reader ends with the publisher's model and never skips a missing version."""
+"""Versions as bytes, and publishing under faults: a reader ends with the model and never skips a missing version."""
 
+import hashlib
+import json
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, decode, encode, merged
+from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, DamagedBlob, TableChange, decode, encode, merged
+from cowrec.trainer.publishing.follower import VersionFollower
+from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import Target, open_target
 from publishing.published_model import Model, eventually, publish, publisher, reading, target_url
 from servers.redis_server import redis_server
@@ -249,3 +257,123 @@ def test_a_truncated_full_version_is_replaced_by_the_one_before(tmp_path: Path) 
     with reading(str(tmp_path)) as reader:
         eventually(lambda: reader.version == 9)
         assert reader.model.same_as(model)
+
+
+HEADER = len(MAGIC) + 32
+BLOB = Blob(3, 2, "delta", "line", 5.5, Change(7, 8, {"t": TableChange(np.arange(2), np.ones((2, 3), np.float32))}))
+
+
+def with_header(change: Any) -> bytes:
+    """The bytes of BLOB, with its JSON header as changed by a function, and the checksum of that."""
+    content = encode(BLOB)[HEADER:]
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    written = json.dumps(header).encode()
+    content = len(written).to_bytes(8, "little") + written + content[8 + length :]
+    return MAGIC + hashlib.sha256(content).digest() + content
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("version", "0"), ("version", '"3"'), ("version", "true"), ("version", "3.0"), ("previous", "-1"),
+        ("kind", '"half"'), ("kind", "[]"), ("lineage", "null"), ("lineage", "{}"),
+        ("created", '"now"'), ("created", "NaN"), ("created", "-Infinity"), ("created", "null"),
+        ("step", "1" + "0" * 400), ("step", "NaN"), ("step", "null"), ("step", "9007199254740992"),
+        ("sample_time", '"never"'), ("sample_time", "Infinity"), ("sample_time", "1" + "0" * 400),
+        ("sample_time", "[1]"), ("sample_time", "true"),
+        ("version", "3,"), ("version", "[" * 100_000),
+    ],
+)  # fmt: skip
+def test_wrong_metadata_are_refused(key: str, value: str) -> None:
+    with pytest.raises(DamagedBlob):
+        decode(with_header(lambda header: header["__metadata__"].update({key: value})))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dtype": "BF16"}, {"dtype": None}, {"shape": "x"}, {"shape": [1, 3]}, {"shape": [2, 3, 1]},
+        {"data_offsets": [0, 1 << 70]}, {"data_offsets": [0]}, {"data_offsets": ["0", "24"]},
+    ],
+)  # fmt: skip
+def test_wrong_tensors_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DamagedBlob):
+        decode(with_header(lambda header: header["t.rows"].update(wrong)))
+
+
+def test_intact_metadata_are_accepted() -> None:
+    found = decode(with_header(lambda header: None))
+    assert (found.version, found.created, found.change.step, found.change.sample_time) == (3, 5.5, 7, 8)
+    without_time = with_header(lambda header: header["__metadata__"].update(sample_time="null"))
+    assert decode(without_time).change.sample_time is None
+
+
+WEIGHTS = 1_000_000
+
+
+def compacting(url: str) -> Publisher:
+    """Each version is followed by a full one."""
+    return Publisher(open_target(url, publishing=True), compact_after=1)
+
+
+def publish_step(out: Publisher, step: int, weights: int = 1) -> None:
+    full = Change(step, step, {}, {"bias": np.full(weights, step, np.float32)})
+    out.publish(Change(step, step, {}, {}), full if out.wants_full else None)
+
+
+def test_one_name_has_one_publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease is renewed without publications too, given back at the end, and ends with a killed publisher. One that
+    hung beyond its lease cannot write among the versions of the next."""
+    monkeypatch.setattr("cowrec.trainer.publishing.target.LEASE", 4.0)
+    monkeypatch.setattr("cowrec.trainer.publishing.publisher.LEASE", 4.0)
+    with redis_server(tmp_path) as server:
+        with compacting(server.url) as first:
+            publish_step(first, 1)
+            with pytest.raises(ValueError, match=rf"process {os.getpid()} of .* publishes under the name 'cowrec'"):
+                compacting(server.url)  # waits longer than the lease
+        hung = open_target(server.url, publishing=True)
+        with compacting(server.url) as second:
+            publish_step(second, 2)
+            assert second.finish(30)
+            versions = hung.blobs()
+            with pytest.raises(OSError, match="publishes under the name 'cowrec'; stop it, or use another name"):
+                hung.write(9, "delta", b"written too late")
+            assert open_target(server.url).blobs() == versions
+            with compacting(f"{server.url}?name=other") as other:
+                publish_step(other, 1)
+
+
+def test_a_full_redis_loses_its_old_versions_first(tmp_path: Path) -> None:
+    """Four million bytes a version, and room for three and a half; the one that is written takes twice its size."""
+    with redis_server(tmp_path) as server, compacting(server.url) as out:
+        used = server.client().info("memory")["used_memory"]
+        server.client().config_set("maxmemory", used + 14_000_000)
+        for step in range(1, 5):
+            publish_step(out, step, WEIGHTS)
+            assert out.finish(30)
+        assert out.counters()["failures"] == 0
+        server.client().config_set("maxmemory", used)
+        publish_step(out, 5, WEIGHTS)
+        deadline = time.monotonic() + 30
+        while "Redis is full" not in (out.counters()["error"] or ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.client().config_set("maxmemory", 0)
+        assert out.finish(30)
+
+
+def test_a_redis_killed_while_its_newest_version_is_applied(tmp_path: Path) -> None:
+    """The version counts as the newest, so that it is served, although Redis never answered again."""
+    with redis_server(tmp_path) as server, compacting(server.url) as out:
+        publish_step(out, 1)
+        assert out.finish(30)
+        follower = VersionFollower(server.url, lambda blob: server.send(signal.SIGKILL), lambda: None)
+        try:
+            follower.start()
+            eventually(lambda: "cannot be reached" in follower.problem)
+            assert follower.caught_up
+        finally:
+            follower.close()
+        server.start()

@@ -41,10 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        ["train.accumulation=2"],
-        ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"],
-    ],
+    [["train.accumulation=2"], ["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]],
     ids=["accumulated", "fbgemm"],
 )
 def test_steps_on_good_data_are_bit_identical(folder: Path, tmp_path: Path, settings: list[str]) -> None:

@@ -1,10 +1,12 @@
-"""The batch ramp: its sizes and schedule against plain loops; resumed, resident and dense runs are the same."""
+"""Batches that grow, against plain loops, and steps of several passes, which have the results of steps of one."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cowrec.data_pipeline import Reader
 from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import OptimizerConfig, TrainConfig
@@ -13,7 +15,7 @@ from cowrec.trainer.sharded_model.run_plan import BatchRamp, Schedule
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
 from run_comparison import same
-from trained_runs import make_folder, metrics, report_of
+from trained_runs import make_folder, metrics, report_of, run
 from trainer_cases import TRAIN_ROWS, checkpoint, interrupted
 
 RAMP = [
@@ -29,12 +31,12 @@ ALWAYS = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.log_eve
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, and a run over a ramp."""
-    folder = make_folder(tmp_path_factory.mktemp("ramp"), ("price", "city"))
-    run(folder, folder / "run")
+    folder = make_folder(tmp_path_factory.mktemp("ramp"), ("price", "city", "tags"))
+    ramp(folder, folder / "run")
     return folder
 
 
-def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
+def ramp(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
     config = load_config(folder / "run.toml", [*ALWAYS, *RAMP, *overrides])
     return train(config, folder / "data", run_dir, resume=resume)
 
@@ -89,14 +91,14 @@ def test_each_step_has_the_values_of_its_batch_size(folder: Path) -> None:
 def test_a_run_resumed_within_the_ramp_is_bit_identical(folder: Path, tmp_path: Path, at: int) -> None:
     """Within a stage, at the end of one, and of the ramp."""
     copy = interrupted(folder / "run", at, tmp_path / "copy")
-    run(folder, copy, resume=True)
+    ramp(folder, copy, resume=True)
     assert same(checkpoint(copy), checkpoint(folder / "run"))
     assert len(metrics(copy, "train")) == len(SIZES)
 
 
 def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> None:
     """Checkpoints within the ramp too, whose absent rows catch up with the values of their stage."""
-    run(folder, tmp_path / "dense", "optimizer.absent_rows=dense", "data.resident=yes")
+    ramp(folder, tmp_path / "dense", "optimizer.absent_rows=dense", "data.resident=yes")
     for at in (3, len(SIZES)):
         copies = [interrupted(each, at, tmp_path / f"{each.name}{at}") for each in (folder / "run", tmp_path / "dense")]
         replayed, dense = (evaluate_run(copy, folder / "data") for copy in copies)
@@ -107,14 +109,80 @@ def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> N
 
 def test_what_cannot_ramp_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train.batch_ramp must be at least 0, got -1"):
-        run(folder, tmp_path / "run", "train.batch_ramp=-1")
+        ramp(folder, tmp_path / "run", "train.batch_ramp=-1")
     for optimizer in ("fbgemm_adam", "sgd"):
         with pytest.raises(ValueError, match=f"optimizer.embedding = '{optimizer}' keeps those that it was built with"):
-            run(folder, tmp_path / "run", f"optimizer.embedding={optimizer}", "optimizer.weight_decay=0")
+            ramp(folder, tmp_path / "run", f"optimizer.embedding={optimizer}", "optimizer.weight_decay=0")
     with pytest.raises(ValueError, match=r"takes 270 samples, in batches of 6, 12, 24, 48, but there are 205 to train"):
-        run(folder, tmp_path / "run", "train.batch_ramp=3")
+        ramp(folder, tmp_path / "run", "train.batch_ramp=3")
     with pytest.raises(ValueError, match=r"train.batch_ramp = 2, but 1 is requested"):
-        run(folder, folder / "run", "train.batch_ramp=1", resume=True)
+        ramp(folder, folder / "run", "train.batch_ramp=1", resume=True)
     with pytest.raises(ValueError, match=r"a stream has none; add --set train.batch_ramp=0"):
         online(load_config(folder / "run.toml", RAMP), folder / "data", "nowhere", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("world_size", "start_step"), [(1, 0), (3, 2)])
+def test_parts_join_to_the_batches(folder: Path, world_size: int, start_step: int) -> None:
+    """Of 205 samples in a ramp and batches of 20; the last batch has one, and parts are as even as can be."""
+    settings: dict[str, Any] = {"batch_size": 20, "first_batches": (2, 7, 55), "shuffle": True, "window_rows": 50}
+    whole = Reader(folder / "data", "train", **settings)
+    parts = [
+        Reader(folder / "data", "train", passes=4, rank=rank, world_size=world_size, **settings)
+        for rank in range(world_size)
+    ]
+    assert len(parts[0]) == len(whole)
+    iterators = [each.epoch(0, start_step) for each in parts]
+    for step, batch in enumerate(whole.epoch(0, start_step), start_step):
+        taken = [[next(each) for each in iterators] for _ in range(parts[0].passes(0, step))]
+        assert torch.equal(torch.cat([each.dense for of_ranks in taken for each in of_ranks]), batch.dense)
+        sizes = [of_ranks[0].global_batch_size for of_ranks in taken]
+        assert len(taken) == min(4, batch.global_batch_size)
+        assert max(sizes) - min(sizes) <= 1
+        assert [of_ranks[0].share for of_ranks in taken] == [size / batch.global_batch_size for size in sizes]
+        assert batch.share == 1
+    assert all(next(each, None) is None for each in iterators)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.name=dcn", "optimizer.cross_l2=0.01"],
+        ["train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.dense_weight_decay=0.1"],
+    ],
+)
+def test_a_run_in_passes_is_that_without(folder: Path, tmp_path: Path, settings: list[str]) -> None:
+    """Five passes a step, and one in the last step of one sample. Counts and clip are over all passes of a step."""
+    reports = [
+        run(folder, tmp_path / str(passes), *settings, f"train.accumulation={passes}", "train.log_every=1")
+        for passes in (1, 5)
+    ]
+    weights = [checkpoint(tmp_path / str(passes))["model"] for passes in (1, 5)]
+    for key, value in weights[0].items():
+        other = weights[1][key]
+        torch.testing.assert_close(other, value, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+    assert reports[0]["steps"] == reports[1]["steps"]
+    rows = [{name: each["rows"] for name, each in report["clip_statistics"]["fields"].items()} for report in reports]
+    assert rows[0] == rows[1]
+    assert reports[1]["logloss"] == pytest.approx(reports[0]["logloss"], abs=1e-5)
+
+
+def test_a_run_in_passes_resumes_within_an_epoch(folder: Path, tmp_path: Path) -> None:
+    always = ["checkpoint.every_steps=1", "checkpoint.keep_last=100", "train.accumulation=3"]
+    run(folder, tmp_path / "run", *always)
+    copy = interrupted(tmp_path / "run", 3, tmp_path / "copy")
+    run(folder, copy, *always, resume=True)
+    assert same(checkpoint(copy), checkpoint(tmp_path / "run"))
+
+
+def test_what_cannot_accumulate_is_refused(folder: Path, tmp_path: Path) -> None:
+    fused = ["train.accumulation=2", "optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]
+    for overrides, message in (
+        (["train.accumulation=52"], r"train.accumulation must be from 1 to train.batch_size = 51, got 52"),
+        (fused, 'cannot add up gradients of optimizer.embedding = "adagrad" without a clip'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(folder, tmp_path / "run", *overrides)
+    with pytest.raises(ValueError, match=r"is for data sets, not for streams; add --set train.accumulation=1"):
+        online(load_config(folder / "run.toml", ["train.accumulation=2"]), folder / "data", "x", tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,38 +85,28 @@ class Graph(CudaGraphCapture):
         def replay() -> Output:
             self.replays += 1
             now = self._host_numbers()
-            self._set_host_numbers(frozen)
+            set_numbers(frozen)
             try:
                 for kept, new in zip(outputs, new_outputs := step(), strict=False):
                     kept.copy_(new)
             finally:
-                self._set_host_numbers(now)
+                set_numbers(now)
             outputs[:] = outputs or new_outputs
             loss, logits, label = outputs
             return loss, logits, label
 
         return replay
 
-    def _host_numbers(self) -> tuple:
+    def _host_numbers(self) -> list[tuple[Any, str, Any]]:
         history = self.adam.collections[0].history
-        steps = [each._step for each in self.adam.lookups]
-        return (
-            self.dense._hyperparameters,
-            self.adam.lr,
-            steps,
-            (history._steps, history._scheduled, history._scheduled_lr),
-        )
+        own = [(history, name) for name in ("_steps", "_scheduled", "_scheduled_lr")]
+        own += [(self.dense, "_hyperparameters"), (self.adam, "lr"), *((each, "_step") for each in self.adam.lookups)]
+        return [(of, name, getattr(of, name)) for of, name in own]
 
-    def _set_host_numbers(self, numbers: tuple) -> None:
-        history = self.adam.collections[0].history
-        (
-            self.dense._hyperparameters,
-            self.adam.lr,
-            steps,
-            (history._steps, history._scheduled, history._scheduled_lr),
-        ) = numbers
-        for each, step in zip(self.adam.lookups, steps, strict=True):
-            each._step = step
+
+def set_numbers(numbers: list[tuple[Any, str, Any]]) -> None:
+    for of, name, value in numbers:
+        setattr(of, name, value)
 
 
 def captured(state: TrainState, capture: CudaGraphCapture, device: str = "cpu") -> TrainState:
@@ -252,10 +243,7 @@ def test_a_failed_capture_loses_no_step(
         (['optimizer.absent_rows="dense"'], 'optimizer.absent_rows = "dense" with clip.rule = "cowclip"'),
         (['optimizer.embedding="sgd"'], 'optimizer.embedding = "sgd" counts its steps on the host'),
         (['sharding.tables={C0="column_wise"}'], "column-wise tables are joined by TorchRec"),
-        (
-            ['id_table.kind="collisionless"', "id_table.capacity=64"],
-            "id tables give ids their rows between steps",
-        ),
+        (['id_table.kind="collisionless"', "id_table.capacity=64"], "id tables give ids their rows between steps"),
     ],
 )
 def test_reasons(overrides: list[str], why: str, process: Process) -> None:

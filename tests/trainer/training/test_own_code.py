@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from commands.command_line import exit_code
 from cowrec.data_pipeline import Schema
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer.config.run import load_config, with_defaults
@@ -163,11 +162,3 @@ def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path) -> 
         ValueError, match=r"has a BatchNorm1d .*norm., whose means are those of the samples of one process"
     ):
         unsharded_task(plan)
-
-
-def test_the_command_line_ends_with_a_message(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text('[model]\nname = "my_absent:Net"\n')
-    assert exit_code(monkeypatch, "train", config, "--data", folder / "data", "--run-dir", tmp_path / "run") == 2
-    assert "there is no module my_absent" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -79,11 +79,7 @@ def test_mismatches_are_refused(tmp_path: Path) -> None:
     for number, (earlier, setting, message) in enumerate(
         (
             ("first", "model.hidden=[9]", r"is another network: .* differs"),
-            (
-                "first",
-                "model.embedding_dims.city=3",
-                r"has embeddings of width 6 in table .city., not 3",
-            ),
+            ("first", "model.embedding_dims.city=3", r"has embeddings of width 6 in table .city., not 3"),
             ("nowhere_else", "train.seed=0", r"is not a run: it has no config\.toml"),
         )
     ):
