@@ -82,7 +82,7 @@ def serve(
 
 
 def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
-    """Creates the application of a server that predicts: that of :func:`health_app`, and POST /predict.
+    """Creates the application of a server that predicts and reports its health.
 
     The service loads while the first requests arrive; ``stop`` is called if loading fails.
     """
@@ -103,11 +103,6 @@ def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
 
     predict = Route("/predict", functools.partial(_predict, service), methods=["POST"])
     return _app([predict, *_health_routes(service)], lifespan)
-
-
-def health_app(service: Service) -> Starlette:
-    """Creates the application of GET /livez, /readyz, /health and /metrics."""
-    return _app(_health_routes(service))
 
 
 def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
@@ -244,7 +239,7 @@ def _json(status: int, content: Mapping[str, Any], headers: Mapping[str, str] | 
 @contextmanager
 def _health_server(service: Service, listener: socket.socket) -> Iterator[None]:
     """Answers all requests but predictions in a thread, however busy the thread of predictions is."""
-    server = http_server(health_app(service), service.limits)
+    server = http_server(_app(_health_routes(service)), service.limits)
     thread = threading.Thread(target=server.run, args=([listener],), name="cowrec-health", daemon=True)
     thread.start()
     yield

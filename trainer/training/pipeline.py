@@ -133,7 +133,7 @@ class SequentialSteps:
         """Does nothing, since no batch is read ahead."""
 
 
-class CapturedSteps:
+class CapturedSteps(SequentialSteps):
     """Takes the training steps of full batches as a CUDA graph, and all other steps one operation after another.
 
     The first steps, short batches and evaluation run as in :class:`SequentialSteps`, on the same model and optimizers.
@@ -158,10 +158,9 @@ class CapturedSteps:
         batch_size: int,
         capture: "CudaGraphCapture | None" = None,
     ) -> None:
-        self._model, self._optimizer, self._adam, self._device = model, optimizer, adam, device
-        self._batch_size = batch_size
+        super().__init__(model, optimizer, device)
+        self._dense, self._adam, self._batch_size = optimizer, adam, batch_size
         self._capture = capture or CudaGraphCapture()
-        self._sequential = SequentialSteps(model, optimizer, device)
         self._warmup_left, self._failed = WARMUP_STEPS, False
         self._graph: _Graph | None = None
 
@@ -175,34 +174,31 @@ class CapturedSteps:
         with record_function("## load batch ##"):
             batch = next(batches)
         if self._failed or not self._model.training or len(batch.label) != self._batch_size:
-            return self._sequential.take(batch)
+            return self.take(batch)
         if self._warmup_left:
             self._warmup_left -= 1
-            output = self._capture.warm_up(partial(self._sequential.take, batch))
+            output = self._capture.warm_up(partial(self.take, batch))
             if not self._warmup_left and self._capture.wait:
                 self._give_up(self._capture.wait)
             return output
         self._adam.prepare_step()
-        addresses = (*self._optimizer.addresses(), *self._adam.addresses())
+        addresses = (*self._dense.addresses(), *self._adam.addresses())
         if self._graph is None or self._graph.addresses != addresses:
             self._graph = None  # frees its memory before the next capture
             self._graph = self._captured_on(batch, addresses)
             if self._graph is None:
-                return self._sequential.take(batch)
+                return self.take(batch)
         with record_function("## captured step ##"):
             output = self._graph.take(batch)
         self._adam.count_step()
         return output
-
-    def reset(self) -> None:
-        """Does nothing, since no batch is read ahead."""
 
     def _captured_on(self, batch: Batch, addresses: tuple[int, ...]) -> "_Graph | None":
         """Captures the step with the shapes of a batch; None, and a warning, if that fails."""
         inputs = _copied(batch.to(self._device))
         try:
             with self._adam.capturing():
-                replay = self._capture.capture(partial(self._sequential.take, inputs))
+                replay = self._capture.capture(partial(self.take, inputs))
         except CaptureFailed as error:
             self._give_up(str(error))
             return None
@@ -326,4 +322,4 @@ class CudaGraphCapture:
         return replay
 
 
-Pipeline: TypeAlias = SequentialSteps | CapturedSteps | TrainPipelineSparseDist[Batch, Output]
+Pipeline: TypeAlias = SequentialSteps | TrainPipelineSparseDist[Batch, Output]
