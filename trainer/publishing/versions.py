@@ -1,5 +1,6 @@
 """What `cowrec versions` does: it lists the versions of a target, and publishes an old one again as the newest."""
 
+import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -146,10 +147,6 @@ def _composed(chain: Iterator[Blob]) -> Blob:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers as text: "3 to 12, 15"."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in ranges)
+    runs = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    ends = ([number for _, number in run] for _, run in runs)
+    return ", ".join(f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in ends)
