@@ -1,4 +1,4 @@
-"""Faults of an online run, caused for real: kills, a full disk, a wrong clock, a target that hangs."""
+"""Faults of an online run, caused for real: kills, also under torchrun, a full disk, a target that hangs."""
 
 import json
 import os
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 
 from commands.forked_commands import Forked, run_forked
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, online_case
+from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, online_case, online_in_processes
 from process_groups import in_processes
 from run_comparison import assert_same, lines, wait_for
 from servers.redis_server import RedisServer
@@ -185,3 +186,82 @@ def trained(run_dir: Path) -> int:
     text = file.read_text() if file.exists() else ""
     found = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
     return max((line["samples"] for line in found if line["kind"] == "train"), default=0)
+
+
+SETTINGS = ["online.snapshot_seconds=0.3", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=32"]
+SETTINGS += ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
+SETTINGS += ['sharding.tables={C1 = "column_wise", C2 = "data_parallel"}']
+"""125 steps; readers have every row exactly."""
+
+
+@pytest.fixture(scope="module")
+def launched_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stream, and ``undisturbed``, a run of two processes."""
+    folder = make_case(tmp_path_factory.mktemp("online_launched"))
+    run_dir, source = str(folder / "undisturbed"), str(folder / "incoming")
+    undisturbed = {"folder": str(folder), "source": source, "run_dir": run_dir, "set": SETTINGS}
+    assert online_in_processes([undisturbed], folder / "case", 2) == [["ok"]] * 2
+    return folder
+
+
+@pytest.fixture
+def start_two(launched_case: Path, tmp_path: Path) -> Iterator[Callable[[], Forked]]:
+    """Function that starts the run in two processes, or continues it; they are killed at the end of the test.
+
+    The stream ``tmp_path/in`` does not end.
+    """
+    started: list[Forked] = []
+    shutil.copytree(launched_case / "incoming", tmp_path / "in")
+    (tmp_path / "in" / "_END").unlink()
+    published = str(tmp_path / "published")
+    parts = command(launched_case, tmp_path / "run", *SETTINGS, source=tmp_path / "in", publish=published)
+
+    def begin() -> Forked:
+        started.append(Forked(*parts, processes=2, restarts=1000))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill_all()
+
+
+@pytest.mark.thorough
+def test_kills_and_sigterm_under_torchrun_change_neither_model_nor_readers(
+    launched_case: Path, tmp_path: Path, start_two: Callable[[], Forked], pytestconfig: pytest.Config
+) -> None:
+    """One rank is killed, then the other, then torchrun, whose ranks save; SIGTERM saves too. The run is resumed."""
+    rng, run_dir = random.Random(0), tmp_path / "run"
+    launcher = start_two()
+    for number in range(pytestconfig.getoption("--kills")):
+        wait_for(progress(run_dir))  # or the run would never end
+        time.sleep(rng.uniform(0, 0.5))
+        launcher.ranks()[number % 2].kill()
+    wait_for(progress(run_dir))
+    ranks = launcher.ranks()
+    launcher.kill()
+    launcher.wait()
+    assert not psutil.wait_procs(ranks, timeout=60)[1], "they notice that torchrun has ended"
+    kept = newest(run_dir)
+    launcher = start_two()
+    wait_for(progress(run_dir, steps=10))
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode != 0
+    assert said.count("cowrec: stopped at step") == 1, said
+    assert newest(run_dir) >= kept
+    (tmp_path / "in" / "_END").touch()
+    launcher = start_two()
+    _, said = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, said
+    assert_same(run_dir, launched_case / "undisturbed")
+    assert_readers_equal_an_export(launched_case, run_dir, tmp_path / "published", launched_case / "undisturbed")
+
+
+def progress(run_dir: Path, steps: int = 1) -> Callable[[], bool]:
+    """Condition that the run has taken steps since now, or all of them."""
+    before = lines(run_dir)
+    return lambda: lines(run_dir) >= before + 3 * steps or newest(run_dir) == f"step_{SAMPLES // 32:09d}"
+
+
+def newest(run_dir: Path) -> str:
+    return max((each.name for each in (run_dir / "checkpoints").glob("step_?????????")), default="")

@@ -180,7 +180,8 @@ def test_metrics(server: Client) -> None:
 
 
 def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
-    with serving(folder / "export", imports=True) as server:
+    with serving(folder / "export", "--max-samples", "2", imports=True) as server:
+        assert [server.predict([GOOD] * count)[0] for count in (2, 3)] == [200, 413]
         connection, remainder = unfinished(server)
         server.metrics()  # answered, so the request before it is in progress
         server.process.send_signal(signal.SIGTERM)
