@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -508,4 +507,7 @@ def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: 
 
 def _duration(seconds: float) -> str:
     """Hours, minutes and seconds; "?" where they are not known."""
-    return str(timedelta(seconds=round(seconds))) if isfinite(seconds) else "?"
+    if not isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
