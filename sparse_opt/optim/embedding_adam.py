@@ -298,7 +298,11 @@ class EmbeddingAdam(FusedOptimizer):
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the tensors of a captured CUDA graph; capture it again when one has changed."""
-        return tuple(address for adam in self.lookups for address in adam.addresses())
+        return tuple(each.data_ptr() for adam in self.lookups for each in adam.replaceable())
+
+    def read_by_graph(self) -> tuple[Tensor, ...]:
+        """Tensors of a captured CUDA graph, which must hold them as long as it is replayed."""
+        return tuple(each for adam in self.lookups for each in adam.read_by_graph())
 
 
 def _factors_of_tables(model: nn.Module, lr_factors: Mapping[str, float] | None) -> dict[str, float]:

@@ -254,6 +254,10 @@ class LookupAdam:
         finally:
             self._step, statistics.latest = step, latest
 
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the tensors that a captured CUDA graph of a step reads and writes."""
-        return tuple(each.data_ptr() for each in (*self.state, *self._device_steps))
+    def replaceable(self) -> tuple[Tensor, ...]:
+        """Tensors that a step reads and writes and that may be replaced by others after some steps."""
+        return *self.state, *self._device_steps
+
+    def read_by_graph(self) -> tuple[Tensor, ...]:
+        """Tensors that a captured CUDA graph of a step reads and that nothing else may hold any more."""
+        return *self.replaceable(), *self.clipped.bags.tensors

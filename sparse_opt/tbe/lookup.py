@@ -28,6 +28,8 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from cowrec.sparse_opt.kernels.layout import Blocks, LookupBags, LookupLayout, RowCache
 
 ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+_MOST_SIZES = 64
+"""Batch sizes whose blocks a lookup keeps."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +406,7 @@ class BagsOfLookup:
     ):
         self._tables, self._num_tables = np.array(feature_table), len(dims)
         self._dims, self._device, self.is_sequence = np.array(dims)[self._tables], device, is_sequence
-        self._pooled = self._pooled_blocks(0)
+        self._pooled: dict[int, tuple[Blocks, int]] = {}
 
     def of(self, inputs: Mapping[str, Any]) -> LookupBags:
         """Ids of a forward pass, from its keyword arguments: ``indices``, ``offsets`` and, under a variable batch size,
@@ -425,15 +427,23 @@ class BagsOfLookup:
         if (sizes := inputs.get("batch_size_per_feature_per_rank")) is not None:
             # FBGEMM's output has the bags of the first rank, feature by feature, then those of the next.
             return LookupBags(indices, offsets, *self._blocks_of_ranks(np.array(sizes, np.int64)))
-        size = (len(offsets) - 1) // len(self._dims)
-        if size != self._pooled[0]:
-            self._pooled = self._pooled_blocks(size)
-        return LookupBags(indices, offsets, *self._pooled[1:])
+        return LookupBags(indices, offsets, *self._pooled_blocks((len(offsets) - 1) // len(self._dims)))
 
-    def _pooled_blocks(self, size: int) -> tuple[int, Blocks, int]:
-        features, width = len(self._dims), int(self._dims.sum())
-        address, stride = self._dims.cumsum() - self._dims, np.full(features, width)
-        return size, self._blocks(self._tables, np.arange(features + 1) * size, address, stride), size * width
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The blocks of the batch sizes so far, which a CUDA graph must hold as long as it is replayed."""
+        return tuple(each for blocks, _ in self._pooled.values() for each in blocks)
+
+    def _pooled_blocks(self, size: int) -> tuple[Blocks, int]:
+        """Blocks of batches of ``size`` samples, and the elements of their output; made once for each size."""
+        if size not in self._pooled:
+            if len(self._pooled) == _MOST_SIZES:
+                self._pooled.clear()
+            features, width = len(self._dims), int(self._dims.sum())
+            address, stride = self._dims.cumsum() - self._dims, np.full(features, width)
+            blocks = self._blocks(self._tables, np.arange(features + 1) * size, address, stride)
+            self._pooled[size] = blocks, size * width
+        return self._pooled[size]
 
     def _blocks_of_ranks(self, sizes: np.ndarray) -> tuple[Blocks, int]:
         elements = sizes * self._dims[:, None]
@@ -448,7 +458,7 @@ class BagsOfLookup:
         first_bag = (
             offsets[::size].long().contiguous() if size else offsets.new_zeros(len(self._dims) + 1, dtype=torch.int64)
         )
-        blocks = self._pooled[1]._replace(
+        blocks = self._pooled_blocks(0)[0]._replace(
             first_bag=first_bag, address=first_bag[:-1] * dim, stride=torch.full_like(first_bag[:-1], dim)
         )
         each = torch.arange(indices.numel() + 1, device=indices.device)

@@ -200,8 +200,7 @@ class _Run:
         step = self._state.step(self._batches)
         self._losses.add(step.loss, self._state.steps - 1)
 
-    wait = ""  # this and the next two stand for a CUDA graph
-
+    # This and the next stand for a CUDA graph.
     def warm_up(self, step: Step) -> Output:
         return step()
 

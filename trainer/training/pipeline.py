@@ -6,7 +6,6 @@ comes before new batches. The capture has run on no GPU of this project's tests,
 
 import gc
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,10 +29,6 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 
 WARMUP_STEPS = 3
 """Steps before the capture: they compile kernels, and let libraries choose and allocate what they need."""
-_SYNCHRONIZES = "synchronizing CUDA operation"
-"""Part of torch's warning under ``torch.cuda.set_sync_debug_mode``."""
-_SURVIVES_FAILED_CAPTURES = (2, 13)
-"""Version from which torch cleans up after a capture that failed; see pytorch's issues 176752 and 180395."""
 _logger = logging.getLogger(__name__)
 
 Output: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -137,8 +132,8 @@ class CapturedSteps(SequentialSteps):
     """Takes the training steps of full batches as a CUDA graph, and all other steps one operation after another.
 
     The first steps, short batches and evaluation run as in :class:`SequentialSteps`, on the same model and optimizers.
-    If these steps wait for the device, or the capture fails, so do all later steps, and a warning says why; no step is
-    lost or taken twice. Results do not depend on which steps were captured.
+    If the capture fails, so do all later steps, and a warning says why; no step is lost or taken twice. Results do not
+    depend on which steps were captured.
 
     A replayed step copies the batch to fixed memory, launches the graph and copies its results out. All that changes
     from step to step is in tensors that the graph reads: see :meth:`DenseAdam.prepare` and
@@ -177,14 +172,13 @@ class CapturedSteps(SequentialSteps):
             return self.take(batch)
         if self._warmup_left:
             self._warmup_left -= 1
-            output = self._capture.warm_up(partial(self.take, batch))
-            if not self._warmup_left and self._capture.wait:
-                self._give_up(self._capture.wait)
-            return output
+            return self._capture.warm_up(partial(self.take, batch))
         self._adam.prepare_step()
         addresses = (*self._dense.addresses(), *self._adam.addresses())
-        if self._graph is None or self._graph.addresses != addresses:
+        if self._graph is not None and self._graph.addresses != addresses:
             self._graph = None  # frees its memory before the next capture
+            return self._capture.warm_up(partial(self.take, batch))
+        if self._graph is None:
             self._graph = self._captured_on(batch, addresses)
             if self._graph is None:
                 return self.take(batch)
@@ -200,13 +194,10 @@ class CapturedSteps(SequentialSteps):
             with self._adam.capturing():
                 replay = self._capture.capture(partial(self.take, inputs))
         except CaptureFailed as error:
-            self._give_up(str(error))
+            self._failed = True
+            _logger.warning("the training step cannot be captured as a CUDA graph, which makes it slower: %s", error)
             return None
-        return _Graph(inputs, replay, addresses)
-
-    def _give_up(self, reason: str) -> None:
-        self._failed = True
-        _logger.warning("the training step cannot be captured as a CUDA graph, which makes it slower: %s", reason)
+        return _Graph(inputs, replay, addresses, self._adam.read_by_graph())
 
 
 @dataclass(frozen=True)
@@ -215,11 +206,13 @@ class _Graph:
 
     Attributes:
         addresses: of tensors of the optimizers that it reads and writes.
+        held: tensors that it reads and that may be replaced elsewhere.
     """
 
     inputs: Batch
     replay: Step
     addresses: tuple[int, ...]
+    held: tuple[Tensor, ...]
 
     def take(self, batch: Batch) -> Output:
         """Takes the step on a batch of the same shapes."""
@@ -254,37 +247,18 @@ class CaptureFailed(RuntimeError):
 
 
 class CudaGraphCapture:
-    """Records steps as CUDA graphs, after warm-up steps on the same stream, as torch demands.
-
-    A step that waits for the device cannot be captured. Such steps are recognised in the warm-up, because a failed
-    capture leaves earlier versions of torch in a state in which training cannot go on.
-
-    Attributes:
-        wait: why the latest warm-up step waited for the device; "" if it did not.
-    """
+    """Records steps as CUDA graphs, after warm-up steps on the same stream, as torch demands."""
 
     def __init__(self) -> None:
-        self.wait = ""
         self._stream = torch.cuda.Stream()
 
     def warm_up(self, step: Step) -> Output:
         """Takes a step, as preparation of the capture."""
-        current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+        current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with warnings.catch_warnings(record=True) as caught, torch.cuda.stream(self._stream):
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                output = step()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
+        with torch.cuda.stream(self._stream):
+            output = step()
         current.wait_stream(self._stream)
-        self.wait = ""
-        for each in caught:
-            if _SYNCHRONIZES in str(each.message):
-                self.wait = f"it waits for the device ({each.filename}:{each.lineno})"
-            else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return output
 
     def capture(self, step: Step) -> Step:
@@ -292,27 +266,26 @@ class CudaGraphCapture:
 
         Raises:
             CaptureFailed: the step cannot be recorded.
-            ValueError: the capture has failed in a version of torch that cannot go on.
         """
         gc.collect()  # what is left of earlier steps' backward passes would bring their streams into the capture
         graph, stream, cause = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
         try:
             # Not "global": the reader's thread may allocate page-locked memory meanwhile.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                mode = torch.cuda.get_sync_debug_mode()
+                # A wait then raises an error before it can invalidate the capture, which torch below 2.13 does not
+                # recover from entirely (pytorch's pull request 180395).
+                torch.cuda.set_sync_debug_mode("error")
                 try:
                     output = step()
                 except Exception as error:
-                    cause = error  # the end of the capture raises an error of its own
+                    cause = error  # the end of the capture may raise an error of its own
                     raise
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
         except Exception as error:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own
             why = str(cause or error).strip().partition("\n")[0] or type(cause or error).__name__
-            version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-            if version < _SURVIVES_FAILED_CAPTURES and not isinstance(cause, torch.cuda.OutOfMemoryError):
-                raise ValueError(
-                    f"the training step cannot be captured as a CUDA graph: {why}; set train.cuda_graph = false (and"
-                    " continue with --resume)"
-                ) from (cause or error)
             raise CaptureFailed(why) from (cause or error)
 
         def replay() -> Output:

@@ -49,7 +49,7 @@ SCHEMA = Schema(
     sparse=tuple(SparseField(f"C{n}", rows) for n, rows in enumerate(ROWS)),
     splits={},
 )
-SIZES = (*[BATCH] * 5, 3, BATCH, BATCH, 1, *[BATCH] * 4)
+SIZES = (*[BATCH] * 6, 3, BATCH, BATCH, 1, *[BATCH] * 6)
 EVALUATED_AFTER = (5, 8)
 SAVED_AFTER, LR_CHANGED_AFTER = 7, 9
 CASES = (('optimizer.absent_rows="lazy"', 'model.name="dcnv2"'), ('optimizer.adam_epsilon="keras"',))
@@ -72,10 +72,11 @@ class Graph(CudaGraphCapture):
 
     def __init__(self, state: TrainState) -> None:
         assert state.adam
-        self.adam, self.dense, self.captures, self.replays = state.adam, state.dense_optimizer, 0, 0
-        self.wait = ""
+        self.adam, self.dense = state.adam, state.dense_optimizer
+        self.warm_ups = self.captures = self.replays = 0
 
     def warm_up(self, step: Step) -> Output:
+        self.warm_ups += 1
         return step()
 
     def capture(self, step: Step) -> Step:
@@ -179,7 +180,8 @@ def compare(case: tuple[str, ...], process: Process) -> None:
     checkpoints.finish()
     assert state.captured
     assert graph.captures > 1, "the schedule of the steps has grown, so the step was to be captured again"
-    assert graph.replays == SIZES.count(BATCH) - WARMUP_STEPS
+    assert graph.warm_ups == WARMUP_STEPS + graph.captures - 1, "a step without a graph comes before each capture"
+    assert graph.replays == SIZES.count(BATCH) - graph.warm_ups
     assert_equal(everything(state), end)
     after = slice(3 * (SAVED_AFTER + 1) + 6, None)  # three results a step, and six of an evaluation
     fresh = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule(10)))
@@ -205,34 +207,29 @@ def process() -> Iterator[Process]:
 
 
 class Failing(Graph):
-    """Stand-in whose captures fail, or whose steps wait for the device."""
+    """Stand-in whose captures fail."""
 
     def capture(self, step: Step) -> Step:
         self.captures += 1
-        raise CaptureFailed("operation not permitted when stream is capturing")
+        raise CaptureFailed("operation not permitted")
 
 
-@pytest.mark.parametrize(
-    ("wait", "reason"), [("", "operation not permitted when stream is capturing"), ("it waits for the device",) * 2]
-)
-def test_a_failed_capture_loses_no_step(
-    wait: str, reason: str, process: Process, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_capture_loses_no_step(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     config, everywhere = config_of(), range(len(SIZES))
     sequential = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     expected = train(sequential, everywhere)
     state = TrainState(RunPlan.of(config, SCHEMA, process, schedule=Schedule()))
     assert state.adam
     graph = Failing(state)
-    graph.wait = wait
     state.pipeline = CapturedSteps(state.model, state.dense_optimizer, state.adam, process.device, BATCH, capture=graph)
     with caplog.at_level(logging.WARNING):
         assert_equal(train(state, everywhere), expected)
     assert_equal(everything(state), everything(sequential))
-    assert graph.captures == (0 if wait else 1)
+    assert graph.captures == 1
     assert not state.captured
     messages = [each.getMessage() for each in caplog.records if each.name.startswith("cowrec")]
-    assert messages == [f"the training step cannot be captured as a CUDA graph, which makes it slower: {reason}"]
+    (message,) = messages
+    assert message.endswith("cannot be captured as a CUDA graph, which makes it slower: operation not permitted")
 
 
 @pytest.mark.parametrize(
@@ -289,6 +286,7 @@ if __name__ == "__main__":
     # The interpreter takes as long for a small program as for a large one.
     triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
     triton_rows.BLOCK, triton_rows.IDS = 4, 2
+    triton_rows.GROUP, triton_rows.LEAST_BLOCKS = 2, 2
     replay._AHEAD = 3  # so that the schedule of the steps grows while they are captured
     with process_group("cpu") as only:
         for each in CASES:
