@@ -5,8 +5,9 @@ gives the same bits on every back end. Numbers that change from step to step are
 captured CUDA graph can repeat the launches.
 
 Ids are sorted by row, so a row's gradient is a sum over neighbours. It is added up in registers, in float64, in an
-order that depends on the ids alone. A frequent row may have a third of the ids: another kernel first adds up the blocks
-of ids that belong to one row entirely, so that no program adds more than two partial blocks and these sums.
+order that depends on the ids alone. A frequent row may have most of a field's ids: other kernels first add up the
+blocks of ids that belong to one row entirely, and groups of such blocks, so that no program adds more than two partial
+blocks, two partial groups, and the sums of the groups between them.
 """
 
 from types import FunctionType
@@ -236,33 +237,79 @@ def sum_blocks(
 
 
 @triton.jit
-def row_sums(
-    begin, end, ids, output, layout, partial, column, dim,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr,
+def _sum_of_sums(sums, which, has, layout, column, dim):
+    """Adds up rows [R, I] of ``sums``, float64 [any, max_dim]; float64 [R, COLUMNS]."""
+    inside = has[:, :, None] & (column[None, None, :] < dim[:, None, None])
+    address = which.to(tl.int64)[:, :, None] * layout.max_dim + column[None, None, :]
+    return tl.sum(tl.load(sums + address, mask=inside, other=0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_groups(
+    ids, count, layout, partial,
+    COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the gradients of rows whose sorted ids begin and end there; float64 [ROWS, COLUMNS]."""
-    first_block = (begin + BLOCK - 1) // BLOCK
-    end_block = tl.maximum(end // BLOCK, first_block)
-    has_blocks = first_block < end_block
-    head = tl.where(has_blocks, first_block * BLOCK, end) - begin
-    tail = tl.where(has_blocks, end - end_block * BLOCK, 0)
+    group = tl.program_id(0)
+    row = tl.load(ids.row + group * (GROUP * BLOCK)).to(tl.int64)
+    if row == tl.load(ids.row + group * (GROUP * BLOCK) + GROUP * BLOCK - 1).to(tl.int64):
+        column = tl.arange(0, COLUMNS)
+        table = tables_of(row + tl.zeros([1], tl.int64), layout.first_row, layout.tables, HALVINGS)
+        dim = tl.load(layout.dim + table)
+        sums = tl.zeros([1, COLUMNS], tl.float64)
+        for first in tl.range(0, GROUP, IDS):
+            which = first + tl.arange(0, IDS)[None, :]
+            sums += _sum_of_sums(partial, group * GROUP + which, which < GROUP, layout, column, dim)
+        address = (count // BLOCK + group).to(tl.int64) * layout.max_dim + column[None, :]
+        tl.store(partial + address, sums, mask=column[None, :] < dim[:, None])
+
+
+@triton.jit
+def _whole_units(begin, end, SIZE: tl.constexpr):
+    """Splits [begin, end) into whole units of ``SIZE`` and what is before and after them.
+
+    Returns the first unit, the end of the units, and the lengths before and after; without a unit all is before.
+    """
+    first = (begin + SIZE - 1) // SIZE
+    last = tl.maximum(end // SIZE, first)
+    has_units = first < last
+    return first, last, tl.where(has_units, first * SIZE, end) - begin, tl.where(has_units, end - last * SIZE, 0)
+
+
+@triton.jit
+def row_sums(
+    begin, end, ids, count, output, layout, partial, column, dim,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    IDS: tl.constexpr,
+):  # fmt: skip
+    """Adds up the gradients of rows whose sorted ids begin and end there; float64 [ROWS, COLUMNS].
+
+    ``partial`` has the sums of blocks, then those of groups of blocks; ``GROUP`` is 0 where there are no groups.
+    """
+    first, last, head, tail = _whole_units(begin, end, BLOCK)
     sums = tl.zeros([ROWS, COLUMNS], tl.float64)
     offset = tl.arange(0, IDS)[None, :]
     most = tl.max(head + tail)
     done = 0
     while done < most:
         k = done + offset
-        in_head = k < head[:, None]
-        position = tl.where(in_head, begin[:, None] + k, (end - head - tail)[:, None] + k)
+        position = tl.where(k < head[:, None], begin[:, None] + k, (end - head - tail)[:, None] + k)
         sums += _sum_at(position, k < (head + tail)[:, None], ids, output, column, dim, WEIGHTED)
         done += IDS
-    most = tl.max(end_block - first_block)
+    head, tail = last - first, tl.zeros_like(first)
+    if GROUP > 0:
+        first_group, end_group, head, tail = _whole_units(first, last, GROUP)
+        most = tl.max(end_group - first_group)
+        done = 0
+        while done < most:
+            group = first_group[:, None] + done + offset
+            sums += _sum_of_sums(partial, count // BLOCK + group, group < end_group[:, None], layout, column, dim)
+            done += IDS
+    most = tl.max(head + tail)
     done = 0
     while done < most:
-        block = first_block[:, None] + done + offset
-        has = (block < end_block[:, None])[:, :, None] & (column[None, None, :] < dim[:, None, None])
-        address = block.to(tl.int64)[:, :, None] * layout.max_dim + column[None, None, :]
-        sums += tl.sum(tl.load(partial + address, mask=has, other=0.0), axis=1)
+        k = done + offset
+        block = tl.where(k < head[:, None], first[:, None] + k, (last - head - tail)[:, None] + k)
+        sums += _sum_of_sums(partial, block, k < (head + tail)[:, None], layout, column, dim)
         done += IDS
     return sums
 
@@ -285,20 +332,25 @@ def load_rows(ids, count, block, layout, ROWS: tl.constexpr, HALVINGS: tl.conste
 def sum_rows(
     ids, count, output, layout, partial, sums,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr, IDS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     block = tl.program_id(0)
     while tl.load(ids.begin + tl.minimum(block * ROWS, count)) < count:
         u, exists, begin, end, _, _, dim, _ = load_rows(ids, count, block, layout, ROWS, HALVINGS)
-        summed = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
+        summed = row_sums(
+            begin, end, ids, count, output, layout, partial, column, dim,
+            ROWS, COLUMNS, WEIGHTED, BLOCK, GROUP, IDS,
+        )  # fmt: skip
         address = u.to(tl.int64)[:, None] * layout.max_dim + column[None, :]
         tl.store(sums + address, summed, mask=exists[:, None] & (column[None, :] < dim[:, None]))
         block += tl.num_programs(0)
 
 
-BLOCK = 64
-"""Neighbouring ids of a block."""
+BLOCK, GROUP = 64, 32
+"""Neighbouring ids of a block, and neighbouring blocks of a group."""
+LEAST_BLOCKS = 1024
+"""Blocks of a batch below which they are not grouped: a row then has few."""
 IDS, MOST_ELEMENTS = 8, 2048
 """Ids of each row that a program adds at a time, and their elements; fewer ids of wide rows."""
 ELEMENTS = 32
@@ -321,7 +373,7 @@ def _clip(w, g, inside, occurrences, table, exists, clips, column):
 def _update(
     ids, count, output, layout, partial, cache, clips, state, steps, results, constants,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     step = tl.load(steps.taken)
@@ -339,8 +391,10 @@ def _update(
             missed = tl.where(last < 0, step - 1 - (-last - 1), 0)
             decay = tl.exp(missed.to(tl.float64) * tl.load(steps.log_beta2)).to(tl.float32)
             v = tl.where((missed > 0)[:, None], v * decay[:, None], v)
-            tl.store(steps.last_step + row, step + tl.zeros_like(last), mask=exists)
-        sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
+        sums = row_sums(
+            begin, end, ids, count, output, layout, partial, column, dim,
+            ROWS, COLUMNS, WEIGHTED, BLOCK, GROUP, IDS,
+        )  # fmt: skip
         g = sums.to(tl.float32) + constants.twice_l2 * w
         factor, ratio, measured = _clip(w, g, inside, end - begin, table, exists, clips, column)
         g = tl.where(measured, g * factor[:, None], g)
@@ -351,6 +405,8 @@ def _update(
         tl.store(weights, w, mask=inside)
         tl.store(state.exp_avg + element, m, mask=inside)
         tl.store(state.exp_avg_sq + element, v, mask=inside)
+        if REPLAYS:  # here, because the sums in between make all warps have read it
+            tl.store(steps.last_step + row, step + tl.zeros_like(last), mask=exists)
         block += tl.num_programs(0)
 
 
@@ -358,7 +414,7 @@ def _update(
 def _clip_rows(
     ids, count, output, layout, partial, cache, clips, weights, results, out, twice_l2,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    WRITES: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+    WRITES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     block = tl.program_id(0)
@@ -368,7 +424,10 @@ def _clip_rows(
         element = start[:, None] + column[None, :]
         pointers = weights_at(weights, element, cache, begin, exists, column, CACHED)
         w = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-        sums = row_sums(begin, end, ids, output, layout, partial, column, dim, ROWS, COLUMNS, WEIGHTED, BLOCK, IDS)
+        sums = row_sums(
+            begin, end, ids, count, output, layout, partial, column, dim,
+            ROWS, COLUMNS, WEIGHTED, BLOCK, GROUP, IDS,
+        )  # fmt: skip
         g = sums.to(tl.float32)
         if WRITES:
             g += twice_l2 * w
@@ -424,17 +483,26 @@ class DeviceRows:
         self.ids, self._layout, self._count, self._cache = ids, layout, len(ids.row), cache
         self._output = OutputGrad(grad, grad if id_weights is None else id_weights.contiguous())
         columns = triton.next_power_of_2(layout.max_dim)
-        shared = {"COLUMNS": columns, "HALVINGS": halvings(len(layout.dim)), "WEIGHTED": id_weights is not None}
         ids_at_once = max(1, min(IDS, MOST_ELEMENTS // columns))
-        shared |= {"BLOCK": BLOCK, "IDS": ids_at_once, "enable_fp_fusion": False}
-        rows = max(1, ELEMENTS // columns)
+        rows, blocks = max(1, ELEMENTS // columns), self._count // BLOCK
+        groups = blocks // GROUP if blocks >= LEAST_BLOCKS else 0
+        shared = {"COLUMNS": columns, "HALVINGS": halvings(len(layout.dim)), "BLOCK": BLOCK, "IDS": ids_at_once}
+        shared["enable_fp_fusion"] = False
+        weighted, grouped = {"WEIGHTED": id_weights is not None}, {"GROUP": GROUP if groups else 0}
         self._grid = programs(self._count, rows)
-        self._options = {**shared, "ROWS": rows, "num_warps": warps(rows * ids_at_once * columns)}
-        blocks = self._count // BLOCK
-        self._partial = torch.empty(max(blocks, 1), layout.max_dim, dtype=torch.float64, device=grad.device)
+        self._options = {
+            **shared,
+            **weighted,
+            **grouped,
+            "ROWS": rows,
+            "num_warps": warps(rows * ids_at_once * columns),
+        }
+        self._partial = torch.empty(max(blocks + groups, 1), layout.max_dim, dtype=torch.float64, device=grad.device)
+        of_blocks = {**shared, "num_warps": warps(ids_at_once * columns)}
         if blocks:
-            arguments = (ids, self._count, self._output, layout, self._partial)
-            sum_blocks[(blocks,)](*arguments, num_warps=warps(ids_at_once * columns), **shared)
+            sum_blocks[(blocks,)](ids, self._count, self._output, layout, self._partial, **weighted, **of_blocks)
+        if groups:
+            sum_groups[(groups,)](ids, self._count, layout, self._partial, **grouped, **of_blocks)
 
     def update(
         self, clips: TableClips, state: AdamState, steps: DeviceSteps, constants: AdamConstants, *, replays: bool

@@ -52,7 +52,7 @@ class Variant:
         offset: elements by which tensors miss their alignment.
     """
 
-    batch: int = 1021
+    batch: int = 4093
     features: int = 26
     width: int = 12
     l2: float = 1e-4

@@ -75,10 +75,17 @@ def test_interpreted() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+<<<<<<< HEAD:tests/sparse_opt/kernels/test_triton.py
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str, clipped: bool) -> None:
     compare_replay(CASES[case], clipped, torch.device("cuda"), steps=330)
+=======
+@pytest.mark.parametrize("weighted", WEIGHTED)
+def test_compiled(weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cowrec.sparse_opt.kernels.triton_rows.LEAST_BLOCKS", 1)
+    compare(weighted, 4096, torch.device("cuda"))
+>>>>>>> 745e0a1 (Very frequent ids are summed in groups; last steps are stored last):tests/sparse_opt/kernels/test_triton_sums.py
     compare_cached(64, torch.device("cuda"))
 
 
@@ -185,6 +192,54 @@ def draw(batch: int, device: torch.device) -> Lookup:
     )
 
 
+<<<<<<< HEAD:tests/sparse_opt/kernels/test_triton.py
+=======
+def compare(weighted: bool, batch: int, device: torch.device) -> None:
+    from cowrec.sparse_opt.kernels.triton_rows import BLOCK, GROUP, DeviceRows, find_rows_on_device
+
+    problem = draw(weighted, batch, device)
+    layout, on_cpu = problem.layout, draw(weighted, batch, torch.device("cpu"))
+    expected = find_rows(on_cpu.layout, on_cpu.bags)
+    outside = torch.zeros(3, dtype=torch.int64, device=device)
+    ids = find_rows_on_device(layout, problem.bags, outside)
+    assert_equal_ids(ids, expected)
+    assert not outside.any()
+    assert expected.begin.diff().max() > 3 * BLOCK * GROUP, "no row fills groups of blocks of ids"
+
+    rows = DeviceRows(layout, ids, problem.id_weights, problem.output_grad)
+    counts = count_ids(expected)
+    sums = looped_sums(on_cpu, expected)
+    got = rows.sums().cpu()
+    # float64 sums of float32 numbers in another order
+    torch.testing.assert_close(got, sums, rtol=1e-13, atol=1e-13)
+    in_torch = row_sums(on_cpu.layout, expected, on_cpu.id_weights, on_cpu.output_grad)
+    torch.testing.assert_close(got[counts.real], in_torch.sums[counts.real], rtol=1e-13, atol=1e-13)
+
+    columns = torch.tensor([4, 1, 12], device=device)
+    clips = TableClips(
+        columns,
+        torch.full((3,), R, device=device),
+        torch.full((3,), ZETA, device=device),
+        torch.ones(3, dtype=torch.bool, device=device),
+    )
+    of_rows, results = rows.factors(clips, problem.weights)
+    factors = looped_factors(on_cpu, expected, got, columns.tolist())
+    torch.testing.assert_close(of_rows.cpu()[counts.real], factors, rtol=1e-6, atol=0)
+    assert (factors < 1).any()
+    assert (factors == 1).any()
+    np.testing.assert_array_equal(rows.of_ids(of_rows).cpu(), of_rows.cpu()[counts.slot])
+
+    updated, clipped = (torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2))
+    rows.count(results, updated, clipped)
+    table = in_torch.table.where(counts.real, -1)
+    np.testing.assert_array_equal(results.table.cpu(), table)
+    np.testing.assert_array_equal(updated.cpu(), table[counts.real].bincount(minlength=3))
+    np.testing.assert_array_equal(clipped.cpu(), table[counts.real][factors < 1].bincount(minlength=3))
+    again = DeviceRows(layout, ids, problem.id_weights, problem.output_grad).sums().cpu()
+    np.testing.assert_array_equal(again, got)
+
+
+>>>>>>> 745e0a1 (Very frequent ids are summed in groups; last steps are stored last):tests/sparse_opt/kernels/test_triton_sums.py
 def compare_cached(batch: int, device: torch.device) -> None:
     """Rows in FBGEMM's cache are read and written there: what is behind the cache is never read and stays."""
     from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
@@ -271,11 +326,13 @@ def assert_equal_ids(got: LookupIds, expected: LookupIds) -> None:
 
 
 if __name__ == "__main__":
+<<<<<<< HEAD:tests/sparse_opt/kernels/test_triton.py
     from cowrec.sparse_opt.kernels import triton_replay, triton_rows
 
     # The interpreter takes as long for a small program as for a large one.
     triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
     triton_rows.BLOCK, triton_rows.IDS = 4, 2  # small, so that rows of small batches fill blocks of ids
+    triton_rows.GROUP, triton_rows.LEAST_BLOCKS = 2, 2  # and groups of such blocks
     with tempfile.TemporaryDirectory() as folder, process_group(0, 1, folder):
         for each in TRAININGS:
             compare_training(each)
@@ -284,6 +341,14 @@ if __name__ == "__main__":
         for with_clip in (False, True):
             compare_replay(config, with_clip, torch.device("cpu"), steps=40)
             print("equal")
+=======
+    from cowrec.sparse_opt.kernels import triton_rows
+
+    triton_rows.BLOCK, triton_rows.GROUP, triton_rows.LEAST_BLOCKS = 16, 3, 1
+    for with_weights in WEIGHTED:
+        compare(with_weights, 128, torch.device("cpu"))
+        print("equal")
+>>>>>>> 745e0a1 (Very frequent ids are summed in groups; last steps are stored last):tests/sparse_opt/kernels/test_triton_sums.py
     compare_outside()
     compare_cached(24, torch.device("cpu"))
     print("equal\nequal")
