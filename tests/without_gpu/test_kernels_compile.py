@@ -160,3 +160,25 @@ def test_no_kernel_is_left_out() -> None:
     sources = [file.read_text(encoding="utf-8") for file in folder.glob("triton_*.py")]
     launched = {name for source in sources for name in re.findall(r"(\w+)\[[^][]+\]\(", source)}
     assert {each.name for each in kernels(90, "odd batch")} == launched
+
+
+def test_counts_that_programs_share_are_added_atomically() -> None:
+    for name, sums in (("_count", 2), ("_locate", 1)):
+        (kernel,) = (each for each in kernels(90, "odd batch") if each.name == name)
+        assert len(re.findall(r"(?:atom|red)\S*\.add\.\S*64", kernel.ptx)) >= sums
+
+
+def test_no_warp_stores_a_last_step_before_all_have_read_it() -> None:
+    """Several warps of a program read a wide row's last step: there is a barrier between the load and the store."""
+    source = Path(triton_rows.__file__).read_text(encoding="utf-8").splitlines()
+    load, store = (number for number, line in enumerate(source, 1) if "(steps.last_step +" in line)
+    (update,) = (each for each in kernels(90, "width 600") if each.name == "_update" and each.constants["REPLAYS"])
+    assert update.constants["num_warps"] > 1
+    events, line = [], 0
+    for text in update.ptx.splitlines():
+        if found := re.search(r"\.loc\b.*triton_rows\.py:(\d+):", text):
+            line = int(found[1])
+        for what, at in (("bar.sync", line), ("ld.global", load), ("st.global", store)):
+            if what in text and line == at:
+                events.append(what)
+    assert events[events.index("st.global") - 1] == "bar.sync"

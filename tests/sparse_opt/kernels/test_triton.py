@@ -70,22 +70,15 @@ def test_interpreted() -> None:
     script = [sys.executable, __file__]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 2)
+    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-<<<<<<< HEAD:tests/sparse_opt/kernels/test_triton.py
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str, clipped: bool) -> None:
     compare_replay(CASES[case], clipped, torch.device("cuda"), steps=330)
-=======
-@pytest.mark.parametrize("weighted", WEIGHTED)
-def test_compiled(weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cowrec.sparse_opt.kernels.triton_rows.LEAST_BLOCKS", 1)
-    compare(weighted, 4096, torch.device("cuda"))
->>>>>>> 745e0a1 (Very frequent ids are summed in groups; last steps are stored last):tests/sparse_opt/kernels/test_triton_sums.py
     compare_cached(64, torch.device("cuda"))
 
 
@@ -192,54 +185,6 @@ def draw(batch: int, device: torch.device) -> Lookup:
     )
 
 
-<<<<<<< HEAD:tests/sparse_opt/kernels/test_triton.py
-=======
-def compare(weighted: bool, batch: int, device: torch.device) -> None:
-    from cowrec.sparse_opt.kernels.triton_rows import BLOCK, GROUP, DeviceRows, find_rows_on_device
-
-    problem = draw(weighted, batch, device)
-    layout, on_cpu = problem.layout, draw(weighted, batch, torch.device("cpu"))
-    expected = find_rows(on_cpu.layout, on_cpu.bags)
-    outside = torch.zeros(3, dtype=torch.int64, device=device)
-    ids = find_rows_on_device(layout, problem.bags, outside)
-    assert_equal_ids(ids, expected)
-    assert not outside.any()
-    assert expected.begin.diff().max() > 3 * BLOCK * GROUP, "no row fills groups of blocks of ids"
-
-    rows = DeviceRows(layout, ids, problem.id_weights, problem.output_grad)
-    counts = count_ids(expected)
-    sums = looped_sums(on_cpu, expected)
-    got = rows.sums().cpu()
-    # float64 sums of float32 numbers in another order
-    torch.testing.assert_close(got, sums, rtol=1e-13, atol=1e-13)
-    in_torch = row_sums(on_cpu.layout, expected, on_cpu.id_weights, on_cpu.output_grad)
-    torch.testing.assert_close(got[counts.real], in_torch.sums[counts.real], rtol=1e-13, atol=1e-13)
-
-    columns = torch.tensor([4, 1, 12], device=device)
-    clips = TableClips(
-        columns,
-        torch.full((3,), R, device=device),
-        torch.full((3,), ZETA, device=device),
-        torch.ones(3, dtype=torch.bool, device=device),
-    )
-    of_rows, results = rows.factors(clips, problem.weights)
-    factors = looped_factors(on_cpu, expected, got, columns.tolist())
-    torch.testing.assert_close(of_rows.cpu()[counts.real], factors, rtol=1e-6, atol=0)
-    assert (factors < 1).any()
-    assert (factors == 1).any()
-    np.testing.assert_array_equal(rows.of_ids(of_rows).cpu(), of_rows.cpu()[counts.slot])
-
-    updated, clipped = (torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2))
-    rows.count(results, updated, clipped)
-    table = in_torch.table.where(counts.real, -1)
-    np.testing.assert_array_equal(results.table.cpu(), table)
-    np.testing.assert_array_equal(updated.cpu(), table[counts.real].bincount(minlength=3))
-    np.testing.assert_array_equal(clipped.cpu(), table[counts.real][factors < 1].bincount(minlength=3))
-    again = DeviceRows(layout, ids, problem.id_weights, problem.output_grad).sums().cpu()
-    np.testing.assert_array_equal(again, got)
-
-
->>>>>>> 745e0a1 (Very frequent ids are summed in groups; last steps are stored last):tests/sparse_opt/kernels/test_triton_sums.py
 def compare_cached(batch: int, device: torch.device) -> None:
     """Rows in FBGEMM's cache are read and written there: what is behind the cache is never read and stays."""
     from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
@@ -320,13 +265,58 @@ def compare_outside() -> None:
     assert (rows < problem.layout.num_rows).all()
 
 
+def compare_far() -> None:
+    """Rows whose elements are beyond 2^31 are found, replayed and updated as the same rows of a small table.
+
+    The large table is in sparse files, of which only the touched pages exist.
+    """
+    from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
+    from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
+    from cowrec.sparse_opt.tbe.lookup import BagsOfLookup
+
+    config, rng, near_rows = AdamConfig(lr=1e-2, l2=1e-3), np.random.default_rng(0), 8
+    indices = torch.tensor([1, 7, 7, 0, 3, 7])
+    values = [torch.from_numpy(rng.normal(0, 1e-3, (near_rows, DIM)).astype(np.float32)) for _ in AdamState._fields]
+    output_grad = torch.from_numpy(rng.normal(0, 1, (len(indices), DIM)).astype(np.float32))
+    history = StepHistory(config, torch.device("cpu"))
+    history.replace(np.full(20, config.lr))
+    history.prepare(21, config.lr)
+    trained = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rows in (near_rows, 1 << 28):
+            one, first = torch.ones(1, dtype=torch.int64), rows - near_rows
+            layout = LookupLayout(one * rows, one * DIM, one - 1, one - 1, DIM, rows * DIM, 1, rows)
+            files = [f"{folder}/{name}{rows}" for name in AdamState._fields]
+            state = AdamState(*(torch.from_file(file, shared=True, size=rows * DIM) for file in files))
+            for tensor, drawn in zip(state, values, strict=True):
+                tensor[first * DIM :].view(near_rows, DIM).copy_(drawn.abs())
+            last = torch.from_file(f"{folder}/last{rows}", shared=True, size=rows, dtype=torch.int32)
+            last[first:] = torch.arange(near_rows)
+            taken, log_beta2 = torch.tensor([19], dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
+            steps = DeviceSteps(taken, last, *history.schedule, torch.ones(1), log_beta2)
+            clips = TableClips(one * DIM, torch.tensor([0.5]), torch.tensor([1e-9]), torch.tensor([True]))
+            bags = BagsOfLookup([0], [DIM], torch.device("cpu"))
+            ids = find_rows_on_device(
+                layout,
+                bags.of({"indices": indices + first, "offsets": torch.arange(len(indices) + 1)}),
+                torch.zeros_like(one),
+            )
+            thresholds, constants = DecayThresholds(config.lr, 1e-11, 1e-20), adam_constants(config)
+            replay_rows_on_device(ids.row, ids.begin, layout, None, state, None, steps, constants, thresholds)
+            taken.add_(1)
+            results = DeviceRows(layout, ids, None, output_grad).update(clips, state, steps, constants, replays=True)
+            trained.append([*(each[first * DIM :].clone() for each in state), last[first:].clone(), results.ratio[:4]])
+    for near, far in zip(*trained, strict=True):
+        np.testing.assert_array_equal(far.numpy(), near.numpy())
+    assert trained[0][3].tolist() == [20, 20, 2, 20, 4, 5, 6, 20]
+
+
 def assert_equal_ids(got: LookupIds, expected: LookupIds) -> None:
     for name, value in expected._asdict().items():
         np.testing.assert_array_equal(getattr(got, name).cpu(), value, name)
 
 
 if __name__ == "__main__":
-<<<<<<< HEAD:tests/sparse_opt/kernels/test_triton.py
     from cowrec.sparse_opt.kernels import triton_replay, triton_rows
 
     # The interpreter takes as long for a small program as for a large one.
@@ -341,14 +331,7 @@ if __name__ == "__main__":
         for with_clip in (False, True):
             compare_replay(config, with_clip, torch.device("cpu"), steps=40)
             print("equal")
-=======
-    from cowrec.sparse_opt.kernels import triton_rows
-
-    triton_rows.BLOCK, triton_rows.GROUP, triton_rows.LEAST_BLOCKS = 16, 3, 1
-    for with_weights in WEIGHTED:
-        compare(with_weights, 128, torch.device("cpu"))
-        print("equal")
->>>>>>> 745e0a1 (Very frequent ids are summed in groups; last steps are stored last):tests/sparse_opt/kernels/test_triton_sums.py
     compare_outside()
+    compare_far()
     compare_cached(24, torch.device("cpu"))
-    print("equal\nequal")
+    print("equal\nequal\nequal")
