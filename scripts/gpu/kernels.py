@@ -123,7 +123,7 @@ class RowKernels:
         outside = torch.zeros_like(layout.rows)
         found = find_rows_on_device(layout, self._bags._replace(indices=indices), outside)
         marks.append(mark(self._device))
-        replay_rows_on_device(found.row, found.begin, layout, None, state, None, steps, constants, self._thresholds)
+        replay_rows_on_device(found.row, found.begin, layout, None, state, steps, constants, self._thresholds)
         marks.append(mark(self._device))
         steps.taken.add_(1)
         DeviceRows(layout, found, None, self._gradient).update(self._clips, state, steps, constants, replays=True)

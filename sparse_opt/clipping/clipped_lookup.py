@@ -32,7 +32,7 @@ class ClippedLookup:
         rows: the back end.
 
     Raises:
-        ValueError: clip_columns is out of range, or FBGEMM caches rows that only torch could clip.
+        ValueError: clip_columns is out of range.
     """
 
     def __init__(
@@ -54,12 +54,6 @@ class ClippedLookup:
         device: RowBackend = kernels(lookup, self.layout, self.limits, self.statistics)
         self.in_torch = TorchRows(lookup, self.layout, self.limits, self.statistics, columns, device)
         self.rows: RowBackend = device if self.is_local and weights.dtype == torch.float32 else self.in_torch
-        if lookup.is_cached and not self.is_local:
-            raise ValueError(
-                f"table {lookup.shards[0].name!r} is behind FBGEMM's cache, where only rules for single rows that are"
-                f" complete on their rank can be applied, not {rules.name!r} or column shards; shard it under"
-                ' compute_kernel="fused_uvm"'
-            )
 
     @property
     def is_local(self) -> bool:

@@ -230,8 +230,7 @@ class TritonRows:
     def _rows(self, backward: LookupBackward) -> Any:
         """DeviceRows of a backward pass, which has at least one id."""
         ids = backward.ids or self.find_rows(backward.bags)
-        cache = self._lookup.cache_of(ids.row)
-        return self._kernels.DeviceRows(self._layout, ids, backward.id_weights, backward.output_grad, cache)
+        return self._kernels.DeviceRows(self._layout, ids, backward.id_weights, backward.output_grad)
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
         if not backward.bags.indices.numel():
@@ -272,9 +271,8 @@ class TritonRows:
         self._replay(rows, self._replay_kernels.distinct_begins(rows), adam)
 
     def _replay(self, row: Tensor, begin: Tensor, adam: AdamRows) -> None:
-        clips, cache = self._clips if adam.clips_absent else None, self._lookup.cache_of(row)
-        numbers = (adam.steps, adam.constants, adam.thresholds)
-        self._replay_kernels.replay_rows_on_device(row, begin, self._layout, clips, adam.state, cache, *numbers)
+        clips, numbers = self._clips if adam.clips_absent else None, (adam.steps, adam.constants, adam.thresholds)
+        self._replay_kernels.replay_rows_on_device(row, begin, self._layout, clips, adam.state, *numbers)
 
 
 class TorchRows:
@@ -317,12 +315,7 @@ class TorchRows:
             return sums_of_ranks(rows, self._lookup.process_group) if self.gathers_rows else rows
 
     def row_gradients(self, sums: RowSums) -> RowGradients:
-        """Rows as they are now, and their gradients.
-
-        Raises:
-            ValueError: FBGEMM caches the rows.
-        """
-        self._require_uncached()
+        """Rows as they are now, and their gradients."""
         return with_weights(sums, self._layout, self._lookup.flat_weights())
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
@@ -362,7 +355,6 @@ class TorchRows:
 
     def id_weight_grad(self, backward: LookupBackward) -> Tensor:
         """Gradient of each id's weight in its bag's sum, float32 [nnz]: its row times the gradient of the bag."""
-        self._require_uncached()
         ids = backward.ids or self.find_rows(backward.bags)
         return weight_grads(self._layout, ids, self._lookup.flat_weights(), backward.output_grad)
 
@@ -448,11 +440,3 @@ class TorchRows:
         squares = [part.double().where(measured, 0).square().sum(1) for part in (rows.grad, rows.weight)]
         zeros = torch.zeros(2, len(self._lookup.shards), dtype=torch.float64, device=measured.device)
         return zeros.index_add_(1, rows.table, torch.stack(squares))
-
-    def _require_uncached(self) -> None:
-        if self._lookup.is_cached:
-            raise ValueError(
-                f"table {self._lookup.shards[0].name!r} is behind FBGEMM's cache, whose rows only EmbeddingAdam under"
-                ' absent_rows = "replay" or "lazy", for float32, and attach_cowclip without single_id_bags can read,'
-                ' and neither for a gradient of ids\' weights; shard it under compute_kernel="fused_uvm"'
-            )

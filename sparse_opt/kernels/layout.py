@@ -172,20 +172,6 @@ class DeviceSteps(NamedTuple):
     log_beta2: Tensor
 
 
-class RowCache(NamedTuple):
-    """Rows of a lookup that FBGEMM holds in its cache on the device; the weights behind the cache are out of date.
-
-    Attributes:
-        location: row of the cache of each sorted id's row, int32 [nnz]; negative where it is not cached.
-        weights: the cache, float [cached rows, columns].
-        columns: columns of a cached row.
-    """
-
-    location: Tensor
-    weights: Tensor
-    columns: int
-
-
 class RowResults(NamedTuple):
     """Clip statistics of the distinct rows of a backward pass.
 

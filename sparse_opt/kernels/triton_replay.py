@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConstants
 
-from .layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, RowCache, TableClips
+from .layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, TableClips
 from .numba_replay import DECAY_INTERVAL
 from .triton_rows import (
     clip_factors,
@@ -22,7 +22,6 @@ from .triton_rows import (
     step_of_element,
     tables_of,
     warps,
-    weights_at,
 )
 
 ELEMENTS = 32
@@ -31,9 +30,9 @@ ELEMENTS = 32
 
 @triton.jit
 def _replay_rows(
-    row, begin, exists, layout, clips, state, cache, steps, constants, thresholds,
+    row, exists, layout, clips, state, steps, constants, thresholds,
     COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr, HAS_L2: tl.constexpr,
-    HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr, CACHED: tl.constexpr,
+    HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr,
 ):  # fmt: skip
     step = tl.load(steps.taken)
     column = tl.arange(0, COLUMNS)
@@ -47,8 +46,7 @@ def _replay_rows(
     start = tl.load(layout.start + table, mask=behind, other=0) + (row - first_row) * dim
     inside = behind[:, None] & (column[None, :] < dim[:, None])
     element = start[:, None] + column[None, :]
-    weights = weights_at(state.weights, element, cache, begin, exists, column, CACHED)
-    w = tl.load(weights, mask=inside, other=0.0)
+    w = tl.load(state.weights + element, mask=inside, other=0.0)
     m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
     v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
     if CLIPPED:
@@ -85,7 +83,7 @@ def _replay_rows(
             moving = moving & (row_decayed == 0)
             if tl.max(moving.to(tl.int32)) == 0:
                 now = step
-    tl.store(weights, w, mask=inside)
+    tl.store(state.weights + element, w, mask=inside)
     tl.store(state.exp_avg + element, m, mask=inside)
     tl.store(state.exp_avg_sq + element, v, mask=inside)
     tl.store(steps.last_step + row, reached, mask=behind)
@@ -93,9 +91,9 @@ def _replay_rows(
 
 @triton.jit(do_not_specialize=["count"])
 def _replay(
-    rows, begin, count, layout, clips, state, cache, steps, constants, thresholds,
+    rows, begin, count, layout, clips, state, steps, constants, thresholds,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, INTERVAL: tl.constexpr,
-    HAS_L2: tl.constexpr, HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr, CACHED: tl.constexpr,
+    HAS_L2: tl.constexpr, HAS_DECAY: tl.constexpr, CLIPPED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     while tl.load(begin + tl.minimum(block * ROWS, count)) < count:
@@ -103,8 +101,8 @@ def _replay(
         position = tl.load(begin + u, mask=u < count, other=count)
         row = tl.load(rows + position, mask=position < count, other=0).to(tl.int64)
         _replay_rows(
-            row, position, position < count, layout, clips, state, cache, steps, constants, thresholds,
-            COLUMNS, HALVINGS, INTERVAL, HAS_L2, HAS_DECAY, CLIPPED, CACHED,
+            row, position < count, layout, clips, state, steps, constants, thresholds,
+            COLUMNS, HALVINGS, INTERVAL, HAS_L2, HAS_DECAY, CLIPPED,
         )  # fmt: skip
         block += tl.num_programs(0)
 
@@ -115,7 +113,6 @@ def replay_rows_on_device(
     layout: LookupLayout,
     clips: TableClips | None,
     state: AdamState,
-    cache: RowCache | None,
     steps: DeviceSteps,
     constants: AdamConstants,
     thresholds: DecayThresholds,
@@ -127,7 +124,6 @@ def replay_rows_on_device(
             as it is.
         clips: limits of the tables where an absent row may exceed its limit; else None.
         state: updated in place; weights float32.
-        cache: FBGEMM's cache of these rows, updated in place; None if there is none.
         steps: ``last_step`` is updated in place.
     """
     columns = triton.next_power_of_2(layout.max_dim)
@@ -139,7 +135,6 @@ def replay_rows_on_device(
         layout,
         clips,
         state,
-        cache or state,
         steps,
         constants,
         thresholds,
@@ -150,7 +145,6 @@ def replay_rows_on_device(
         HAS_L2=constants.twice_l2 > 0,
         HAS_DECAY=constants.weight_decay > 0,
         CLIPPED=clips is not None,
-        CACHED=cache is not None,
         num_warps=warps(per_program * columns),
         enable_fp_fusion=False,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars, adam_element, table_scalars
 
-from .layout import AdamState, DeviceSteps, LookupBags, LookupLayout, RowCache, RowResults, TableClips
+from .layout import AdamState, DeviceSteps, LookupBags, LookupLayout, RowResults, TableClips
 from .torch_rows import LookupIds
 
 MOST_PROGRAMS = 1 << 16
@@ -75,17 +75,6 @@ def tables_of(row, first_row, tables, HALVINGS: tl.constexpr):
         begins = tl.load(first_row + later, mask=later < tables, other=0)
         table = tl.where((later < tables) & (begins <= row), later, table)
     return table
-
-
-@triton.jit
-def weights_at(weights, element, cache, begin, exists, column, CACHED: tl.constexpr):
-    """Returns pointers to rows' weights: in FBGEMM's cache where it has the row."""
-    pointers = weights + element
-    if CACHED:
-        location = tl.load(cache.location + begin, mask=exists, other=-1).to(tl.int64)
-        cached = cache.weights + location[:, None] * cache.columns + column[None, :]
-        pointers = tl.where((location >= 0)[:, None], cached, pointers)
-    return pointers
 
 
 def halvings(tables: int) -> int:
@@ -371,9 +360,9 @@ def _clip(w, g, inside, occurrences, table, exists, clips, column):
 
 @triton.jit(do_not_specialize=["count"])
 def _update(
-    ids, count, output, layout, partial, cache, clips, state, steps, results, constants,
+    ids, count, output, layout, partial, clips, state, steps, results, constants,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+    REPLAYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     step = tl.load(steps.taken)
@@ -382,8 +371,7 @@ def _update(
         u, exists, begin, end, row, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
         inside = exists[:, None] & (column[None, :] < dim[:, None])
         element = start[:, None] + column[None, :]
-        weights = weights_at(state.weights, element, cache, begin, exists, column, CACHED)
-        w = tl.load(weights, mask=inside, other=0.0)
+        w = tl.load(state.weights + element, mask=inside, other=0.0)
         m = tl.load(state.exp_avg + element, mask=inside, other=0.0)
         v = tl.load(state.exp_avg_sq + element, mask=inside, other=0.0)
         if REPLAYS:
@@ -402,7 +390,7 @@ def _update(
         tl.store(results.table + u, table.to(tl.int32), mask=exists)
         scalars = scalars_of_rows(steps, step - 1, tl.load(steps.lr_factors + table, mask=exists, other=0.0))
         w, m, v = step_of_element(w, m, v, g, constants, scalars, root, divide)
-        tl.store(weights, w, mask=inside)
+        tl.store(state.weights + element, w, mask=inside)
         tl.store(state.exp_avg + element, m, mask=inside)
         tl.store(state.exp_avg_sq + element, v, mask=inside)
         if REPLAYS:  # here, because the sums in between make all warps have read it
@@ -412,9 +400,9 @@ def _update(
 
 @triton.jit(do_not_specialize=["count"])
 def _clip_rows(
-    ids, count, output, layout, partial, cache, clips, weights, results, out, twice_l2,
+    ids, count, output, layout, partial, clips, weights, results, out, twice_l2,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
-    WRITES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr, CACHED: tl.constexpr,
+    WRITES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     block = tl.program_id(0)
@@ -422,8 +410,7 @@ def _clip_rows(
         u, exists, begin, end, _, table, dim, start = load_rows(ids, count, block, layout, ROWS, HALVINGS)
         inside = exists[:, None] & (column[None, :] < dim[:, None])
         element = start[:, None] + column[None, :]
-        pointers = weights_at(weights, element, cache, begin, exists, column, CACHED)
-        w = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weights + element, mask=inside, other=0.0).to(tl.float32)
         sums = row_sums(
             begin, end, ids, count, output, layout, partial, column, dim,
             ROWS, COLUMNS, WEIGHTED, BLOCK, GROUP, IDS,
@@ -468,7 +455,6 @@ class DeviceRows:
         ids: at least one.
         id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
         output_grad: gradient of the lookup's output, float, of any shape.
-        cache: FBGEMM's cache of the rows; None if there is none.
     """
 
     def __init__(
@@ -477,10 +463,9 @@ class DeviceRows:
         ids: LookupIds,
         id_weights: Tensor | None,
         output_grad: Tensor,
-        cache: RowCache | None = None,
     ):
         grad = output_grad.contiguous()
-        self.ids, self._layout, self._count, self._cache = ids, layout, len(ids.row), cache
+        self.ids, self._layout, self._count = ids, layout, len(ids.row)
         self._output = OutputGrad(grad, grad if id_weights is None else id_weights.contiguous())
         columns = triton.next_power_of_2(layout.max_dim)
         ids_at_once = max(1, min(IDS, MOST_ELEMENTS // columns))
@@ -512,8 +497,8 @@ class DeviceRows:
         Under replay, the rows' last steps are written, and decayed rows catch up the decay of their second moments.
         """
         results = self._results()
-        arguments = (*self._arguments, self._cache or state, clips, state, steps, results, constants)
-        _update[self._grid](*arguments, REPLAYS=replays, CACHED=self._cache is not None, **self._options)
+        arguments = (*self._arguments, clips, state, steps, results, constants)
+        _update[self._grid](*arguments, REPLAYS=replays, **self._options)
         return results
 
     def factors(self, clips: TableClips, weights: Tensor) -> tuple[Tensor, RowResults]:
@@ -549,9 +534,9 @@ class DeviceRows:
     def _clip_into(
         self, out: Tensor, clips: TableClips, weights: Tensor, twice_l2: float = 0.0, *, writes: bool = False
     ) -> RowResults:
-        results, cached = self._results(), self._cache is not None
-        arguments = (*self._arguments, self._cache or clips, clips, weights, results, out, twice_l2)
-        _clip_rows[self._grid](*arguments, WRITES=writes, CACHED=cached, **self._options)
+        results = self._results()
+        arguments = (*self._arguments, clips, weights, results, out, twice_l2)
+        _clip_rows[self._grid](*arguments, WRITES=writes, **self._options)
         return results
 
     @property

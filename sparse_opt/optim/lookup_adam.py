@@ -38,11 +38,6 @@ def require_replaceable(lookups: Sequence[TbeLookup]) -> None:
                 f"table {name!r} is under fused {lookup.module.optimizer.name}, whose update EmbeddingAdam would"
                 " bypass; shard it under EmbOptimType.EXACT_SGD"
             )
-        if lookup.prefetches:
-            raise ValueError(
-                f"table {name!r} is under FBGEMM's prefetch_pipeline, whose cache changes while EmbeddingAdam updates"
-                " its rows; leave prefetch_pipeline out of fused_params, and train in TrainPipelineSparseDist"
-            )
 
 
 class LookupAdam:
@@ -196,7 +191,6 @@ class LookupAdam:
 
     def catch_up_all(self) -> None:
         """Does :meth:`catch_up_rows` for every row."""
-        self.lookup.empty_cache()
         for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
             last = self.last_step[first : first + _ROWS_AT_ONCE]
             behind = is_behind(last, self._step).nonzero().flatten() + first

@@ -142,7 +142,6 @@ class _ShardGroup:
         shards: their numbers in the lookup.
         index_of_table: index in ``shards`` of each id table's shard, int64 [T], -1 for none.
         first_row, rows, start: first row in the table, rows, and first element in the flat weights, int64 [shards].
-        first_of_lookup: index of their first row among the rows of all shards of the lookup, int64 [shards].
         columns: columns of the table's row that the shards store.
     """
 
@@ -153,7 +152,6 @@ class _ShardGroup:
     first_row: Tensor
     rows: Tensor
     start: Tensor
-    first_of_lookup: Tensor
     columns: slice
 
     @staticmethod
@@ -170,7 +168,6 @@ class _ShardGroup:
             torch.tensor([shard.first_row for shard in held]),
             torch.tensor([shard.rows for shard in held]),
             torch.tensor([lookup.weight_offsets[shard] for shard in shards]),
-            torch.tensor([sum(each.rows for each in lookup.shards[:shard]) for shard in shards]),
             slice(first, first + held[0].embedding_dim),
         )
 
@@ -191,10 +188,6 @@ class _ShardGroup:
         elements = elements.to(flat.device)
         weights = weights.to(flat.device, flat.dtype)
         flat[elements] = weights
-        cache = self.lookup.cache_of((self.first_of_lookup[index] + local).to(flat.device))
-        if cache:
-            cached = cache.location >= 0
-            cache.weights[cache.location[cached].long(), :width] = weights[cached]
         if self.adam:
             self.adam.forget(elements, torch.tensor(self.shards)[index], local)
         else:

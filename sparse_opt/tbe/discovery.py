@@ -245,11 +245,9 @@ def _why_not_kernel(collection: Any, kernel: Any) -> str | None:
     ):
         return f'its compute kernel is {type(kernel).__name__}; shard it row- or table-wise with compute_kernel="fused"'
     tbe = kernel.emb_module
-    cached = [spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs]
-    if any(cached) and tbe.lxu_cache_weights.numel() and tbe.lxu_cache_weights.dtype != tbe.weights_uvm.dtype:
-        return "FBGEMM caches its rows in another precision; give the cache the precision of the table"
-    several = len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1
-    if several or len(set(cached)) != 1:
+    if any(spec[2] == EmbeddingLocation.MANAGED_CACHING for spec in tbe.embedding_specs):
+        return 'its rows are behind a cache of FBGEMM\'s; shard it under compute_kernel="fused_uvm" or "fused"'
+    if len({view.untyped_storage().data_ptr() for view in tbe.split_embedding_weights()}) != 1:
         return "tables of its lookup are in different kinds of memory; give them one placement"
     if len({view.dtype for view in tbe.split_embedding_weights()}) != 1 or not all(
         view.dtype.is_floating_point and view.element_size() > 1 for view in tbe.split_embedding_weights()

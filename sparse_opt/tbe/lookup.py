@@ -25,7 +25,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from cowrec.sparse_opt.kernels.layout import Blocks, LookupBags, LookupLayout, RowCache
+from cowrec.sparse_opt.kernels.layout import Blocks, LookupBags, LookupLayout
 
 ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 _MOST_SIZES = 64
@@ -206,31 +206,6 @@ class TbeLookup:
     def flat_weights(self) -> Tensor:
         """Weights held here as one flat tensor that shares their memory, float [sum rows * D]."""
         return _memory_of(self.module).detach().view(-1)
-
-    @property
-    def is_cached(self) -> bool:
-        """True if FBGEMM caches rows of host memory on the device (``fused_uvm_caching``)."""
-        return not self.has_dense_gradient and bool(self.module.lxu_cache_weights.numel())
-
-    @property
-    def prefetches(self) -> bool:
-        """True if FBGEMM fills its cache for the next batch meanwhile, which only its own backward waits for."""
-        return not self.has_dense_gradient and bool(self.module.prefetch_pipeline)
-
-    def cache_of(self, row: Tensor) -> RowCache | None:
-        """Finds rows, by their indices among those of all tables, int [n], in FBGEMM's cache; None if it has none."""
-        if not self.is_cached:
-            return None
-        # All tables of the lookup are cached, so that FBGEMM numbers their rows in the same way.
-        tbe = self.module
-        found = torch.ops.fbgemm.lxu_cache_lookup(row.long(), tbe.lxu_cache_state, tbe.total_cache_hash_size)
-        return RowCache(found, tbe.lxu_cache_weights, tbe.lxu_cache_weights.shape[1])
-
-    def empty_cache(self) -> None:
-        """Writes cached rows back, so that :meth:`flat_weights` has all of them, and removes them from the cache."""
-        if self.is_cached:
-            self.module.flush()
-            self.module.reset_cache_states()
 
     def zeros_of_weights(self) -> Tensor:
         """Allocates zeros, float32, laid out like :meth:`flat_weights` and in the same kind of memory."""

@@ -26,7 +26,6 @@ from cowrec.sparse_opt.kernels.layout import (
     DeviceSteps,
     LookupBags,
     LookupLayout,
-    RowCache,
     TableClips,
 )
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
@@ -48,7 +47,6 @@ class Variant:
         ids: type of ids and offsets.
         grad: type of the output's gradient.
         num_rows: rows of all tables, as the layout states them.
-        cached: whether rows may be in FBGEMM's cache.
         offset: elements by which tensors miss their alignment.
     """
 
@@ -61,7 +59,6 @@ class Variant:
     ids: torch.dtype = torch.int32
     grad: torch.dtype = torch.float32
     num_rows: int = 26 * ROWS_OF_TABLE
-    cached: bool = False
     offset: int = 0
 
     def tensor(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,7 +76,6 @@ VARIANTS = {
     "width 128, 2^31 rows": Variant(width=128, num_rows=1 << 31),
     "width 600": Variant(width=600),
     "unaligned": Variant(offset=1),
-    "rows in FBGEMM's cache": Variant(cached=True),
 }
 
 
@@ -108,14 +104,12 @@ def launch(variant: Variant) -> None:
     blocks = Blocks(per_table, variant.numbers(tables + 1), variant.numbers(tables + 1), per_table, per_table)
     bags = LookupBags(indices, offsets, blocks, count * variant.width)
     ids = find_rows_on_device(layout, bags, per_table)
-    location, cached_rows = variant.tensor(count, dtype=torch.int32), variant.tensor(64, variant.width)
-    cache = RowCache(location, cached_rows, variant.width) if variant.cached else None
     for clips_of_absent in (None, clips):
-        arguments = (state, cache, steps, constants, DecayThresholds(1e-4, 1e-11, 1e-19))
+        arguments = (state, steps, constants, DecayThresholds(1e-4, 1e-11, 1e-19))
         replay_rows_on_device(ids.row, ids.begin, layout, clips_of_absent, *arguments)
     id_weights = variant.tensor(count) if variant.weighted else None
     output_grad = variant.tensor(variant.batch, tables * variant.width, dtype=variant.grad)
-    rows = DeviceRows(layout, ids, id_weights, output_grad, cache)
+    rows = DeviceRows(layout, ids, id_weights, output_grad)
     for replays in (False, True):
         results = rows.update(clips, state, steps, constants, replays=replays)
     rows.factors(clips, state.weights)

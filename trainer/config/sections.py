@@ -69,8 +69,8 @@ class TrainConfig:
         precision: precision of the network's hidden layers. "tf32" (CUDA only) rounds the factors of matrix products,
             "bfloat16" their results too; weights, logits, loss, moments and tables stay float32.
         cuda_graph: on CUDA with one process, launch each step at once, as a captured CUDA graph, where the run allows
-            it: one id in each field, optimizer.embedding = "adam", and neither optimizer.absent_rows = "dense" nor
-            sharding.memory = "uvm_caching". Results do not depend on it.
+            it: one id in each field, optimizer.embedding = "adam", and not optimizer.absent_rows = "dense". Results do
+            not depend on it.
         on_nonfinite: at a batch whose loss or gradient is not finite, or so large that moments would overflow: "stop",
             where the loss is checked with the metrics; or "skip" the batch, which is logged: it changes neither weights
             nor moments, and each step then waits for the device. Ten such batches in a row end the run.
@@ -160,13 +160,12 @@ class ShardingConfig:
             process's share of all bytes, else table-wise.
         tables: the kind of single tables, by the name of their field; takes precedence over the plan.
         memory: memory for tables and moments on CUDA: the "device"'s, or for larger tables the host's as unified memory
-            ("uvm"), which the GPU accesses over the bus, or the host's with a cache of weights on the device
-            ("uvm_caching"; a fifth of the rows, FBGEMM's default). Data-parallel tables stay on the device.
+            ("uvm"), which the GPU accesses over the bus. Data-parallel tables stay on the device.
     """
 
     plan: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"] = "auto"
     tables: dict[str, ShardingKind] = field(default_factory=dict)
-    memory: Literal["device", "uvm", "uvm_caching"] = "device"
+    memory: Literal["device", "uvm"] = "device"
 
 
 LrDecay = Literal["none", "linear", "cosine"] | float

@@ -31,8 +31,6 @@ from cowrec.trainer.sharded_model.sharding import sharding_plan
 
 _RESERVED = 2e9
 """Bytes of a GPU that CUDA, NCCL and the allocator's gaps take."""
-_CACHED = 0.2
-"""Share of the rows that FBGEMM caches on the device, by default."""
 _MOST_DOUBLINGS = 6
 
 
@@ -130,8 +128,7 @@ def plan_batch(config: RunConfig, schema: Schema, batch: Batch, cluster: Cluster
         if cluster.ranks > 1:
             # A raw id's value, field and time go to its owner, which sends its row back; an int64 each.
             sent[rank] += {"network": network, "id_tables": int(24 * raw * size / cluster.ranks)}
-        cached = int(_CACHED * memory["tables"]) if config.sharding.memory == "uvm_caching" else 0
-        plan = RankPlan([], memory, dict(sent[rank]), sum(memory.values()) - on_host + cached, on_host + saved)
+        plan = RankPlan([], memory, dict(sent[rank]), sum(memory.values()) - on_host, on_host + saved)
         kinds.setdefault(str(plan), plan).ranks.append(rank)
     ranks = sorted(kinds.values(), key=lambda each: -each.device_bytes)
     return Plan(ranks, list(_misfits(ranks, cluster)), [])

@@ -259,7 +259,7 @@ def _planned(
 
 def _kernel(config: RunConfig) -> str:
     """FBGEMM's name for a fused table in the run's kind of memory."""
-    return {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}[config.sharding.memory]
+    return {"device": "fused", "uvm": "fused_uvm"}[config.sharding.memory]
 
 
 def _memory_for_weights(config: RunConfig, process: Process) -> int | None:

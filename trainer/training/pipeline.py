@@ -80,8 +80,6 @@ def why_not_captured(plan: RunPlan, model: nn.Module, optimizer: EmbeddingAdam |
         return f"the number of ids of field {several[0]!r} varies"
     if plan.is_collisionless:
         return "id tables give ids their rows between steps"
-    if config.sharding.memory == "uvm_caching":
-        return 'sharding.memory = "uvm_caching" counts its steps on the host'
     if not isinstance(optimizer, EmbeddingAdam):
         return f'optimizer.embedding = "{config.optimizer.embedding}" counts its steps on the host'
     if not optimizer.is_capturable:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cowrec.sparse_opt import CLIP_RULES, AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
+from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, NoClip, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
 from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
@@ -141,9 +141,9 @@ def test_tf32_rounds_products_and_float32_does_not() -> None:
 
 @pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
 def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: str) -> None:
-    """Behind FBGEMM's cache or not; the moments are in unified memory too."""
+    """The moments are in unified memory too."""
     trained = []
-    for sharding in ("uvm", "cached", "table_wise"):
+    for sharding in ("uvm", "table_wise"):
         case = Case(sharding=sharding)
         drawn = case.draw()
         model = sharded_model(case, drawn["tables"], device=CUDA)
@@ -154,14 +154,13 @@ def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: st
         flats = [each for adam in optimizer.lookups for each in (adam.exp_avg, adam.exp_avg_sq)]
         assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding != "table_wise") for each in flats)
         trained.append(gather_tables(case, model))
-    for uvm, cached, expected in zip(*trained, strict=True):
+    for uvm, expected in zip(*trained, strict=True):
         np.testing.assert_array_equal(uvm, expected)
-        np.testing.assert_array_equal(cached, expected)
 
 
-@pytest.mark.parametrize("clip", ["field", "global"])
-def test_cached_rows_are_refused_under_rules_for_more_rows(clip: str) -> None:
+def test_rows_behind_fbgemms_cache_are_refused() -> None:
     case = Case(weighted=True, sharding="cached")
     model = sharded_model(case, case.draw()["tables"], device=CUDA)
-    with pytest.raises(ValueError, match="is behind FBGEMM's cache"):
-        attach_cowclip(model, CLIP_RULES[clip](1e-3))
+    for attaching in (attach_cowclip, lambda attached: EmbeddingAdam(attached, AdamConfig())):
+        with pytest.raises(ValueError, match="behind a cache of FBGEMM"):
+            attaching(model)

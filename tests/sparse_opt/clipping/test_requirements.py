@@ -59,11 +59,6 @@ def test_2d_parallelism_is_refused(attach: Any) -> None:
         attach(sharded, CowClip())
 
 
-def test_a_cache_that_is_filled_meanwhile_is_refused_by_embedding_adam() -> None:
-    with pytest.raises(ValueError, match=r"'t0' is under FBGEMM's prefetch_pipeline.* TrainPipelineSparseDist"):
-        EmbeddingAdam(model_with(prefetch_pipeline=True), AdamConfig())
-
-
 @pytest.mark.parametrize(
     ("lr_factors", "message"),
     [

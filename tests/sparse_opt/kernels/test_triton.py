@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from cowrec.sparse_opt.kernels.layout import (
     LastSteps,
     LookupBags,
     LookupLayout,
-    RowCache,
     StaleRows,
     TableClips,
     to_float32,
@@ -70,7 +68,7 @@ def test_interpreted() -> None:
     script = [sys.executable, __file__]
     done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 3)
+    assert done.stdout.split() == ["equal"] * (2 * len(CASES) + len(TRAININGS) + 2)
 
 
 @pytest.mark.gpu
@@ -79,7 +77,6 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str, clipped: bool) -> None:
     compare_replay(CASES[case], clipped, torch.device("cuda"), steps=330)
-    compare_cached(64, torch.device("cuda"))
 
 
 def compare_replay(config: AdamConfig, clipped: bool, device: torch.device, *, steps: int) -> None:
@@ -123,7 +120,7 @@ def compare_replay(config: AdamConfig, clipped: bool, device: torch.device, *, s
         for each in (layout, clips, state, on_steps, row)
     )
     replay_rows_on_device(
-        row, distinct_begins(row), layout, clips if clipped else None, on_device, None, on_steps, constants, thresholds
+        row, distinct_begins(row), layout, clips if clipped else None, on_device, on_steps, constants, thresholds
     )
     assert (progress_on_cpu.last_step < 0).any(), "no row decayed"
     np.testing.assert_array_equal(on_steps.last_step.cpu().numpy(), progress_on_cpu.last_step.numpy())
@@ -183,61 +180,6 @@ def draw(batch: int, device: torch.device) -> Lookup:
         tensor(rng.uniform(0.5, 2, len(indices)).astype(np.float32)),
         tensor((rng.normal(size=(batch, width)) * 10 ** rng.uniform(-3, 1, (batch, 1))).astype(np.float32)),
     )
-
-
-def compare_cached(batch: int, device: torch.device) -> None:
-    """Rows in FBGEMM's cache are read and written there: what is behind the cache is never read and stays."""
-    from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
-    from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
-
-    problem, config = draw(batch, device), AdamConfig(lr=1e-2, l2=1e-3)
-    layout, constants = problem.layout, adam_constants(config)
-    ids = find_rows_on_device(layout, problem.bags, torch.zeros_like(layout.rows))
-    history = StepHistory(config, device)
-    history.prepare(40, config.lr)
-    history.replace(np.full(40, config.lr))
-    clips = TableClips(layout.dim, *(torch.full((3,), each, device=device) for each in (R, ZETA, True)))
-    elements = elements_of(layout)
-    # Every second row is cached, in an order of its own, in wider rows.
-    cached = torch.arange(0, layout.num_rows, 2, device=device)
-    location = torch.full((layout.num_rows,), -1, dtype=torch.int32, device=device)
-    location[cached] = torch.arange(len(cached), dtype=torch.int32, device=device).flip(0)
-
-    def train(is_cached: bool) -> tuple[Tensor, ...]:
-        state = AdamState(problem.weights.clone(), *(torch.full_like(problem.weights, 1e-3) for _ in range(2)))
-        last = torch.arange(layout.num_rows, dtype=torch.int32, device=device) % 40
-        taken = torch.tensor([39], dtype=torch.int32, device=device)
-        lr_factors, log_beta2 = torch.ones(3, device=device), torch.zeros(1, dtype=torch.float64, device=device)
-        steps = DeviceSteps(taken, last, *history.schedule, lr_factors, log_beta2)
-        cache = None
-        if is_cached:
-            cache = RowCache(location[ids.row.long()], torch.zeros(len(cached), 16, device=device), 16)
-            for row in cached.tolist():
-                cache.weights[location[row], : len(elements[row])] = state.weights[elements[row]]
-                state.weights[elements[row]] = torch.nan
-        thresholds = DecayThresholds(config.lr, 1e-11, 1e-20)
-        replay_rows_on_device(ids.row, ids.begin, layout, None, state, cache, steps, constants, thresholds)
-        taken.add_(1)
-        rows = DeviceRows(layout, ids, problem.id_weights, problem.output_grad, cache)
-        rows.update(clips, state, steps, constants, replays=True)
-        factors, _ = rows.factors(clips, state.weights)
-        if cache:
-            for row in cached.tolist():
-                assert state.weights[elements[row]].isnan().all()
-                state.weights[elements[row]] = cache.weights[location[row], : len(elements[row])]
-        return *state, last, factors[ids.begin[:-1] < len(ids.row)]
-
-    for got, expected in zip(train(True), train(False), strict=True):
-        np.testing.assert_array_equal(got.cpu(), expected.cpu())
-
-
-def elements_of(layout: LookupLayout) -> list[list[int]]:
-    """Elements of each row of all tables in the flat weights."""
-    ends = [
-        [start + dim * row for row in range(rows + 1)]
-        for rows, dim, start in zip(layout.rows.tolist(), layout.dim.tolist(), layout.start.tolist(), strict=True)
-    ]
-    return [list(range(*pair)) for table in ends for pair in pairwise(table)]
 
 
 def compare_outside() -> None:
@@ -302,7 +244,7 @@ def compare_far() -> None:
                 torch.zeros_like(one),
             )
             thresholds, constants = DecayThresholds(config.lr, 1e-11, 1e-20), adam_constants(config)
-            replay_rows_on_device(ids.row, ids.begin, layout, None, state, None, steps, constants, thresholds)
+            replay_rows_on_device(ids.row, ids.begin, layout, None, state, steps, constants, thresholds)
             taken.add_(1)
             results = DeviceRows(layout, ids, None, output_grad).update(clips, state, steps, constants, replays=True)
             trained.append([*(each[first * DIM :].clone() for each in state), last[first:].clone(), results.ratio[:4]])
@@ -333,5 +275,4 @@ if __name__ == "__main__":
             print("equal")
     compare_outside()
     compare_far()
-    compare_cached(24, torch.device("cpu"))
-    print("equal\nequal\nequal")
+    print("equal\nequal")

@@ -178,18 +178,15 @@ def test_torchrecs_planner_chooses_kinds_that_can_be_clipped(tmp_path: Path) -> 
     assert {plan["t0"].sharding_type, plan["t3"].sharding_type} <= {"table_wise", "row_wise", "table_row_wise"}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "plan", "memory"),
-    [(1, "auto", "uvm"), (1, "row_wise", "uvm_caching"), (2, "auto", "uvm_caching"), (2, "table_row_wise", "uvm")],
-)
-def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: str, memory: Any) -> None:
+@pytest.mark.parametrize(("world_size", "plan"), [(1, "auto"), (1, "row_wise"), (2, "auto"), (2, "table_row_wise")])
+def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: Any) -> None:
     """Holds for either planner."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
-    sharding = ShardingConfig(plan, {"t1": "data_parallel"}, memory=memory)
+    sharding = ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm")
     config = RunConfig(sharding=sharding, optimizer=OptimizerConfig(l2=0.0), train=TrainConfig(batch_size=1024))
     found = planned(tmp_path, config, process, [20_000_000, 30, 1000])
     kernels = {name: table.compute_kernel for name, table in found.items()}
-    assert kernels == {"t0": f"fused_{memory}", "t1": "dense", "t2": f"fused_{memory}"}
+    assert kernels == {"t0": "fused_uvm", "t1": "dense", "t2": "fused_uvm"}
 
 
 @pytest.mark.parametrize(
