@@ -5,8 +5,9 @@ single rows. :class:`TorchRows` takes the other lookups and leaves to the kernel
 and sum the rows on CUDA, and replay missed steps everywhere.
 """
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ from cowrec.sparse_opt.tbe.lookup import TbeLookup, raise_bad_id
 from .statistics import ClipStatistics
 from .table_rules import TableLimits
 
+Inputs: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of the forward of an FBGEMM module."""
 _NO_WEIGHTS = np.empty(0, np.float32)
 _WORK_OF_ROW = 4
 """Ids that take as long as one distinct row."""
@@ -109,6 +112,18 @@ class RowBackend(Protocol):
 
         Raises:
             ValueError: an id is outside its table (on CPU); rows that were behind are caught up all the same.
+        """
+
+    def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
+        """Looks rows up.
+
+        Args:
+            inputs: keyword arguments of FBGEMM's forward.
+            ids: rows of the ids, if they have been found.
+
+        Returns:
+            The output of FBGEMM's forward, without a gradient; None where that has to compute it. And ``ids``, if they
+            have been found by now.
         """
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
@@ -172,6 +187,11 @@ class NumbaRows:
         if found:
             self._replay(keys[:found], adam)
         raise_bad_id(self._lookup, bad, own.begins, own.indices)
+
+    def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
+        if not self._lookup.pools_on_cpu or inputs.get("batch_size_per_feature_per_rank") is not None:
+            return None, ids
+        return self._lookup.pool_on_cpu(bags.indices, bags.offsets, inputs.get("per_sample_weights")), ids
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
         self._replay((adam.steps.last_step[rows].long() << numba_replay.ROW_BITS | rows).numpy(), adam)
@@ -266,6 +286,15 @@ class TritonRows:
         ids = self.find_rows(bags)
         self._replay(ids.row, ids.begin, adam)
         return ids
+
+    def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
+        if self._lookup.has_dense_gradient:
+            return None, ids
+        # Finding the rows counts the ids outside their tables.
+        ids, output = ids or self.find_rows(bags), self._lookup.empty_output(bags, inputs)
+        arguments = (inputs.get("per_sample_weights"), self._lookup.flat_weights(), output)
+        self._kernels.pool_rows_on_device(self._layout, bags, *arguments)
+        return output, ids
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
         self._replay(rows, self._replay_kernels.distinct_begins(rows), adam)
@@ -393,6 +422,9 @@ class TorchRows:
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> LookupIds | None:
         return self._device.catch_up(bags, adam)
+
+    def pool(self, bags: LookupBags, inputs: Inputs, ids: LookupIds | None) -> tuple[Tensor | None, LookupIds | None]:
+        return self._device.pool(bags, inputs, ids)
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
         if len(rows):

@@ -96,12 +96,10 @@ _BAGS = 128
 _IDS = 1024
 
 
-@triton.jit(do_not_specialize=["count", "bags", "count_blocks"])
-def _locate(
-    indices, offsets, layout, blocks, address_of_id, row_of_id, outside, count, bags, count_blocks, num_rows,
-    BAGS: tl.constexpr, HALVINGS: tl.constexpr,
-):  # fmt: skip
-    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+@triton.jit
+def _bags(program, offsets, layout, blocks, count, bags, count_blocks, BAGS: tl.constexpr, HALVINGS: tl.constexpr):
+    """Returns existence, begin, end, table and address of the output of a program's bags, each [BAGS]."""
+    bag = program.to(tl.int64) * BAGS + tl.arange(0, BAGS)
     exists = bag < bags
     begin = tl.maximum(tl.load(offsets + bag, mask=exists, other=0).to(tl.int32), 0)
     end = tl.minimum(tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int32), count)
@@ -110,7 +108,18 @@ def _locate(
     block = tables_of(bag, blocks.first_bag, count_blocks, HALVINGS)
     table = tl.load(blocks.table + block, mask=exists, other=0)
     distance = (bag - tl.load(blocks.first_bag + block)) * tl.load(blocks.stride + block)
-    address = (tl.load(blocks.address + block) + distance).to(address_of_id.dtype.element_ty)
+    return exists, begin, end, table, tl.load(blocks.address + block) + distance
+
+
+@triton.jit(do_not_specialize=["count", "bags", "count_blocks"])
+def _locate(
+    indices, offsets, layout, blocks, address_of_id, row_of_id, outside, count, bags, count_blocks, num_rows,
+    BAGS: tl.constexpr, HALVINGS: tl.constexpr,
+):  # fmt: skip
+    _, begin, end, table, address = _bags(
+        tl.program_id(0), offsets, layout, blocks, count, bags, count_blocks, BAGS, HALVINGS
+    )
+    address = address.to(address_of_id.dtype.element_ty)
     first = tl.load(layout.first_row + table)
     rows = tl.load(layout.rows + table)
     longest = tl.max(end - begin)
@@ -125,6 +134,33 @@ def _locate(
         tl.store(row_of_id + i, row.to(row_of_id.dtype.element_ty), mask=here)
         tl.atomic_add(outside + table, 1, mask=here & (valid == 0))
         position += 1
+
+
+@triton.jit(do_not_specialize=["count", "bags", "count_blocks"])
+def _pool(
+    indices, offsets, id_weights, layout, blocks, weights, out, count, bags, count_blocks,
+    BAGS: tl.constexpr, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    exists, begin, end, table, address = _bags(
+        tl.program_id(0), offsets, layout, blocks, count, bags, count_blocks, BAGS, HALVINGS
+    )
+    column = tl.arange(0, COLUMNS)
+    rows, dim, start = tl.load(layout.rows + table), tl.load(layout.dim + table), tl.load(layout.start + table)
+    inside = exists[:, None] & (column[None, :] < dim[:, None])
+    pooled = tl.zeros([BAGS, COLUMNS], tl.float32)
+    longest = tl.max(end - begin)
+    position = 0
+    while position < longest:
+        i = begin + position
+        here = (i < end) & (rows > 0)
+        index = tl.load(indices + i, mask=here, other=0).to(tl.int64)
+        element = start + tl.where((index >= 0) & (index < rows), index, 0) * dim
+        w = tl.load(weights + element[:, None] + column[None, :], mask=inside & here[:, None], other=0.0).to(tl.float32)
+        if WEIGHTED:
+            w = w * tl.load(id_weights + i, mask=here, other=0.0).to(tl.float32)[:, None]
+        pooled += w
+        position += 1
+    tl.store(out + address[:, None] + column[None, :], pooled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -176,6 +212,43 @@ def row_begins_on_device(row: Tensor) -> Tensor:
     begin = torch.empty(len(row) + 1, dtype=torch.int32, device=row.device)
     _begin_rows[(triton.cdiv(len(row) + 1, _IDS),)](changes, begin, len(row), IDS=_IDS, enable_fp_fusion=False)
     return begin
+
+
+_POOLED = 1024
+"""Elements of a program's bags, unless one bag has more."""
+
+
+def pool_rows_on_device(
+    layout: LookupLayout, bags: LookupBags, id_weights: Tensor | None, weights: Tensor, out: Tensor
+) -> None:
+    """Sums the rows of each bag on CUDA, in float32; row 0 stands for ids outside their tables.
+
+    Args:
+        id_weights: factor of each id in its bag's sum, float [nnz]; None for ones.
+        weights: the lookup's flat weights.
+        out: output of the lookup, float, contiguous, ``bags.size`` elements; every one of them is written.
+    """
+    number, columns = len(bags.offsets) - 1, triton.next_power_of_2(layout.max_dim)
+    per_program = max(1, _POOLED // columns)
+    if number:
+        _pool[(triton.cdiv(number, per_program),)](
+            bags.indices.contiguous(),
+            bags.offsets.contiguous(),
+            weights if id_weights is None else id_weights.contiguous(),
+            layout,
+            bags.blocks,
+            weights,
+            out,
+            bags.indices.numel(),
+            number,
+            len(bags.blocks.table),
+            BAGS=per_program,
+            COLUMNS=columns,
+            HALVINGS=halvings(len(bags.blocks.table)),
+            WEIGHTED=id_weights is not None,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 class OutputGrad(NamedTuple):

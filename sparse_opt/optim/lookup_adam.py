@@ -128,14 +128,10 @@ class LookupAdam:
             forward: FBGEMM's.
             inputs: its keyword arguments.
         """
-        lookup, id_weights = self.lookup, inputs.get("per_sample_weights")
-        bags = self.clipped.bags.of(inputs)
-        ids = self.catch_up(bags)
+        id_weights, bags = inputs.get("per_sample_weights"), self.clipped.bags.of(inputs)
         with torch.no_grad():
-            if lookup.pools_on_cpu and inputs.get("batch_size_per_feature_per_rank") is None:
-                output = lookup.pool_on_cpu(inputs["indices"], inputs["offsets"], id_weights)
-            else:
-                output = forward(**inputs)
+            pooled, ids = self.clipped.rows.pool(bags, inputs, self.catch_up(bags))
+            output = forward(**inputs) if pooled is None else pooled
         if not torch.is_grad_enabled():
             return output
         # Passes of one step may have brought rows to different steps.

@@ -125,6 +125,15 @@ class TbeLookup:
         )
         return pooled
 
+    def empty_output(self, bags: LookupBags, inputs: Mapping[str, Any]) -> Tensor:
+        """Memory for the output of a forward pass; inputs are its keyword arguments."""
+        dims = [self.shards[table].embedding_dim for table in self.feature_table]
+        width = dims[0] if self.is_sequence else sum(dims)
+        flat = inputs.get("batch_size_per_feature_per_rank") is not None
+        shape = (bags.size,) if flat else (bags.size // width, width)
+        dtype = SparseType.from_int(int(self.module.output_dtype)).as_dtype()
+        return torch.empty(shape, dtype=dtype, device=bags.indices.device)
+
     def look_up_uncounted(self, forward: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Tensor:
         """Output of the module's ``forward`` without a gradient, which its optimizer does not count as a step."""
         counted = getattr(self.module, "iter_cpu", torch.zeros(1))
