@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,6 +49,36 @@ class Call:
     @property
     def place(self) -> str:
         return f"{self.operator} in {self.site}"
+
+
+class ReadWatch(TorchDispatchMode):
+    """Records which memory operators read that was there before, as long as it is active.
+
+    Attributes:
+        read: places of operators, and the storages that they read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[str, StorageWeakRef]] = []
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.add(f"{func.overloadpacket.__name__} in {site()}", (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        given = {_storage(each)._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        self._made |= {_storage(each)._cdata for each in tree_leaves(result) if isinstance(each, Tensor)} - given
+        return result
+
+    def add(self, place: str, arguments: Any) -> None:
+        """Records that an operator or kernel reads its arguments."""
+        for each in tree_leaves(arguments):
+            if isinstance(each, Tensor) and each.is_cuda and (storage := _storage(each))._cdata not in self._made:
+                self.read.append((place, StorageWeakRef(storage)))
+
+
+def _storage(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()
 
 
 class DeviceWatch(TorchDispatchMode):

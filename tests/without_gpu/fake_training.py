@@ -4,6 +4,7 @@ Stubs stand for what needs a device: FBGEMM's lookup, DistributedDataParallel's 
 compile only.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -35,7 +36,8 @@ from ahead_of_time import Launch, recorded_launches
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.models import build_model
-from cowrec.trainer.config.run import RunConfig, config_from
+from cowrec.sparse_opt.tbe import lookup
+from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
@@ -43,7 +45,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan, Schedule
 from cowrec.trainer.training import pipeline
 from cowrec.trainer.training.pipeline import Output, Step
 from cowrec.trainer.training.state import TrainState
-from device_watch import Call, DeviceWatch, numbers
+from device_watch import Call, DeviceWatch, ReadWatch, numbers
 from fake_cuda import build_guard, fake_cuda, fake_process_group, run_with_guard
 from fake_peers import sizes_of_peers
 
@@ -77,6 +79,7 @@ class Report:
         changing: places of operators whose numbers or shapes are others in the next step, sorted.
         frozen: those among them that a captured graph would repeat with the first numbers.
         recompiled: kernels that the next step compiles again, sorted.
+        lost: places of a captured graph whose memory is gone after evaluation with batches of other sizes, sorted.
         waits: what reads sizes from the device, as several processes must, sorted.
     """
 
@@ -87,6 +90,7 @@ class Report:
     changing: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     recompiled: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
 
 
@@ -118,7 +122,9 @@ def _reported(case: Case) -> Report:
             stack.enter_context(_stubs())
             if case.world_size > 1:
                 stack.enter_context(sizes_of_peers(waits))
-            return _report(_Run(case, stack.enter_context(recorded_launches())), waits)
+            run = _Run(case, stack.enter_context(recorded_launches()))
+            report = _report(run, waits)  # keeps no tensor
+            return replace(report, lost=run.lost())
     except Exception:
         return Report(error=traceback.format_exc())
 
@@ -177,8 +183,10 @@ class _Run:
         with patch.object(pipeline, "CudaGraphCapture", lambda: self):
             self._state = TrainState(RunPlan.of(config, self._schema, self._process, schedule=Schedule(100)))
         self._losses = LossWatch(self._process)
-        self._batches = self._state.ids.training_batches(self._epoch(config))
+        size = config.train.batch_size // self._process.world_size
+        self._batches = self._state.ids.training_batches(self._epoch(size))
         self._watch, self._launches, self._graph = DeviceWatch(), launches, _Record([], [])
+        self._reads, self._size = ReadWatch(), size
 
     def take_first_steps(self) -> None:
         """Takes the first steps, and step 14: steps 15 and 16 would be different to Triton if they were arguments."""
@@ -196,6 +204,17 @@ class _Run:
             self._step()
         return _Record(self._watch.calls, list(self._launches)), self._graph
 
+    def lost(self) -> list[str]:
+        """Places of the captured graph whose memory is gone, after steps of other sizes have taken place."""
+        read, self._graph = self._reads.read, _Record([], [])
+        self._state.model.eval()
+        with torch.no_grad(), patch.object(lookup, "_MOST_SIZES", 1):
+            for size in (self._size // 2, self._size // 4):
+                self._state.pipeline.progress(iter([next(self._epoch(size))]))
+        self._launches.clear()
+        gc.collect()
+        return sorted({place for place, storage in read if storage.expired()})
+
     def _step(self) -> None:
         step = self._state.step(self._batches)
         self._losses.add(step.loss, self._state.steps - 1)
@@ -212,16 +231,18 @@ class _Run:
             first_call, first_kernel = len(calls), len(kernels)
             assert self._state.adam
             with self._state.adam.capturing():  # the host counts elsewhere
-                output = step()
+                with ReadWatch() as self._reads:
+                    output = step()
+                for each in kernels[first_kernel:]:
+                    self._reads.add(f"{each.name} in Triton", each.arguments)
             self._graph = _Record(calls[first_call:], kernels[first_kernel:])
             del calls[first_call:], kernels[first_kernel:]
             return output
 
         return replay
 
-    def _epoch(self, config: RunConfig) -> Iterator[Batch]:
+    def _epoch(self, size: int) -> Iterator[Batch]:
         """Batches as the reader of a resident data set makes them."""
-        size = config.train.batch_size // self._process.world_size
         samples, device = 16 * size, self._process.device
         ids = torch.empty(
             samples, FIELDS, dtype=torch.int64 if self._schema.has_raw_ids else torch.int32, device=device
@@ -230,7 +251,7 @@ class _Run:
         order = torch.empty(samples, dtype=torch.int64, device=device)
         block = SampleBlock(dense, label, ids, {})
         for part in order.split(size):
-            yield block.take(part).batch(self._schema, config.train.batch_size)
+            yield block.take(part).batch(self._schema, size * self._process.world_size)
 
 
 def devices(arguments: Any) -> set[str]:
@@ -323,8 +344,8 @@ def _new_ids(tensor: Tensor) -> np.ndarray:
 @contextmanager
 def _stubs() -> Iterator[None]:
     with ExitStack() as stack:
-        for lookup in (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen):
-            stack.enter_context(patch.object(lookup, "forward", _look_up))
+        for module in (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen):
+            stack.enter_context(patch.object(module, "forward", _look_up))
         # The first batch's check reads values.
         stack.enter_context(
             patch.object(torchrec.distributed.embeddingbag, "validate_keyed_jagged_tensor", lambda *_: True)

@@ -136,6 +136,10 @@ def test_host_passes_only_the_listed_numbers_anew(step: Report) -> None:
     assert not step.frozen
 
 
+def test_a_graph_holds_the_memory_that_it_reads(step: Report) -> None:
+    assert not step.lost
+
+
 def test_no_kernel_is_compiled_again(step: Report) -> None:
     """Triton compiles kernels anew for arguments that are 1 or multiples of 16, such as a step."""
     assert not step.recompiled

@@ -29,7 +29,7 @@ from cowrec.sparse_opt.kernels.layout import (
     TableClips,
 )
 from cowrec.sparse_opt.kernels.triton_replay import replay_rows_on_device
-from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device
+from cowrec.sparse_opt.kernels.triton_rows import DeviceRows, find_rows_on_device, pool_rows_on_device
 
 ROWS_OF_TABLE = 100
 
@@ -108,6 +108,7 @@ def launch(variant: Variant) -> None:
         arguments = (state, steps, constants, DecayThresholds(1e-4, 1e-11, 1e-19))
         replay_rows_on_device(ids.row, ids.begin, layout, clips_of_absent, *arguments)
     id_weights = variant.tensor(count) if variant.weighted else None
+    pool_rows_on_device(layout, bags, id_weights, state.weights, variant.tensor(bags.size))
     output_grad = variant.tensor(variant.batch, tables * variant.width, dtype=variant.grad)
     rows = DeviceRows(layout, ids, id_weights, output_grad)
     for replays in (False, True):
