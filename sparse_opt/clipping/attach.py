@@ -131,15 +131,27 @@ def _look_up(
         output = clipped.lookup.look_up_uncounted(forward, inputs)
         return run_in_backward(output, clipped, bags, given, loss_scale, run, parameter=parameter)
     single_id_bags = single_id_bags or clipped.lookup.is_sequence
-    weights = None
-    if not single_id_bags:  # in memory of their own, which the clip may change
-        weights = torch.ones(len(bags.indices), device=bags.indices.device) if given is None else given.float().clone()
-    output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
-    if not output.requires_grad:
-        return output
-    ids = (bags.indices, bags.offsets, given, weights)
-    clipping: Tensor = _ClipInBackward.apply(output, *ids, bags, clipped, single_id_bags, l2, loss_scale)
+    weights = None if single_id_bags else _scalable_weights(given, bags.indices)
+    # Hooks on saved tensors, as those that offload activations, would give FBGEMM's backward and the clip's copies.
+    with torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version):
+        output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
+        if not output.requires_grad:
+            return output
+        ids = (bags.indices, bags.offsets, given, weights)
+        clipping: Tensor = _ClipInBackward.apply(output, *ids, bags, clipped, single_id_bags, l2, loss_scale)
     return clipping
+
+
+def _with_version(saved: Tensor) -> tuple[Tensor, int]:
+    return saved, saved._version
+
+
+def _of_version(packed: tuple[Tensor, int]) -> Tensor:
+    """Checks what autograd checks of tensors that it saves itself."""
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError("ids or their weights were modified by an inplace operation between forward and backward")
+    return saved
 
 
 def _fused_step(
@@ -176,7 +188,6 @@ class _ClipInBackward(torch.autograd.Function):
         l2: float,
         loss_scale: LossScale,
     ) -> Tensor:
-        # Saved as FBGEMM saves them: activation checkpointing then hands both backwards the same tensors.
         ctx.save_for_backward(indices, offsets, given, weights)
         ctx.blocks, ctx.size = bags.blocks, bags.size
         ctx.clipped, ctx.single_id_bags, ctx.l2, ctx.loss_scale = clipped, single_id_bags, l2, loss_scale
@@ -212,3 +223,10 @@ def _require_single_ids(bags: LookupBags, id_weights: Tensor | None) -> None:
         raise ValueError("a bag holds more than one id; attach CowClip with single_id_bags=False")
     if id_weights is not None:
         raise ValueError("the lookup has ids' weights or mean pooling; attach CowClip with single_id_bags=False")
+
+
+def _scalable_weights(given: Tensor | None, indices: Tensor) -> Tensor:
+    """The ids' weights, or ones, in memory of their own, which the clip may change."""
+    if given is None:
+        return torch.ones(indices.numel(), dtype=torch.float32, device=indices.device)
+    return given.float().clone()

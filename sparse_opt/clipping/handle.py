@@ -239,7 +239,7 @@ class LossScale:
         if self._scaler is None:
             self._warn_once()
             return Unscaled(backward, grad)
-        scale = self._scaler.scale(torch.ones((), device=grad.device))
+        scale = self._scaler.scale(torch.ones((), dtype=torch.float32, device=grad.device))
         assert isinstance(scale, Tensor)
         factor, finite = scale.double().reciprocal().float(), grad.isfinite().all()
         if clipped.in_torch.waits_for_ranks:  # they take one step together
@@ -292,7 +292,9 @@ def run_in_backward(
         The output, in the same memory.
     """
     if parameter is None:
-        parameter = torch.ones((), requires_grad=True)  # makes autograd record the lookup, whose inputs are integers
+        parameter = torch.ones(
+            (), dtype=torch.float32, requires_grad=True
+        )  # makes autograd record the lookup, whose inputs are integers
     recorded: Tensor = _RunInBackward.apply(output, parameter, id_weights, clipped, bags, ids, loss_scale, run)
     return recorded
 

@@ -147,12 +147,12 @@ class NumbaRows:
         return row_sums(self._layout, ids, backward.id_weights, backward.output_grad)
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
-        factors = torch.empty(backward.bags.indices.numel())
+        factors = torch.empty(backward.bags.indices.numel(), dtype=torch.float32)
         self._run(numba_rows.factors_of_ids, backward, self._lookup.flat_weights().numpy(), factors.numpy())
         return factors
 
     def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
-        written = torch.zeros(backward.output_grad.shape)
+        written = torch.zeros(backward.output_grad.shape, dtype=torch.float32)
         arguments = (self._lookup.flat_weights().numpy(), np.float32(2 * l2), written.view(-1).numpy())
         self._run(numba_rows.write_row_gradients, backward, *arguments)
         return written.to(backward.output_grad.dtype)
@@ -255,7 +255,7 @@ class TritonRows:
     def id_factors(self, backward: LookupBackward) -> Tensor:
         if not backward.bags.indices.numel():
             self._statistics.record_no_rows()
-            return torch.empty(0, device=self._layout.rows.device)
+            return torch.empty(0, dtype=torch.float32, device=self._layout.rows.device)
         rows = self._rows(backward)
         factors, results = rows.factors(self._clips, self._lookup.flat_weights())
         self._statistics.record_on_device(results, rows)

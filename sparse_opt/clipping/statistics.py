@@ -58,7 +58,7 @@ class ClipStatistics:
 
     def record_no_rows(self) -> None:
         """Records a step without ids."""
-        self.latest = RowResults(torch.empty(0, device=self._rows.device), self._rows[:0])
+        self.latest = RowResults(torch.empty(0, dtype=torch.float32, device=self._rows.device), self._rows[:0])
 
     def record(self, ratios: Tensor, rows: RowSums | RowGradients) -> None:
         """Records ``||g|| / limit`` of each row, float [nnz], padded like the rows."""

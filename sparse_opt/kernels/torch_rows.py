@@ -139,7 +139,9 @@ def weight_grads(layout: LookupLayout, ids: LookupIds, weights: Tensor, output_g
         torch.where(inside, values[torch.where(inside, first[:, None] + column, first[:, None])].float(), 0)
         for values, first in ((weights, start), (output_grad.contiguous().view(-1), ids.address[ids.order].long()))
     )
-    return torch.empty(len(table), device=weights.device).scatter_(0, ids.order, (rows * grads).sum(1))
+    return torch.empty(len(table), dtype=torch.float32, device=weights.device).scatter_(
+        0, ids.order, (rows * grads).sum(1)
+    )
 
 
 def with_sums(layout: LookupLayout, ids: LookupIds, sums: Tensor, dtype: torch.dtype) -> RowSums:

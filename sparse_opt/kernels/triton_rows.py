@@ -576,7 +576,7 @@ class DeviceRows:
 
     def factors(self, clips: TableClips, weights: Tensor) -> tuple[Tensor, RowResults]:
         """Computes the clip factor of each distinct row, float32 [nnz], from the lookup's flat weights."""
-        factors = torch.empty(self._count, device=self.ids.row.device)
+        factors = torch.empty(self._count, dtype=torch.float32, device=self.ids.row.device)
         return factors, self._clip_into(factors, clips, weights)
 
     def written(self, clips: TableClips, weights: Tensor, twice_l2: float) -> tuple[Tensor, RowResults]:

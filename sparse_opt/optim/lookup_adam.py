@@ -161,7 +161,9 @@ class LookupAdam:
         like = self.lookup.flat_weights()
         offsets = torch.zeros(len(self.lookup.feature_table) + 1, dtype=torch.int64, device=like.device)
         bags = self.clipped.bags.of({"indices": offsets[:0], "offsets": offsets})
-        self.update(LookupBackward(bags, None, torch.zeros(bags.size, device=like.device)), lr, self._step)
+        self.update(
+            LookupBackward(bags, None, torch.zeros(bags.size, dtype=torch.float32, device=like.device)), lr, self._step
+        )
 
     def _take_step(self, backward: LookupBackward, lr: float) -> None:
         if self.replays or self.clipped.rows.is_capturable:

@@ -86,7 +86,7 @@ class StepHistory:
         self._lrs = np.empty(0)
         self._steps = 0
         self._scheduled, self._scheduled_lr = 0, config.lr
-        self.schedule = Schedule(*(torch.empty(0, device=device) for _ in Schedule._fields))
+        self.schedule = Schedule(*(torch.empty(0, dtype=torch.float32, device=device) for _ in Schedule._fields))
 
     @property
     def is_replayed(self) -> bool:

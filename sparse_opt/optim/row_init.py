@@ -180,7 +180,7 @@ class _ShardGroup:
             return
         index, local = index[found], local[found]
         width = self.columns.stop - self.columns.start
-        weights = torch.zeros(len(found), width)
+        weights = torch.zeros(len(found), width, dtype=torch.float32)
         own = values[found, self.columns]
         weights[:, : own.shape[1]] = own
         flat = self.lookup.flat_weights()

@@ -80,7 +80,7 @@ class TbeLookup:
             _shard_of(collection, table, view, names[table.name]) for table, view in zip(tables, views, strict=True)
         )
         self.feature_table: list[int] = list(kernel._feature_table_map)
-        self._ones = torch.ones(0)
+        self._ones = torch.ones(0, dtype=torch.float32)
 
     @property
     def is_sequence(self) -> bool:
@@ -118,7 +118,7 @@ class TbeLookup:
         geometry = (tbe.weights_offsets, tbe.D_offsets, tbe.total_D, tbe.hash_size_cumsum)
         if id_weights is None:  # the operator needs some: 1 changes no bit
             if len(self._ones) < len(indices):
-                self._ones = torch.ones(len(indices))
+                self._ones = torch.ones(len(indices), dtype=torch.float32)
             id_weights = self._ones[: len(indices)]
         pooled: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             weights, *geometry, indices, offsets, pooling, id_weights, output
@@ -220,8 +220,8 @@ class TbeLookup:
         """Allocates zeros, float32, laid out like :meth:`flat_weights` and in the same kind of memory."""
         weights = self.flat_weights()
         if self.has_dense_gradient or not self.module.weights_uvm.numel():
-            return torch.zeros(weights.numel(), device=weights.device)
-        like = torch.empty(1, device=weights.device)
+            return torch.zeros(weights.numel(), dtype=torch.float32, device=weights.device)
+        like = torch.empty(1, dtype=torch.float32, device=weights.device)
         state: Tensor = torch.ops.fbgemm.new_managed_tensor(like, [weights.numel()])
         return state.zero_()
 

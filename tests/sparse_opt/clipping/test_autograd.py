@@ -2,7 +2,8 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -90,6 +91,58 @@ def test_activation_checkpointing_changes_no_bit(kind: str, optimizer: str) -> N
     plain = trained(case, adam, lambda lookup, x: lookup(x))
     kept = trained(case, adam, lambda lookup, x: checkpoint(lookup, x, use_reentrant=False))
     assert all(np.array_equal(*each) for each in zip(kept, plain, strict=True))
+
+
+@contextmanager
+def offloaded() -> Iterator[None]:
+    """Copies activations away and back, as torchtune does: not parameters, nor numbers that are not floating point."""
+
+    def pack(saved: Tensor) -> Tensor | tuple[Tensor]:
+        is_kept = isinstance(saved, nn.Parameter) or not saved.is_floating_point()
+        return saved if is_kept else (saved.detach().clone(),)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed[0].clone() if isinstance(packed, tuple) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "activations are offloaded": offloaded,
+    "float64 by default": partial(default_dtype, torch.float64),
+    "bfloat16 by default": partial(default_dtype, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(("kind", "optimizer"), zip(KINDS, cycle(OPTIMIZERS), strict=False))
+def test_what_is_around_a_forward_changes_no_bit(kind: str, optimizer: str, around: str) -> None:
+    case, adam = KINDS[kind], OPTIMIZERS[optimizer]
+
+    def looked_up(lookup: Any, x: Tensor) -> Tensor:
+        with AROUND[around]():
+            return lookup(None) * x
+
+    plain = trained(case, adam, lambda lookup, x: lookup(None) * x)
+    assert all(np.array_equal(*each) for each in zip(trained(case, adam, looked_up), plain, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_tables_keep_their_types_whatever_the_default(optimizer: str) -> None:
+    plain = trained(CASE, OPTIMIZERS[optimizer], lambda lookup, x: lookup(None) * x.float())
+    with default_dtype(torch.float64):
+        other = trained(CASE, OPTIMIZERS[optimizer], lambda lookup, x: lookup(None) * x.float())
+    assert all(np.array_equal(*each) for each in zip(other, plain, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
