@@ -1,5 +1,6 @@
 """One lookup under a clip rule: its limits, statistics and back end, and the backward passes that wait for others."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -48,6 +49,7 @@ class ClippedLookup:
         self.accumulation = Accumulation(self.bags)
         self.limits = TableLimits(lookup, rules, clip_columns)
         self.statistics = ClipStatistics(lookup)
+        self._latest_backward = -1
         adds_up = rules.scope == "row" and self.limits.clipped_column_shards
         columns = ColumnShards(lookup, self.layout, groups or {}, adds_up) if adds_up else None
         kernels = TritonRows if weights.is_cuda else NumbaRows
@@ -60,6 +62,19 @@ class ClippedLookup:
         """True if a row's limit and update depend only on what this process has of the row."""
         torch_rows = self.in_torch
         return self.limits.scope == "row" and torch_rows.columns is None and not torch_rows.gathers_rows
+
+    def warn_of_pairs(self) -> None:
+        """Warns in the second backward pass of one ``backward()``, unless passes are accumulated."""
+        backward, earlier = torch._C._current_graph_task_id(), self._latest_backward
+        self._latest_backward = backward
+        if backward == earlier and self.accumulation.passes == 1:
+            warnings.warn(
+                "the model was called several times in one loss: the gradient of each call is clipped by itself, and"
+                " applied in a step of its own; to clip their sum, in one step, call accumulate(n) with the number of"
+                " calls on what attach_cowclip returned, or on EmbeddingAdam",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class Accumulation:

@@ -69,6 +69,7 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
     """Finds the rule of each table of a model; arguments as in :func:`attach_cowclip`.
 
     Raises:
+        TypeError: a rule is not one, such as a number or the class of a rule.
         ValueError: the model has no table, a name is unknown, a table has no rule or two, or rules cannot be mixed.
     """
     known = all_table_names(model)
@@ -78,6 +79,13 @@ def table_rules(model: nn.Module, rule: ClipRule | Mapping[str, ClipRule], exclu
             " with EmbeddingBagCollections"
         )
     given = dict(rule) if isinstance(rule, Mapping) else {OTHERS: rule}
+    for each in given.values():
+        if isinstance(each, type) or not callable(getattr(each, "limit", None)):
+            got = f"the class {each.__name__}" if isinstance(each, type) else repr(each)
+            raise TypeError(
+                "rule must be a clip rule, such as CowClip(r=1.0, zeta=1e-5), or a mapping of table names to rules; got"
+                f" {got}"
+            )
     named = {table: given[name] for table, name in meant_tables(model, given.keys() - {OTHERS}).items()}
     excluded = meant_tables(model, exclude)
     require_known("rule", list(named), known)

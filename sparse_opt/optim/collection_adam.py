@@ -81,7 +81,10 @@ class CollectionAdam:
 
     def hook(self, called: nn.Module) -> None:
         """Completes steps before ``called``, the collection or what runs it, and rows before its ``state_dict()``."""
-        self._step_hook = called.register_forward_pre_hook(self.complete_step)
+        self._step_hook = called.register_forward_pre_hook(
+            # In an evaluation others may be behind because their backward is still to come, in another thread.
+            lambda *_: self.complete_step() if torch.is_grad_enabled() else None
+        )
         self._hook_state()
 
     def unhook(self) -> None:
@@ -132,7 +135,7 @@ class CollectionAdam:
         """Replayed lookups whose column shards or copies on other ranks may be at different steps."""
         return [adam for adam in self._replayed() if adam.lookup.is_replicated or adam.lookup.splits_columns]
 
-    def complete_step(self, *_: Any) -> None:
+    def complete_step(self) -> None:
         """Brings lookups that an interrupted backward pass left behind to the step that others have taken.
 
         They take it without the batch's gradients, with a warning.

@@ -126,6 +126,7 @@ class EmbeddingAdam(FusedOptimizer):
         )
         for collection in self.collections:
             collection.hook(called[collection.collection])
+        self._evictions = [adam.follow_evictions() for adam in self.lookups]
 
     @property
     def lr(self) -> float:
@@ -166,6 +167,8 @@ class EmbeddingAdam(FusedOptimizer):
     def remove(self) -> None:
         """Brings all rows up to date and detaches from the model, which then trains by its fused SGD again."""
         self.flush()
+        for end_following in self._evictions:
+            end_following()
         for collection in self.collections:
             collection.unhook()
         self._handle.remove()

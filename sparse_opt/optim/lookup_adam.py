@@ -2,6 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +83,7 @@ class LookupAdam:
         self._step, self._taken = 0, torch.zeros(1, dtype=torch.int32, device=weights.device)
         self._log_beta2_here = torch.empty(1, dtype=torch.float64, device=weights.device)
         self._captured: RowResults | None = None
+        self._lock = RLock()  # another thread may evaluate meanwhile, which catches rows up too
         self.reconfigure(config)
 
     def reconfigure(self, config: AdamConfig) -> None:
@@ -145,16 +150,17 @@ class LookupAdam:
 
     def update(self, backward: LookupBackward, lr: float, step_of_forward: int) -> None:
         """Takes a step; ``step_of_forward`` is the one that the forward pass brought the rows to."""
-        if step_of_forward < self._step:
-            self.catch_up(backward.bags)
-        self._step += 1
-        self._taken.add_(1)  # not a number from the host, which a captured graph would repeat
-        try:
-            self._take_step(backward, lr)
-        except BaseException:
-            self.step = self._step - 1  # not taken; CollectionAdam.complete_step takes it if others have
-            raise
-        self._history.record(self._step, lr)
+        with self._lock:
+            if step_of_forward < self._step:
+                self.catch_up(backward.bags)
+            self._step += 1
+            self._taken.add_(1)  # not a number from the host, which a captured graph would repeat
+            try:
+                self._take_step(backward, lr)
+            except BaseException:
+                self.step = self._step - 1  # not taken; CollectionAdam.complete_step takes it if others have
+                raise
+            self._history.record(self._step, lr)
 
     def take_without_ids(self, lr: float) -> None:
         """Takes a step in which no id occurs."""
@@ -176,24 +182,27 @@ class LookupAdam:
 
     def catch_up(self, bags: LookupBags) -> LookupIds | None:
         """Takes the missed steps of the rows that a forward pass looks up; returns the rows if it had to find them."""
-        return self.clipped.rows.catch_up(bags, self._rows()) if self.replays else None
+        with self._lock:
+            return self.clipped.rows.catch_up(bags, self._rows()) if self.replays else None
 
     def catch_up_rows(self, rows: Tensor) -> None:
         """Takes the missed steps of distinct rows, by their indices among the rows of all tables, int64 [n].
 
         All but the second moments of decayed rows then are those after the latest step.
         """
-        behind = rows[is_behind(self.last_step[rows], self._step)]
-        if len(behind):
-            self.clipped.rows.replay(behind, self._rows())
+        with self._lock:
+            behind = rows[is_behind(self.last_step[rows], self._step)]
+            if len(behind):
+                self.clipped.rows.replay(behind, self._rows())
 
     def catch_up_all(self) -> None:
         """Does :meth:`catch_up_rows` for every row."""
         for first in range(0, len(self.last_step), _ROWS_AT_ONCE):
-            last = self.last_step[first : first + _ROWS_AT_ONCE]
-            behind = is_behind(last, self._step).nonzero().flatten() + first
-            if len(behind):
-                self.clipped.rows.replay(behind, self._rows())
+            with self._lock:
+                last = self.last_step[first : first + _ROWS_AT_ONCE]
+                behind = is_behind(last, self._step).nonzero().flatten() + first
+                if len(behind):
+                    self.clipped.rows.replay(behind, self._rows())
 
     def flush(self) -> None:
         """Brings every row and all its moments to the latest step; has no effect unless rows are replayed."""
@@ -220,14 +229,34 @@ class LookupAdam:
 
         Args:
             elements: indices of their weights in the flat tensors, int64 [n, D].
-            shard: indices of their shards in the lookup, int64 [n], on the CPU.
-            row: their indices in those shards, int64 [n], on the CPU.
+            shard: indices of their shards in the lookup, int64 [n].
+            row: their indices in those shards, int64 [n].
         """
         self.exp_avg[elements] = 0
         self.exp_avg_sq[elements] = 0
         if self.replays:
             rows = self.clipped.layout.first_row[shard.to(elements.device)] + row.to(elements.device)
             self.last_step[rows] = self._step
+
+    def follow_evictions(self) -> Callable[[], None]:
+        """Resets the state of rows that TorchRec's managed collision gives to new ids; returns what ends that."""
+        module: Any = self.lookup.module
+        if self.lookup.has_dense_gradient:
+            return lambda: None
+        reset_fused = module.reset_embedding_weight_momentum
+
+        def reset(
+            pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
+        ) -> None:
+            reset_fused(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
+            tables, bounds = logical_table_ids.tolist(), pairwise(pruned_indices_offsets.tolist())
+            for table, (begin, end) in zip(tables, bounds, strict=True):
+                row, dim = pruned_indices[begin:end].to(self.last_step.device), self.lookup.shards[table].embedding_dim
+                elements = self.lookup.weight_offsets[table] + row[:, None] * dim
+                self.forget(elements + torch.arange(dim, device=row.device), torch.full_like(row, table), row)
+
+        module.reset_embedding_weight_momentum = reset
+        return partial(delattr, module, "reset_embedding_weight_momentum")
 
     def count_step(self) -> None:
         """Counts a step that a captured CUDA graph has taken, in which no code of this class ran."""

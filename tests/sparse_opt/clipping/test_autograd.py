@@ -1,8 +1,11 @@
 """Autograd around the lookups: several backward passes, activation checkpointing, and tensors changed in place."""
 
 import tempfile
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -170,3 +173,47 @@ def test_ids_that_change_before_the_backward_are_refused(optimizer: str) -> None
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             losses(CASE, values, targets, 1.0).backward()
         assert all(np.array_equal(*each) for each in zip(before, gather_tables(CASE, model), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_calls_in_one_loss_are_warned_of(optimizer: str) -> None:
+    (bags, targets), *_ = CASE.draw()["steps"]
+    with started(CASE, OPTIMIZERS[optimizer]) as model:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                losses(CASE, pooled(CASE, model, bags), targets, 1.0).backward()
+        both = losses(CASE, pooled(CASE, model, bags) + pooled(CASE, model, bags), targets, 1.0)
+        with pytest.warns(RuntimeWarning, match=r"called several times in one loss.* call accumulate\(n\)"):
+            both.backward()
+
+
+@pytest.mark.parametrize("optimizer", ["lazy", "replay"])
+def test_evaluation_in_another_thread_changes_no_bit(optimizer: str) -> None:
+    case = replace(CASE, rows=(4000, 3000), batch=64, steps=30)
+    drawn = case.draw()
+
+    def train(evaluates: bool) -> list:
+        ended = threading.Event()
+        with started(case, OPTIMIZERS[optimizer]) as model:
+
+            def evaluate() -> None:
+                while not ended.is_set():
+                    with torch.no_grad():
+                        pooled(case, model, drawn["steps"][-1][0])
+
+            with torch.no_grad():
+                pooled(case, model, drawn["steps"][0][0])  # TorchRec sets itself up in the first forward
+            other = threading.Thread(target=evaluate)
+            if evaluates:
+                other.start()
+            try:
+                for bags, targets in drawn["steps"]:
+                    losses(case, pooled(case, model, bags), targets, 100.0).backward()
+            finally:
+                ended.set()
+                if evaluates:
+                    other.join()
+            return gather_tables(case, model)
+
+    assert all(np.array_equal(*each) for each in zip(train(True), train(False), strict=True))

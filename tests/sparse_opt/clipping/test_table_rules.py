@@ -126,3 +126,11 @@ def test_the_name_of_one_table_has_precedence_over_one_that_collections_share() 
     for names in (["t0", "a.t0"], ["a.t0", "t0"]):
         rules = table_rules(towers, {name: rule if name == "a.t0" else other for name in names} | {"*": NoClip()}, ())
         assert (rules.of("a.t0"), rules.of("b.t0")) == (rule, other)
+
+
+@pytest.mark.parametrize("rule", [0.5, CowClip, {"t0": CowClip(), "*": "cowclip"}])
+def test_what_is_no_rule_is_named(rule: Any) -> None:
+    model, message = fresh(), r"rule must be a clip rule.*got (0\.5|the class CowClip|'cowclip')"
+    for attach in (attach_cowclip, lambda attached, given: EmbeddingAdam(attached, AdamConfig(), given)):
+        with pytest.raises(TypeError, match=message):
+            attach(model, rule)
