@@ -199,7 +199,7 @@ class _ClipInBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         indices, offsets, given, weights = ctx.saved_tensors
         bags = LookupBags(indices, offsets, ctx.blocks, ctx.size)
-        ctx.clipped.warn_of_pairs()
+        ctx.clipped.check_backward()
         unscaled = ctx.loss_scale.unscaled(ctx.clipped, LookupBackward(bags, given, grads[0]))
         backward, grad = unscaled.backward, unscaled.scaled_grad
         if ctx.single_id_bags:

@@ -1,5 +1,6 @@
 """One lookup under a clip rule: its limits, statistics and back end, and the backward passes that wait for others."""
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -63,8 +64,18 @@ class ClippedLookup:
         torch_rows = self.in_torch
         return self.limits.scope == "row" and torch_rows.columns is None and not torch_rows.gathers_rows
 
-    def warn_of_pairs(self) -> None:
-        """Warns in the second backward pass of one ``backward()``, unless passes are accumulated."""
+    def check_backward(self) -> None:
+        """Warns in the second backward pass of one ``backward()``, unless passes are accumulated.
+
+        Raises:
+            RuntimeError: the pass is traced and not run.
+        """
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # whose import takes seconds
+        if compiled is not None and compiled.in_compiled_autograd_region:
+            raise RuntimeError(
+                "compiled autograd would trace the backward pass of tables under cowrec, whose kernels cannot be"
+                " traced; leave torch._dynamo.config.compiled_autograd off (torch.compile of the model works)"
+            )
         backward, earlier = torch._C._current_graph_task_id(), self._latest_backward
         self._latest_backward = backward
         if backward == earlier and self.accumulation.passes == 1:

@@ -114,7 +114,7 @@ def wrap_lookups(
     for collection, module in called.items():
         own = [each for each in lookups if each.lookup.collection is collection]
         undo += [
-            module.register_forward_pre_hook(_guard(collection, own)).remove,
+            module.register_forward_pre_hook(_guard(module, collection, own)).remove,
             collection.register_load_state_dict_post_hook(partial(_drop_waiting, own)).remove,
             partial(delattr, collection, _DETACH),
         ]
@@ -137,13 +137,19 @@ def require_unattached(collections: Collection[ShardedCollection]) -> None:
         )
 
 
-def _guard(collection: ShardedCollection, lookups: Sequence[ClippedLookup]) -> Callable[..., None]:
-    """Makes a forward pre-hook that raises RuntimeError once TorchRec has rebuilt the lookups of a collection, or if
-    an exception has interrupted the accumulation of their backward passes.
+def _guard(attached: nn.Module, collection: ShardedCollection, lookups: Sequence[ClippedLookup]) -> Callable[..., None]:
+    """Makes a forward pre-hook that raises RuntimeError in a copy of the model, once TorchRec has rebuilt the lookups
+    of a collection, or if an exception has interrupted the accumulation of their backward passes.
     """
     wrapped = lookup_modules(collection)
 
-    def check(*_: Any) -> None:
+    def check(called: nn.Module, *_: Any) -> None:
+        if called is not attached:
+            raise RuntimeError(
+                f"this {type(collection).__name__} is a copy of one that is attached, and would read and train the"
+                " tables of that one; call remove() on what attach_cowclip returned, or on EmbeddingAdam, before the"
+                " model is copied, and attach each of them"
+            )
         if lookup_modules(collection) != wrapped:  # modules are equal to themselves alone
             raise RuntimeError(
                 f"the lookups of {type(collection).__name__} were rebuilt after attaching, as by"
@@ -324,7 +330,7 @@ class _RunInBackward(torch.autograd.Function):
         indices, offsets, id_weights = ctx.saved_tensors
         bags = LookupBags(indices, offsets, ctx.blocks, ctx.size)
         backward = LookupBackward(bags, id_weights, grads[0], ctx.ids)
-        ctx.clipped.warn_of_pairs()
+        ctx.clipped.check_backward()
         weight_grad = ctx.clipped.in_torch.id_weight_grad(backward) if ctx.needs_input_grad[2] else None
         unscaled = ctx.loss_scale.unscaled(ctx.clipped, backward)
         step = ctx.clipped.accumulation.add(unscaled.backward, unscaled.finite)

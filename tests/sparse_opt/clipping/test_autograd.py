@@ -1,5 +1,6 @@
 """Autograd around the lookups: several backward passes, activation checkpointing, and tensors changed in place."""
 
+import copy
 import tempfile
 import threading
 import warnings
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
@@ -217,3 +220,21 @@ def test_evaluation_in_another_thread_changes_no_bit(optimizer: str) -> None:
             return gather_tables(case, model)
 
     assert all(np.array_equal(*each) for each in zip(train(True), train(False), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_copies_and_compiled_autograd_are_refused(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is made as by DistributedModelParallel.copy, which takes torch's CUDA build."""
+    monkeypatch.setattr(ProcessGroup, "__deepcopy__", lambda group, _: group, raising=False)
+    (bags, targets), *_ = CASE.draw()["steps"]
+    with started(CASE, OPTIMIZERS[optimizer]) as model:
+        pooled(CASE, model, bags)
+        with pytest.raises(RuntimeError, match=r"is a copy of one that is attached.* call remove\(\)"):
+            pooled(CASE, copy.deepcopy(model), bags)
+        loss, before = losses(CASE, pooled(CASE, model, bags), targets, 1.0), gather_tables(CASE, model)
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(RuntimeError, match="compiled autograd would trace"),
+        ):
+            loss.backward()
+        assert all(np.array_equal(*each) for each in zip(before, gather_tables(CASE, model), strict=True))
