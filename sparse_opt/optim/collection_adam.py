@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class CollectionAdam:
     ):
         self.collection, self._config, self._column_ranks = collection, config, column_ranks
         self._step_hook: RemovableHandle | None = None
+        self._training_thread: int | None = None
         self._state_hooks: list[RemovableHandle] = []
         self.history = StepHistory(config, device)
         self.lookups = [LookupAdam(each, config, self.history, lr_factors) for each in clipped]
@@ -81,11 +83,15 @@ class CollectionAdam:
 
     def hook(self, called: nn.Module) -> None:
         """Completes steps before ``called``, the collection or what runs it, and rows before its ``state_dict()``."""
-        self._step_hook = called.register_forward_pre_hook(
-            # In an evaluation others may be behind because their backward is still to come, in another thread.
-            lambda *_: self.complete_step() if torch.is_grad_enabled() else None
-        )
+        self._step_hook = called.register_forward_pre_hook(lambda *_: self._before_forward())
         self._hook_state()
+
+    def _before_forward(self) -> None:
+        if torch.is_grad_enabled():
+            self._training_thread = get_ident()
+        # To an evaluation in another thread lookups may be behind whose backward is still to come.
+        if self._training_thread in (None, get_ident()):
+            self.complete_step()
 
     def unhook(self) -> None:
         """Removes the hooks."""

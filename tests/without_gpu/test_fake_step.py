@@ -43,7 +43,6 @@ CROSSINGS = {
 # Operators to which the host passes other numbers in every step. In a captured graph there can be none.
 CHANGING = {
     "fill_ in cowrec.trainer.sharded_model.dense_adam.DenseAdam.prepare",  # the learning rate
-    "select in cowrec.trainer.runtime.stopping.LossWatch.add",  # where the loss goes
 }
 
 
