@@ -4,6 +4,7 @@ B samples of a batch, U of its distinct rows.
 """
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -35,7 +36,8 @@ _STEP = "cowrec_step"
 _INPUT, _EXCHANGE = ("## load batch",), ("[splits_dist]",)
 _DENSE_UPDATE, _PASSES, _LOOKUP = ("## optimizer", "## zero_grad"), ("## forward", "## backward"), ("[lookup]",)
 PROFILED_STEPS = 5
-_WIDTH, _SAMPLES, _COPIED, _REPEATS = 400, 8192, 1 << 26, 7
+_WIDTH, _SAMPLES, _COPIED, _REPEATS, _LAUNCHED = 400, 8192, 1 << 26, 7, 50
+_logger = logging.getLogger(__name__)
 
 
 def speed(batch_size: int, step_seconds: list[float]) -> dict[str, Any]:
@@ -67,15 +69,20 @@ def step_values(
         dense: parameters of the network.
         traffic: bytes per sample that the embeddings must move.
     """
-    speeds, (shares, kernels) = speed(batch_size, times[0]), profile_steps(step, PROFILED_STEPS, device)
-    rates, flops = measure_rates(device, precision), flops_per_sample(dense)
+    speeds, kernels = speed(batch_size, times[0]), None
+    shares: Mapping[str, float | None] = dict.fromkeys(PARTS, None)
+    try:
+        shares, kernels = profile_steps(step, PROFILED_STEPS, device)
+    except Exception as error:  # whatever it is, the times are known by now
+        _logger.warning("the parts of a step are not known: profiling failed: %s", error)
+    rates, flops = measure_rates(device, precision, batch_size), flops_per_sample(dense)
     # Products and traffic can overlap.
     floor = max(flops / rates["flops_per_second"], traffic / rates["bytes_per_second"])
     return {
         **speeds,
         "host_ms": 1e3 * times[1],
         "kernels": kernels,
-        "step_parts_ms": {part: speeds["step_ms"] * share for part, share in shares.items()},
+        "step_parts_ms": {part: share and speeds["step_ms"] * share for part, share in shares.items()},
         "roofline": {
             "flops_per_sample": flops,
             "bytes_per_sample": traffic,
@@ -114,9 +121,7 @@ def step_times(
             break
     host = (time.process_time() - host) / (len(marks) - 1)
     synchronize(device)
-    if device.type == "cuda":
-        return [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)], host
-    return [other - one for one, other in pairwise(marks)], host
+    return [_seconds(*each) for each in pairwise(marks)], host
 
 
 def _mark(device: torch.device) -> Any:
@@ -126,6 +131,11 @@ def _mark(device: torch.device) -> Any:
         if device.type == "cuda"
         else time.perf_counter()
     )
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    """Time from one mark to another that the device has reached."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 def memory(key: str, device: torch.device) -> int:
@@ -188,6 +198,8 @@ def profile_steps(
     if on_cuda:  # the backward runs in its own thread, outside the range that waits for it
         kernels = [each for each in events if each.device_type != DeviceType.CPU and not each.is_user_annotation]
         step_time = sum(each.self_device_time_total for each in kernels)
+        if not step_time:
+            raise RuntimeError("the profile has no kernels; the driver may keep users from its counters")
         parts["dense"] = step_time - sum(parts.values())
         launches = sum(each.count for each in kernels) / steps
     else:
@@ -198,19 +210,21 @@ def profile_steps(
     return {part: time / step_time for part, time in parts.items()}, launches
 
 
-def measure_rates(device: torch.device, precision: str) -> dict[str, float]:
+def measure_rates(device: torch.device, precision: str, batch_size: int) -> dict[str, float]:
     """Rates that this machine reached, each the best of several measurements, for the least time of a step.
 
     Source: the roofline model (Williams, Waterman and Patterson 2009).
 
     Args:
         precision: "float32", "tf32" or "bfloat16".
+        batch_size: samples of the products on CUDA, where small ones do not fill the device; on CPU 8,192.
 
     Returns:
         flops_per_second of matrix products of the MLP's size, with torch's threads; bytes_per_second, read plus written
         while 256 MiB are copied.
     """
-    x = torch.randn(_SAMPLES, _WIDTH, device=device)
+    samples = batch_size if device.type == "cuda" else _SAMPLES
+    x = torch.randn(samples, _WIDTH, device=device)
     weight, bias = torch.randn(_WIDTH, _WIDTH, device=device), torch.zeros(_WIDTH, device=device)
     if precision == "bfloat16":
         x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
@@ -219,7 +233,7 @@ def measure_rates(device: torch.device, precision: str) -> dict[str, float]:
         product = _least_seconds(lambda: linear_relu(x, weight, bias), device)
     copying = _least_seconds(lambda: target.copy_(source), device)
     return {
-        "flops_per_second": 2 * _SAMPLES * _WIDTH**2 / product,
+        "flops_per_second": 2 * samples * _WIDTH**2 / product,
         "bytes_per_second": 2 * source.nbytes / copying,
     }
 
@@ -239,11 +253,13 @@ def bytes_per_sample(fields: int, stored_width: int, distinct_rows: float) -> fl
 
 
 def _least_seconds(action: Callable[[], Tensor], device: torch.device) -> float:
-    least = float("inf")
+    """Time of an action, on CUDA of many, which its host launches faster than the device runs them."""
+    least, times = inf, _LAUNCHED if device.type == "cuda" else 1
     for _ in range(_REPEATS):
-        started = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        least = min(least, time.perf_counter() - started)
+        begin = _mark(device)
+        for _ in range(times):
+            action()
+        end = _mark(device)
+        synchronize(device)
+        least = min(least, _seconds(begin, end) / times)
     return least

@@ -25,7 +25,9 @@ def table(lines: Lines) -> str:
     of_parts = [["step ms by part", "batch", *parts, "roofline"]]
     for line in lines:
         times = [*line["step_parts_ms"].values(), line["roofline"]["step_ms"]]
-        of_parts.append([_name(line), size_name(line["batch_size"]), *(f"{each:.2f}" for each in times)])
+        of_parts.append(
+            [_name(line), size_name(line["batch_size"]), *("-" if each is None else f"{each:.2f}" for each in times)]
+        )
     times_of_10_epochs = _published(lines) if lines[0]["model"] == MODEL else _minutes_table(lines)
     return "\n\n".join([aligned([head, *map(_cells, lines)]), aligned(of_parts), times_of_10_epochs])
 

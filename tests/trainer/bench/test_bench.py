@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.planted import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
-from cowrec.trainer.bench import measurement
+from cowrec.trainer.bench import measurement, parts
 from cowrec.trainer.bench.measurement import Case, case_runner, cases, enter_steady_state, last_steps, make_schema
 from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.settings import Bench, criteo_config
@@ -184,3 +184,16 @@ def test_several_cases_can_be_measured_in_one_process(monkeypatch):
 def test_invalid_settings_are_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Bench(**flags)
+
+
+def test_a_profile_that_fails_leaves_the_times(monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no counters")
+
+    monkeypatch.setattr(parts, "profile_steps", fail)
+    dense = {"kernel": torch.nn.Parameter(torch.ones(4, 4))}
+    values = parts.step_values(8, ([0.5, 0.25, 0.25], 0.1), lambda: None, dense, 1e3, "float32", torch.device("cpu"))
+    assert (values["step_ms"], values["kernels"]) == (250, None)
+    assert values["step_parts_ms"] == dict.fromkeys(parts.PARTS)
+    assert values["roofline"]["step_ms"] > 0
+    assert "profiling failed: no counters" in caplog.text
