@@ -94,8 +94,8 @@ TimeFormat = Literal["timestamp", "hour"]
 DenseTransform = Literal["quantile", "minmax", "log", "buckets", "none"]
 
 # Names become Parquet columns, file names and PyTorch module names.
-FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-NAME_RULE = "a name is made of letters, digits, _ and -; give the raw name as `column`"
+FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
+NAME_RULE = "a name is made of at most 200 letters, digits, _ and -; give the raw name as `column`"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from cowrec.trainer.config.sections import OptimizerConfig
 
 from .run_plan import RunPlan
 from .sharding import sharding_plan
-from .tables import fill_tables, require_tables
+from .tables import by_table, fill_tables, require_tables
 from .task import MeanLoss, TrainTask
 
 
@@ -111,7 +111,7 @@ def train_task(model: nn.Module, plan: RunPlan, loss: MeanLoss | None = None) ->
     """
     config, process = plan.config, plan.process
     bfloat16_device = process.device.type if config.train.precision == "bfloat16" else ""
-    values, factors = plan.scaled.hyperparameters, config.optimizer.embedding_lr_factors
+    values, factors = plan.scaled.hyperparameters, by_table(config.optimizer.embedding_lr_factors)
     task = TrainTask(model, loss or MeanLoss(process.world_size), values.l2, config.optimizer.cross_l2, bfloat16_device)
     if config.optimizer.embedding != "adam":
         set_initial_rates(task, {table: factor * values.embedding_lr for table, factor in factors.items()})
@@ -199,7 +199,7 @@ def embedding_optimizer(plan: RunPlan, model: nn.Module) -> EmbeddingAdam | Look
     config, hyperparameters, rule = plan.config, plan.scaled.hyperparameters, plan.scaled.clip
     columns = {spec.name: spec.embedding_dim for spec in plan.tables}
     if config.optimizer.embedding == "adam":
-        adam, factors = adam_config(config, hyperparameters), config.optimizer.embedding_lr_factors
+        adam, factors = adam_config(config, hyperparameters), by_table(config.optimizer.embedding_lr_factors)
         return EmbeddingAdam(model, adam, rule, clip_columns=columns, lr_factors=factors)
     if config.clip.rule == "none" and hyperparameters.l2 == 0:
         return None

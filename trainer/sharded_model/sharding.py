@@ -32,7 +32,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
-from .tables import require_tables
+from .tables import by_table, require_tables
 
 _BY_ROWS = ("row_wise", "table_row_wise")
 _FOUR_COLUMNS = 4
@@ -91,7 +91,7 @@ def chosen_kinds(config: RunConfig, tables: Sequence[EmbeddingBagConfig], proces
         kinds = dict.fromkeys(names, "auto")
     else:
         kinds = _balanced_kinds(tables, process)
-    kinds |= sharding.tables
+    kinds |= by_table(sharding.tables)
     _refuse(config, {table.name: table for table in tables}, kinds, process)
     return kinds
 

@@ -1,8 +1,9 @@
 """Embedding tables of a run: their fields, sizes, initial values, and their tensors in a sharded model."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,29 @@ from cowrec.trainer.config.id_table import IdConfig
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
+Value = TypeVar("Value")
+_TAKEN = frozenset(dir(nn.ModuleDict()))
+
+
+def table_name(name: str) -> str:
+    """Name of the table of a field, or of the one that several share, in the model.
+
+    It becomes an attribute of torch's modules: what they have themselves, such as ``type``, gets a colon.
+    """
+    return f"{name}:" if name in _TAKEN else name
+
+
+def by_table(settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Settings by the tables' names in the model, from those of the run's configuration."""
+    return {table_name(name): value for name, value in settings.items()}
+
 
 @dataclass(frozen=True)
 class TableSpec:
     """Specification of one embedding table, from the data, `[id_table]` and `[model]`.
 
     Attributes:
-        name: of the table; the field's name unless several fields share the table.
+        name: of the table, see :func:`table_name`.
         fields: fields whose ids the table holds.
         ids: its `[id_table]` settings.
         num_embeddings: its rows, including the reserved rows.
@@ -69,7 +86,7 @@ def table_specs(schema: Schema, config: RunConfig) -> list[TableSpec]:
                 f"table {name!r} is shared by {', '.join(names)}, whose row numbers mean different ids; set its kind to"
                 ' "collisionless" or "hash", or give each field its own table'
             )
-        specs.append(TableSpec(name, fields, ids, _rows(fields, ids), widths[names[0]]))
+        specs.append(TableSpec(table_name(name), fields, ids, _rows(fields, ids), widths[names[0]]))
     return specs
 
 
@@ -100,7 +117,7 @@ def embedding_tables(schema: Schema, specs: Sequence[TableSpec]) -> list[Embeddi
 
 def require_tables(key: str, names: Iterable[str], tables: Sequence[EmbeddingBagConfig]) -> None:
     """Raises ValueError, with the nearest name, for one of the names under a key that is not that of a table."""
-    known = [table.name for table in tables]
+    known = [table.name.removesuffix(":") for table in tables]
     for name in names:
         if name not in known:
             raise ValueError(f"{key} names {name!r}, which is not a sparse field; {hint(name, known, 'sparse fields')}")

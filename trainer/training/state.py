@@ -30,6 +30,7 @@ from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.step_guard import StepGuard, not_finite, random_state
+from cowrec.trainer.sharded_model.tables import by_table
 
 from .pipeline import CapturedSteps, pipeline_of, why_not_captured
 
@@ -190,7 +191,7 @@ class TrainState:
         if self.adam:
             self.adam.lr = lr
         elif self.plan.schedule.changes_embedding_lr:
-            set_rates(self.model.fused_optimizer, lr, self._config.optimizer.embedding_lr_factors)
+            set_rates(self.model.fused_optimizer, lr, by_table(self._config.optimizer.embedding_lr_factors))
 
     def save(self, checkpoints: Checkpoints, progress: Progress, write_files: WriteFiles | None = None) -> None:
         """Writes a checkpoint; see :meth:`Checkpoints.save`."""
