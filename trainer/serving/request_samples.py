@@ -17,6 +17,10 @@ Fields = Mapping[str, Any]
 NOTHING: Fields = {}
 
 
+MOST_SHARED_IDS = 1 << 21
+"""Ids of all samples of a request that are in its shared fields: they are given once, but looked up for each sample."""
+
+
 class RequestSample(NamedTuple):
     """A sample: its own fields and those that it shares with the others of its request, which have this very object."""
 
@@ -46,7 +50,8 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
     """The samples of a request, and whether they were given as a list, alone or with the fields that they share.
 
     Raises:
-        Rejected: the body is not JSON, has more than ``limit`` samples, or something else in place of a sample.
+        Rejected: the body is not JSON, has more than ``limit`` samples, too many ids in all, or something else in place
+            of a sample.
     """
     try:
         parsed = orjson.loads(body)
@@ -62,7 +67,19 @@ def samples_of(body: bytes, limit: int) -> tuple[list[RequestSample], bool]:
         raise Rejected(413, "too_many_samples", message)
     for index, sample in enumerate(found):
         _check(f"sample {index}", sample)
+    # A sample has them all; the ids of a text are at most every second character.
+    ids = len(found) * sum(_most_ids(each) for each in shared.values())
+    if ids > MOST_SHARED_IDS:
+        message = (
+            f"{len(found):,} samples with the shared fields have up to {ids:,} ids, the limit is {MOST_SHARED_IDS:,};"
+            " send fewer samples in a request, or shorter lists"
+        )
+        raise Rejected(413, "too_many_ids", message)
     return [RequestSample(sample, shared) for sample in found], many
+
+
+def _most_ids(value: Any) -> int:
+    return len(value) if isinstance(value, list) else (len(value) + 1) // 2 if isinstance(value, str) else 1
 
 
 def encode_samples(codec: SampleCodec, samples: Sequence[RequestSample]) -> tuple[SampleBlock | None, list[str]]:

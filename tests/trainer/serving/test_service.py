@@ -96,6 +96,7 @@ def test_requests_with_shared_fields(server: Client) -> None:
         ({"shared": [user], "samples": items}, (400, "shared must be a JSON object")),
         ({"shared": user, "samples": [3]}, (400, "sample 0 must be a JSON object")),
         ({"shared": user, "samples": items * 13}, (413, "a request has 65 samples, the limit is 60")),
+        ({"shared": user | {"tags": "a|" * 500_000}, "samples": items}, (413, "5 samples with the shared fields have")),
     ):
         status, answer = server.predict(body)
         assert (status, answer["error"][: len(expected[1])]) == expected
