@@ -40,7 +40,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     sample = read_sample(path)
     columns = zip(*sample.rows, strict=True) if sample.rows else [()] * len(sample.columns)
     guesses = {
-        name: guess_column(name, values)
+        name: guess_column(name, values, is_time=name in sample.times)
         for name, values in zip(sample.columns, columns, strict=True)
         if sample.columns.count(name) == 1 and name
     }
@@ -60,7 +60,7 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         *([] if sample.header else [f"columns = [{', '.join(map(_toml, sample.columns))}]"]),
         f"label = {_toml(chosen)}  # {note}",
         *([f"{rule}  # unsure: which values are positive?"] if rule else []),
-        *_time_lines(time, times),
+        *_time_lines(time, times, guesses),
         *([f"null = [{', '.join(map(_toml, markers))}]  # unsure: these look like missing values"] if markers else []),
         "",
     ]
@@ -77,30 +77,39 @@ def _label(guesses: "Mapping[str, Guess]", asked: str, repeated: Sequence[str], 
         raise ValueError(f"{path}: several columns are called {asked!r}; rename all but the label's")
     if asked and asked not in guesses:
         raise ValueError(f"{path}: no column {asked!r} for the label among {', '.join(guesses)}")
-    complete = {name: each for name, each in guesses.items() if not each.missing and not each.null}
-    two_valued = [name for name, each in complete.items() if len(each.distinct) == 2]
+    two = [name for name, each in guesses.items() if len(each.distinct) == 2]
+    two_valued = [name for name in two if not guesses[name].missing and not guesses[name].null]
     plain = [name for name in two_valued if _rule(guesses[name]) == ""]
     named = [
-        name for known in LABEL_NAMES for name in complete if name.lower() == known and _rule(guesses[name]) is not None
+        name for known in LABEL_NAMES for name in guesses if name.lower() == known and _rule(guesses[name]) is not None
     ]
-    candidates = [*[name for name in named if name in two_valued], *plain, *named, *two_valued]
+    candidates = [*[name for name in named if name in two], *plain, *named, *two_valued]
     if not asked and not candidates:
         names = ", ".join(map(repr, repeated[:5]))
         remark = f" (those that share a name are left out: {names}; rename them)" if repeated else ""
-        raise ValueError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN")
+        could = f"; with two values, and missing ones: {', '.join(map(repr, two[:5]))}" if two else ""
+        raise ValueError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN{could}")
     chosen = asked or candidates[0]
     rule = _rule(guesses[chosen])
     if rule is None:
         raise ValueError(f"column {chosen!r} cannot be the label: its values are neither two nor all numbers")
+    lacking = _lacking(guesses[chosen])
     others = [name for name in two_valued if name != chosen]
     unsure = f"unsure: {_comment(', '.join(map(repr, others[:5])))} could be it too" if others and not asked else ""
-    return chosen, rule, unsure or "all values are 0 or 1" if not rule else unsure or "see the next line"
+    return chosen, rule, (unsure or ("see the next line" if rule else "all values are 0 or 1")) + lacking
+
+
+def _lacking(guess: "Guess") -> str:
+    """A remark on missing values of a label or a time."""
+    if not guess.missing:
+        return ""
+    return f"; {100 * guess.missing:.3g} % of the rows have none, and are bad rows: see prepare.on_bad_row"
 
 
 def _rule(guess: "Guess") -> str | None:
     """Returns the line that makes a column a label, "" if it needs none, None if it cannot be one."""
     texts = pa.array(guess.distinct, pa.string())
-    if not len(texts) or guess.missing or guess.null:
+    if not len(texts):
         return None
     values, wrong = RawLabel().values(texts)
     if not wrong.any():
@@ -112,12 +121,13 @@ def _rule(guess: "Guess") -> str | None:
     return f"threshold = {numbers[len(numbers) // 2]!r}" if len(numbers) == len(guess.distinct) else None
 
 
-def _time_lines(time: str, times: Sequence[str]) -> list[str]:
+def _time_lines(time: str, times: Sequence[str], guesses: "Mapping[str, Guess]") -> list[str]:
     if not time:
         return ['# time = "..."  # no column holds a time in every row']
     others = [name for name in times if name != time]
-    unsure = f"  # unsure: {_comment(', '.join(map(repr, others)))} could be it too" if others else ""
-    return [f"time = {_toml(time)}{unsure}"]
+    unsure = f"unsure: {_comment(', '.join(map(repr, others)))} could be it too" if others else ""
+    remark = (unsure + _lacking(guesses[time])).removeprefix("; ")
+    return [f"time = {_toml(time)}{remark and '  # ' + remark}"]
 
 
 def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
@@ -165,6 +175,7 @@ class RawSample:
         rows: values as text, empty where null; None for a list.
         delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
         notes: what is unsure.
+        times: columns whose type is a time.
     """
 
     columns: tuple[str, ...]
@@ -173,6 +184,7 @@ class RawSample:
     quote: str = '"'
     header: bool = True
     notes: tuple[str, ...] = ()
+    times: tuple[str, ...] = ()
 
 
 def read_sample(path: str | os.PathLike[str]) -> RawSample:
@@ -184,7 +196,8 @@ def read_sample(path: str | os.PathLike[str]) -> RawSample:
     file = pq.ParquetFile(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
     table = next(file.iter_batches(SAMPLE_ROWS), types.empty_table()).slice(0, SAMPLE_ROWS)
     columns = [_texts(column) for column in table.columns]
-    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)))
+    times = tuple(each.name for each in types if pa.types.is_timestamp(each.type) or pa.types.is_date(each.type))
+    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), times=times)
 
 
 def _texts(column: pa.ChunkedArray) -> list[str | None]:
@@ -290,7 +303,7 @@ class Guess:
         why: what speaks for the guess, or what is unsure.
         distinct: its distinct values, the missing ones aside.
         missing: share of missing values.
-        is_time: True if all values are valid times.
+        is_time: True if all values, or those that are not missing in a column of times, are valid times.
     """
 
     kind: RawKind | str = ""
@@ -302,8 +315,8 @@ class Guess:
     is_time: bool = False
 
 
-def guess_column(name: str, values: Sequence[str | None]) -> Guess:
-    """Guesses what the values of a column are."""
+def guess_column(name: str, values: Sequence[str | None], *, is_time: bool = False) -> Guess:
+    """Guesses what the values of a column are; is_time: whether its type says that they are times."""
     if values and values[0] is None:
         return Guess("multi", {"separator": "|"}, why="lists; the separator applies to text only")
     texts = [value or "" for value in values]
@@ -311,6 +324,12 @@ def guess_column(name: str, values: Sequence[str | None]) -> Guess:
     known = [text for text in texts if text and text not in markers]
     distinct = tuple(dict.fromkeys(known))
     guess = Guess(null=markers, distinct=distinct, missing=1 - len(known) / max(len(texts), 1))
+    if re.fullmatch(r"__index_level_[0-9]+__", name):
+        guess.why = "the index of a pandas data frame"
+        return guess
+    if is_time:
+        guess.is_time, guess.why = bool(distinct), "a time"
+        return guess
     if len(distinct) < 2:
         guess.why = "one value only" if distinct else "no value at all"
         return guess

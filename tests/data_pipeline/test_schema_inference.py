@@ -2,7 +2,9 @@
 
 import csv
 import lzma
+import re
 import tomllib
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -177,3 +179,30 @@ def test_repeated_names_and_other_encodings_are_named_as_the_cause(tmp_path):
         infer_schema(path)
     path.write_bytes("label,a\n1,x\n0,größe\n".encode("latin1"))
     assert "# unsure: line 3: not UTF-8 (byte 0xf6); `prepare` refuses such lines" in infer_schema(path)
+
+
+def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) -> None:
+    """As pandas writes it: a label of floats, times, each with a null, and an index."""
+    rows = 200
+    label = pa.array([float(row % 3 == 0) for row in range(rows)]).to_pylist()
+    times = [datetime(2024, 1, 1) + timedelta(minutes=row) for row in range(rows)]
+    label[5] = times[7] = times[9] = None
+    table = pa.table(
+        {
+            "clicked": pa.array(label, pa.float64()),
+            "ts": pa.array(times, pa.timestamp("ns")),
+            "city": [f"c{row % 7}" for row in range(rows)],
+            "__index_level_0__": [row % 50 for row in range(rows)],
+        }
+    )
+    pq.write_table(table, tmp_path / "raw.parquet")
+    text = infer_schema(tmp_path / "raw.parquet")
+    assert re.findall(r'^(label|time) = "(.*?)"', text, re.MULTILINE) == [("label", "clicked"), ("time", "ts")]
+    assert text.count("of the rows have none, and are bad rows") == 2
+    assert re.findall(r'name = "(.*?)"', text) == ["city"]
+    (tmp_path / "columns.toml").write_text(text)
+    settings = PrepareConfig(on_bad_row="skip")
+    schema = prepare(
+        "tabular", [tmp_path / "raw.parquet"], tmp_path / "data", settings, schema_file=tmp_path / "columns.toml"
+    )
+    assert sum(split.rows for split in schema.splits.values()) == rows - 3
