@@ -149,6 +149,7 @@ class Schema:
             synthetic data; otherwise None. Older data sets lack the expected ones.
         settings: configuration that the data set was made with, as plain JSON.
         sources: raw files.
+        bad_rows: samples of the raw files that were left out, by what is wrong with them.
         versions: versions of the libraries that wrote the data set.
         labels: names of the labels, one for each task; the Parquet columns are `label`, or of several labels
             `label_<name>`: float32, NaN where unknown.
@@ -168,6 +169,7 @@ class Schema:
     best: Mapping[str, float] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[SourceFile, ...] = ()
+    bad_rows: dict[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     true_logits: bool = False

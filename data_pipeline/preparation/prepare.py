@@ -104,6 +104,7 @@ def prepare(
                 SourceFile(file.source.path, file.source.stamp[0], file.samples, ledger.by_path[file.source.path])
                 for file in files
             ),
+            bad_rows=dict(ledger.by_reason),
             versions=library_versions(),
         )
         schema.save(folder)

@@ -326,7 +326,7 @@ def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:
     return found
 
 
-SKIP_ADVICE = '. To skip and count bad rows, set on_bad_row = "skip"'
+SKIP_ADVICE = '. To skip and count bad rows, set prepare.on_bad_row = "skip" (--set prepare.on_bad_row=skip)'
 
 OnBadRow = Literal["error", "skip"]
 
@@ -352,6 +352,11 @@ class BadRow:
         column = f", column {self.column}" if self.column else ""
         return f"{self.source.path}, {self.source.place} {self.number}{column}: {self.problem}"
 
+    @property
+    def reason(self) -> str:
+        """What is wrong without the value, to count rows by."""
+        return (f"column {self.column}: " if self.column else "") + self.problem.partition(", got ")[0]
+
 
 class BadRowLedger:
     """Counts bad rows and raises an error at the first one, or at the first above a limit.
@@ -359,12 +364,16 @@ class BadRowLedger:
     Args:
         on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out.
         max_bad_rows: largest number of skipped rows over all files.
+
+    Attributes:
+        by_path, by_reason: skipped rows by file, and by what is wrong.
     """
 
     def __init__(self, on_bad_row: OnBadRow, max_bad_rows: int) -> None:
         self._skip = on_bad_row == "skip"
         self._most = max_bad_rows
         self.by_path: Counter[str] = Counter()
+        self.by_reason: Counter[str] = Counter()
 
     def add(self, bad: Sequence[BadRow]) -> None:
         """Adds the bad rows of a block. Raises ValueError naming the first one, or the first above the limit."""
@@ -375,5 +384,15 @@ class BadRowLedger:
             raise ValueError(f"{ordered[0]}{ordered[0].advice}")
         allowed = self._most - self.by_path.total()
         self.by_path.update(row.source.path for row in ordered)
+        self.by_reason.update(row.reason for row in ordered)
         if len(ordered) > allowed:
-            raise ValueError(f"more than max_bad_rows = {self._most} bad rows; the last: {ordered[max(allowed, 0)]}")
+            raise ValueError(
+                f"more than prepare.max_bad_rows = {self._most} bad rows: {self.by_path.total():,} so far"
+                f" ({counts_text(self.by_reason)}); one of them: {ordered[max(allowed, 0)]}"
+            )
+
+
+def counts_text(by_reason: Mapping[str, int]) -> str:
+    """The numbers of bad rows by reason, the most frequent first, as text."""
+    ordered = sorted(by_reason.items(), key=lambda each: -each[1])
+    return "; ".join(f"{count:,}: {reason}" for reason, count in ordered[:10])

@@ -244,9 +244,11 @@ def _prepare_config(toml: Path | None, overrides: Sequence[str]) -> Any:
 
 def _summary(schema: Any) -> str:
     """Sizes of a data set, in one line."""
+    from cowrec.data_pipeline.raw.parsing import counts_text
+
     sizes = ", ".join(f"{split.rows:,} {name} samples" for name, split in schema.splits.items())
-    bad = sum(source.bad_rows for source in schema.sources)
-    skipped = f"; {bad:,} bad rows left out" if bad else ""
+    bad = sum(schema.bad_rows.values())
+    skipped = f"; {bad:,} bad rows left out ({counts_text(schema.bad_rows)})" if bad else ""
     num_ids = sum(field.num_embeddings for field in schema.sparse)
     ids = "raw ids" if schema.has_raw_ids else f"{num_ids:,} ids"
     return f"{sizes}, {len(schema.dense)} dense and {len(schema.sparse)} sparse fields, {ids}{skipped}"

@@ -103,9 +103,10 @@ def test_bad_rows_can_be_skipped_and_are_counted(prepared, tmp_path):
 def test_line_numbers_are_right_after_skipped_lines(prepared):
     """Lines removed by the filter and by the parser precede a bad number in the same block."""
     content = b"\n" + b"1,2\n" + GOOD.encode() + b"\xff\n" + b"1,2,3\n" + NEGATIVE + b"1,bad,x,a,k:1\n"
-    with pytest.raises(ValueError, match=r"more than max_bad_rows = 4 bad rows; the last: .*line 7, column price"):
+    with pytest.raises(ValueError, match=r"max_bad_rows = 4 bad rows: 5 so far .* them: .*line 7, column price"):
         prepared(content, on_bad_row="skip", max_bad_rows=4)
-    assert prepared(content, on_bad_row="skip", max_bad_rows=5).splits["train"].rows == 2
+    schema = prepared(content, on_bad_row="skip", max_bad_rows=5)
+    assert (schema.splits["train"].rows, sum(schema.bad_rows.values())) == (2, 5)
 
 
 def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
