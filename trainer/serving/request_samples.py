@@ -149,13 +149,15 @@ def _with_shared(codec: SampleCodec, block: SampleBlock, once: SampleBlock, shar
 
 def _presence(fields: Fields, shared: Fields, columns: Sequence[str]) -> str:
     """What is wrong with the names of a sample's fields; empty if nothing is."""
-    for name in columns:
-        if name in shared:
-            if name in fields:
-                return f"column {name} is in shared too; give it once"
-        elif name not in fields:
-            return f"column {name} is missing; use null for a missing value"
-    return ""
+    twice = [name for name in columns if name in shared and name in fields]
+    missing = [name for name in columns if name not in shared and name not in fields]
+    if twice:
+        return f"{_columns(twice)} in shared too; give each once"
+    return f"{_columns(missing)} missing; use null for a missing value" if missing else ""
+
+
+def _columns(names: Sequence[str]) -> str:
+    return f"column {names[0]} is" if len(names) == 1 else f"columns {', '.join(names)} are"
 
 
 def _with_remedy(reason: str) -> str:

@@ -61,7 +61,7 @@ def test_predictions_match_predict_one_by_one_and_together(folder: Path, server:
         (b"[" * 5000, "the body is not JSON"),
         (3, "sample 0 must be a JSON object of fields and their values, got 3"),
         ([GOOD, "x"], "sample 1 must be a JSON object"),
-        ({}, "column price is missing; use null for a missing value"),
+        ({}, "columns price, city, tags, history are missing; use null for a missing value"),
         ([GOOD, {**GOOD, "city": {}}], "sample 1: column city: must be a string, an integer or null, got {}"),
         ({**GOOD, "price": "much"}, "column price: must be a number"),
         ({**GOOD, "price": [3]}, "column price: must be a number"),
