@@ -65,26 +65,34 @@ def serve(
     service = Service(export_dir, follow, limits, max_age)
     listener = _listen(host, port)
     health = None if health_port is None else _listen(host, health_port, "--health-port")
-    logger.info("listening on %s: POST /predict, GET /health, /livez, /readyz, /metrics", _shown(listener))
     if health:
         logger.info("listening on %s: GET /health, /livez, /readyz, /metrics", _shown(health))
     _allow_open_files(service.limits.connections + 512)
     # Batches are small, and torch's threads would wait for cores that are busy with the HTTP of other requests.
     torch.set_num_threads(1)
     with _health_server(service, health) if health else nullcontext():
-        server = http_server(service_app(service, lambda: setattr(server, "should_exit", True)), service.limits)
+        routes = "POST /predict, GET /health, /livez, /readyz, /metrics"
+
+        def loaded() -> None:
+            if service.failure:
+                server.should_exit = True
+            else:
+                logger.info("listening on %s: %s", _shown(listener), routes)
+
+        server = http_server(service_app(service, loaded), service.limits)
         # uvicorn raises the signal again after its shutdown; ending by SIGTERM should exit with 0.
         signal.signal(signal.SIGTERM, lambda *_: None)
         with torch.inference_mode():  # entering it takes as long as several operations of a prediction
             server.run([listener])
     if service.failure:
         raise service.failure
+    logger.info("stopped")
 
 
-def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
+def service_app(service: Service, loaded: Callable[[], object]) -> Starlette:
     """Creates the application of a server that predicts and reports its health.
 
-    The service loads while the first requests arrive; ``stop`` is called if loading fails.
+    The service loads while the first requests arrive; ``loaded`` is called once it has, or has failed to.
     """
 
     @asynccontextmanager
@@ -98,8 +106,7 @@ def service_app(service: Service, stop: Callable[[], None]) -> Starlette:
 
     async def load() -> None:
         await asyncio.to_thread(service.load)
-        if service.failure:
-            stop()
+        loaded()
 
     predict = Route("/predict", functools.partial(_predict, service), methods=["POST"])
     return _app([predict, *_health_routes(service)], lifespan)
