@@ -210,6 +210,13 @@ class IdTablesModel:
                 rows.append(id)
         return rows
 
+    def owners(self, t: int) -> dict[int, tuple[int, int]]:
+        """(id, feature) of rows, of ids that are expired and not yet freed too."""
+        found = {}
+        for j, segment in enumerate(self.segments[t]):
+            found |= {self.first_row(t, j) + row: record[0] for row, record in segment.records.items()}
+        return found
+
     def entries(self, t: int) -> set[tuple]:
         """(id, feature, row, last seen, count) of the ids that are not expired."""
         return {

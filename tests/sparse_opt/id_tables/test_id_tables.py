@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, NewRows
+from cowrec.sparse_opt import Admission, IdTableConfig, IdTables, NewRows, hashed_ids, rows_for
 from cowrec.sparse_opt.id_tables import layout
 from id_table_model import IdTablesModel, hash_of
 
@@ -66,7 +66,7 @@ def random_bags(rng: np.random.Generator, now: int, pool: np.ndarray) -> Bags:
 @settings(max_examples=60, deadline=None)
 @given(config=CONFIGS, timed=st.booleans(), max_segments=st.sampled_from([1, 3]), seed=st.integers(0, 2**32))
 def test_batches_match_plain_dictionaries(config: IdTableConfig, timed: bool, max_segments: int, seed: int) -> None:
-    """Rows, new rows, entries and counters after each of 40 batches, exactly."""
+    """Rows, new rows, freed rows, ids of rows, entries and counters after each of 40 batches, exactly."""
     rng = np.random.default_rng(seed)
     configs = {"shared": config, "single": IdTableConfig(12, ("c",))}
     pool = np.concatenate([rng.integers(-(2**63), 2**63, 60), [0, 1, 2, -1, -(2**63), 2**63 - 1]])
@@ -79,10 +79,15 @@ def test_batches_match_plain_dictionaries(config: IdTableConfig, timed: bool, ma
         bags = random_bags(rng, now, pool)
         ids, splits, times = flat(bags)
         rows, new_rows = tables.assign(ids, splits, times if timed else None)
+        owners = [model.owners(t) for t in range(len(configs))]
         expected_rows, expected_new_rows = model.assign(bags)
         assert rows.tolist() == expected_rows
         assert as_tuples(new_rows) == expected_new_rows
         for t, name in enumerate(configs):
+            found_ids, features, resident = tables.ids_of(name, np.arange(tables.num_embeddings[name]))
+            of_rows = {row: (found_ids[row], features[row]) for row in resident.nonzero()[0].tolist()}
+            assert of_rows == model.owners(t)
+            assert set(tables.freed()[name].tolist()) == owners[t].keys() - of_rows.keys()
             entries = tables.entries(name)
             columns = (entries.id, entries.feature, entries.row, entries.last_seen, entries.count)
             assert set(zip(*(column.tolist() for column in columns), strict=True)) == model.entries(t)
@@ -207,3 +212,16 @@ def test_times_are_in_every_batch_or_in_none() -> None:
 def test_a_wrong_configuration_is_rejected(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("capacity", [1, 100, 4096, 8192, 100_001, 1 << 20])
+def test_rows_for_a_capacity(capacity: int) -> None:
+    tables = IdTables({"t": IdTableConfig(capacity, ("a",))}, ["a"])
+    assert rows_for(capacity) == tables.num_embeddings["t"] >= capacity + 2
+
+
+def test_the_hash_is_splitmix() -> None:
+    """The hash is part of trained models: it must never change."""
+    ids = np.array([0, 2, -1, 1 << 62, -(1 << 63)], np.int64)
+    for feature in (0, 1, 7):
+        assert hashed_ids(ids, feature).tolist() == [hash_of(int(each), feature) for each in ids]
