@@ -18,19 +18,8 @@ def test_tests_marked_gpu_reach_cuda() -> None:
         for file in sorted(TESTS.rglob("test_*.py"))
         if "mark.gpu" in file.read_text() and file != Path(__file__)
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-m",
-        "gpu",
-        "-p",
-        "first_cuda_call",
-        "-p",
-        "no:cacheprovider",
-    ]
+    options = "-q -s -m gpu -p first_cuda_call -p no:cacheprovider"
+    command = [sys.executable, "-m", "pytest", *options.split()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(
         [*command, *files], env=environment, cwd=TESTS.parent, check=False, capture_output=True, text=True
