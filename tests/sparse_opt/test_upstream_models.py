@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import CowClip, attach_cowclip, clip_rows
 from process_groups import in_processes, process_group
-from sharded_case import gathered
+from random_problems.training import gathered
 
 pytest_plugins = ["one_group"]
 DIM, DENSE, BATCH, STEPS = 8, 3, 16, 3

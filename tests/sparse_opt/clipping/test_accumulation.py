@@ -11,11 +11,12 @@ from torch import nn
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.clipping.clipped_lookup import Accumulation
-from sharded_case import Case, batch_of, gather_tables, loss_of, sharded_model
+from random_problems.drawing import Problem, small_problem
+from random_problems.training import assert_equal, batch_of, batches_of, sharded_model, state_of
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
-CASE = Case(pooling="sum,mean")  # two lookups
+CASE = small_problem(pooling="sum,mean")  # two lookups
 RULE = CowClip(1.0, 1e-3)
 ATTACH = {
     "sgd": lambda model: attach_cowclip(model, RULE),
@@ -25,8 +26,8 @@ ATTACH = {
 by_optimizer = pytest.mark.parametrize("optimizer", ATTACH)
 
 
-def attached(optimizer: str, passes: int, case: Case = CASE) -> tuple[nn.Module, Any]:
-    model = sharded_model(case, case.draw()["tables"])
+def attached(optimizer: str, passes: int, case: Problem = CASE) -> tuple[nn.Module, Any]:
+    model = sharded_model(case)
     handle = ATTACH[optimizer](model)
     handle.accumulate(passes)
     return model, handle
@@ -34,36 +35,28 @@ def attached(optimizer: str, passes: int, case: Case = CASE) -> tuple[nn.Module,
 
 def backward(model: nn.Module) -> None:
     """A pass of half of the first step's loss."""
-    (loss_of(CASE, model, *CASE.draw()["steps"][0], 0, CASE.batch) / 2).backward()
-
-
-def tables_of(model: nn.Module) -> list[np.ndarray]:
-    return [each.copy() for each in gather_tables(CASE, model)]
+    (model(batches_of(CASE)[0][0])[0] / 2).backward()
 
 
 @by_optimizer
 def test_tables_change_in_the_last_pass_alone(optimizer: str) -> None:
     model, handle = attached(optimizer, 2)
-    before = tables_of(model)
+    before = state_of(model)
     backward(model)
-    for expected, got in zip(before, tables_of(model), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    assert_equal(state_of(model), before)
     backward(model)
-    assert not np.array_equal(tables_of(model)[0], before[0])
+    assert not np.array_equal(state_of(model)["c0.t0"], before["c0.t0"])
     handle.accumulate(1)  # none waits
 
 
 @by_optimizer
 def test_passes_without_samples(optimizer: str) -> None:
-    case = Case()
+    case = small_problem()
     model, handle = attached(optimizer, 2, case)
-    before = [each.copy() for each in gather_tables(case, model)]
-    bags, _ = case.draw()["steps"][0]
+    before = state_of(model)
     for _ in range(2):
-        outputs = model.module["ebc"](batch_of(case, bags, 0, 0)).wait()
-        outputs.values().sum().backward()
-    for expected, got in zip(before, gather_tables(case, model), strict=True):
-        np.testing.assert_array_equal(got, expected)
+        model(batch_of(case, case.batches()[0], 0, 0))[0].backward()
+    assert_equal(state_of(model), before)
     assert handle.stats()["t0"].rows == 0
 
 
@@ -99,29 +92,24 @@ def test_loading_a_state_drops_what_waits(optimizer: str) -> None:
     backward(model)
     with pytest.warns(RuntimeWarning, match="1 backward passes that waited for others were dropped"):
         model.load_state_dict(state)
-    before = tables_of(model)
+    before = state_of(model)
     backward(model)
-    for expected, got in zip(before, tables_of(model), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    assert_equal(state_of(model), before)
 
 
 @by_optimizer
-@pytest.mark.parametrize("case", [Case(weighted=True), Case(sequence=True)], ids=["weights", "sequence"])
-def test_a_batch_may_be_overwritten_after_its_backward(optimizer: str, case: Case) -> None:
+@pytest.mark.parametrize("case", [{"weighted": True}, {"sequence": True}], ids=["weights", "sequence"])
+def test_a_batch_may_be_overwritten_after_its_backward(optimizer: str, case: dict[str, Any]) -> None:
     """As by a loop that copies every batch to the same memory."""
-    trained = []
+    problem, trained = small_problem(**case), []
     for overwritten in (False, True):
-        model, _ = attached(optimizer, 2, case)
-        for bags, _ in case.draw()["steps"][:2]:
-            batch = batch_of(case, bags, 0, case.batch)
-            outputs = model.module["ebc"](batch).wait()
-            parts = [each.values() for each in outputs.values()] if case.sequence else [outputs.values()]
-            sum((part**2).sum() + part.sum() for part in parts).backward()
+        model, _ = attached(optimizer, 2, problem)
+        for (batch,) in batches_of(problem)[:2]:
+            model(batch)[0].backward()
             if overwritten:
-                batch.values().zero_()
-                batch.offsets().zero_()
-                if batch.weights_or_none() is not None:
-                    batch.weights().zero_()
-        trained.append([each.copy() for each in gather_tables(case, model)])
-    for expected, got in zip(*trained, strict=True):
-        np.testing.assert_array_equal(got, expected)
+                (ids,) = batch.ids
+                for each in (ids.values(), ids.offsets(), ids.weights_or_none()):
+                    if each is not None:
+                        each.zero_()
+        trained.append(state_of(model))
+    assert_equal(*trained)

@@ -15,9 +15,17 @@ from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
 from cowrec.sparse_opt.tbe.discovery import find_lookups
 from cowrec.trainer.sharded_model.build import set_product_precision
-from random_problems.drawing import ADAM, Collection, Problem, Table
-from random_problems.training import assert_solved, train
-from sharded_case import Case, batch_of, gather_tables, process_group, sharded_model, train_step
+from process_groups import process_group
+from random_problems.drawing import ADAM, Collection, Problem, Table, small_problem
+from random_problems.training import (
+    assert_equal,
+    assert_solved,
+    batches_of,
+    sharded_model,
+    state_of,
+    train,
+    train_step,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,27 +82,24 @@ def test_equals_plain_loops(kind: str, optimizer: str) -> None:
 
 def test_embedding_adam_equals_fbgemms_adam() -> None:
     """Both update the batch's rows only, correct the bias by step, and add epsilon to the same root."""
-    case = Case(weighted=True, optimizer="fbgemm_adam", steps=5, lr=1e-2)
-    drawn = case.draw()
-    fused = sharded_model(case, drawn["tables"], device=CUDA)
+    case = small_problem(weighted=True, optimizer="fbgemm_adam", steps=5, lr=1e-2)
+    fused = sharded_model(case, CUDA)
     attach_cowclip(fused, NoClip())
-    ours = sharded_model(replace(case, optimizer="sgd"), drawn["tables"], device=CUDA)
+    ours = sharded_model(replace(case, optimizer="sgd"), CUDA)
     EmbeddingAdam(ours, AdamConfig(lr=1e-2, eps=1e-8))
-    for bags, targets in drawn["steps"]:
+    for step in range(case.steps):
         for model in (fused, ours):
-            train_step(case, model, bags, targets, 0, case.batch)
-    for expected, got in zip(gather_tables(case, fused), gather_tables(case, ours), strict=True):
+            train_step(case, model, step)
+    for expected, got in zip(state_of(fused).values(), state_of(ours).values(), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_row_work_never_waits_for_the_device() -> None:
-    case = Case(weighted=True)
-    drawn = case.draw()
-    model = sharded_model(case, drawn["tables"], device=CUDA)
+    model = sharded_model(small_problem(weighted=True), CUDA)
     clipped = ClippedLookup(find_lookups(model)[0][0], TableRules(CowClip(r=1.0, zeta=1e-3)), {})
     features = len(clipped.lookup.feature_table)
     ids = {"indices": torch.tensor([0, 1, 0, 2], device=CUDA), "offsets": torch.arange(5, device=CUDA)}
-    grad = torch.randn(4 // features, features * case.dim, device=CUDA)
+    grad = torch.randn(4 // features, features * 8, device=CUDA)
     backward = LookupBackward(clipped.bags.of(ids), None, grad)
     clipped.rows.id_factors(backward)
     torch.cuda.set_sync_debug_mode("error")
@@ -107,15 +112,14 @@ def test_row_work_never_waits_for_the_device() -> None:
 @pytest.mark.parametrize("absent_rows", ["replay", "lazy"])
 def test_a_step_never_waits_for_the_device(absent_rows: str) -> None:
     """Runs lookup, replay, clip and update after two steps that compile kernels and determine the ids' lengths."""
-    case = Case()
-    drawn = case.draw()
-    model = sharded_model(case, drawn["tables"], device=CUDA)
+    case = small_problem()
+    model = sharded_model(case, CUDA)
     optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
-    ids = batch_of(case, drawn["steps"][0][0], 0, case.batch).to(CUDA)
+    ids = batches_of(case)[0][0].ids0.to(CUDA)
     ids.sync()
 
     def step() -> None:
-        model.module["ebc"](ids).wait().values().mean().backward()
+        model.module.c0(ids).wait().values().mean().backward()
 
     step()
     step()
@@ -144,23 +148,20 @@ def test_tables_in_unified_memory_train_like_those_on_the_device(absent_rows: st
     """The moments are in unified memory too."""
     trained = []
     for sharding in ("uvm", "table_wise"):
-        case = Case(sharding=sharding)
-        drawn = case.draw()
-        model = sharded_model(case, drawn["tables"], device=CUDA)
+        case = small_problem(sharding=sharding)
+        model = sharded_model(case, CUDA)
         optimizer = EmbeddingAdam(model, AdamConfig(lr=1e-3, l2=1e-4, absent_rows=absent_rows), CowClip())
-        for bags, targets in drawn["steps"]:
-            train_step(case, model, bags, targets, 0, case.batch)
+        for step in range(case.steps):
+            train_step(case, model, step)
         optimizer.flush()
         flats = [each for adam in optimizer.lookups for each in (adam.exp_avg, adam.exp_avg_sq)]
         assert all(torch.ops.fbgemm.is_uvm_tensor(each) == (sharding != "table_wise") for each in flats)
-        trained.append(gather_tables(case, model))
-    for uvm, expected in zip(*trained, strict=True):
-        np.testing.assert_array_equal(uvm, expected)
+        trained.append(state_of(model))
+    assert_equal(*trained)
 
 
 def test_rows_behind_fbgemms_cache_are_refused() -> None:
-    case = Case(weighted=True, sharding="cached")
-    model = sharded_model(case, case.draw()["tables"], device=CUDA)
+    model = sharded_model(small_problem(weighted=True, sharding="cached"), CUDA)
     for attaching in (attach_cowclip, lambda attached: EmbeddingAdam(attached, AdamConfig())):
         with pytest.raises(ValueError, match="behind a cache of FBGEMM"):
             attaching(model)

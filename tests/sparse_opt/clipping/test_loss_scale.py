@@ -21,66 +21,69 @@ from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.table_rules import TableRules
 from cowrec.sparse_opt.kernels.layout import LookupBackward
 from process_groups import in_processes, process_group
-from sharded_case import Case, dense_optimizer, gather_tables, loss_of, moments_of, sharded_model
+from random_problems.drawing import Problem, small_problem
+from random_problems.training import assert_equal, batch_of, dense_optimizer, sharded_model, state_of
 
 pytest_plugins = ["one_group"]
 RULE = CowClip(r=1.0, zeta=1e-3)
-SINGLE: dict[str, Any] = {"max_ids": 1, "extra": {"single_id_bags": True, "l2": 3e-3}}
+SINGLE: dict[str, Any] = {"max_ids": 1, "single_id_bags": True, "l2": 3e-3}
 CASES = {
-    "bags": Case(weighted=True),
-    "rowwise_adagrad": Case(optimizer="rowwise_adagrad", pooling="mean"),
-    "single ids with L2": Case(**SINGLE),
-    "column-wise": Case(sharding="column_wise"),
-    "sequences": Case(sequence=True, weighted=True),
-    "data-parallel": Case(sharding="data_parallel", extra={"l2": 3e-3}),
-    "adam": Case(optimizer="replay"),
-    "dense adam": Case(optimizer="dense"),
-    "half outputs": Case(optimizer="half"),
-    "half outputs under adam": Case(optimizer="half lazy"),
+    "bags": small_problem(weighted=True),
+    "rowwise_adagrad": small_problem(optimizer="rowwise_adagrad", pooling="mean"),
+    "single ids with L2": small_problem(**SINGLE),
+    "column-wise": small_problem(sharding="column_wise"),
+    "sequences": small_problem(sequence=True, weighted=True),
+    "data-parallel": small_problem(sharding="data_parallel", l2=3e-3),
+    "adam": small_problem(optimizer="replay"),
+    "dense adam": small_problem(optimizer="dense"),
+    "half outputs": small_problem(optimizer="half"),
+    "half outputs under adam": small_problem(optimizer="half lazy"),
 }
 
 
-def fused_params(case: Case) -> dict[str, Any] | None:
+def fused_params(case: Problem) -> dict[str, Any] | None:
     if not case.optimizer.startswith("half"):
         return None
     return {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1, "output_dtype": SparseType.FP16}
 
 
-def attach(model: nn.Module, case: Case, **scaler: Any) -> Any:
+def attach(model: nn.Module, case: Problem, **scaler: Any) -> Any:
     kind = case.optimizer.split()[-1]
     if kind in ("replay", "dense", "lazy"):
         return EmbeddingAdam(model, AdamConfig(lr=1e-2, l2=1e-3, absent_rows=kind), RULE, **scaler)
-    return attach_cowclip(model, **{"rule": RULE, **case.extra}, **scaler)
+    rule = RULE if case.rule[0] == "none" else FieldClip(**case.rule[1])
+    return attach_cowclip(model, rule, single_id_bags=case.single_id_bags, l2=case.l2, **scaler)
 
 
-def scaled_step(model: nn.Module, case: Case, step: int, scaler: GradScaler, kind: str = "") -> None:
+def scaled_step(model: nn.Module, case: Problem, step: int, scaler: GradScaler, kind: str = "") -> None:
     """The backward of a step of a case on this rank's samples.
 
     Under "overflow" a gradient of feature a is infinite on the first rank, under "zeros" the loss is 0.
     """
-    (bags, targets), rank, size = case.draw()["steps"][step], dist.get_rank(), case.batch // dist.get_world_size()
+    drawn, rank, size = case.batches()[step], dist.get_rank(), case.batch // case.world
     if kind == "overflow" and rank == 0:
-        targets["a"][next(sample for sample, (ids, _) in enumerate(bags["a"]) if len(ids)), 0] = np.inf
-    scaled = scaler.scale(loss_of(case, model, bags, targets, rank * size, (rank + 1) * size) * (kind != "zeros"))
+        bags = drawn[0]["a"]
+        drawn[0]["target a"][next(sample for sample, (ids, _) in enumerate(bags) if len(ids)), 0] = np.inf
+    batch = batch_of(case, drawn, rank * size, (rank + 1) * size)
+    scaled = scaler.scale(model.module(batch)[0] * (kind != "zeros"))
     assert isinstance(scaled, torch.Tensor)
     scaled.backward()
 
 
-def trained(case: Case, scale: float, kinds: Sequence[str] = ("", "", "")) -> list[np.ndarray]:
+def trained(case: Problem, scale: float, kinds: Sequence[str] = ("", "", "")) -> dict[str, np.ndarray]:
     """Tables on the first rank, and moments, after training a case under a scale, 0 for none."""
-    model = sharded_model(case, case.draw()["tables"], fused_params=fused_params(case))
+    model = sharded_model(case, fused_params=fused_params(case))
     scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
     attached = attach(model, case, grad_scaler=scaler)
-    dense = None if isinstance(attached, EmbeddingAdam) else dense_optimizer(case, model)
+    dense = dense_optimizer(case, model)
     for step, kind in enumerate(kinds):
         if kind != "left out":
             scaled_step(model, case, step, scaler, kind)
-            if dense:
+            if not isinstance(attached, EmbeddingAdam):
                 scaler.step(dense)
                 scaler.update()
                 dense.zero_grad()
-    tables = gather_tables(case, model)
-    return tables + (list(moments_of(attached).values()) if isinstance(attached, EmbeddingAdam) else [])
+    return state_of(model, attached)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,8 +92,9 @@ def test_weights_do_not_depend_on_the_scale(group: None, name: str) -> None:
     unscaled loss are, which is what scales are for; with the scale they follow float32 outputs."""
     case, tolerance = CASES[name], 0.0
     if name.startswith("half"):
-        case, tolerance = Case(optimizer="sgd" if case.optimizer == "half" else "lazy"), 5e-3
-    for unscaled, scaled in zip(trained(case, 0), trained(CASES[name], 2.0**10), strict=True):
+        case, tolerance = small_problem(optimizer="sgd" if case.optimizer == "half" else "lazy"), 5e-3
+    pairs = zip(trained(case, 0).values(), trained(CASES[name], 2.0**10).values(), strict=True)
+    for unscaled, scaled in pairs:
         np.testing.assert_allclose(scaled, unscaled, rtol=tolerance, atol=tolerance * np.abs(unscaled).max())
 
 
@@ -99,43 +103,42 @@ def test_an_overflow_is_a_gradient_of_zeros(group: None, name: str) -> None:
     """Which leaves tables under SGD and Adagrad as they were, L2 included; Adam's momentum and L2 go on."""
     is_adam = CASES[name].optimizer.split()[-1] in ("replay", "dense", "lazy")
     zeros = trained(CASES[name], 2.0**10, ("", "zeros" if is_adam else "left out", ""))
-    for expected, got in zip(zeros, trained(CASES[name], 2.0**10, ("", "overflow", "")), strict=True):
-        np.testing.assert_array_equal(got, expected)
-        assert np.isfinite(got).all()
+    got = trained(CASES[name], 2.0**10, ("", "overflow", ""))
+    assert_equal(got, zeros)
+    assert all(np.isfinite(each).all() for each in got.values())
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
 def test_an_overflow_in_one_of_several_passes_leaves_the_step_out(group: None, sharding: str) -> None:
-    case = Case(sharding=sharding)
-    model, scaler = sharded_model(case, case.draw()["tables"]), GradScaler("cpu", init_scale=2.0**10)
+    case = small_problem(sharding=sharding)
+    model, scaler = sharded_model(case), GradScaler("cpu", init_scale=2.0**10)
     attach(model, case, grad_scaler=scaler).accumulate(2)
     dense = dense_optimizer(case, model)
     for kinds in (("overflow", ""), ("", "overflow"), ("", "")):
-        before = [each.copy() for each in gather_tables(case, model)]
+        before = state_of(model)
         for kind in kinds:
             scaled_step(model, case, 0, scaler, kind)
-        if dense:
-            scaler.step(dense)
-            scaler.update()
-            dense.zero_grad()
-        for expected, got in zip(before, gather_tables(case, model), strict=True):
-            assert np.array_equal(got, expected) == ("overflow" in kinds)
+        scaler.step(dense)
+        scaler.update()
+        dense.zero_grad()
+        for key, got in state_of(model).items():
+            assert np.array_equal(got, before[key]) == ("overflow" in kinds)
 
 
 def test_half_outputs_are_not_accumulated_under_a_scale(group: None) -> None:
     case = CASES["half outputs"]
-    model, scaler = sharded_model(case, case.draw()["tables"], fused_params=fused_params(case)), GradScaler("cpu")
+    model, scaler = sharded_model(case, fused_params=fused_params(case)), GradScaler("cpu")
     attach(model, case, grad_scaler=scaler).accumulate(2)
     with pytest.raises(ValueError, match=r"table 't0' has outputs in half precision, .* over several passes"):
         scaled_step(model, case, 0, scaler)
 
 
 OF_TWO = [
-    Case(sharding="row_wise", extra={"rule": FieldClip(0.1)}),
-    Case(sharding="row_wise"),
-    Case(sharding="data_parallel"),
-    Case(sharding="data_parallel", optimizer="lazy"),
-    Case(sharding="data_parallel", optimizer="replay"),
+    small_problem(world=2, sharding="row_wise", rule=("field", {"max_norm": 0.1})),
+    small_problem(world=2, sharding="row_wise"),
+    small_problem(world=2, sharding="data_parallel"),
+    small_problem(world=2, sharding="data_parallel", optimizer="lazy"),
+    small_problem(world=2, sharding="data_parallel", optimizer="replay"),
 ]
 
 
@@ -144,8 +147,7 @@ def two_ranks(rank: int, folder: str) -> None:
         for case in OF_TWO:
             kinds = ("", "zeros", ""), ("", "overflow", "")
             zeros, overflow = (trained(case, 2.0**10, each) for each in kinds)
-            for expected, got in zip(zeros, overflow, strict=True):
-                np.testing.assert_array_equal(got, expected)
+            assert_equal(overflow, zeros)
 
 
 def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
 def first_backward(scaler: GradScaler, **told: Any) -> list[str]:
     """Warnings of the first two steps of a case under a scaler, by attach_cowclip and by EmbeddingAdam."""
     case = CASES["bags"]
-    model, found = sharded_model(case, case.draw()["tables"]), []
+    model, found = sharded_model(case), []
     for make in (attach, lambda *_, **more: EmbeddingAdam(model, AdamConfig(lr=0.1), **more)):
         attached = make(model, case, **told)
         with warnings.catch_warnings(record=True) as caught:
@@ -180,10 +182,12 @@ def test_an_unnamed_scaler_is_reported_once(group: None) -> None:
     assert not first_backward(GradScaler("cpu", enabled=False))
 
 
-@pytest.mark.parametrize("case", [Case(optimizer="half", **SINGLE), Case(optimizer="half", sequence=True)])
-def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(group: None, case: Case) -> None:
-    model = sharded_model(case, case.draw()["tables"], fused_params=fused_params(case))
-    single = {"single_id_bags": not case.sequence}
+@pytest.mark.parametrize(
+    "case", [small_problem(optimizer="half", **SINGLE), small_problem(optimizer="half", sequence=True)]
+)
+def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(group: None, case: Problem) -> None:
+    model = sharded_model(case, fused_params=fused_params(case))
+    single = {"single_id_bags": case.single_id_bags}
     with pytest.raises(ValueError, match=r"'t0' has outputs in half precision.*cannot hold that of the unscaled loss"):
         attach_cowclip(model, RULE, **single, grad_scaler=GradScaler("cpu"))
     attach_cowclip(model, RULE, **single, grad_scaler=GradScaler("cpu", enabled=False)).remove()
@@ -191,7 +195,7 @@ def test_half_precision_outputs_that_would_hold_unscaled_gradients_are_refused(g
 
 def test_unscaling_does_not_wait_for_the_device(group: None) -> None:
     """A fake tensor on CUDA raises an error where the host would read its value."""
-    (clipped,) = clipped_lookups(sharded_model(Case(), Case().draw()["tables"]), TableRules(RULE), None)
+    (clipped,) = clipped_lookups(sharded_model(small_problem()), TableRules(RULE), None)
     bags = clipped.bags.of({"indices": torch.zeros(0, dtype=torch.int64), "offsets": torch.zeros(5, dtype=torch.int64)})
     with FakeTensorMode():
         grad = torch.empty(4, dtype=torch.float16, device="cuda")

@@ -18,11 +18,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from process_groups import in_processes, process_group
-from sharded_case import Case, gather_tables, sharded_model, train_step
+from random_problems.drawing import small_problem
+from random_problems.training import batch_of, sharded_model, state_of, train_step
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
-CASE = Case(rows=(40,), features=(("a",),), max_ids=1)
+ONE_TABLE: dict[str, Any] = {"rows": (40,), "features": (("a",),)}
+CASE = small_problem(**ONE_TABLE, max_ids=1)
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 
 
@@ -31,8 +33,8 @@ attached_either_way = pytest.mark.parametrize(
 )
 
 
-def model_with(dtype: torch.dtype = torch.float32, **fused_params: Any) -> Any:
-    return sharded_model(CASE, CASE.draw()["tables"], dtype, fused_params={**SGD, **fused_params})
+def model_with(**fused_params: Any) -> Any:
+    return sharded_model(CASE, fused_params={**SGD, **fused_params})
 
 
 @attached_either_way
@@ -59,20 +61,6 @@ def test_2d_parallelism_is_refused(attach: Any) -> None:
         attach(sharded, CowClip())
 
 
-@pytest.mark.parametrize(
-    ("lr_factors", "message"),
-    [
-        ({"t9": 2.0}, "lr_factors names table 't9', which the model does not have; did you mean 't0'"),
-        ({"t0": -1.0}, "lr_factors of table 't0' must be at least 0 and finite, got -1.0"),
-        ({"t0": 3.0}, "gives table 't0' the learning rate 0.3, whose product with weight_decay = 5 must be at most 1"),
-    ],
-)
-def test_rates_of_tables_that_make_no_sense_are_refused(lr_factors: dict[str, float], message: str) -> None:
-    config = AdamConfig(lr=0.1, weight_decay=5.0)
-    with pytest.raises(ValueError, match=message):
-        EmbeddingAdam(model_with(), config, lr_factors=lr_factors)
-
-
 @pytest.mark.parametrize("output", [SparseType.FP16, SparseType.BF16])
 def test_l2_in_output_gradients_of_half_precision_is_refused(output: SparseType) -> None:
     model = model_with(output_dtype=output)
@@ -84,20 +72,21 @@ def test_l2_in_output_gradients_of_half_precision_is_refused(output: SparseType)
 def test_a_small_l2_moves_rows_of_float16_tables() -> None:
     """Against a loop that rounds the weights in each step; 2 * l2 * w itself underflows in float16."""
     config = AdamConfig(lr=1e-4, l2=1e-6, eps=1e-9, absent_rows="dense")
-    model = model_with(torch.float16)
+    problem = small_problem(**ONE_TABLE, dtype="float16")
+    model = sharded_model(problem)
     EmbeddingAdam(model, config)
-    (before,) = gather_tables(CASE, model)
+    before = state_of(model)["c0.t0"]
     expected = torch.from_numpy(before).half()
     first, second = torch.zeros(expected.shape), torch.zeros(expected.shape)
-    nothing = {"a": [(np.empty(0, np.int64), np.empty(0, np.float32))] * CASE.batch}
-    targets = CASE.draw()["steps"][0][1]
+    (drawn,) = problem.batches()[0]
+    no_ids = drawn | {"a": [(np.empty(0, np.int64), np.empty(0, np.float32))] * problem.batch}
     for step in range(1, 6):
-        train_step(CASE, model, nothing, targets, 0, CASE.batch)
+        model(batch_of(problem, [no_ids], 0, problem.batch))[0].backward()
         grad = 2 * config.l2 * expected.float()
         first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
         moved = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + config.eps)
         expected = (expected.float() - config.lr * moved).half()
-    (got,) = gather_tables(CASE, model)
+    got = state_of(model)["c0.t0"]
     small = abs(before) > 1e-3
     assert (got != before)[small & (abs(before) < 2e-2)].mean() > 0.9
     np.testing.assert_allclose(got, expected.float().numpy(), rtol=2e-3, atol=1e-7)
@@ -105,36 +94,33 @@ def test_a_small_l2_moves_rows_of_float16_tables() -> None:
 
 @attached_either_way
 def test_a_variable_batch_of_tables_that_are_looked_up_separately_is_refused(attach: Any) -> None:
-    case = Case(variable_batch=True, pooling="sum,mean")
-    model = sharded_model(case, case.draw()["tables"])
+    case = small_problem(variable_batch=True, pooling="sum,mean")
+    model = sharded_model(case)
     attach(model, CowClip())
     with pytest.raises(ValueError, match="variable batch size per feature, tables that are looked up separately"):
-        train_step(case, model, *case.draw()["steps"][0], 0, case.batch)
+        train_step(case, model, 0)
 
 
 @attached_either_way
 def test_ids_that_are_deduplicated_before_the_lookup_are_refused(attach: Any) -> None:
-    case = Case(sequence=True)
-    model = sharded_model(case, case.draw()["tables"])
-    model.module["ebc"]._use_index_dedup = True  # of EmbeddingCollectionSharder, whose operator exists on CUDA alone
+    model = sharded_model(small_problem(sequence=True))
+    model.module.c0._use_index_dedup = True  # of EmbeddingCollectionSharder, whose operator exists on CUDA alone
     with pytest.raises(ValueError, match=r"table 't0' cannot be clipped: TorchRec deduplicates .* use_index_dedup"):
         attach(model, CowClip())
 
 
-REFUSED_BY_ONE_RANK: dict[str, tuple[Case, torch.dtype, Any]] = {
+REFUSED_BY_ONE_RANK: dict[str, tuple[dict[str, Any], Any]] = {
+    # The second rank has no table.
     "replay computes missed steps in float32": (
-        Case(rows=(40,), features=(("a",),)),  # the second rank has no table
-        torch.float16,
+        ONE_TABLE | {"dtype": "float16"},
         lambda model: EmbeddingAdam(model, AdamConfig(absent_rows="replay")),
     ),
     "clip_columns of table 't0' must be in": (
-        Case(rows=(40,), features=(("a",),), max_ids=1),
-        torch.float32,
+        ONE_TABLE | {"max_ids": 1},
         lambda model: attach_cowclip(model, CowClip(), clip_columns=9, single_id_bags=True),
     ),
     "a rank holds no row of it": (
-        Case(rows=(1,), features=(("a",),), sharding="row_wise"),
-        torch.float32,
+        ONE_TABLE | {"rows": (1,), "sharding": "row_wise"},
         lambda model: attach_cowclip(model, CowClip()),
     ),
 }
@@ -142,8 +128,8 @@ REFUSED_BY_ONE_RANK: dict[str, tuple[Case, torch.dtype, Any]] = {
 
 def refused(rank: int, folder: str) -> None:
     with process_group(rank, 2, folder):
-        for message, (case, dtype, attach) in REFUSED_BY_ONE_RANK.items():
-            model = sharded_model(case, case.draw()["tables"], dtype)
+        for message, (case, attach) in REFUSED_BY_ONE_RANK.items():
+            model = sharded_model(small_problem(**case, world=2))
             with pytest.raises(ValueError, match=message):
                 attach(model)
 

@@ -22,20 +22,21 @@ from cowrec.sparse_opt import (
     detach_cowclip,
 )
 from cowrec.sparse_opt.clipping.table_rules import table_rules
-from sharded_case import Case, gather_tables, sharded_model, train_step
+from random_problems.drawing import small_problem
+from random_problems.training import assert_equal, sharded_model, state_of, train_step
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
-CASE = Case(lr=0.1)
+CASE = small_problem()
 ROWS: dict[str, ClipRule] = {"t0": CowClip(1e-2, 1e-5), "t1": ConstantClip(1e-3), "*": CowClip(0.1, 1e-4)}
 
 
-def model_of(tables: list[np.ndarray]) -> Any:
-    return sharded_model(CASE, tables)
-
-
-def fresh() -> Any:
-    return model_of(CASE.draw()["tables"])
+def fresh(like: nn.Module | None = None) -> Any:
+    """The model, with the tables of another."""
+    model = sharded_model(CASE)
+    if like:
+        model.load_state_dict(like.state_dict())
+    return model
 
 
 def like_sgd(absent_rows: str) -> AdamConfig:
@@ -43,14 +44,9 @@ def like_sgd(absent_rows: str) -> AdamConfig:
     return AdamConfig(lr=CASE.lr * 1e7, betas=(0.0, 0.0), eps=1e7, absent_rows=absent_rows)
 
 
-def train(model: Any, step: int) -> list[np.ndarray]:
-    train_step(CASE, model, *CASE.draw()["steps"][step], 0, CASE.batch)
-    return [table.copy() for table in gather_tables(CASE, model)]
-
-
-def assert_equal(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+def train(model: Any, step: int) -> dict[str, np.ndarray]:
+    train_step(CASE, model, step)
+    return state_of(model)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +68,18 @@ def test_rules_that_do_not_fit_are_refused(rules: Any, exclude: tuple[str, ...],
 
 def test_an_unclipped_table_may_be_column_wise_under_replay() -> None:
     """Replay refuses a column-wise table only where its own rule may bound an absent row."""
-    case = Case(sharding="column_wise,table_wise")
+    case = small_problem(sharding="column_wise,table_wise")
     config = AdamConfig(l2=1e-2, absent_rows="replay")
     narrow, wide = CowClip(1e-2, 1e-5), CowClip(1.0, 1e-5)
-    EmbeddingAdam(sharded_model(case, case.draw()["tables"]), config, {"t0": wide, "t1": narrow, "t2": wide})
+    EmbeddingAdam(sharded_model(case), config, {"t0": wide, "t1": narrow, "t2": wide})
     with pytest.raises(ValueError, match="table 't0' is sharded column-wise, and an absent row's L2 may exceed"):
-        EmbeddingAdam(sharded_model(case, case.draw()["tables"]), config, {"t0": narrow, "*": wide})
+        EmbeddingAdam(sharded_model(case), config, {"t0": narrow, "*": wide})
 
 
 @pytest.mark.parametrize("attach", ["fused", "replay"])
 def test_a_lost_handle(attach: str) -> None:
     """A first attachment ends with detaching; the fused optimizer then trains alone. Compared with new models."""
-    model, rule, tables = fresh(), CowClip(1e-2, 1e-5), CASE.draw()["tables"]
+    model, rule = fresh(), CowClip(1e-2, 1e-5)
 
     def attach_to(each: Any) -> None:
         if attach == "fused":
@@ -96,32 +92,31 @@ def test_a_lost_handle(attach: str) -> None:
     with pytest.raises(ValueError, match=r"attached already; .* or detach_cowclip\(model\)"):
         attach_to(model)
     for step, is_attached in enumerate((True, False, True)):
-        other = model_of(tables)
+        other = fresh(model)
         if is_attached:
             attach_to(other)
-        tables = train(other, step)
-        assert_equal(train(model, step), tables)
+        assert_equal(train(model, step), train(other, step))
         attach_to(model) if step == 1 else detach_cowclip(model)
 
 
 def test_rules_of_tables_change_between_stages() -> None:
     """Each stage is that of a new model under its rules."""
     later = {"t0": CowClip(2e-2, 1e-4), "t1": ConstantClip(2e-3), "*": CowClip(0.2, 1e-3)}
-    model, tables = fresh(), CASE.draw()["tables"]
+    model = fresh()
     optimizer = EmbeddingAdam(model, like_sgd("replay"), ROWS)
     for step, rules in enumerate((ROWS, later)):
-        other = model_of(tables)
+        other, before = fresh(model), state_of(model)
         EmbeddingAdam(other, like_sgd("replay"), rules)
-        before, tables = tables, train(other, step)
-        assert not np.array_equal(tables[1], before[1])
         optimizer.reconfigure(like_sgd("replay"), rules)
-        assert_equal(train(model, step), tables)
+        after = train(model, step)
+        assert not np.array_equal(after["c0.t1"], before["c0.t1"])
+        assert_equal(after, train(other, step))
     with pytest.raises(ValueError, match="the clip rule cannot change from 't0: cowclip"):
         optimizer.reconfigure(like_sgd("replay"), CowClip())
 
 
 def test_the_name_of_one_table_has_precedence_over_one_that_collections_share() -> None:
-    towers = nn.ModuleDict({"a": fresh().module["ebc"], "b": fresh().module["ebc"]})
+    towers = nn.ModuleDict({"a": fresh().module.c0, "b": fresh().module.c0})
     rule, other = CowClip(0.25), CowClip(1.0)
     for names in (["t0", "a.t0"], ["a.t0", "t0"]):
         rules = table_rules(towers, {name: rule if name == "a.t0" else other for name in names} | {"*": NoClip()}, ())

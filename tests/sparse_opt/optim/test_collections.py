@@ -13,30 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ParameterSharding
 
-from adam_case import ADAM, CASE, MODES, RULE, assert_equal, schedule, started, train
+from adam_case import ADAM, CASE, MODES, RULE, SMALL, schedule, started, train
 from cowrec.sparse_opt import CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.tbe.discovery import find_lookups
-from sharded_case import batch_of, gather_tables, gathered, sharded_model, train_step
+from random_problems.drawing import small_problem
+from random_problems.training import assert_equal, batch_of, batches_of, sharded_model, state_of, train_step
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
-
-
-def arrays(state: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {key: gathered(value) for key, value in state.items() if "embedding_bags" in key}
-
-
-def current_by_path(model: nn.Module, optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
-    optimizer.flush()
-    return arrays(model.state_dict()) | moments_by_path(optimizer)
-
-
-def moments_by_path(optimizer: EmbeddingAdam) -> dict[str, np.ndarray]:
-    return {
-        f"{key.removesuffix('.weight')}.{name}": gathered(value)
-        for key, own in optimizer.state_dict()["state"].items()
-        for name, value in own.items()
-    }
 
 
 # Two towers, each with a table of the same name. Each is held to a model with that tower alone.
@@ -47,13 +31,15 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name, case in TOWERS.items():
-            self.add_module(name, sharded_model(case, case.draw()["tables"]))
+            self.add_module(name, sharded_model(case))
+
+    def tables(self) -> dict[str, np.ndarray]:
+        return {f"{name}.{key}": own for name, each in self.named_children() for key, own in state_of(each).items()}
 
 
 def step_of(model: nn.Module, optimizer: EmbeddingAdam, tower: str, step: int, lr: float) -> None:
-    case = TOWERS[tower]
     optimizer.lr = lr
-    train_step(case, model, *case.draw()["steps"][step], 0, case.batch)
+    train_step(TOWERS[tower], model, step)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,7 +51,7 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
         model, optimizer = started(mode, TOWERS[tower])
         for step in steps:
             step_of(model, optimizer, tower, step, schedule(step))
-        alone |= {tower: current_by_path(model, optimizer)}
+        alone |= {tower: state_of(model, optimizer)}
 
     def fresh() -> tuple[Towers, EmbeddingAdam]:
         model = Towers()
@@ -77,7 +63,7 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
             if step in steps:
                 step_of(getattr(model, tower), optimizer, tower, step, schedule(step))
         if step == 9:
-            assert optimizer.stats().keys() == {f"{tower}.ebc.t{t}" for tower in TOWERS for t in range(2)}
+            assert optimizer.stats().keys() == {f"{tower}.c0.t{t}" for tower in TOWERS for t in range(2)}
             saved = io.BytesIO()
             torch.save(
                 ({name: each.state_dict() for name, each in model.named_children()}, optimizer.state_dict()), saved
@@ -89,28 +75,23 @@ def test_towers_with_tables_of_one_name_and_steps_of_their_own(mode: str) -> Non
             optimizer.load_state_dict(of_optimizer)
             for name, state in of_model.items():
                 getattr(model, name).load_state_dict(state)
-    optimizer.flush()
-    got = moments_by_path(optimizer)
-    for tower in TOWERS:
-        got |= {f"{tower}.{key}": value for key, value in arrays(getattr(model, tower).state_dict()).items()}
-    assert_equal(got, {f"{tower}.{key}": value for tower, state in alone.items() for key, value in state.items()})
+    expected = {f"{tower}.{key}": value for tower, state in alone.items() for key, value in state.items()}
+    assert_equal(model.tables() | state_of(nn.Module(), optimizer), expected)
 
 
-@pytest.mark.parametrize("names", [["t0"], ["user.ebc.t0"]])
+@pytest.mark.parametrize("names", [["t0"], ["user.c0.t0"]])
 def test_a_name_of_several_collections_means_all_of_them(names: list[str]) -> None:
     model = Towers()
     attach_cowclip(model, CowClip(r=1e-6, zeta=1e-9), exclude=names)
     for tower, case in TOWERS.items():
-        train_step(case, getattr(model, tower), *case.draw()["steps"][0], 0, case.batch)
+        train_step(case, getattr(model, tower), 0)
     for tower, case in TOWERS.items():
-        moved = abs(
-            gathered(getattr(model, tower).state_dict()["ebc.embedding_bags.t0.weight"]) - case.draw()["tables"][0]
-        )
+        moved = abs(model.tables()[f"{tower}.c0.t0"] - case.initial()[0][0])
         assert (moved.max() > 1e-3) == (names == ["t0"] or tower == "user")
 
 
 # Backward passes that an exception interrupts.
-MIXED = replace(CASE, pooling="sum,mean")  # two lookups
+MIXED = small_problem(**SMALL, pooling="sum,mean", steps=24)  # two lookups
 
 
 class Stop(Exception):
@@ -148,20 +129,19 @@ def test_a_step_that_an_exception_interrupts(mode: str, table: str) -> None:
     message = f"interrupted the backward pass of step 9: the tables '{table}' take"
     warned = pytest.warns(RuntimeWarning, match=message) if steps == [8, 9] else nullcontext()
     with torch.no_grad(), warned:  # an evaluation before the next step
-        model.module["ebc"](batch_of(MIXED, MIXED.draw()["steps"][9][0], 0, MIXED.batch)).wait()
+        model(batches_of(MIXED)[9][0])
     train(model, optimizer, range(9, 14), MIXED)
 
     expected_model, expected = started(mode, MIXED)
     train(expected_model, expected, range(8), MIXED)
     if steps == [8, 9]:
-        bags, targets = MIXED.draw()["steps"][8]
+        (drawn,) = MIXED.batches()[8]
         empty = (np.empty(0, np.int64), np.empty(0, np.float32))
-        for feature in MIXED.features[int(table[1:])]:
-            bags[feature] = [empty] * MIXED.batch
+        drawn |= {feature: [empty] * MIXED.batch for feature in SMALL["features"][int(table[1:])]}
         expected.lr = schedule(8)
-        train_step(MIXED, expected_model, bags, targets, 0, MIXED.batch)
+        expected_model(batch_of(MIXED, [drawn], 0, MIXED.batch))[0].backward()
     train(expected_model, expected, range(9, 14), MIXED)
-    assert_equal(current_by_path(model, optimizer), current_by_path(expected_model, expected))
+    assert_equal(state_of(model, optimizer), state_of(expected_model, expected))
 
 
 def send_to_itself(operations: list[dist.P2POp]) -> list[Any]:
@@ -180,42 +160,35 @@ class Future:
 @pytest.mark.parametrize("attach", ["attach_cowclip", "EmbeddingAdam"])
 def test_tables_that_are_sharded_anew_are_refused(attach: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "batch_isend_irecv", send_to_itself)
-    model = sharded_model(CASE, CASE.draw()["tables"])
+    model = sharded_model(CASE)
     attached = attach_cowclip(model, RULE) if attach == "attach_cowclip" else EmbeddingAdam(model, ADAM, RULE)
-    steps = iter(CASE.draw()["steps"])
-    train_step(CASE, model, *next(steps), 0, CASE.batch)
-    before = [table.copy() for table in gather_tables(CASE, model)]
+    train_step(CASE, model, 0)
+    before = state_of(model)
     plan = EmbeddingModuleShardingPlan(
         {
             name: ParameterSharding(
                 "table_wise", "fused", [0], EnumerableShardingSpec([replace(table.sharding_spec.shards[0])])
             )
-            for name, table in model.plan.plan["ebc"].items()
+            for name, table in model.plan.plan["c0"].items()
         }
     )
     # As DistributedModelParallel.reshard calls it; what follows there needs a model with dense parameters.
-    collection = model.module["ebc"]
+    collection = model.module.c0
     model._sharder_map[collection.unsharded_module_type].reshard(collection, plan, model._env, model.device)
     with pytest.raises(RuntimeError, match=r"were rebuilt after attaching.*call remove\(\) before"):
-        train_step(CASE, model, *next(steps), 0, CASE.batch)
-    for now, then in zip(gather_tables(CASE, model), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+        train_step(CASE, model, 1)
+    assert_equal(state_of(model), before)
     attached.remove()
 
 
 def test_a_collection_of_two_modules_is_attached_once() -> None:
-    model = sharded_model(CASE, CASE.draw()["tables"])
+    model = sharded_model(CASE)
     both = nn.ModuleDict({"retrieval": model, "ranking": nn.ModuleDict({"same": model})})
     optimizer = EmbeddingAdam(both, ADAM, RULE)
     train(model, optimizer, range(3))
     assert {key.partition(".")[0] for key in optimizer.params} == {"retrieval"}
     alone_model, alone = started()
     train(alone_model, alone, range(3))
-    assert_equal(
-        current_by_path(model, optimizer),
-        {
-            f"retrieval.{key}" if "exp" in key or key.endswith(".step") else key: value
-            for key, value in current_by_path(alone_model, alone).items()
-        },
-    )
+    moments = {f"retrieval.{key}": value for key, value in state_of(nn.Module(), alone).items()}
+    assert_equal(state_of(model) | state_of(nn.Module(), optimizer), state_of(alone_model) | moments)
     optimizer.remove()

@@ -5,6 +5,7 @@ Each ``traj_*.npz`` in the golden folder is repeated with the settings in its ``
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from cowrec.trainer.sharded_model.sharding import sharding_plan
 from cowrec.trainer.sharded_model.task import MeanLoss, TrainTask
 from golden_models import FIELDS, dense_views, golden_batch, golden_model, model_name, table_views
 from process_groups import in_processes, process_group
-from sharded_case import gathered, moments_of
+from random_problems.training import gathered
 
 Golden = Mapping[str, np.ndarray]
 RECORDED_STEPS = (1, 2, 5, 20)
@@ -88,11 +89,12 @@ def batch_of(golden: Golden, step: int, dtype: torch.dtype) -> Batch:
     return Batch(dense.to(dtype), sparse, label.to(dtype), len(label))
 
 
+@dataclass
 class Comparison:
     """Compares tensors with a recording and fails with the name of one that exceeds the tolerance."""
 
-    def __init__(self, file: Path, golden: Golden):
-        self.file, self.golden = file, golden
+    file: Path
+    golden: Golden
 
     def close(self, key: str, value: Tensor, tolerance: float) -> None:
         expected = self.golden[key]
@@ -214,13 +216,17 @@ def _follow(file: Path, golden: Golden, absent_rows: str, process: Process) -> N
             continue
         weights = {key: torch.from_numpy(gathered(each)) for key, each in _tables(model.state_dict()).items()}
         embedding.flush()
-        found = {key: torch.from_numpy(each) for key, each in moments_of(embedding).items()}
+        moments = {key.split(".")[-2]: own for key, own in embedding.state_dict()["state"].items()}
+        found = {
+            field: [torch.from_numpy(gathered(own[each])) for each in ("exp_avg", "exp_avg_sq")]
+            for field, own in moments.items()
+        }
         if not process.is_first:
             continue
         for name, view in views.items():
             compared.close(f"s{step}/w/{name}", view, 1e-6)
         for field in FIELDS:
-            first, second = found[f"{field}.exp_avg"], found[f"{field}.exp_avg_sq"]
+            first, second = found[field]
             applied = (first - beta1 * first_before[field]) / (1 - beta1)
             first_before[field] = first
             name = f"sparse_emb_{field}__embeddings"

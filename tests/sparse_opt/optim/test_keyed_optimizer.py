@@ -17,10 +17,11 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from adam_case import ADAM, CASE, MODES, assert_equal, current, started, take_step, train
+from adam_case import ADAM, CASE, MODES, SMALL, started, train
 from cowrec.sparse_opt import EmbeddingAdam
-from process_groups import in_processes
-from sharded_case import Case, process_group
+from process_groups import in_processes, process_group
+from random_problems.drawing import small_problem
+from random_problems.training import assert_equal, state_of, train_step
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
@@ -31,8 +32,8 @@ def trained_at(rates: list[float], mode: str) -> dict[str, np.ndarray]:
     model, optimizer = started(mode)
     for step, rate in enumerate(rates):
         optimizer.lr = rate
-        take_step(model, step)
-    return current(model, optimizer)
+        train_step(CASE, model, step)
+    return state_of(model, optimizer)
 
 
 # Rates.
@@ -57,17 +58,17 @@ def test_schedulers_drive_the_next_backward(name: str) -> None:
     for step, loss in enumerate(losses):
         rates.append(oracle.param_groups[0]["lr"])
         optimizer.zero_grad()
-        take_step(model, step)
+        train_step(CASE, model, step)
         for each in (optimizer, scheduler, oracle, its_scheduler):
             each.step(*(loss if each in (scheduler, its_scheduler) else ()))
     assert len(set(rates)) > 2
-    assert_equal(current(model, optimizer), trained_at(rates, "replay"))
+    assert_equal(state_of(model, optimizer), trained_at(rates, "replay"))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rates_out_of_range_are_refused_before_a_row_has_moved(mode: str) -> None:
     model, optimizer = started(mode)
-    before = {key: value.copy() for key, value in current(model, optimizer).items()}
+    before = {key: value.copy() for key, value in state_of(model, optimizer).items()}
     refused = {-1e-3: "must be >= 0 and finite", float("nan"): "must be >= 0", float("inf"): "must be >= 0"}
     if mode == "replay":
         refused |= {2e-2: r"lr = 0.02 is above AdamConfig.lr = 0.01, by which replay decides"}
@@ -76,10 +77,10 @@ def test_rates_out_of_range_are_refused_before_a_row_has_moved(mode: str) -> Non
             optimizer.lr = rate
         optimizer.param_groups[0]["lr"] = rate
         with pytest.raises(ValueError, match=message):
-            take_step(model, 0)
+            train_step(CASE, model, 0)
         assert optimizer.steps == 0
         optimizer.lr = 1e-3
-        assert_equal(current(model, optimizer), before)
+        assert_equal(state_of(model, optimizer), before)
     if mode != "replay":
         optimizer.lr = 2e-2
 
@@ -120,7 +121,7 @@ def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -
     def train_with(model: nn.Module, optimizer: KeyedOptimizer, first: int, end: int) -> None:
         for step in range(first, end):
             optimizer.zero_grad()
-            take_step(model, step)
+            train_step(CASE, model, step)
             for key, parameter in optimizer.params.items():
                 if key.endswith("dense"):
                     parameter.grad = torch.ones(3)
@@ -132,7 +133,7 @@ def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path) if library == "dcp" else torch.save(state, tmp_path / "state")
     train_with(model, optimizer, 7, 12)
-    assert_equal(current(model, adam), expected)
+    assert_equal(state_of(model, adam), expected)
     adam.remove()
 
     model, adam = started()
@@ -150,7 +151,7 @@ def test_wrappers_drive_save_and_load(name: str, library: str, tmp_path: Path) -
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     train_with(model, optimizer, 7, 12)
-    assert_equal(current(model, adam), expected)
+    assert_equal(state_of(model, adam), expected)
 
 
 # Each way of saving meets each order of saving and of loading.
@@ -175,7 +176,7 @@ def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
             else:
                 torch.save(parts[name].state_dict(), tmp_path / name)
     train(model, optimizer, range(16, 24))
-    expected = current(model, optimizer)
+    expected = state_of(model, optimizer)
     optimizer.remove()
 
     model, optimizer = started()
@@ -189,7 +190,7 @@ def test_model_and_optimizer_are_saved_and_loaded_in_any_order(
                 state = torch.load(tmp_path / name, weights_only=False)
             parts[name].load_state_dict(state)
     train(model, optimizer, range(16, 24))
-    assert_equal(current(model, optimizer), expected)
+    assert_equal(state_of(model, optimizer), expected)
 
 
 def test_a_replayed_state_continues_densely() -> None:
@@ -201,7 +202,7 @@ def test_a_replayed_state_continues_densely() -> None:
     train(other, dense, range(9, 16))
     expected, always_dense = started("dense")
     train(expected, always_dense, range(0, 16))
-    assert_equal(current(other, dense), current(expected, always_dense))
+    assert_equal(state_of(other, dense), state_of(expected, always_dense))
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
@@ -209,43 +210,47 @@ def test_states_that_do_not_fit_are_refused() -> None:
     plain = optimizer.state_dict()
     with optimizer.as_stored():
         stored = optimizer.state_dict()
-        with pytest.raises(ValueError, match=r"no 'last_step' of 'ebc.*t0.weight'; it was taken outside of as_stored"):
+        with pytest.raises(ValueError, match=r"no 'last_step' of 'c0.*t0.weight'; it was taken outside of as_stored"):
             optimizer.load_state_dict(plain)
     for mode in MODES:
         _, other = started(mode)
         with pytest.raises(ValueError, match=r"no 'step' of .*; its rows may be behind: load it .* within as_stored"):
             other.load_state_dict(stored)
-    del plain["state"]["ebc.embedding_bags.t1.weight"]
-    with pytest.raises(ValueError, match=r"no 'exp_avg' of 'ebc.embedding_bags.t1.weight'; it is of another model"):
+    del plain["state"]["c0.embedding_bags.t1.weight"]
+    with pytest.raises(ValueError, match=r"no 'exp_avg' of 'c0.embedding_bags.t1.weight'; it is of another model"):
         optimizer.load_state_dict(plain)
 
 
 def test_two_processes_resume_without_preparation(tmp_path: Path) -> None:
     """In the last case one rank holds no table and counts no step."""
-    cases = [replace(CASE, sharding=each, steps=16) for each in ("column_wise,data_parallel", "row_wise,table_wise")]
-    cases.append(replace(CASE, rows=(60,), features=(("a",),), steps=16))
-    in_processes(_resume, (cases, str(tmp_path)), 2)
+    in_processes(_resume, (str(tmp_path),), 2)
 
 
-def _resume(rank: int, cases: list[Case], folder: str) -> None:
+def _resume(rank: int, folder: str) -> None:
+    kinds = (
+        {"sharding": "column_wise,data_parallel", "dim": 8},
+        {"sharding": "row_wise,table_wise"},
+        {"rows": (60,), "features": (("a",),)},
+    )
     with process_group(rank, 2, folder):
-        for number, (case, stored) in enumerate(zip(cases, (True, False, True), strict=True)):
+        for number, (kind, stored) in enumerate(zip(kinds, (True, False, True), strict=True)):
+            case = small_problem(**SMALL | kind, world=2, steps=16)
             file = f"{folder}/{number}"
-            model, optimizer = started(case=case)
+            model, optimizer = started(problem=case)
             train(model, optimizer, range(0, 9), case)
             with optimizer.as_stored() if stored else nullcontext():
                 dcp.save(both_states(model, optimizer), checkpoint_id=file)
             train(model, optimizer, range(9, 16), case)
-            expected = current(model, optimizer, case)
+            expected = state_of(model, optimizer)
             optimizer.remove()
-            model, optimizer = started(case=case)
+            model, optimizer = started(problem=case)
             with optimizer.as_stored() if stored else nullcontext():
                 state = both_states(model, optimizer)
                 dcp.load(state, checkpoint_id=file)
                 model.load_state_dict(state["model"])
                 CombinedOptimizer([optimizer]).load_state_dict(state["optimizer"])
             train(model, optimizer, range(9, 16), case)
-            assert_equal(current(model, optimizer, case), expected)
+            assert_equal(state_of(model, optimizer), expected)
             optimizer.remove()
 
 

@@ -19,7 +19,7 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionColl
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam
-from sharded_case import process_group
+from process_groups import process_group
 
 ROWS, DIM, CPU = 16, 4, torch.device("cpu")
 

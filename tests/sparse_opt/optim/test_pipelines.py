@@ -1,60 +1,40 @@
 """TorchRec's pipelines and torch.compile train as the plain loop does, with the clip and with EmbeddingAdam."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.train_pipeline import (
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
-from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
-from sharded_case import Case, batch_of, gather_tables, sharded_model
+from adam_case import ADAM, RULE, SMALL
+from cowrec.sparse_opt import EmbeddingAdam, attach_cowclip
+from random_problems.drawing import small_problem
+from random_problems.training import assert_equal, batches_of, sharded_model, state_of
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")
-CASE = Case(rows=(60, 5), features=(("a",), ("b", "c")), batch=8, dim=4, steps=12)
-RULE = CowClip(r=0.5, zeta=1e-3)
-ADAM = AdamConfig(lr=1e-2, l2=1e-3, eps=1e-6)
+CASE = small_problem(**SMALL, steps=12)
 MODES = ("attach", "lazy", "replay")
 
 
-@dataclass
-class Samples(Pipelineable):
-    ids: KeyedJaggedTensor
-    target: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Samples":
-        return self
-
-    def record_stream(self, stream: Any) -> None: ...
-
-    def pin_memory(self) -> "Samples":
-        return self
-
-
 class Network(nn.Module):
-    def __init__(self, ebc: nn.Module) -> None:
+    """Mean over the samples of sum(target * weight * output)."""
+
+    def __init__(self, c0: nn.Module) -> None:
         super().__init__()
-        self.ebc, self.weight = ebc, nn.Parameter(torch.ones(CASE.dim * len(CASE.keys)))
+        self.c0, self.weight = c0, nn.Parameter(torch.ones(SMALL["dim"]))
 
-    def forward(self, batch: Samples) -> tuple[Tensor, Tensor]:
-        return self.loss(self.ebc(batch.ids), batch)
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return self.loss(self.c0(batch.ids0), batch)
 
-    def loss(self, pooled: Any, batch: Samples) -> tuple[Tensor, Tensor]:
-        by_key = pooled.to_dict()
-        outputs = (torch.cat([by_key[key] for key in CASE.keys], 1) * self.weight * batch.target).sum(1)
-        return outputs.mean(), outputs.detach()
+    def loss(self, pooled: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs = sum(pooled[key] * self.weight * batch.targets[f"c0 {key}"] for key in "abc")
+        return outputs.sum(1).mean(), outputs.detach()
 
 
 @pytest.fixture
@@ -72,8 +52,8 @@ def started(mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def plain_model() -> nn.Module:
-    model = sharded_model(CASE, CASE.draw()["tables"])
-    model._dmp_wrapped_module = Network(model.module["ebc"])
+    model = sharded_model(CASE)
+    model._dmp_wrapped_module = Network(model.module.c0)
     return model
 
 
@@ -86,11 +66,8 @@ def attach(model: nn.Module, mode: str) -> torch.optim.Optimizer:
     return torch.optim.SGD([model.module.weight], lr=1e-2)
 
 
-def batches() -> list[Samples]:
-    return [
-        Samples(batch_of(CASE, bags, 0, CASE.batch), torch.cat([torch.from_numpy(target[key]) for key in CASE.keys], 1))
-        for bags, target in CASE.draw()["steps"]
-    ]
+def batches() -> list[Any]:
+    return [batch for (batch,) in batches_of(CASE)]
 
 
 Trained = tuple[list[Tensor], nn.Module]
@@ -112,9 +89,9 @@ def loop_one_lookup_ahead(mode: str) -> Trained:
     """Looks the next batch up before the backward of the present one."""
     model, optimizer = started(mode)
     outputs, network = [], model.module
-    pooled = network.ebc(batches()[0].ids).wait()
+    pooled = network.c0(batches()[0].ids0).wait()
     for batch, following in pairwise([*batches(), None]):
-        now, pooled = pooled, network.ebc(following.ids).wait() if following else None
+        now, pooled = pooled, network.c0(following.ids0).wait() if following else None
         optimizer.zero_grad()
         loss, output = network.loss(now, batch)
         loss.backward()
@@ -135,13 +112,10 @@ def run(pipeline: Any) -> list[Tensor]:
 def assert_same(got: Trained, expected: Trained) -> None:
     assert len(got[0]) == len(expected[0]) == CASE.steps
     assert all(torch.equal(one, other) for one, other in zip(got[0], expected[0], strict=True))
-    tables = [gather_tables(CASE, model) for _, model in (got, expected)]
-    for one, other, initial in zip(*tables, CASE.draw()["tables"], strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert abs(one - initial).max() > 1e-3
-
-
-PIPELINES: dict[str, Callable[..., Any]] = {"base": TrainPipelineBase, "sparse": TrainPipelineSparseDist}
+    tables = [state_of(model) for _, model in (got, expected)]
+    assert_equal(*tables)
+    for t, initial in enumerate(CASE.initial()[0]):
+        assert abs(tables[0][f"c0.t{t}"] - initial).max() > 1e-3
 
 
 @pytest.mark.parametrize("mode", [*MODES, "dense"])

@@ -20,7 +20,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.sparse_opt import AdamConfig, ClipRule, ConstantClip, CowClip, EmbeddingAdam, NoClip, ReferenceCowClip
 from process_groups import in_processes, process_group
-from sharded_case import Case, batch_of, gathered, moments, sharded_model, train_step
+from random_problems.drawing import Problem, small_problem
+from random_problems.training import assert_equal, batch_of, gathered, sharded_model, state_of
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
@@ -46,36 +47,38 @@ class Stream:
     sharding: str = "row_wise"
     read_at: tuple[int, ...] = ()
     compared_at: tuple[int, ...] = ()
-    case: Case = field(default_factory=lambda: Case(rows=(20, 5, 60), batch=8, dim=8))
 
-    def batch(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Bags and output gradients of step ``step``, from 1, in the form of sharded_case.py."""
-        rng = np.random.default_rng((self.case.seed, step))
-        bags, targets = {}, {}
-        for rows, names in zip(self.case.rows, self.case.features, strict=True):
-            due = [
-                row for row in range(rows) if (period := self.periods[row % len(self.periods)]) and step % period == 0
-            ]
-            for name in names:
-                ids_of_sample: list[list[int]] = [[] for _ in range(self.case.batch)]
+    @property
+    def problem(self) -> Problem:
+        return small_problem(rows=(20, 5, 60), batch=8, sharding=self.sharding, world=dist.get_world_size())
+
+    def drawn(self, step: int) -> dict[str, Any]:
+        """Bags and output gradients of step ``step``, from 1, as a problem draws them."""
+        rng, drawn = np.random.default_rng((0, step)), {}
+        for table in self.problem.collections[0].tables:
+            periods = {row: self.periods[row % len(self.periods)] for row in range(table.rows)}
+            due = [row for row, period in periods.items() if period and step % period == 0]
+            for name in table.features:
+                ids_of_sample: list[list[int]] = [[] for _ in range(8)]
                 for row in due:
-                    for sample in rng.integers(0, self.case.batch, rng.integers(1, 4)):
+                    for sample in rng.integers(0, 8, rng.integers(1, 4)):
                         ids_of_sample[sample].append(row)
-                bags[name] = [(np.array(ids, np.int64), np.ones(len(ids), np.float32)) for ids in ids_of_sample]
-                shape = (self.case.batch, self.case.dim)
-                targets[name] = (rng.normal(size=shape) * self.gradients).astype(np.float32)
-        return bags, targets
+                drawn[name] = [(np.array(ids, np.int64), np.ones(len(ids), np.float32)) for ids in ids_of_sample]
+                drawn[f"target {name}"] = (rng.normal(size=(8, 8)) * self.gradients).astype(np.float32)
+        return drawn
+
+    def batch(self, step: int) -> Any:
+        """This rank's samples of a step."""
+        size, rank = 8 // dist.get_world_size(), dist.get_rank()
+        return batch_of(self.problem, [self.drawn(step)], rank * size, (rank + 1) * size)
 
 
 def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors]:
     """States at ``compared_at`` and the end, and the largest values that rows ever had, over the default group."""
-    case = replace(stream.case, sharding=stream.sharding)
-    model = sharded_model(case, case.draw()["tables"])
+    model = sharded_model(stream.problem)
     config = replace(stream.adam, absent_rows=absent_rows)
     settings: dict[str, Any] = {"clip_columns": stream.clip_columns, "lr_factors": stream.lr_factors}
     optimizer = EmbeddingAdam(model, config, stream.rule, **settings)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    low, high = rank * case.batch // world, (rank + 1) * case.batch // world
     states: dict[int, Tensors] = {}
     shards = {key: tensors_here(value) for key, value in current(model, optimizer).items()}
     largest = {key: [abs(each).amax(1) for each in of_key] for key, of_key in shards.items()}
@@ -83,15 +86,17 @@ def train(stream: Stream, absent_rows: str) -> tuple[dict[int, Tensors], Tensors
         if step and stream.schedule:
             optimizer.lr = stream.schedule(step)
         if step:
-            train_step(case, model, *stream.batch(step), low, high)
+            model(stream.batch(step))[0].backward()
         if absent_rows == "dense":
             for key, of_key in shards.items():
                 for most, each in zip(largest[key], of_key, strict=True):
                     torch.maximum(most, abs(each).amax(1), out=most)
         if step in stream.read_at:
-            read_rows(model, stream, step, low, high)
+            with torch.no_grad():  # the ids of another step
+                model(stream.batch(step // 37 * 37 or 37))
+            model.state_dict()
         if step in (*stream.compared_at, stream.steps):
-            states[step] = {key: gathered(value) for key, value in current(model, optimizer).items()}
+            states[step] = {key: gathered(value).copy() for key, value in current(model, optimizer).items()}
     scales = {key: np.concatenate([each.numpy() for each in of_key]) for key, of_key in largest.items() if of_key}
     optimizer.remove()
     return states, scales
@@ -101,18 +106,12 @@ def tensors_here(value: ShardedTensor | torch.Tensor) -> list[torch.Tensor]:
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value.detach()]
 
 
-def read_rows(model: nn.Module, stream: Stream, step: int, low: int, high: int) -> None:
-    """Evaluates the ids of other steps, and takes the model's state_dict."""
-    with torch.no_grad():
-        bags, _ = stream.batch(step // 37 * 37 or 37)
-        model.module["ebc"](batch_of(stream.case, bags, low, high)).wait()
-    model.state_dict()
-
-
 def current(model: nn.Module, optimizer: EmbeddingAdam) -> State:
     optimizer.flush()
-    weights = {f"{key.split('.')[-2]}.weight": value for key, value in model.state_dict().items()}
-    return weights | moments(optimizer)
+    state = {f"{key.split('.')[-2]}.weight": value for key, value in model.state_dict().items() if "embedding" in key}
+    for key, own in optimizer.state_dict()["state"].items():
+        state |= {f"{key.split('.')[-2]}.{name}": value for name, value in own.items() if "exp_avg" in name}
+    return state
 
 
 def assert_close(replayed: dict[int, Tensors], dense: dict[int, Tensors], scales: Tensors) -> None:
@@ -191,8 +190,7 @@ def test_bit_identical_while_no_row_has_decayed(name: str) -> None:
     replayed, _ = train(replace(STREAMS[name], compared_at=SOON), "replay")
     assert replayed.keys() == dense.keys()
     for step, state in dense.items():
-        for key, expected in state.items():
-            np.testing.assert_array_equal(replayed[step][key], expected, err_msg=f"{key} at step {step}")
+        assert_equal(replayed[step], state)
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -216,28 +214,25 @@ def _two_processes(rank: int, folder: str) -> None:
 
 def test_loaded_weights_count_as_current() -> None:
     stream = STREAMS["paper"]
-    model = sharded_model(stream.case, stream.case.draw()["tables"])
+    model = sharded_model(stream.problem)
     optimizer = EmbeddingAdam(model, replace(stream.adam, absent_rows="replay"))
     given = dict(model.state_dict().items())  # before rows fall behind, in the same memory
     for step in range(1, 50):
-        train_step(stream.case, model, *stream.batch(step), 0, stream.case.batch)
+        model(stream.batch(step))[0].backward()
     for value in given.values():
-        value.local_shards()[0].tensor.fill_(0.25)
+        tensors_here(value)[0].fill_(0.25)
     model.load_state_dict(given)
-    for value in model.state_dict().values():
-        assert (value.local_shards()[0].tensor == 0.25).all()
+    assert all((value == 0.25).all() for value in state_of(model).values())
     assert optimizer.steps == 49
 
 
 def test_an_id_outside_its_table_fails_the_forward_and_changes_no_row() -> None:
     stream = STREAMS["clip binds"]
-    model = sharded_model(stream.case, stream.case.draw()["tables"])
+    model = sharded_model(stream.problem)
     optimizer = EmbeddingAdam(model, replace(stream.adam, absent_rows="replay"))
-    train_step(stream.case, model, *stream.batch(300), 0, stream.case.batch)
-    expected = {key: gathered(value) for key, value in current(model, optimizer).items()}
-    bags, targets = stream.batch(300)
-    bags["b"][3] = (np.array([1, 5]), np.ones(2, np.float32))
+    model(stream.batch(300))[0].backward()
+    expected, drawn = state_of(model, optimizer), stream.drawn(300)
+    drawn["b"][3] = (np.array([1, 5]), np.ones(2, np.float32))
     with pytest.raises(ValueError, match="id 5 is outside table 't1', which holds 5 rows"):
-        train_step(stream.case, model, bags, targets, 0, stream.case.batch)
-    for key, value in current(model, optimizer).items():
-        np.testing.assert_array_equal(gathered(value), expected[key], err_msg=key)
+        model(batch_of(stream.problem, [drawn], 0, 8))
+    assert_equal(state_of(model, optimizer), expected)

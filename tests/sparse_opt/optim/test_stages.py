@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from torch import nn
 
-from adam_case import assert_equal, current
 from cowrec.sparse_opt import AdamConfig, ConstantClip, CowClip, EmbeddingAdam
-from sharded_case import Case, row_gradients, sharded_model, train_step
+from random_problems.drawing import small_problem
+from random_problems.in_loops import row_gradients
+from random_problems.training import assert_equal, batches_of, sharded_model, state_of
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
-CASE = Case(rows=(60, 5), features=(("a",), ("b",)), batch=8, dim=4, steps=80)
+CASE = small_problem(rows=(60, 5), features=(("a",), ("b",)), batch=8, dim=4, steps=80)
 STAGES = {
     0: (AdamConfig(lr=1e-2, betas=(0.9, 0.999), eps=1e-6, l2=1e-4), ConstantClip(0.1)),
     7: (AdamConfig(lr=2e-2, betas=(0.9, 0.99), eps=3e-6, l2=1e-3), ConstantClip(0.3)),
@@ -22,7 +23,7 @@ STAGES = {
 
 
 def started(absent_rows: str, epsilon: str) -> tuple[nn.Module, EmbeddingAdam]:
-    model = sharded_model(CASE, CASE.draw()["tables"])
+    model = sharded_model(CASE)
     config, rule = STAGES[0]
     return model, EmbeddingAdam(model, settings(config, absent_rows, epsilon), rule)
 
@@ -32,26 +33,26 @@ def settings(config: AdamConfig, absent_rows: str, epsilon: str) -> AdamConfig:
 
 
 def steps(model: nn.Module, optimizer: EmbeddingAdam, first: int, end: int) -> None:
-    drawn = CASE.draw()["steps"]
+    batches = batches_of(CASE)
     for step in range(first, end):
         if step and step in STAGES:
             config, rule = STAGES[step]
             old = optimizer.config
             optimizer.reconfigure(settings(config, old.absent_rows, old.adam_epsilon), rule)
         optimizer.lr = STAGES[max(each for each in STAGES if each <= step)][0].lr * (1 - step / 100)
-        train_step(CASE, model, *drawn[step], 0, CASE.batch)
+        model(batches[step][0])[0].backward()
 
 
 def plain_loop(epsilon: str) -> dict[str, np.ndarray]:
     """Adam in float64 on every row, with the products of all betas so far in its corrections."""
-    drawn, state = CASE.draw(), {}
-    for table, weights in enumerate(drawn["tables"]):
+    state = {}
+    for table, weights in enumerate(CASE.initial()[0]):
         w = weights.astype(np.float64)
         m, v, left1, left2 = np.zeros_like(w), np.zeros_like(w), 1.0, 1.0
-        for step, (bags, targets) in enumerate(drawn["steps"]):
+        for step, (drawn,) in enumerate(CASE.batches()):
             config, rule = STAGES[max(each for each in STAGES if each <= step)]
             (beta1, beta2), lr = config.betas, config.lr * (1 - step / 100)
-            g = row_gradients(CASE, bags, targets, table)[0] + 2 * config.l2 * w
+            g = row_gradients(CASE, CASE.collections[0], table, drawn, None)[0] + 2 * config.l2 * w
             g *= np.minimum(1, rule.max_norm / np.linalg.norm(g, axis=1, keepdims=True).clip(1e-30))
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
             left1, left2 = left1 * beta1, left2 * beta2
@@ -59,7 +60,7 @@ def plain_loop(epsilon: str) -> dict[str, np.ndarray]:
                 w -= lr * np.sqrt(1 - left2) / (1 - left1) * m / (np.sqrt(v) + config.eps)
             else:
                 w -= lr * m / (1 - left1) / (np.sqrt(v / (1 - left2)) + config.eps)
-        state |= {f"t{table}": w, f"t{table}.exp_avg": m, f"t{table}.exp_avg_sq": v}
+        state |= {f"c0.t{table}": w, f"c0.t{table}.exp_avg": m, f"c0.t{table}.exp_avg_sq": v}
     return state
 
 
@@ -70,7 +71,7 @@ def test_stages_equal_a_plain_loop(epsilon: str) -> None:
     for absent_rows in ("replay", "dense"):
         model, optimizer = started(absent_rows, epsilon)
         steps(model, optimizer, 0, CASE.steps)
-        states[absent_rows] = current(model, optimizer, CASE)
+        states[absent_rows] = state_of(model, optimizer)
         optimizer.remove()
     for key, expected in plain_loop(epsilon).items():
         np.testing.assert_array_equal(states["replay"][key], states["dense"][key], err_msg=key)
@@ -95,7 +96,7 @@ def test_a_resumed_run_continues_bit_identically(saved_after: int) -> None:
         its_optimizer.load_state_dict(saved[1])
     for each in ((model, optimizer), (resumed, its_optimizer)):
         steps(*each, saved_after, CASE.steps)
-    assert_equal(current(resumed, its_optimizer, CASE), current(model, optimizer, CASE))
+    assert_equal(state_of(resumed, its_optimizer), state_of(model, optimizer))
 
 
 def test_what_cannot_change_is_refused() -> None:

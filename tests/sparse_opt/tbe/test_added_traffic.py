@@ -4,7 +4,6 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,31 +14,23 @@ import torch.distributed as dist
 from collectives import Traffic
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from process_groups import in_processes, process_group
-from sharded_case import Case, sharded_model, train_step
+from random_problems.drawing import small_problem
+from random_problems.training import sharded_model, train_step
 
-CASE = Case(steps=1, max_ids=3)
-
-
-def clip(model: torch.nn.Module) -> object:
-    return attach_cowclip(model, CowClip(r=1.0, zeta=1e-3))
+CASE = small_problem(steps=1)
+FEATURES, ROWS, DIM = [each.features for each in CASE.collections[0].tables], (40, 7, 300), 8
 
 
-def adam(model: torch.nn.Module) -> object:
-    return EmbeddingAdam(model, AdamConfig(), CowClip(r=1.0, zeta=1e-3))
-
-
-def nothing(model: torch.nn.Module) -> object:
-    return None
-
-
+RULE = CowClip(r=1.0, zeta=1e-3)
+SHARDINGS = {
+    "table- and row-wise": "table_wise,row_wise",
+    "column-wise": "column_wise",
+    "some column-wise": "column_wise,columns_of_one_rank,column_wise",
+}
 JOBS: dict[str, tuple[str, Callable[[torch.nn.Module], object]]] = {
-    "table- and row-wise, plain": ("table_wise,row_wise", nothing),
-    "table- and row-wise, clipped": ("table_wise,row_wise", clip),
-    "column-wise, plain": ("column_wise", nothing),
-    "column-wise, clipped": ("column_wise", clip),
-    "some column-wise, plain": ("column_wise,columns_of_one_rank,column_wise", nothing),
-    "some column-wise, clipped": ("column_wise,columns_of_one_rank,column_wise", clip),
-    "data-parallel, clipped": ("data_parallel", adam),
+    **{f"{name}, plain": (sharding, lambda model: None) for name, sharding in SHARDINGS.items()},
+    **{f"{name}, clipped": (each, lambda model: attach_cowclip(model, RULE)) for name, each in SHARDINGS.items()},
+    "data-parallel, clipped": ("data_parallel", lambda model: EmbeddingAdam(model, AdamConfig(), RULE)),
 }
 
 
@@ -47,12 +38,11 @@ def _measure(rank: int, folder: str) -> None:
     with process_group(rank, 2, folder):
         found = {}
         for name, (sharding, attach) in JOBS.items():
-            case = replace(CASE, sharding=sharding)
-            model = sharded_model(case, case.draw()["tables"])
+            case = small_problem(sharding=sharding, world=2, steps=1)
+            model = sharded_model(case)
             attach(model)
-            bags, targets = case.draw()["steps"][0]
             with Traffic() as traffic:
-                train_step(case, model, bags, targets, rank * 16, rank * 16 + 16)
+                train_step(case, model, 0)
             found[name] = dict(traffic.sent)
         if rank == 0:
             (Path(folder) / "traffic.json").write_text(json.dumps(found))
@@ -74,8 +64,8 @@ def added(traffic: dict[str, Counter[str]], kind: str) -> dict[str, int]:
 
 
 def ids_of(table: int, first: int = 0, end: int = CASE.batch) -> np.ndarray:
-    bags, _ = CASE.draw()["steps"][0]
-    return np.concatenate([ids for name in CASE.features[table] for ids, _ in bags[name][first:end]])
+    (drawn,) = CASE.batches()[0]
+    return np.concatenate([ids for name in FEATURES[table] for ids, _ in drawn[name][first:end]])
 
 
 def test_unsharded_columns_add_nothing(traffic: dict[str, Counter[str]]) -> None:
@@ -97,4 +87,4 @@ def test_data_parallel_tables_exchange_the_rows_of_the_batch(traffic: dict[str, 
     rows = [sum(len(np.unique(ids_of(t, 16 * rank, 16 * rank + 16))) for t in range(3)) for rank in (0, 1)]
     sent = traffic["data-parallel, clipped"]
     assert {key: size for key, size in sent.items() if key != "all_gather"} == {}
-    assert sent["all_gather"] == 8 + max(rows) * (3 + CASE.dim) * 8 < 4 * sum(CASE.rows) * CASE.dim
+    assert sent["all_gather"] == 8 + max(rows) * (3 + DIM) * 8 < 4 * sum(ROWS) * DIM

@@ -15,7 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from cowrec.sparse_opt import AdamConfig, CowClip, EmbeddingAdam, attach_cowclip
 from cowrec.sparse_opt.tbe.discovery import sharded_collections
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
-from sharded_case import Case, batch_of, gather_tables, sharded_model
+from random_problems.drawing import Problem, small_problem
+from random_problems.training import batches_of, sharded_model, state_of
 
 pytest_plugins = ["one_group"]
 pytestmark = pytest.mark.usefixtures("group")
@@ -26,78 +27,64 @@ ATTACH: dict[str, Callable[[nn.Module], Any]] = {
     "adam": lambda model: EmbeddingAdam(model, AdamConfig(lr=1e-2, l2=1e-3), RULE),
 }
 DIRECT = {
-    "one lookup": Case(),
-    "weights": Case(weighted=True),
-    "mean": Case(pooling="mean"),
-    "two lookups, other order": Case(pooling="mean,sum"),
-    "by rows": Case(sharding="row_wise"),
-    "by rows in a machine": Case(sharding="table_row_wise"),
-    "several shardings, other order": Case(sharding="row_wise,table_wise"),
-    "weights, several shardings": Case(sharding="row_wise,table_wise,table_row_wise", weighted=True),
-    "empty bags": Case(empty_half=True),
-    "one sample": Case(batch=1),
+    "one lookup": small_problem(),
+    "weights": small_problem(weighted=True),
+    "mean": small_problem(pooling="mean"),
+    "two lookups, other order": small_problem(pooling="mean,sum"),
+    "by rows": small_problem(sharding="row_wise"),
+    "by rows in a machine": small_problem(sharding="table_row_wise"),
+    "several shardings, other order": small_problem(sharding="row_wise,table_wise"),
+    "weights, several shardings": small_problem(sharding="row_wise,table_wise,table_row_wise", weighted=True),
+    "empty bags": small_problem(idle=(1,), parts=2),
+    "one sample": small_problem(batch=1),
 }
 STOCK = {
-    "columns": Case(sharding="columns_of_one_rank"),
-    "columns beside others": Case(sharding="columns_of_one_rank,table_wise"),
-    "means by rows": Case(sharding="row_wise", pooling="mean"),
+    "columns": small_problem(sharding="columns_of_one_rank"),
+    "columns beside others": small_problem(sharding="columns_of_one_rank,table_wise"),
+    "means by rows": small_problem(sharding="row_wise", pooling="mean"),
 }
 COPIES = {
-    "copies": Case(sharding="data_parallel"),
-    "copies beside others": Case(sharding="data_parallel,table_wise,row_wise"),
+    "copies": small_problem(sharding="data_parallel"),
+    "copies beside others": small_problem(sharding="data_parallel,table_wise,row_wise"),
 }
 
 
-def train(case: Case, attached: str, *, direct: bool) -> list[torch.Tensor]:
+def train(case: Problem, attached: str, *, direct: bool) -> list[torch.Tensor]:
     """Trains and evaluates; returns the outputs of all forward passes and the tables."""
-    drawn = case.draw()
-    model = sharded_model(case, drawn["tables"])
+    model = sharded_model(case)
     if direct:
         look_up_directly(model)
     ATTACH[attached](model)
     results = []
-    for bags, targets in drawn["steps"]:
-        features = batch_of(case, bags, 0, case.batch)
-        pooled = model.module["ebc"](features).to_dict()
-        (sum((pooled[name] * torch.from_numpy(targets[name])).sum() for name in case.keys) / case.batch).backward()
+    for (batch,) in batches_of(case):
+        pooled = model.module.c0(batch.ids0).to_dict()
+        model(batch)[0].backward()
         model.eval()
         with torch.no_grad():
-            evaluated = model.module["ebc"](features).to_dict()
+            evaluated = model.module.c0(batch.ids0).to_dict()
         model.train()
         results += [each.detach().clone() for output in (pooled, evaluated) for each in output.values()]
-    return [*results, *map(torch.from_numpy, gather_tables(case, model))]
+    return [*results, *map(torch.from_numpy, state_of(model).values())]
 
 
-def assert_equal_bits(case: Case, attached: str) -> None:
+# Data-parallel tables train under EmbeddingAdam only.
+@pytest.mark.parametrize(
+    ("name", "attached"),
+    [*zip(DIRECT, cycle(ATTACH), strict=False), *((name, "adam") for name in [*STOCK, *COPIES])],
+)
+def test_bits_of_torchrecs_forward(name: str, attached: str) -> None:
+    case = (DIRECT | STOCK | COPIES)[name]
     for got, expected in zip(train(case, attached, direct=True), train(case, attached, direct=False), strict=True):
         assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize(("name", "attached"), zip(DIRECT, cycle(ATTACH), strict=False))
-def test_bits_of_torchrecs_forward(name: str, attached: str) -> None:
-    assert_equal_bits(DIRECT[name], attached)
-
-
-@pytest.mark.parametrize("name", STOCK)
-def test_forwards_that_remain_torchrecs(name: str) -> None:
-    assert_equal_bits(STOCK[name], "adam")
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_data_parallel_tables(name: str) -> None:
-    """They train under EmbeddingAdam only."""
-    assert_equal_bits(COPIES[name], "adam")
 
 
 @pytest.mark.parametrize("name", [*DIRECT, *COPIES, *STOCK])
 def test_nothing_is_exchanged_after_the_first_forward(name: str) -> None:
     case = (DIRECT | COPIES | STOCK)[name]
-    drawn = case.draw()
-    model = sharded_model(case, drawn["tables"])
+    model = sharded_model(case)
     look_up_directly(model)
-    features = batch_of(case, drawn["steps"][0][0], 0, case.batch)
-    first = model.module["ebc"](features)
-    second = model.module["ebc"](features)
+    features = batches_of(case)[0][0].ids0
+    first, second = model.module.c0(features), model.module.c0(features)
     assert isinstance(second, KeyedTensor) == (name not in STOCK)
     (collection,) = sharded_collections(model).values()
     assert second.keys() == collection._embedding_names == first.keys()

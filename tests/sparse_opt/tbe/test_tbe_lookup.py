@@ -22,13 +22,17 @@ from cowrec.sparse_opt.tbe.discovery import (
     tables_on_some_ranks,
 )
 from cowrec.sparse_opt.tbe.lookup import sharded_like_weights
-from sharded_case import Case, process_group, sharded_model
+from process_groups import process_group
+from random_problems.drawing import small_problem
+from random_problems.training import sharded_model
+
+TABLES = small_problem().collections[0].tables
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nn.Module]:
     with process_group(0, 1, str(tmp_path_factory.mktemp("group"))):
-        yield sharded_model(Case(), Case().draw()["tables"])
+        yield sharded_model(small_problem())
 
 
 def test_geometry(model: nn.Module) -> None:
@@ -37,7 +41,7 @@ def test_geometry(model: nn.Module) -> None:
     assert all_table_names(model) == {"t0", "t1", "t2"}
     (lookup,) = lookups
     assert [(shard.name, shard.rows, shard.embedding_dim) for shard in lookup.shards] == [
-        (f"t{t}", rows, Case().dim) for t, rows in enumerate(Case().rows)
+        (f"t{t}", each.rows, each.dim) for t, each in enumerate(TABLES)
     ]
     assert lookup.feature_table == [0, 1, 2, 2]
     assert lookup.is_plain_sgd
@@ -50,14 +54,14 @@ def test_ranks(model: nn.Module) -> None:
     assert lookups_of_ranks(model) == [[["t0", "t1", "t2"]]]
     assert (lookup.num_ranks, lookup.splits_rows) == (1, False)
     assert not tables_on_some_ranks(model)
-    separate = sharded_model(Case(sharding="data_parallel"), Case().draw()["tables"])
+    separate = sharded_model(small_problem(sharding="data_parallel"))
     assert lookups_of_ranks(nn.ModuleList([model, separate])) == [[["t0", "t1", "t2"]]]
     assert lookups_of_ranks(nn.Linear(1, 1)) == []
 
 
 def test_the_flat_weights_are_the_tables_memory(model: nn.Module) -> None:
     (lookup,) = find_lookups(model)[0]
-    flat, tables = lookup.flat_weights(), Case().draw()["tables"]
+    flat, tables = lookup.flat_weights(), small_problem().initial()[0]
     for t, table in enumerate(tables):
         assert torch.equal(lookup.view_of(flat, t), torch.from_numpy(table))
         assert lookup.view_of(flat, t).data_ptr() == lookup.module.split_embedding_weights()[t].data_ptr()
@@ -68,17 +72,16 @@ def test_row_state_is_sharded_like_the_weights(model: nn.Module) -> None:
     state = torch.arange(lookup.flat_weights().numel(), dtype=torch.float32)
     sharded = sharded_like_weights(lookup.collection, [lookup], [state], torch.float32)
     assert sharded.keys() == {"embedding_bags.t0", "embedding_bags.t1", "embedding_bags.t2"}
-    for t, rows in enumerate(Case().rows):
+    for t, each in enumerate(TABLES):
         (shard,) = sharded[f"embedding_bags.t{t}"].local_shards()
-        assert shard.metadata.shard_sizes == [rows, Case().dim]
+        assert shard.metadata.shard_sizes == [each.rows, each.dim]
         assert torch.equal(shard.tensor, lookup.view_of(state, t))
         assert shard.tensor.data_ptr() == lookup.view_of(state, t).data_ptr()
 
 
 @pytest.mark.usefixtures("model")
 def test_column_shards() -> None:
-    case = Case(sharding="column_wise,table_wise,columns_of_one_rank")
-    model = sharded_model(case, case.draw()["tables"])
+    model = sharded_model(small_problem(sharding="column_wise,table_wise,columns_of_one_rank"))
     assert column_split_tables(model) == {"t0": [(0, 0)], "t2": [(0, 0)]}
     complete, split = (
         find_lookups(model)[0][::-1] if find_lookups(model)[0][0].splits_columns else find_lookups(model)[0]
@@ -94,7 +97,7 @@ def test_column_shards() -> None:
     assert not complete.splits_columns
     assert inconsistent_lookups(model) is None
     rows = [torch.arange(sum(s.rows for s in each.shards), dtype=torch.int32) for each in (complete, split)]
-    last = sharded_like_weights(sharded_collections(model)["ebc"], [complete, split], rows, torch.int32, per_row=True)
+    last = sharded_like_weights(sharded_collections(model)["c0"], [complete, split], rows, torch.int32, per_row=True)
     (first,) = last["embedding_bags.t0"].local_shards()
     assert first.tensor.flatten().tolist() == list(range(40))
     assert first.metadata.shard_offsets == [0, 0]
@@ -104,8 +107,7 @@ def test_column_shards() -> None:
 
 @pytest.mark.usefixtures("model")
 def test_replicated_tables() -> None:
-    case = Case(sharding="data_parallel,table_wise,data_parallel")
-    mixed = sharded_model(case, case.draw()["tables"])
+    mixed = sharded_model(small_problem(sharding="data_parallel,table_wise,data_parallel"))
     assert replicated_tables(mixed) == {"t0", "t2"}
     lookups, refusals = find_lookups(mixed)
     assert not refusals

@@ -18,7 +18,8 @@ SCOPES = {"row": ("cowclip", "cowclip_reference", "constant"), "field": ("field"
 class Table:
     """A table, the features that look it up, and its sharding.
 
-    ``shards`` are the (rank, columns) of column shards, or the (rank, 0) of a table on one rank.
+    ``shards`` are the (rank, columns) of column shards, or the (rank, 0) of a table on one rank, or of a host's first;
+    each column shard of a grid is on the host of its rank.
     """
 
     rows: int
@@ -76,7 +77,10 @@ def scope_of(rule: Rule) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, its attachment and its training. ``idle`` names the ranks without ids, in every other step."""
+    """A model, its attachment and its training.
+
+    ``idle`` names the ranks without ids, in every other step: of as many ranks as there are ``parts`` or processes.
+    """
 
     collections: tuple[Collection, ...]
     world: int = 1
@@ -85,6 +89,7 @@ class Problem:
     passes: int = 1
     pass_size: int = 4  # samples of a rank's backward pass
     idle: tuple[int, ...] = ()
+    parts: int = 0
     optimizer: str = "sgd"
     lr: float = 0.1
     rates: tuple[float, ...] = (1.0,)  # of Adam's steps, relative to lr; they repeat
@@ -147,7 +152,7 @@ class Problem:
         for collection in self.collections:
             found.append([])
             for each in collection.tables:
-                weights = rng.normal(0, 0.05, (each.rows, each.dim)) * 10 ** rng.uniform(-2, 1, (each.rows, 1))
+                weights = rng.normal(0, 0.05, (each.rows, each.dim)) * 10 ** rng.uniform(-3, 1, (each.rows, 1))
                 weights[::9] = 0
                 found[-1].append(weights.astype(each.dtype).astype(np.float32))
         return found
@@ -158,7 +163,7 @@ class Problem:
         A bag belongs to the first of its samples. Samples are ordered by rank, then by pass.
         """
         rng, steps = np.random.default_rng((self.seed, 1)), []
-        of_rank = self.batch // self.world
+        of_rank = self.batch // (self.parts or self.world)
         for step in range(self.steps):
             steps.append([])
             for collection in self.collections:
@@ -176,6 +181,40 @@ class Problem:
                     drawn[f"target {output}"] = (rng.normal(size=shape) * scale).astype(np.float32)
                 steps[-1].append(drawn)
         return steps
+
+
+def small_problem(
+    *,
+    rows: Sequence[int] = (40, 7, 300),
+    features: Sequence[Sequence[str]] = (("a",), ("b",), ("c", "d")),  # table 2 is shared by two features
+    dim: int = 8,
+    batch: int = 32,  # a power of two, so that dividing by it rounds nothing
+    sharding: str = "table_wise",  # or one for each table, comma-separated, which repeat; likewise pooling
+    pooling: str = "sum",
+    dtype: str = "float32",
+    world: int = 1,
+    passes: int = 1,
+    sequence: bool = False,
+    weighted: bool = False,
+    variable_batch: bool = False,
+    max_ids: int = 4,
+    **settings: Any,
+) -> Problem:
+    """A problem of one collection, whose tables t0, t1 ... have one width."""
+    tables = []
+    for t, (own_rows, own_features) in enumerate(zip(rows, features, strict=True)):
+        plan, own_pooling = (each.split(",")[t % (each.count(",") + 1)] for each in (sharding, pooling))
+        # Of two ranks each holds both tables that are split; of four, which stand for two hosts, two hold each.
+        shards = {
+            "column_wise": ((t % world, dim // 2), ((t + 1) % world, dim // 2)),
+            "columns_of_one_rank": ((t % world, dim // 2),) * 2,
+            "grid_shard": ((2 * (t % 2), dim // 2), (2 - 2 * (t % 2), dim // 2)),
+            "table_row_wise": ((2 * (t % 2) if world == 4 else 0, 0),),
+        }.get(plan, ((t % world, 0),))
+        plan = plan.replace("columns_of_one_rank", "column_wise")
+        tables.append(Table(own_rows, dim, tuple(own_features), own_pooling, plan, shards, dtype))
+    collection = Collection(tuple(tables), sequence, weighted, variable_batch, max_ids)
+    return Problem((collection,), world, passes=passes, pass_size=batch // world // passes, **{"steps": 3} | settings)
 
 
 def refusals(problem: Problem) -> list[str]:

@@ -8,7 +8,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -35,27 +37,28 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from cowrec.sparse_opt import CLIP_RULES, AdamConfig, ClipRule, EmbeddingAdam, attach_cowclip
+from cowrec.sparse_opt.clipping.clipped_lookup import ClippedLookup
+from cowrec.sparse_opt.clipping.row_backends import TritonRows
 from process_groups import process_group, start_in_processes
 from random_problems.drawing import Collection, Problem, Rule, Table, refusals
 from random_problems.in_loops import solve
-from sharded_case import (
-    CPU,
-    FUSED_OPTIMIZERS,
-    dense_like,
-    gathered,
-    jagged_of,
-    load_tables,
-    lookups_of,
-    run_on,
-    unsharded_collection,
-)
 
+CPU = torch.device("cpu")
+FUSED_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "fbgemm_adam": EmbOptimType.ADAM,
+}
+DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16}
 ANSWER_WITHIN = 240  # seconds, after numba has compiled
 """Time after which processes count as waiting for each other forever."""
 
@@ -137,7 +140,7 @@ def trainers(world: int) -> Iterator[Trainers]:
 
 
 def _answer(rank: int, world: int, folder: str, pipe: Connection) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    os.environ["LOCAL_WORLD_SIZE"] = str(hosted(world))
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # of torch.fx and TorchRec, for every problem
     with process_group(rank, world, folder):
@@ -149,6 +152,11 @@ def _answer(rank: int, world: int, folder: str, pipe: Connection) -> None:
             except BaseException:
                 pipe.send(traceback.format_exc())
             faulthandler.cancel_dump_traceback_later()
+
+
+def hosted(world: int) -> int:
+    """Processes of a machine: four processes stand for two machines."""
+    return min(2, world)
 
 
 def train(problem: Problem, device: torch.device = CPU) -> Trained:
@@ -168,8 +176,8 @@ def train(problem: Problem, device: torch.device = CPU) -> Trained:
     for clipped in lookups_of(optimizer):
         run_on(problem.backend, clipped)
     optimizer.accumulate(problem.passes)
-    dense = _dense_optimizer(problem, model)
-    batches = [[each.to(device) for each in _batches(problem, drawn)] for drawn in problem.batches()]
+    dense = dense_optimizer(problem, model)
+    batches = [[each.to(device) for each in of_step] for of_step in batches_of(problem)]
     pipeline: Any = TrainPipelineSparseDist(model, dense, device) if problem.pipelined else None
     stream = iter([each for of_step in batches for each in of_step])
     for step, of_step in enumerate(batches):
@@ -186,14 +194,31 @@ def train(problem: Problem, device: torch.device = CPU) -> Trained:
         if problem.reads:
             _read(problem, model, batches[step - 1][0])
     stats = {name: (each.rows, each.clipped * each.rows) for name, each in optimizer.stats().items()}
+    arrays = state_of(model, optimizer)
+    optimizer.remove()
+    return Trained(arrays if dist.get_rank() == 0 else {}, stats)
+
+
+def train_step(problem: Problem, model: nn.Module, step: int) -> None:
+    """Runs the backward passes of this rank's samples in a step, which update the fused tables."""
+    for batch in batches_of(problem)[step]:
+        model.module(batch.to(model.device))[0].backward()
+
+
+def state_of(model: nn.Module, optimizer: Any = None) -> dict[str, np.ndarray]:
+    """Gathers tables "c0.t0", and the moments "c0.t0.exp_avg" of EmbeddingAdam, on the first rank."""
     state = {}
-    if problem.is_adam:
+    if isinstance(optimizer, EmbeddingAdam):
         moments = optimizer.state_dict()["state"].items()
         state = {f"{_name(key)}.{kind}": each for key, own in moments for kind, each in own.items() if "exp" in kind}
     state |= {_name(key): each for key, each in model.state_dict().items() if key.endswith(".weight")}
-    arrays = {key: gathered(each) for key, each in sorted(state.items())}
-    optimizer.remove()
-    return Trained(arrays if dist.get_rank() == 0 else {}, stats)
+    return {key: gathered(each).copy() for key, each in sorted(state.items())}
+
+
+def assert_equal(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(got[key], value, err_msg=key)
 
 
 def _read(problem: Problem, model: nn.Module, batch: "_Batch") -> None:
@@ -207,8 +232,8 @@ def _read(problem: Problem, model: nn.Module, batch: "_Batch") -> None:
 
 def _name(key: str) -> str:
     """ "c0.t0" from "c0.embedding_bags.t0.weight"."""
-    collection, _, table, *_ = key.removesuffix(".weight").split(".")
-    return f"{collection}.{table}"
+    *path, _, table = key.removesuffix(".weight").split(".")
+    return ".".join([*path, table])
 
 
 def attached(problem: Problem, model: nn.Module) -> Any:
@@ -233,14 +258,17 @@ def attached(problem: Problem, model: nn.Module) -> Any:
     return attach_cowclip(model, rule, single_id_bags=problem.single_id_bags, l2=problem.l2, **common)
 
 
-def _dense_optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:
-    """Optimizer of the network, and of the tables that have no fused one unless EmbeddingAdam trains them."""
+def dense_optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:
+    """Optimizer like the fused one, of the network and of tables that have none unless EmbeddingAdam trains them."""
     parameters = [
         each
         for key, each in in_backward_optimizer_filter(model.named_parameters())
         if not (problem.is_adam and ".embedding" in key)
     ]
-    return dense_like(problem.optimizer, parameters, problem.lr, problem.eps)
+    kinds: dict[str, Any] = {"adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+    if problem.optimizer in kinds:
+        return kinds[problem.optimizer](parameters, lr=problem.lr, eps=problem.eps)
+    return torch.optim.SGD(parameters, lr=problem.lr)
 
 
 class _Batch(Pipelineable):
@@ -283,20 +311,20 @@ class _Network(nn.Module):
         return loss, loss.detach()
 
 
-def sharded_model(problem: Problem, device: torch.device) -> DistributedModelParallel:
+def sharded_model(
+    problem: Problem, device: torch.device = CPU, fused_params: dict[str, Any] | None = None
+) -> DistributedModelParallel:
     """Shards the problem's collections over the default process group and sets their initial values."""
     optimizer = FUSED_OPTIMIZERS.get(problem.optimizer, FUSED_OPTIMIZERS["sgd"])
-    fused_params = {"optimizer": optimizer, "learning_rate": problem.lr, "eps": problem.eps}
+    fused_params = fused_params or {"optimizer": optimizer, "learning_rate": problem.lr, "eps": problem.eps}
     sharders: list[Any] = [kind(fused_params) for kind in (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)]
     network, plan = _Network(problem), {}
     for c, collection in enumerate(problem.collections):
-        module = getattr(network, f"c{c}")
-        generators = {f"t{t}": _generator(each, device) for t, each in enumerate(collection.tables)}
         plan[f"c{c}"] = construct_module_sharding_plan(
-            module,
-            generators,
+            getattr(network, f"c{c}"),
+            {f"t{t}": _generator(each, device, hosted(problem.world)) for t, each in enumerate(collection.tables)},
             sharder=sharders[collection.sequence],
-            local_size=problem.world,
+            local_size=hosted(problem.world),
             world_size=problem.world,
             device_type=device.type,
         )
@@ -306,59 +334,89 @@ def sharded_model(problem: Problem, device: torch.device) -> DistributedModelPar
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     model = DistributedModelParallel(network, env=env, device=device, plan=ShardingPlan(plan=plan), sharders=sharders)
     initial = problem.initial()
-
-    def table_of(key: str) -> np.ndarray:
-        c, t = (int(each[1:]) for each in _name(key).split("."))
-        return initial[c][t]
-
-    load_tables(model, table_of)
+    for key, value in model.state_dict().items():
+        if key.endswith(".weight"):
+            c, t = (int(each[1:]) for each in _name(key).split("."))
+            full = torch.from_numpy(initial[c][t])
+            if not isinstance(value, ShardedTensor):  # data-parallel
+                value.detach().copy_(full)
+                continue
+            for shard in value.local_shards():
+                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                shard.tensor.detach().copy_(full[row : row + rows, column : column + columns])
     return model
 
 
-def _generator(table: Table, device: torch.device) -> Any:
+def _generator(table: Table, device: torch.device, hosted: int) -> Any:
+    """TorchRec's generator of a table's plan, or one of column shards and grids of any widths."""
     rank = table.shards[0][0]
-    if table.plan != "column_wise":
-        makers = {
-            "table_wise": lambda: table_wise(rank, compute_kernel="fused"),
-            "dense": lambda: table_wise(rank, compute_kernel="dense"),
-            "row_wise": lambda: row_wise(compute_kernel="fused"),
-            "table_row_wise": lambda: table_row_wise(host_index=0),
-            "data_parallel": data_parallel,
-        }
+    makers = {
+        "table_wise": lambda: table_wise(rank, compute_kernel="fused"),
+        "dense": lambda: table_wise(rank, compute_kernel="dense"),
+        "uvm": lambda: table_wise(rank, compute_kernel="fused_uvm"),
+        "cached": lambda: table_wise(rank, compute_kernel="fused_uvm_caching"),
+        "row_wise": lambda: row_wise(compute_kernel="fused"),
+        "table_row_wise": lambda: table_row_wise(host_index=rank // hosted),
+        "data_parallel": data_parallel,
+    }
+    if table.plan in makers:
         return makers[table.plan]()
+    parts = 2 if table.plan == "grid_shard" else 1  # rows of a column shard, on the ranks from its own on
 
     def plan(param: nn.Parameter, *_: Any) -> ParameterSharding:
         firsts = np.cumsum([0, *(columns for _, columns in table.shards)]).tolist()
+        height = -(-table.rows // parts)
         shards = [
-            ShardMetadata([0, first], [table.rows, columns], f"rank:{rank}/{device}")
+            ShardMetadata(
+                [height * part, first],
+                [min(height, table.rows - height * part), columns],
+                f"rank:{rank + part}/{device}",
+            )
             for first, (rank, columns) in zip(firsts, table.shards, strict=False)
+            for part in range(parts)
         ]
-        ranks = [rank for rank, _ in table.shards]
-        return ParameterSharding("column_wise", "fused", ranks, EnumerableShardingSpec(shards))
+        ranks = [rank + part for rank, _ in table.shards for part in range(parts)]
+        return ParameterSharding(table.plan, "fused", ranks, EnumerableShardingSpec(shards))
 
     return plan
 
 
 def _unsharded(collection: Collection) -> EmbeddingBagCollection | EmbeddingCollection:
+    kind: Any = EmbeddingConfig if collection.sequence else EmbeddingBagConfig
     tables = [
-        (each.rows, each.dim, each.features, getattr(torch, each.dtype), each.pooling) for each in collection.tables
+        kind(
+            name=f"t{t}",
+            num_embeddings=each.rows,
+            embedding_dim=each.dim,
+            feature_names=list(each.features),
+            data_type=DTYPES[each.dtype],
+            **({} if collection.sequence else {"pooling": PoolingType(each.pooling.upper())}),
+        )
+        for t, each in enumerate(collection.tables)
     ]
-    return unsharded_collection(tables, sequence=collection.sequence, weighted=collection.weighted)
+    if collection.sequence:
+        return EmbeddingCollection(tables=tables, device=torch.device("meta"))
+    return EmbeddingBagCollection(tables=tables, is_weighted=collection.weighted, device=torch.device("meta"))
 
 
-def _batches(problem: Problem, drawn: list[dict[str, Any]]) -> list[_Batch]:
-    """Batches of this rank's passes of a step."""
-    first = dist.get_rank() * problem.passes * problem.pass_size
-    starts = range(first, first + problem.passes * problem.pass_size, problem.pass_size)
-    return [_batch(problem, drawn, lo, lo + problem.pass_size) for lo in starts]
+def batches_of(problem: Problem) -> list[list[_Batch]]:
+    """Batches of this rank's passes, [step][pass]."""
+    of_rank = problem.passes * problem.pass_size
+    first = dist.get_rank() * of_rank
+    return [
+        [
+            batch_of(problem, drawn, lo, lo + problem.pass_size)
+            for lo in range(first, first + of_rank, problem.pass_size)
+        ]
+        for drawn in problem.batches()
+    ]
 
 
-def _batch(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) -> _Batch:
+def batch_of(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) -> _Batch:
+    """Ids and output gradients of samples lo..hi-1 of a step."""
     ids, targets = [], {}
     for c, (collection, of_feature) in enumerate(zip(problem.collections, drawn, strict=True)):
-        names, weighted = collection.features, collection.weighted and not collection.sequence
-        shares = [collection.samples_of_bag(name) for name in names] if collection.variable_batch else None
-        ids.append(jagged_of(names, [of_feature[each][lo:hi] for each in names], weighted=weighted, shares=shares))
+        ids.append(_jagged(collection, [of_feature[each][lo:hi] for each in collection.features]))
         for _, name, output in collection.outputs():
             target, bags = of_feature[f"target {output}"][lo:hi], of_feature[name][lo:hi]
             if collection.sequence:
@@ -366,7 +424,48 @@ def _batch(problem: Problem, drawn: list[dict[str, Any]], lo: int, hi: int) -> _
                 if collection.weighted:
                     target = target * np.concatenate([weights for _, weights in bags])[:, None]
             targets[f"c{c} {output}"] = torch.from_numpy(target)
-    return _Batch(ids, targets, problem.pass_size * problem.passes)
+    return _Batch(ids, targets, problem.passes * problem.pass_size)
+
+
+def _jagged(collection: Collection, bags: Sequence[Sequence[tuple]]) -> KeyedJaggedTensor:
+    """Bags (ids, weights) of each feature's samples, which may share them."""
+    shares = [collection.samples_of_bag(name) for name in collection.features]
+    own = [bag for each, share in zip(bags, shares, strict=True) for bag in each[::share]]
+    weighted, variable = collection.weighted and not collection.sequence, {}
+    if collection.variable_batch:
+        bag_of_sample = torch.stack([torch.arange(len(bags[0])) // share for share in shares])
+        sizes = [[len(each[::share])] for each, share in zip(bags, shares, strict=True)]
+        variable = {"stride_per_key_per_rank": sizes, "inverse_indices": (collection.features, bag_of_sample)}
+    return KeyedJaggedTensor(
+        keys=collection.features,
+        values=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in own)])),
+        weights=torch.from_numpy(np.concatenate([weights for _, weights in own])) if weighted else None,
+        lengths=torch.tensor([len(ids) for ids, _ in own]),
+        **variable,
+    )
+
+
+def gathered(value: ShardedTensor | Tensor) -> np.ndarray:
+    """Gathers a sharded or replicated tensor, float32, on the first rank."""
+    if not isinstance(value, ShardedTensor):
+        return value.detach().float().cpu().numpy()
+    device = value.local_shards()[0].tensor.device if value.local_shards() else None
+    complete = torch.zeros(value.size(), dtype=value.dtype, device=device) if dist.get_rank() == 0 else None
+    value.gather(0, complete)
+    return np.empty(0) if complete is None else complete.float().cpu().numpy()
+
+
+def lookups_of(attached: Any) -> list[ClippedLookup]:
+    """Lookups of what attaching returned."""
+    return [adam.clipped for adam in attached.lookups] if isinstance(attached, EmbeddingAdam) else attached._lookups
+
+
+def run_on(backend: str, clipped: ClippedLookup) -> None:
+    """Gives a lookup another back end: "torch", or "triton", whose kernels Triton's interpreter runs on CPU."""
+    if backend == "torch":
+        clipped.rows = clipped.in_torch
+    elif backend == "triton":
+        clipped.rows = TritonRows(clipped.lookup, clipped.layout, clipped.limits, clipped.statistics)
 
 
 def assert_solved(problem: Problem, outcomes: Sequence[Trained]) -> None:

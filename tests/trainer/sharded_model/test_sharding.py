@@ -18,8 +18,8 @@ from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.sharded_model.build import fused_params
 from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.sharding import chosen_kinds, sharding_line, sharding_plan
+from process_groups import process_group
 from run_comparison import assert_same_measures
-from sharded_case import process_group
 from trained_runs import report_of
 from trainer_cases import checkpoint, config_file, make_data, train_case, train_in_processes
 

@@ -38,7 +38,7 @@ from cowrec.trainer.training.pipeline import (
     why_not_captured,
 )
 from cowrec.trainer.training.state import TrainState
-from sharded_case import run_on
+from random_problems.training import run_on
 from trainer_cases import config_file, tensors
 
 BATCH = 8
