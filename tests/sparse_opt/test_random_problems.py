@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 
 from random_problems.drawing import Collection, Problem, Table, problems
-from random_problems.training import assert_solved, trainers
+from random_problems.training import Trainers, assert_solved
 
 EXAMPLES = 60
 """Without --fuzz, always the same ones."""
@@ -32,7 +32,7 @@ def test_random_problems_equal_plain_loops(world: int, pytestconfig: pytest.Conf
     number = pytestconfig.getoption("--fuzz")
     given_seed = pytestconfig.getoption("--hypothesis-seed", None)
     chosen = random.SystemRandom().randrange(2**32) if given_seed is None else int(given_seed)
-    with trainers(world) as processes:
+    with Trainers(world) as processes:
         for problem in EDGES[world]:
             assert_solved(problem, processes.train(problem))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from random_problems.drawing import ADAM, STOCK, Problem, small_problem
-from random_problems.training import Trained, assert_equal, trainers
+from random_problems.training import Trained, Trainers, assert_equal
 
 SPLIT, MIXED = "row_wise,columns_of_one_rank,column_wise", "column_wise,data_parallel,table_wise"
 PLANS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard", "data_parallel", SPLIT, MIXED)
@@ -62,7 +62,7 @@ def problem_of(case: dict[str, Any], plan: str, world: int) -> Problem:
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, str], Trained]:
     """Trains all cases in one process, table-wise."""
-    with trainers(1) as processes:
+    with Trainers(1) as processes:
         return {key: processes.train(problem_of(case, "table_wise", 1))[0] for key, case in cases().items()}
 
 
@@ -72,7 +72,7 @@ def test_all_plans_train_the_same(processes: int, expected: dict[tuple[str, str]
     these = [key for key in cases() if processes == 4 or key[1] != "grid_shard"]
     if processes == 4:
         these = list({(plan, cases()[kind, plan].get("passes")): (kind, plan) for kind, plan in these}.values())
-    with trainers(processes) as trained:
+    with Trainers(processes) as trained:
         for kind, plan in these:
             problem = problem_of(cases()[kind, plan], plan, processes)
             state, reference = trained.train(problem)[0].state, expected[kind, plan].state

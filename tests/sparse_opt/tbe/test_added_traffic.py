@@ -19,8 +19,6 @@ from random_problems.training import sharded_model, train_step
 
 CASE = small_problem(steps=1)
 FEATURES, ROWS, DIM = [each.features for each in CASE.collections[0].tables], (40, 7, 300), 8
-
-
 RULE = CowClip(r=1.0, zeta=1e-3)
 SHARDINGS = {
     "table- and row-wise": "table_wise,row_wise",

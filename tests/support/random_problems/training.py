@@ -8,8 +8,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -73,7 +72,7 @@ class Trained:
 
 
 class Trainers:
-    """Processes that train problems, one after the other; they are started anew after one has failed."""
+    """Processes that train problems within a context, one after the other; started anew after one has failed."""
 
     def __init__(self, world: int):
         self._world = world
@@ -104,12 +103,14 @@ class Trainers:
                         raise RuntimeError(f"rank {self._pipes.index(pipe)} failed:\n{answer}")
                     answers[pipe] = answer
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return [answers[pipe] for pipe in self._pipes]
 
-    def stop(self) -> None:
-        """Ends the processes."""
+    def __enter__(self) -> "Trainers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.join()
@@ -127,16 +128,6 @@ class Trainers:
         self._processes = start_in_processes(_answer, [(self._world, self._folder.name, each) for each in there])
         for each in there:
             each.close()
-
-
-@contextmanager
-def trainers(world: int) -> Iterator[Trainers]:
-    """Processes, which end with the context."""
-    found = Trainers(world)
-    try:
-        yield found
-    finally:
-        found.stop()
 
 
 def _answer(rank: int, world: int, folder: str, pipe: Connection) -> None:
