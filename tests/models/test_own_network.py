@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,14 @@ class Net(nn.Module):
     def logits(self, x):
         return (x.flat @ self.kernel).sum(1)
 
-class Column(Net):
-    def logits(self, x):
-        return (x.flat @ self.kernel)[:, :1]
+def net(logits):
+    return type("Other", (Net,), {"logits": logits})
 
-class Pair(Net):
-    def logits(self, x):
-        return x.wide, x.flat
-
-class Squeezed(Net):
-    def logits(self, x):
-        return (x.flat @ self.kernel)[:, :1].squeeze()
-
-class Double(Net):
-    def logits(self, x):
-        return x.wide.double()
+Column = net(lambda self, x: (x.flat @ self.kernel)[:, :1])
+Squeezed = net(lambda self, x: (x.flat @ self.kernel)[:, :1].squeeze())
+Pair = net(lambda self, x: (x.wide, x.flat))
+Double = net(lambda self, x: x.wide.double())
+Detached = net(lambda self, x: (x.flat.detach() @ self.kernel).sum(1))
 
 class NoParameters(nn.Module):
     def __init__(self, config, front):
@@ -53,10 +47,6 @@ class NoParameters(nn.Module):
 
     def forward(self, dense, sparse):
         return self.front(dense, sparse).wide
-
-class Detached(Net):
-    def logits(self, x):
-        return (x.flat.detach() @ self.kernel).sum(1)
 
 class Lengths(Net):
     def forward(self, dense, sparse):
@@ -111,7 +101,6 @@ def scaled(logits, label, *, scale: float = 1.0):
 
 number = 3
 """
-
 
 DIM = 3
 
@@ -187,10 +176,7 @@ def test_of_an_installed_package_only_its_own_files_are_listed() -> None:
         ("my_module:Needs", "needs model.options.heads, which has no default"),
         ("my_module:NoFront", r"does not keep the front .*self.front = front"),
         ("my_module:Column", r"on 3 samples returned \[3, 1\] of torch.float32 .*return logits.squeeze\(1\)"),
-        (
-            "my_module:Squeezed",
-            r"on 1 sample returned \[\] .* instead of one logit for each sample, float32 \[1\]",
-        ),
+        ("my_module:Squeezed", r"on 1 sample returned \[\] .* of one logit for each sample, float32 \[1\]"),
         ("my_module:Pair", "returned tuple instead"),
         ("my_module:Double", r"returned \[3\] of torch.float64 instead of one logit for each sample, float32 \[3\]"),
         ("my_module:NoParameters", "has no parameters to train beside the tables; add one"),
@@ -204,48 +190,46 @@ def test_a_network_that_does_not_work_is_refused(name: str, message: str) -> Non
     assert f'model.name = "{name}"' in str(caught.value)
 
 
-def test_networks_and_losses_of_several_tasks() -> None:
+OPTIONS = [
+    ({"widths": 3}, r'"my_module:Net" has no option widths .*did you mean model.options.width[?]'),
+    ({"width": "3"}, "model.options.width = '3': input should be a valid integer"),
+    ({"names": [1]}, r"model.options.names = \[1\]: input should be a valid string"),
+    ({"front": 1}, "has no option front"),
+]
+LOSSES = [
+    ("bcee", {}, r'train.loss is "bcee"; did you mean "bce"[?] known: bce, focal'),
+    ("focal", {"gama": 1}, r"did you mean train.loss_options.gamma[?]"),
+    ("focal", {"gamma": -1}, "train.loss_options.gamma = -1: input should be greater than or equal to 0"),
+    ("focal", {"alpha": 1.0}, "train.loss_options.alpha = 1.0: input should be less than 1"),
+    ("my_module:mean", {}, r"returned \[\] for logits .*reduction=\"none\""),
+    ("my_module:constant", {}, "does not depend on the logits"),
+    ("my_module:failing", {}, r"calling it with .* of shape \[3\] failed \(\S*my_module.py:\d+\): AttributeError"),
+    ("my_module:number", {}, "is of type int, not a function"),
+    ("my_module:Net", {}, "is of type type, not a function"),
+    ("my_module:scaled", {"scales": 2}, r"did you mean train.loss_options.scale[?]"),
+]
+TASKS = [
+    ("my_module:OneOfTasks", 2, r"returned \[3\].* one logit for each sample and task, float32 \[3, 2\]"),
+    ("my_module:Tasks", 1, r"returned \[3, 1\] .*one logit for each sample, float32 \[3\]; .*squeeze"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *((partial(require_model, config("my_module:Net", **options)), text) for options, text in OPTIONS),
+        *((partial(loss_of, name, options), message) for name, options, message in LOSSES),
+        *((partial(build_model, config(name), tables(), 2, num_tasks=n), message) for name, n, message in TASKS),
+        (partial(loss_of, "my_module:mean_of_tasks", {}, 2), r"returned \[3\] for logits and labels of shape \[3, 2\]"),
+    ],
+)
+def test_wrong_options_losses_and_tasks_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_network_of_several_tasks_is_built() -> None:
     build_model(config("my_module:Tasks"), tables(), 2, num_tasks=3)
-    with pytest.raises(ValueError, match=r"returned \[3\].* one logit for each sample and task, float32 \[3, 2\]"):
-        build_model(config("my_module:OneOfTasks"), tables(), 2, num_tasks=2)
-    with pytest.raises(ValueError, match=r"returned \[3, 1\] .*one logit for each sample, float32 \[3\]; .*squeeze"):
-        build_model(config("my_module:Tasks"), tables(), 2)
-    with pytest.raises(ValueError, match=r"returned \[3\] for logits and labels of shape \[3, 2\]"):
-        loss_of("my_module:mean_of_tasks", {}, tasks=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"widths": 3}, r'"my_module:Net" has no option widths .*did you mean model.options.width[?]'),
-        ({"width": "3"}, "model.options.width = '3': input should be a valid integer"),
-        ({"names": [1]}, r"model.options.names = \[1\]: input should be a valid string"),
-        ({"front": 1}, "has no option front"),
-    ],
-)
-def test_options_are_checked_against_the_signature(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        require_model(config("my_module:Net", **options))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("bcee", {}, r'train.loss is "bcee"; did you mean "bce"[?] known: bce, focal'),
-        ("focal", {"gama": 1}, r"did you mean train.loss_options.gamma[?]"),
-        ("focal", {"gamma": -1}, "train.loss_options.gamma = -1: input should be greater than or equal to 0"),
-        ("focal", {"alpha": 1.0}, "train.loss_options.alpha = 1.0: input should be less than 1"),
-        ("my_module:mean", {}, r"returned \[\] for logits .*reduction=\"none\""),
-        ("my_module:constant", {}, "does not depend on the logits"),
-        ("my_module:failing", {}, r"calling it with .* of shape \[3\] failed \(\S*my_module.py:\d+\): AttributeError"),
-        ("my_module:number", {}, "is of type int, not a function"),
-        ("my_module:Net", {}, "is of type type, not a function"),
-        ("my_module:scaled", {"scales": 2}, r"did you mean train.loss_options.scale[?]"),
-    ],
-)
-def test_a_loss_that_does_not_work_is_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        loss_of(name, options)
 
 
 def test_losses_of_ones_own_take_options() -> None:

@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -181,15 +182,6 @@ def test_weighted_ids_scale_embedding_and_wide_weight() -> None:
     torch.testing.assert_close(weighted(dense, with_weights), mean(dense, sparse), rtol=1e-5, atol=1e-5)
 
 
-def test_spare_columns_get_no_gradient() -> None:
-    config = ModelConfig(name="deepfm", embedding_dim=4, hidden=(6,))
-    model = build_model(config, tables(4), 2)
-    model(*random_batch(9)).square().sum().backward()
-    for bag in model.front.embeddings.embedding_bags.values():
-        assert bag.weight.grad[:, :5].abs().sum() > 0
-        assert not bag.weight.grad[:, 5:].any()
-
-
 @pytest.mark.parametrize("shape", [(300, 200), (4, 150, 32)])
 def test_glorot_normal_is_the_truncated_one(shape: tuple[int, ...]) -> None:
     """Variance 2 / (fan_in + fan_out) after truncation at two deviations of the full normal; 2% for >= 19,200 draws."""
@@ -228,71 +220,56 @@ def test_regularised_kernels() -> None:
     assert l2_kernels(small_model("wdl", num_dense=0)) == {"linear": [], "cross": []}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"embedding_dim": 0}, "model.embedding_dim must be at least 1, got 0"),
-        ({"hidden": ()}, "model.hidden must list at least one layer width"),
-        ({"hidden": (400, 0)}, r"got \[400, 0\]"),
-        ({"dropout": 1.0}, r"model.dropout must be in \[0, 1\), got 1.0"),
-    ],
-)
-def test_bad_configuration(options: dict, message: str) -> None:
+def build(tables: list[EmbeddingBagConfig], num_dense: int = 2, *, weighted: bool = False, **config: object) -> object:
+    return build_model(ModelConfig(**config), tables, num_dense, is_weighted=weighted)
+
+
+def network(fields: tuple[str, ...] = ("C0", "C1"), num_dense: int = 2, tasks: int = 1, **config: object) -> object:
+    return build_network(ModelConfig(**config), fields, num_dense, num_tasks=tasks)
+
+
+def options(name: str = "dcnmix", **options: object) -> None:
+    require_model(ModelConfig(name=name, options=options))
+
+
+UNKNOWN = r'model.name is "deepfn"; did you mean "deepfm"[?] known: wdl, deepfm'
+NARROW = r"table_0 is 4 wide, but embedding_dim = 4 needs physical_dim\(4\) = 8"
+MIXED_WIDTH = r"table_1 is 12 wide, but embedding_dims.C1 = 4 needs physical_dim\(4\) = 8"
+LABELS = r'"deepfm" computes one logit, but the data have 2 labels; .*shared_bottom'
+REFUSED = [
+    (lambda: ModelConfig(embedding_dim=0), "model.embedding_dim must be at least 1, got 0"),
+    (lambda: ModelConfig(hidden=()), "model.hidden must list at least one layer width"),
+    (lambda: ModelConfig(hidden=(400, 0)), r"got \[400, 0\]"),
+    (lambda: ModelConfig(dropout=1.0), r"model.dropout must be in \[0, 1\), got 1.0"),
+    (lambda: ModelConfig(embedding_dims={"C1": 0}), r"model.embedding_dims.C1 must be at least 1, got 0"),
+    (lambda: options(expert=2), r'"dcnmix" has no option expert .*= 2\); did you mean model.options.experts[?]'),
+    (lambda: options(heads=2), "it takes layers, experts, rank"),
+    (lambda: options(experts=-1), "model.options.experts = -1: input should be greater than or equal to 1"),
+    (lambda: options(rank=2.5), "model.options.rank = 2.5: input should be a valid integer"),
+    (lambda: options(layers=True), "model.options.layers = True: input should be a valid integer"),
+    (lambda: options("wdl", rank=2), r'"wdl" has no option .*it takes none'),
+    (lambda: build(tables(), name="deepfn"), UNKNOWN),
+    (lambda: network(name="deepfn"), UNKNOWN),
+    (lambda: build(tables(3), name="wdl", embedding_dim=4), NARROW),
+    (lambda: build(tables(10), name="wdl", embedding_dims={"C1": 4}), MIXED_WIDTH),
+    (lambda: build([], name="wdl"), "at least one sparse field"),
+    (lambda: build(tables(pooling="MEAN"), weighted=True, **SMALL), "1 / length"),
+    (lambda: build(tables(rows=(5,)), 0, name="dlrm", **SMALL), "needs two fields, or dense features"),
+    (lambda: network(embedding_dims={"C1x": 4}), r"model.embedding_dims names 'C1x', .* did you mean 'C1'?"),
+    (lambda: network(name="finalmlp", hidden=(6,), options={"heads": 4}), r"heads = 4 must divide .* = \[6\]"),
+    (lambda: network(name="deepfm", tasks=2), LABELS),
+    (lambda: network(name="mmoe", options={"num_tasks": 3}), "has no option num_tasks"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_cannot_be_built_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**options)
+        call()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"expert": 2}, r'"dcnmix" has no option expert .*= 2\); did you mean model.options.experts[?]'),
-        ({"heads": 2}, "it takes layers, experts, rank"),
-        ({"experts": -1}, "model.options.experts = -1: input should be greater than or equal to 1"),
-        ({"rank": 2.5}, "model.options.rank = 2.5: input should be a valid integer"),
-        ({"layers": True}, "model.options.layers = True: input should be a valid integer"),
-    ],
-)
-def test_bad_options(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        require_model(ModelConfig(name="dcnmix", options=options))
-    with pytest.raises(ValueError, match=r'"wdl" has no option .*it takes none'):
-        require_model(ModelConfig(name="wdl", options=options))
-
-
-def test_unknown_name() -> None:
-    config = ModelConfig(name="deepfn")
-    for build in (lambda: build_model(config, tables(), 2), lambda: build_network(config, ["C0"], 2)):
-        with pytest.raises(ValueError, match=r'model.name is "deepfn"; did you mean "deepfm"[?] known: wdl, deepfm'):
-            build()
-
-
-def test_bad_tables() -> None:
-    config = ModelConfig(name="wdl", embedding_dim=4)
-    with pytest.raises(ValueError, match=r"table_0 is 4 wide, but embedding_dim = 4 needs physical_dim\(4\) = 8"):
-        build_model(config, tables(3), 2)
-    mixed = ModelConfig(name="wdl", embedding_dims={"C1": 4})
-    with pytest.raises(ValueError, match=r"table_1 is 12 wide, but embedding_dims.C1 = 4 needs physical_dim\(4\) = 8"):
-        build_model(mixed, tables(10), 2)
-    with pytest.raises(ValueError, match=r"model.embedding_dims names 'C1x', .* did you mean 'C1'?"):
-        build_network(ModelConfig(name="wdl", embedding_dims={"C1x": 4}), ["C0", "C1"], 2)
-    with pytest.raises(ValueError, match=r"model.embedding_dims.C1 must be at least 1, got 0"):
-        ModelConfig(embedding_dims={"C1": 0})
-    with pytest.raises(ValueError, match="at least one sparse field"):
-        build_model(config, [], 2)
-    with pytest.raises(ValueError, match="1 / length"):
-        build_model(config, tables(4, pooling="MEAN"), 2, is_weighted=True)
-    with pytest.raises(ValueError, match="needs two fields, or dense features"):
-        build_model(small("dlrm"), tables(rows=(5,)), 0)
+def test_dlrm_of_one_field_and_dense_features_is_built() -> None:
     build_model(small("dlrm"), tables(rows=(5,)), 1)
-    with pytest.raises(ValueError, match=r"heads = 4 must divide the last width of model.hidden = \[6\]"):
-        build_network(ModelConfig(name="finalmlp", hidden=(6,), options={"heads": 4}), ["C0"], 0)
-
-
-def test_a_network_of_one_task_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'"deepfm" computes one logit, but the data have 2 labels; .*shared_bottom'):
-        build_network(ModelConfig(name="deepfm"), ["a", "b"], 2, num_tasks=2)
-    with pytest.raises(ValueError, match="has no option num_tasks"):
-        build_network(ModelConfig(name="mmoe", options={"num_tasks": 3}), ["a", "b"], 2)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "fm"])  # it has no matrix product
