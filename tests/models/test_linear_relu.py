@@ -8,67 +8,54 @@ from cowrec.models.layers import logits_of
 from cowrec.models.linear_relu import _FEW_SAMPLES, _SAMPLES, LinearRelu, linear_relu
 
 
-def drawn(samples: int, width: int, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """x, weight, bias and the output's gradient, rounded to the dtype."""
-    generator = torch.Generator().manual_seed(samples)
-    shapes = ((samples, width), (hidden, width), (hidden,), (samples, hidden))
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+def drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(shapes[0][0])
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
-def with_gradients(function, x, weight, bias, grad) -> list[torch.Tensor]:
-    leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+def with_gradients(function, tensors, dtype, grad) -> list[torch.Tensor]:
+    leaves = [each.to(dtype, copy=True).requires_grad_() for each in tensors]
     y = function(*leaves)
-    y.backward(grad)
+    y.backward(grad.to(y.dtype))
     return [y.detach(), *(each.grad for each in leaves)]
+
+
+def check_close(found, expected, tolerance: float) -> None:
+    """Relative to the largest value of each tensor."""
+    for one, other in zip(found, expected, strict=True):
+        largest = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * max(largest, 1e-30))
 
 
 @pytest.mark.parametrize("samples", [0, 1, 3, _FEW_SAMPLES, _SAMPLES + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_float64(samples, dtype):
-    """The tolerance is the rounding of sums of that many terms, relative to the largest value of each tensor."""
-    x, weight, bias, grad = drawn(samples, 13, 7, dtype)
-    found = with_gradients(linear_relu, x, weight, bias, grad)
+    """The tolerance is the rounding of sums of that many terms."""
+    *tensors, grad = drawn((samples, 13), (7, 13), (7,), (samples, 7))
+    found = with_gradients(linear_relu, tensors, dtype, grad)
     # Both use the same side of the ReLU, since near zero they could differ.
     side = (found[0] > 0).double()
-
-    def expected(x, weight, bias):
-        return F.linear(x, weight, bias) * side
-
-    wanted = with_gradients(expected, *(each.double() for each in (x, weight, bias, grad)))
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == dtype
-        largest = other.abs().max().item() if other.numel() else 0.0
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * max(largest, 1e-30))
+    expected = with_gradients(lambda *leaves: F.linear(*leaves) * side, tensors, torch.float64, grad)
+    assert {each.dtype for each in found} == {dtype}
+    check_close(found, expected, {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
     assert samples == 0 or 0 < side.mean() < 1
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_in_one_call_have_the_values_and_gradients_of_float64(autocast):
     """Gradients have the parameters' dtype under autocast too; the tolerance is the rounding of three layers."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(20, 6), (9, 6), (9,), (8, 9), (8,), (5, 8), (5,)]
-    drawn = [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
+    *tensors, grad = drawn((20, 6), (9, 6), (9,), (8, 9), (8,), (5, 8), (5,), (20, 5))
 
-    def gradients(function, dtype):
-        leaves = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
-        y = function(*leaves)
-        y.double().square().sum().backward()
-        return [y, *(each.grad for each in leaves)]
-
-    def expected(x, *parameters):
+    def layers(x, *parameters):
         for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
             x = F.relu(F.linear(x, weight, bias))
         return x
 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = gradients(linear_relu, torch.float32)
-    wanted = gradients(expected, torch.float64)
+        found = with_gradients(linear_relu, tensors, torch.float32, grad)
     assert found[0].dtype == (torch.bfloat16 if autocast else torch.float32)
-    for one, other in zip(found, wanted, strict=True):
-        largest = other.abs().max().item()
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=(5e-2 if autocast else 1e-5) * largest)
     assert {each.dtype for each in found[1:]} == {torch.float32}
+    check_close(found, with_gradients(layers, tensors, torch.float64, grad), 5e-2 if autocast else 1e-5)
 
 
 def test_an_input_without_gradient_gets_none():
