@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.data_pipeline.preparation.passes import fit
 from raw_cases import TIMED_SCHEMA, content, read_split
 
 DAY = datetime.date(2024, 2, 29)
@@ -27,10 +26,7 @@ IDS = [
     (st.integers(-(2**63), -(2**62)), [pa.int64(), pa.decimal256(40, 0)]),
     (st.booleans(), [pa.bool_()]),
     (st.integers(0, 3).map(lambda days: DAY + datetime.timedelta(days)), [pa.date32(), pa.date64()]),
-    (
-        st.integers(0, 3).map(lambda hours: datetime.datetime(2024, 2, 29, hours)),
-        [pa.timestamp("s"), pa.timestamp("us", "UTC")],
-    ),
+    (st.integers(0, 3).map(lambda hours: datetime.datetime(2024, 2, 29, hours)), [pa.timestamp("s"), UTC]),
     (st.sampled_from([0.5, 2.25]), [pa.float64(), pa.float32(), pa.decimal128(5, 3)]),
 ]
 NUMBERS = [
@@ -64,10 +60,8 @@ def tables(draw):
         return typed(draw, draw(st.lists(values, min_size=rows, max_size=rows)), draw(st.sampled_from(types)))
 
     def lists(values, least=0):
-        sizes = {"min_size": rows, "max_size": rows}
-        return draw(
-            st.lists(st.one_of(st.none(), st.lists(values, min_size=least, max_size=max(least, 3 - least))), **sizes)
-        )
+        one = st.none() | st.lists(values, min_size=least, max_size=max(least, 3 - least))
+        return draw(st.lists(one, min_size=rows, max_size=rows))
 
     words = st.one_of(st.none(), st.text("ab é", min_size=1, max_size=2))
     number_lists = draw(st.booleans())
@@ -127,7 +121,10 @@ def prepared(folder, inputs, name, config):
 @settings(max_examples=30, deadline=None)
 @given(tables(), st.data())
 def test_columns_of_any_type_equal_their_text(tmp_path_factory, tables, data):
-    """In row groups and pages of any size, in one file or two, Parquet or Arrow, columns in another order in each."""
+    """In row groups and pages of any size, in one file or two, Parquet or Arrow, columns in another order in each.
+
+    A column of a file that has no value at all may have the null type.
+    """
     folder = tmp_path_factory.mktemp("columns")
     table, text = tables
     rows = table.num_rows
@@ -137,6 +134,9 @@ def test_columns_of_any_type_equal_their_text(tmp_path_factory, tables, data):
         parts.append((table.slice(first).select(table.column_names[::-1]), text.slice(first)))
     for number, (part, text_part) in enumerate(parts):
         pa.csv.write_csv(text_part, folder / f"{number}.csv")
+        for name in ("price", "city", "tags", "past views"):
+            if part[name].null_count == part.num_rows and data.draw(st.booleans()):
+                part = with_column(part, name, pa.nulls(part.num_rows))
         group = data.draw(st.integers(1, rows))
         if data.draw(st.booleans()):
             pq.write_table(part, folder / f"{number}.data", row_group_size=group, data_page_size=50)
@@ -173,10 +173,14 @@ def samples(tmp_path):
     return table
 
 
-def changed(table, name, row, value, kind=None):
+def with_column(table, name, values):
+    return table.set_column(table.column_names.index(name), name, values)
+
+
+def with_value(table, name, row, value, kind=None):
     values = table[name].to_pylist()
     values[row] = value
-    return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+    return with_column(table, name, pa.array(values, kind))
 
 
 def run(folder, *inputs, **options):
@@ -184,13 +188,8 @@ def run(folder, *inputs, **options):
     return prepare("tabular", inputs, folder / "out", config, schema_file=folder / "schema.toml")
 
 
-def test_new_samples_in_parquet_have_the_ids_of_a_vocabulary_from_text(tmp_path, samples):
-    text = ["seen at,past views,click,price,tags,city"]
-    for row in samples.to_pylist():
-        history = f"{row['past views'][0]['id']}:1"
-        text.append(f"{row['seen at']},{history},{row['click']},{row['price']},{row['tags'][0]},{row['city']}")
-    (tmp_path / "raw.csv").write_text("\n".join(text))
-    run(tmp_path, "raw.csv")
+def test_new_samples_have_the_ids_of_the_vocabulary(tmp_path, samples):
+    run(tmp_path, "a.parquet")
     for name, table in (("a", samples), ("b", samples.drop_columns(["click"]))):
         pq.write_table(table, tmp_path / f"{name}.parquet")
         schema = prepare("tabular", [tmp_path / f"{name}.parquet"], tmp_path / name, like=tmp_path / "out")
@@ -224,11 +223,7 @@ def test_the_columns_of_hive_partitions(tmp_path, kind):
 
 
 DOUBTS = {
-    "text": (
-        pa.array(["212", "212.0", "7.0", "x"] * 25),
-        {},
-        "field 'city': 25 values are the id of a whole number as",
-    ),
+    "text": (pa.array(["212", "212.0", "7.0", "x"] * 25), {}, "field 'city': 25 values are the id of a whole number"),
     "hashed": (pa.array(["212", "212.0", "7.0", "x"] * 25), {"raw_ids": True}, "field 'city': 25 values are the id"),
     "fractions": (pa.array([1.0, 2.0, 0.5, 1.5] * 25), {}, "column 'city': 50 of its ids are no whole numbers"),
     "large": (pa.array([2.0**53, 1.0] * 50), {}, "column 'city': 50 of its ids are floating point numbers too large"),
@@ -241,7 +236,7 @@ DOUBTS = {
 @pytest.mark.parametrize("case", DOUBTS)
 def test_suspicious_ids_are_counted_in_a_warning(tmp_path, samples, caplog, case):
     values, options, message = DOUBTS[case]
-    pq.write_table(samples.set_column(3, "city", values), tmp_path / "a.parquet")
+    pq.write_table(with_column(samples, "city", values), tmp_path / "a.parquet")
     run(tmp_path, "a.parquet", shard_rows=30, **options)
     assert [record.getMessage().startswith(message) for record in caplog.records] == [True] * bool(message)
 
@@ -249,7 +244,7 @@ def test_suspicious_ids_are_counted_in_a_warning(tmp_path, samples, caplog, case
 def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samples, caplog):
     forms = {"text": pa.array(["212.0", "7.0"] * 50), "whole": pa.array([212, 7] * 50)}
     for name, values in forms.items():
-        pq.write_table(samples.set_column(3, "city", values), tmp_path / f"{name}.parquet")
+        pq.write_table(with_column(samples, "city", values), tmp_path / f"{name}.parquet")
     run(tmp_path, "text.parquet")
     assert not caplog.records
     prepare("tabular", [tmp_path / "whole.parquet"], tmp_path / "new", like=tmp_path / "out")
@@ -258,32 +253,16 @@ def test_new_ids_of_another_form_than_the_vocabulary_are_reported(tmp_path, samp
 
 def test_types_that_do_not_mean_the_same_are_refused(tmp_path, samples):
     for name, values in (("b", [True] * 100), ("c", [1] * 100)):
-        pq.write_table(samples.set_column(3, "city", pa.array(values)), tmp_path / f"{name}.parquet")
+        pq.write_table(with_column(samples, "city", pa.array(values)), tmp_path / f"{name}.parquet")
     message = r"c\.parquet: column 'city' has the type int64, but bool in .*b\.parquet: a number there is another value"
     with pytest.raises(ValueError, match=message):
         run(tmp_path, "a.parquet", "b.parquet", "c.parquet")
     run(tmp_path, "a.parquet", "b.parquet")
 
 
-def test_a_file_that_changes_between_passes_is_noticed(tmp_path, samples, monkeypatch):
-    def fit_and_change(*arguments):
-        encoder = fit(*arguments)
-        pq.write_table(samples.slice(0, 99), tmp_path / "a.parquet")
-        return encoder
-
-    monkeypatch.setattr("cowrec.data_pipeline.preparation.prepare.fit", fit_and_change)
-    with pytest.raises(ValueError, match=r"a\.parquet changed while it was being read; run again"):
-        run(tmp_path, "a.parquet")
-
-
 BAD_VALUES = {
     "an infinite number": ("price", float("inf"), None, "must be a finite number or null, got inf"),
-    "not a number": (
-        "price",
-        float("nan"),
-        None,
-        "must be a finite number or null; if NaN means a missing value, set null",
-    ),
+    "not a number": ("price", float("nan"), None, "finite number or null; if NaN means a missing value, set null"),
     "no time": ("seen at", None, None, "a time must be Unix seconds"),
     "an infinite weight": ("past views", [{"id": 3, "weight": float("inf")}], None, 'must be a list of {"id"'),
     "bytes that are no text": ("city", b"\xff", pa.binary(), "not UTF-8"),
@@ -293,11 +272,10 @@ BAD_VALUES = {
 @pytest.mark.parametrize("case", BAD_VALUES)
 def test_a_bad_value_has_its_file_row_and_column(tmp_path, samples, case):
     name, value, kind, message = BAD_VALUES[case]
-    table = samples
     if kind is not None:
-        texts = [str(each) for each in table[name].to_pylist()]
-        table = table.set_column(table.column_names.index(name), name, pa.array(texts).cast(kind))
-    pq.write_table(changed(table, name, 56, value, kind), tmp_path / "a.parquet", row_group_size=10)
+        texts = [str(each) for each in samples[name].to_pylist()]
+        samples = with_column(samples, name, pa.array(texts).cast(kind))
+    pq.write_table(with_value(samples, name, 56, value, kind), tmp_path / "a.parquet", row_group_size=10)
     with pytest.raises(ValueError, match=rf"a\.parquet, row 57, column {name}: ") as error:
         run(tmp_path, "a.parquet")
     assert message in str(error.value)
@@ -306,21 +284,10 @@ def test_a_bad_value_has_its_file_row_and_column(tmp_path, samples, case):
     assert read_split(tmp_path / "out", "train")["time"] == [row for row in range(100) if row != 56]
 
 
-def test_columns_without_any_value_are_missing_in_every_field(tmp_path, samples):
-    kept = ["click", "seen at"]
-    empty = {name: pa.nulls(100) for name in samples.column_names if name not in kept}
-    pq.write_table(pa.table({name: samples[name] for name in kept} | empty), tmp_path / "b.parquet")
-    run(tmp_path, "a.parquet", "b.parquet")
-    columns = read_split(tmp_path / "out", "train")
-    assert columns["city"][100:] == [1] * 100
-    assert columns["tags"][100:] == columns["history"][100:] == [[1]] * 100
-    assert columns["history__weight"][100:] == [[1.0]] * 100
-
-
 def test_nan_can_mean_a_missing_value(tmp_path, samples):
     (tmp_path / "schema.toml").write_text('null = ["NaN"]\n' + TIMED_SCHEMA)
-    table = samples.set_column(3, "city", pa.array([float("nan"), 7.0] * 50))
-    pq.write_table(changed(table, "price", 56, float("nan")), tmp_path / "a.parquet")
+    table = with_column(samples, "city", pa.array([float("nan"), 7.0] * 50))
+    pq.write_table(with_value(table, "price", 56, float("nan")), tmp_path / "a.parquet")
     run(tmp_path, "a.parquet", dense="none")
     columns = read_split(tmp_path / "out", "train")
     assert columns["city"] == [1, 2] * 50
@@ -345,19 +312,13 @@ def damaged(folder, table):
 
 
 def cast(name, kind):
-    return rewritten(lambda table: table.set_column(table.column_names.index(name), name, pa.nulls(100, kind)))
+    return rewritten(lambda table: with_column(table, name, pa.nulls(100, kind)))
 
 
 WRONG_FILES = {
     "no column": (rewritten(lambda table: table.drop_columns(["city"])), "a.parquet: no column 'city' among click"),
-    "no common column": (
-        rewritten(lambda _: pa.table({"other": [1]})),
-        "a.parquet: no column 'city', 'click', 'past views', 'price', 'seen at', 'tags' among other",
-    ),
-    "a column twice": (
-        rewritten(lambda table: table.append_column("city", table["city"])),
-        "a.parquet: column 'city' occurs more than once",
-    ),
+    "none": (rewritten(lambda _: pa.table({"x": [1]})), "no column 'city', 'click', 'past views', 'price', 'seen at',"),
+    "twice": (rewritten(lambda table: table.append_column("city", table["city"])), "'city' occurs more than once"),
     "a list for a label": (cast("click", pa.list_(pa.int8())), "a.parquet: column 'click' has the type list<"),
     "lists of ids": (cast("city", pa.list_(pa.int8())), "a.parquet: column 'city' has the type list<"),
     "a number of lists": (cast("price", pa.list_(pa.int8())), "a.parquet: column 'price' has the type list<"),
