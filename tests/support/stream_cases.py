@@ -8,6 +8,10 @@ from collections import OrderedDict
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cowrec.data_pipeline import PrepareConfig, SampleCodec
+from cowrec.data_pipeline.streams.source import Chunk
+from raw_cases import prepare_text
+
 SCHEMA = """
 header = false
 columns = ["label", "number", "id", "tags", "time"]
@@ -22,14 +26,9 @@ fields = [
 
 def make_codec(folder):
     """Codec of a tiny data set without scaling of numbers, so that `number` identifies the sample."""
-    # Imported here so that a process that only writes files starts fast.
-    from cowrec.data_pipeline import PrepareConfig, SampleCodec, prepare
-
-    (folder / "schema.toml").write_text(SCHEMA)
-    (folder / "raw.csv").write_text("1,1,a,b,1\n0,2,b,c,2\n")
     config = PrepareConfig(raw_ids=True, dense="none", test_fraction=0.0)
-    prepare("tabular", [folder / "raw.csv"], folder / "data", config, schema_file=folder / "schema.toml")
-    return SampleCodec.load(folder / "data")
+    prepare_text(folder, SCHEMA, "1,1,a,b,1\n0,2,b,c,2\n", config=config)
+    return SampleCodec.load(folder / "out")
 
 
 def sample(number, time, sample_id=None, **changes):
@@ -92,8 +91,6 @@ class RandomSource:
         return self.read(name, start, end)
 
     def read(self, partition, start, end):
-        from cowrec.data_pipeline.streams.source import Chunk
-
         return Chunk(partition, start, end, self.partitions[partition][start:end])
 
     def close(self):
@@ -103,6 +100,15 @@ class RandomSource:
 def numbers(batch):
     """Returns the numbers of a batch's samples, in order."""
     return [int(number) for number in batch.block.dense[:, 0].tolist()]
+
+
+def all_numbers(batches):
+    return [number for batch in batches for number in numbers(batch)]
+
+
+def numbered(*ends):
+    """Makes the samples of a range, each at the time of its number."""
+    return [sample(number, number) for number in range(*ends)]
 
 
 def lines(samples):
@@ -161,4 +167,4 @@ def batches_of(stream, count, seconds=30):
 
 def returned(stream, count):
     """Returns the numbers of the samples of batches that hold `count` samples."""
-    return [number for batch in batches_of(stream, count) for number in numbers(batch)]
+    return all_numbers(batches_of(stream, count))

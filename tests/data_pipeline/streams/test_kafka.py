@@ -8,7 +8,7 @@ import pytest
 
 from cowrec.data_pipeline import SampleStream, open_source
 from cowrec.data_pipeline.streams import brokers
-from stream_cases import contents, lines, make_codec, polled, returned, sample
+from stream_cases import contents, lines, make_codec, numbered, polled, returned
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 pytest.importorskip("noida_db")
@@ -26,10 +26,6 @@ def codec(tmp_path_factory):
     return make_codec(tmp_path_factory.mktemp("codec"))
 
 
-def samples(start, stop):
-    return lines([sample(n, n) for n in range(start, stop)])
-
-
 def read(source, count):
     return contents(polled(source, count))
 
@@ -37,12 +33,12 @@ def read(source, count):
 def test_partitions_added_while_running_are_read_from_their_beginning(broker, monkeypatch, caplog):
     monkeypatch.setattr(brokers, "PARTITIONS_SECONDS", 0.2)
     broker.create("grows", 1)
-    broker.send_messages("grows", samples(0, 5))
+    broker.send_messages("grows", lines(numbered(0, 5)))
     source = open_source(f"kafka://{broker.address}/grows")
     assert read(source, 5) == [0, 1, 2, 3, 4]
     broker.add_partitions("grows", 3)
-    broker.send_messages("grows", samples(100, 105), partition=2)
-    broker.send_messages("grows", samples(5, 8))
+    broker.send_messages("grows", lines(numbered(100, 105)), partition=2)
+    broker.send_messages("grows", lines(numbered(5, 8)))
     assert sorted(read(source, 8)) == [5, 6, 7, 100, 101, 102, 103, 104]
     assert "has new partitions, which are read from their beginning: [1, 2]" in caplog.text
     source.seek({"0": 7, "2": 4})
@@ -54,7 +50,7 @@ def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path
     """It is ended, and then frozen; the stream waits, and warns a few times rather than with each attempt."""
     caplog.set_level(logging.INFO)
     broker.create("outage")
-    broker.send_messages("outage", samples(0, 10))
+    broker.send_messages("outage", lines(numbered(0, 10)))
     options = {"batch_size": 5, "journal": tmp_path / "journal"}
     stream = SampleStream(open_source(f"kafka://{broker.address}/outage"), codec, **options)
     assert returned(stream, 10) == list(range(10))
@@ -63,12 +59,12 @@ def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path
     while time.monotonic() < end:
         assert stream.next_batch(0.1) is None
     broker.start()
-    broker.send_messages("outage", samples(10, 20))
+    broker.send_messages("outage", lines(numbered(10, 20)))
     assert returned(stream, 10) == list(range(10, 20))
     broker.send(signal.SIGSTOP)
     assert stream.next_batch(1.0) is None
     broker.send(signal.SIGCONT)
-    broker.send_messages("outage", samples(20, 30))
+    broker.send_messages("outage", lines(numbered(20, 30)))
     assert returned(stream, 10) == list(range(20, 30))
     assert stream.counters["lost"] == stream.counters["duplicates"] == 0
     assert 1 <= len(caplog.records) <= 20, caplog.text
@@ -77,13 +73,13 @@ def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path
 
 def test_retention_counts_what_was_not_read_and_refuses_to_repeat_what_is_gone(broker, codec, tmp_path, caplog):
     broker.create("retention")
-    broker.send_messages("retention", samples(0, 10))
+    broker.send_messages("retention", lines(numbered(0, 10)))
     options = {"batch_size": 5, "journal": tmp_path / "journal"}
     address = f"kafka://{broker.address}/retention"
     stream = SampleStream(open_source(address), codec, **options)
     assert returned(stream, 10) == list(range(10))
     stream.close()
-    broker.send_messages("retention", samples(10, 20))
+    broker.send_messages("retention", lines(numbered(10, 20)))
     broker.delete_before("retention", 0, 15)
     stream = SampleStream(open_source(address), codec, **options, position=stream.position)
     assert returned(stream, 5) == list(range(15, 20))
@@ -99,7 +95,7 @@ def test_retention_counts_what_was_not_read_and_refuses_to_repeat_what_is_gone(b
 def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated(broker, codec, tmp_path):
     """Each transaction ends with an offset of its own, and an aborted one has no message either."""
     broker.create("transactions")
-    contents = samples(0, 6)
+    contents = lines(numbered(0, 6))
     broker.send_transactions("transactions", [(each, number != 3) for number, each in enumerate(contents)])
     options = {"batch_size": 5, "journal": tmp_path / "journal"}
     for _ in range(2):
@@ -111,7 +107,7 @@ def test_offsets_without_a_message_are_skipped_also_when_the_journal_is_repeated
 
 def test_positions_beyond_the_topic_are_an_error(broker):
     broker.create("short", 2)
-    broker.send_messages("short", samples(0, 5))
+    broker.send_messages("short", lines(numbered(0, 5)))
     source = open_source(f"kafka://{broker.address}/short")
     source.seek({"0": 50})
     with pytest.raises(ValueError, match="ends at offset 5, but was read up to 50"):
@@ -153,7 +149,7 @@ def test_leaders_of_a_mock_cluster_move_and_its_brokers_go_down(codec, tmp_path)
                 cluster.move_leader("moving", partition, leader)
             cluster.set_down(leader % 3 + 1)
             for partition in range(2):
-                for each in samples(1000 * partition + 10 * turn, 1000 * partition + 10 * turn + 10):
+                for each in lines(numbered(1000 * partition + 10 * turn, 1000 * partition + 10 * turn + 10)):
                     producer.produce("moving", each, partition=partition)
             assert producer.flush(30) == 0
             found += read(source, 20)

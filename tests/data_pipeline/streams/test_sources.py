@@ -1,30 +1,31 @@
-"""Sources: a folder filled by another process, a real Redis that is killed; what is sent to a folder."""
+"""Sources: a folder filled meanwhile, a real Redis that is killed; what is sent to a folder."""
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 
 import pyarrow as pa
 import pytest
 
-import stream_cases
 from commands.command_line import exit_code
 from cowrec.data_pipeline import Position, SampleStream, open_source
 from cowrec.data_pipeline.streams.directory import END, DirectorySink, send
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables, synthesize_drifting
 from servers.redis_server import redis_server
 from stream_cases import (
+    all_numbers,
     batches_of,
     contents,
     lines,
     make_codec,
+    numbered,
     numbers,
     polled,
     returned,
     sample,
     samples_of,
+    write_all,
     write_file,
 )
 
@@ -34,33 +35,19 @@ def codec(tmp_path_factory):
     return make_codec(tmp_path_factory.mktemp("codec"))
 
 
-WRITER = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {support!r})
-from stream_cases import sample, write_file
-folder = Path({folder!r})
-for index in range(12):
-    name = f"{{index:03d}}." + ("parquet" if index % 2 else "arrow")
-    write_file(folder, name, [sample(index * 5 + n, index * 5 + n) for n in range(5)])
-    time.sleep(0.02)
-(folder / "_END").touch()
-"""
-
-
-def test_a_folder_filled_by_another_process(tmp_path, codec):
+def test_a_folder_filled_meanwhile(tmp_path, codec):
     (tmp_path / "in").mkdir()
     for name in (".hidden.parquet", "000.parquet.partial", "000.arrow.tmp", "notes.txt"):
         (tmp_path / "in" / name).write_text("ignored")
-    program = WRITER.format(support=os.path.dirname(stream_cases.__file__), folder=str(tmp_path / "in"))
-    with subprocess.Popen([sys.executable, "-c", program]) as writer:
-        stream = SampleStream(open_source(str(tmp_path / "in")), codec, batch_size=7, journal=tmp_path / "journal")
-        batches = list(stream)
-        assert writer.wait() == 0
-    assert [number for batch in batches for number in numbers(batch)] == list(range(60))
-    stream = SampleStream(
-        open_source(f"file://{tmp_path}/in"), codec, batch_size=7, journal=tmp_path / "journal", position=batches[2].end
-    )
+    options = {"batch_size": 7, "journal": tmp_path / "journal"}
+    writer = threading.Thread(target=write_all, args=(tmp_path / "in", numbered(60), [5] * 12))
+    stream = SampleStream(open_source(str(tmp_path / "in")), codec, **options)
+    assert stream.next_batch(0) is None
+    writer.start()
+    batches = list(stream)
+    writer.join()
+    assert all_numbers(batches) == list(range(60))
+    stream = SampleStream(open_source(f"file://{tmp_path}/in"), codec, **options, position=batches[2].end)
     assert [numbers(batch) for batch in stream] == [numbers(batch) for batch in batches[3:]]
 
 
@@ -80,14 +67,9 @@ def test_a_late_file_is_counted_and_not_read(tmp_path, caplog):
     assert source.counters["late_files"] == 1
 
 
-def test_an_empty_file_is_skipped(tmp_path):
-    write_file(tmp_path, "a.arrow", [])
-    write_file(tmp_path, "b.parquet", [])
-    write_file(tmp_path, "c.parquet", [sample(1, 1)])
-    assert contents(polled(open_source(str(tmp_path)), 1)) == [1]
-
-
-def test_a_damaged_file_stops_the_source_or_is_skipped(tmp_path, caplog):
+def test_an_empty_file_is_skipped_and_a_damaged_one_stops_the_source_or_is_skipped(tmp_path, caplog):
+    write_file(tmp_path, "0.arrow", [])
+    write_file(tmp_path, "0.parquet", [])
     write_file(tmp_path, "a.parquet", [sample(1, 1)])
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "c.arrow").write_bytes(b"")
@@ -104,7 +86,7 @@ def test_a_damaged_file_stops_the_source_or_is_skipped(tmp_path, caplog):
 
 def test_a_file_that_blocks_keeps_nobody_waiting(tmp_path, codec):
     """A FIFO without a writer, as a file of a network that does not answer; once it can be read, the stream goes on."""
-    write_file(tmp_path, "a.parquet", [sample(n, n) for n in range(6)])
+    write_file(tmp_path, "a.parquet", numbered(6))
     os.mkfifo(tmp_path / "b.arrow")
     stream = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, max_wait_seconds=0.1)
     assert returned(stream, 6) == list(range(6))
@@ -115,7 +97,7 @@ def test_a_file_that_blocks_keeps_nobody_waiting(tmp_path, codec):
     write_file(tmp_path, "b.arrow", [sample(6, 6)])
     (tmp_path / END).touch()
     again = SampleStream(open_source(str(tmp_path)), codec, batch_size=3, position=stream.position)
-    assert [number for batch in again for number in numbers(batch)] == [6]
+    assert all_numbers(again) == [6]
 
 
 def test_a_large_folder_is_not_listed_for_each_chunk(tmp_path, monkeypatch):
@@ -124,7 +106,7 @@ def test_a_large_folder_is_not_listed_for_each_chunk(tmp_path, monkeypatch):
         (tmp_path / f"{name:06d}.parquet").touch()
     position = {"": {"file": "001999.parquet", "row": 0}}
     for name in ("100000.arrow", "100001.arrow"):
-        write_file(tmp_path, name, [sample(n, n) for n in range(60)])
+        write_file(tmp_path, name, numbered(60))
     listed, listdir = [], os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
     source = open_source(str(tmp_path), damaged="skip")
@@ -134,11 +116,6 @@ def test_a_large_folder_is_not_listed_for_each_chunk(tmp_path, monkeypatch):
     assert len(listed) - before < 40
     write_file(tmp_path, "100002.arrow", [sample(7, 7)])
     assert contents(polled(source, 1)) == [7]
-
-
-def test_a_missing_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
-        open_source(str(tmp_path / "in"))
 
 
 @pytest.fixture(scope="module")
@@ -168,34 +145,33 @@ def redis_source(server):
 def test_redis_entries_are_read_in_order_and_again(server, codec, tmp_path):
     source = redis_source(server)
     assert source.poll(10, 0.05) is None, "a missing stream is empty"
-    add(server, [sample(n, n) for n in range(30)])
+    add(server, numbered(30))
     chunks = [source.poll(8, 5), *polled(source, 22)]
     assert contents(chunks) == list(range(30))
     assert len(chunks[0]) == 8
     assert contents([source.read("", chunks[0].start, chunks[-1].end)]) == list(range(30))
     with server.client() as client:
         client.xadd("clicks", {"other": "field"})
-    stream = SampleStream(redis_source(server), codec, batch_size=10, journal=tmp_path / "journal")
+    options = {"batch_size": 10, "journal": tmp_path / "journal"}
+    stream = SampleStream(redis_source(server), codec, **options)
     batches = batches_of(stream, 30)
-    assert [number for batch in batches for number in numbers(batch)] == list(range(30))
+    assert all_numbers(batches) == list(range(30))
     assert stream.counters["malformed"] == 1
-    again = SampleStream(
-        redis_source(server), codec, batch_size=10, journal=tmp_path / "journal", position=batches[0].end
-    )
+    again = SampleStream(redis_source(server), codec, **options, position=batches[0].end)
     assert [numbers(batch) for batch in batches_of(again, 20)] == [numbers(batch) for batch in batches[1:]]
 
 
 def test_a_restarted_redis_loses_nothing_on_its_disk(server, codec, tmp_path, caplog):
     stream = SampleStream(redis_source(server), codec, batch_size=5, journal=tmp_path / "journal")
-    add(server, [sample(n, n) for n in range(20)])
+    add(server, numbered(20))
     batches = batches_of(stream, 20)
     server.send(signal.SIGKILL)
     assert stream.next_batch(0.2) is None, "the source waits for Redis"
     assert stream.counters["reconnects"] > 0
     server.start()
-    add(server, [sample(n, n) for n in range(20, 40)])
+    add(server, numbered(20, 40))
     batches += batches_of(stream, 20)
-    assert [number for batch in batches for number in numbers(batch)] == list(range(40))
+    assert all_numbers(batches) == list(range(40))
     assert "Redis does not answer" in caplog.text
     assert "Redis answers again" in caplog.text
     (tmp_path / "snapshot").mkdir()
@@ -209,7 +185,7 @@ def test_a_redis_stream_that_lost_its_end_is_reported(tmp_path, caplog):
     """Reads only new ids after a kill of a Redis without persistence."""
     with redis_server(tmp_path / "redis") as server:
         source = redis_source(server)
-        add(server, [sample(n, n) for n in range(3)])
+        add(server, numbered(3))
         assert contents(polled(source, 3)) == [0, 1, 2]
         server.send(signal.SIGKILL)
         server.start()
@@ -225,9 +201,9 @@ def test_a_redis_stream_that_lost_its_end_is_reported(tmp_path, caplog):
 def test_redis_entries_trimmed_before_they_were_read_are_reported(server, codec, tmp_path, caplog):
     options = {"batch_size": 2, "journal": tmp_path / "journal"}
     stream = SampleStream(redis_source(server), codec, **options)
-    add(server, [sample(n, n) for n in range(4)])
+    add(server, numbered(4))
     first = batches_of(stream, 4)
-    add(server, [sample(n, n) for n in range(4, 20)], maxlen=6, approximate=False)
+    add(server, numbered(4, 20), maxlen=6, approximate=False)
     assert returned(stream, 6) == [14, 15, 16, 17, 18, 19]
     assert (stream.counters["gaps"], stream.counters["lost"]) == (1, 1)
     assert "were trimmed before they were read" in caplog.text

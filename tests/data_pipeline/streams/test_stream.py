@@ -1,6 +1,5 @@
 """Order, duplicates, late and malformed samples and the present by plain loops; identical batches after a crash."""
 
-import json
 import random
 import statistics
 
@@ -15,7 +14,18 @@ from cowrec.data_pipeline import Position, SampleStream
 from cowrec.data_pipeline.streams import reorder
 from cowrec.data_pipeline.streams.directory import DirectorySource
 from cowrec.data_pipeline.streams.reorder import MIN_SAMPLES, SLACK_SECONDS, SPREADS, WINDOW, follow
-from stream_cases import RandomSource, arrivals, make_codec, numbers, sample, write_all, write_file
+from stream_cases import (
+    RandomSource,
+    all_numbers,
+    arrivals,
+    lines,
+    make_codec,
+    numbered,
+    numbers,
+    sample,
+    write_all,
+    write_file,
+)
 
 FAST = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
@@ -23,6 +33,13 @@ FAST = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.re
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory):
     return make_codec(tmp_path_factory.mktemp("codec"))
+
+
+@pytest.fixture
+def opened(tmp_path, codec):
+    """Opens a stream of the folder `in`, with a journal."""
+    defaults = {"batch_size": 4, "journal": tmp_path / "journal"}
+    return lambda **options: SampleStream(DirectorySource(tmp_path / "in"), codec, **{**defaults, **options})
 
 
 @st.composite
@@ -50,7 +67,7 @@ def test_samples_are_returned_once_by_time_in_full_batches(
     batches = list(stream)
     good, counts = arrivals(samples, lateness, window)
     expected = [number for _, number in sorted(good, key=lambda each: each[0])]  # stable: equal times as they arrived
-    returned = [number for batch in batches for number in numbers(batch)]
+    returned = all_numbers(batches)
     on_time = {number for _, number in good}
     assert [number for number in returned if number in on_time] == expected, "samples on time keep their order"
     assert len(set(returned)) == len(returned) == len(expected) + counts["late"] * (late == "train")
@@ -126,8 +143,7 @@ def test_random_events_are_repeated_from_the_journal_before_the_stream_continues
     """Three partitions are polled in random order with random flushes, which only the journal records."""
     chance = random.Random(seed)
     partitions = {
-        name: [json.dumps(sample(p * 100 + n, n + chance.randint(0, 5))).encode() for n in range(60)]
-        for p, name in enumerate("abc")
+        name: lines(sample(p * 100 + n, n + chance.randint(0, 5)) for n in range(60)) for p, name in enumerate("abc")
     }
     options = {"batch_size": 7, "lateness_seconds": 3, "max_wait_seconds": 1e-9, "late": "train"}
     options["journal"] = tmp_path / "journal"
@@ -147,129 +163,104 @@ def test_random_events_are_repeated_from_the_journal_before_the_stream_continues
         again.close()
     remaining = list(SampleStream(RandomSource(partitions, chance), codec, **{**options, "position": kept[20]}))
     expected = [p * 100 + n for p in range(3) for n in range(60)]
-    assert sorted(number for batch in returned + remaining for number in numbers(batch)) == expected
+    assert sorted(all_numbers(returned + remaining)) == expected
 
 
-def test_without_a_journal_nothing_is_lost_or_repeated(tmp_path, codec):
-    samples = [sample(n, n) for n in range(50)]
-    write_all(tmp_path / "in", samples, [20, 30])
-    stream = SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=8)
+def test_without_a_journal_nothing_is_lost_or_repeated(tmp_path, opened):
+    write_all(tmp_path / "in", numbered(50), [20, 30])
+    stream = opened(batch_size=8, journal=None)
     first = [stream.next_batch(0) for _ in range(3)]
-    again = SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=8, position=first[1].end)
-    returned = [number for batch in [*first[:2], *again] for number in numbers(batch)]
-    assert returned == list(range(50))
+    again = opened(batch_size=8, journal=None, position=first[1].end)
+    assert all_numbers([*first[:2], *again]) == list(range(50))
 
 
-def test_an_ended_stream_continues_with_new_samples(tmp_path, codec):
+def test_an_ended_stream_continues_with_new_samples(tmp_path, opened):
     """Holds after an opening in between, and from a position before the end."""
-    write_all(tmp_path / "in", [sample(n, n) for n in range(10)], [10])
-    options = {"batch_size": 4, "journal": tmp_path / "journal"}
-    first = list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options))
+    write_all(tmp_path / "in", numbered(10), [10])
+    first = list(opened())
     assert [len(batch.block) for batch in first] == [4, 4, 2]
-    assert list(SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=first[2].end)) == []
-    write_file(tmp_path / "in", "more.arrow", [sample(n, n) for n in range(10, 13)])
+    assert list(opened(position=first[2].end)) == []
+    write_file(tmp_path / "in", "more.arrow", numbered(10, 13))
     for start in (1, 2, 3):
-        position = first[start - 1].end
-        stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=position)
-        returned = [number for batch in first[:start] + list(stream) for number in numbers(batch)]
-        assert returned == list(range(13))
+        assert all_numbers([*first[:start], *opened(position=first[start - 1].end)]) == list(range(13))
 
 
-def test_samples_of_the_journal_missing_from_the_source_are_an_error(tmp_path, codec):
-    write_all(tmp_path / "in", [sample(n, n) for n in range(20)], [20])
-    options = {"batch_size": 4, "journal": tmp_path / "journal"}
-    next(iter(SampleStream(DirectorySource(tmp_path / "in"), codec, **options)))
+def test_samples_of_the_journal_missing_from_the_source_are_an_error(tmp_path, opened):
+    write_all(tmp_path / "in", numbered(20), [20])
+    next(iter(opened()))
     (tmp_path / "in" / "0000.arrow").unlink()
     with pytest.raises(ValueError, match=r"0000\.arrow must be read again, but cannot be"):
-        SampleStream(DirectorySource(tmp_path / "in"), codec, **options).next_batch(0)
-    write_all(tmp_path / "in", [sample(n, n) for n in range(2)], [2])
+        opened().next_batch(0)
+    write_all(tmp_path / "in", numbered(2), [2])
     with pytest.raises(ValueError, match=r"the journal has 3 samples from .* the source only 2"):
-        SampleStream(DirectorySource(tmp_path / "in"), codec, **options).next_batch(0)
+        opened().next_batch(0)
 
 
-def test_a_journal_of_another_run_is_an_error(tmp_path, codec):
-    write_all(tmp_path / "in", [sample(n, n) for n in range(20)], [20])
-    options = {"batch_size": 4, "journal": tmp_path / "journal"}
-    stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options)
+def test_a_journal_of_another_run_is_an_error(tmp_path, opened):
+    write_all(tmp_path / "in", numbered(20), [20])
+    stream = opened()
     early, late = stream.next_batch(0).end, list(stream)[-1].end
     stream.trim(late)
     with pytest.raises(ValueError, match="has the entries 7 to 7, but the position needs 2 on"):
-        SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=early)
+        opened(position=early)
     (tmp_path / "journal").unlink()
-    stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=early)
-    assert [number for batch in stream for number in numbers(batch)] == list(range(4, 20))
-    content = (tmp_path / "journal").read_bytes()
-    (tmp_path / "journal").write_bytes(b"x" + content)
+    assert all_numbers(opened(position=early)) == list(range(4, 20))
+    (tmp_path / "journal").write_bytes(b"x" + (tmp_path / "journal").read_bytes())
     with pytest.raises(ValueError, match="line 1 is damaged"):
-        SampleStream(DirectorySource(tmp_path / "in"), codec, **options, position=early)
+        opened(position=early)
 
 
-def test_waiting_samples_above_the_limit_are_returned_early_and_counted(tmp_path, codec):
+def test_waiting_samples_above_the_limit_are_returned_early_and_counted(tmp_path, opened):
     """Returns the oldest ones though older samples could still arrive."""
-    samples = [sample(n, 1000 - n) for n in range(100)]
-    write_all(tmp_path / "in", samples, [100])
-    options = {"batch_size": 10, "lateness_seconds": 10**6, "most_waiting": 30}
-    stream = SampleStream(DirectorySource(tmp_path / "in"), codec, **options)
-    batches = []
+    write_all(tmp_path / "in", [sample(n, 1000 - n) for n in range(100)], [100])
+    stream = opened(batch_size=10, lateness_seconds=10**6, most_waiting=30)
     while (batch := stream.next_batch(0)) is not None:
-        batches.append(batch)
         assert len(batch.end.waiting) <= 30 + 3, "plus those of one poll, here a record batch of 3"
-    assert stream.counters["forced"] == 70
-    assert stream.counters["handed_out"] == 100
+    assert (stream.counters["forced"], stream.counters["handed_out"]) == (70, 100)
 
 
-def test_malformed_samples_are_counted_and_logged(tmp_path, codec, caplog):
-    good = json.dumps(sample(1, 5)).encode()
-    future = json.dumps(sample(2, 4_000_000_000)).encode()
-    partitions = {"p": [b"{", good, b'{"label": 7}', future, good]}
-    stream = SampleStream(RandomSource(partitions, random.Random(0)), codec, batch_size=9, ahead_seconds=60)
-    returned = [number for batch in stream for number in numbers(batch)]
-    assert returned == [1, 1]
+def test_malformed_samples_are_counted_and_logged(codec, caplog):
+    good, future = lines([sample(1, 5), sample(2, 4_000_000_000)])
+    source = RandomSource({"p": [b"{", good, b'{"label": 7}', future, good]}, random.Random(0))
+    stream = SampleStream(source, codec, batch_size=9, ahead_seconds=60)
+    assert all_numbers(stream) == [1, 1]
     assert (stream.counters["malformed"], stream.counters["samples"]) == (3, 5)
-    assert "is dropped: not JSON" in caplog.text
-    assert "in the future" in caplog.text
-    assert "of partition p" in caplog.text
+    for text in ("is dropped: not JSON", "in the future", "of partition p"):
+        assert text in caplog.text
 
 
-def test_a_chunk_without_a_column_is_malformed_and_the_stream_continues(tmp_path, codec, caplog):
+def test_a_chunk_without_a_column_is_malformed_and_the_stream_continues(codec, caplog):
     without = {key: value for key, value in sample(1, 1).items() if key != "tags"}
-    partitions = {"p": [json.dumps(without).encode()], "q": [json.dumps(sample(2, 2)).encode()]}
+    partitions = {"p": lines([without]), "q": lines([sample(2, 2)])}
     stream = SampleStream(RandomSource(partitions, random.Random(0)), codec, batch_size=1)
-    assert [number for batch in stream for number in numbers(batch)] == [2]
+    assert all_numbers(stream) == [2]
     assert stream.counters["malformed"] == 1
     assert "no sample has the column 'tags'" in caplog.text
 
 
-def test_waiting_samples_of_another_data_set_are_refused(tmp_path, codec):
-    write_all(tmp_path / "in", [sample(n, n) for n in range(9)], [9])
-    stream = SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=2, lateness_seconds=9)
-    position = stream.next_batch(0).end
-    table = position.waiting.table.append_column("more", pa.array([0] * position.waiting.table.num_rows))
-    other = Position(waiting=type(position.waiting)().add(table, table["#time"].to_numpy()))
+def test_waiting_samples_of_another_data_set_are_refused(tmp_path, opened):
+    write_all(tmp_path / "in", numbered(9), [9])
+    waiting = opened(batch_size=2, lateness_seconds=9).next_batch(0).end.waiting
+    table = waiting.table.append_column("more", pa.array([0] * waiting.table.num_rows))
+    other = Position(waiting=type(waiting)().add(table, table["#time"].to_numpy()))
     with pytest.raises(ValueError, match="of a stream with other fields"):
-        SampleStream(DirectorySource(tmp_path / "in"), codec, batch_size=2, position=other)
+        opened(position=other)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"most_waiting": 3}, "most_waiting at least that, got 4 and 3"),
-        ({"lateness_seconds": -1}, "must be at least 0"),
-        ({"late": "keep"}, "late must be drop or train, got 'keep'"),
-    ],
-)
-def test_bad_settings(tmp_path, codec, change, message):
-    with pytest.raises(ValueError, match=message):
-        SampleStream(DirectorySource(tmp_path), codec, **{"batch_size": 4, **change})
-
-
-def test_a_damaged_position_is_an_error(tmp_path, codec):
+def test_a_damaged_position_and_bad_settings_are_refused(tmp_path, codec):
     Position().save(tmp_path)
     assert Position.load(tmp_path).counters == Position().counters
     (tmp_path / "recent.arrow").write_bytes(b"")
     with pytest.raises(ValueError, match=r"position in .* cannot be read"):
         Position.load(tmp_path)
+    for change, message in (
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"most_waiting": 3}, "most_waiting at least that, got 4 and 3"),
+        ({"lateness_seconds": -1}, "must be at least 0"),
+        ({"late": "keep"}, "late must be drop or train, got 'keep'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SampleStream(DirectorySource(tmp_path), codec, **{"batch_size": 4, **change})
 
 
 HOUR, START = 3600, 1_700_000_000
@@ -311,8 +302,8 @@ def test_the_present_is_that_of_a_plain_loop_in_any_chunks(times, lateness, cuts
 
 def returned(codec, times, **options):
     """The batches' samples and the stream, of samples that arrive at these times."""
-    lines = [json.dumps(sample(number, time)).encode() for number, time in enumerate(times)]
-    stream = SampleStream(RandomSource({"p": lines}, random.Random(0)), codec, batch_size=50, **options)
+    source = RandomSource({"p": lines(map(sample, range(len(times)), times))}, random.Random(0))
+    stream = SampleStream(source, codec, batch_size=50, **options)
     return [
         (number, int(time)) for batch in stream for number, time in zip(numbers(batch), batch.block.time, strict=True)
     ], stream
