@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm, rankdata
 
 import cowrec.data_pipeline.encoding as strings_module
-from cowrec.data_pipeline import DenseField, PrepareConfig, SampleCodec, Schema
+from cowrec.data_pipeline import PrepareConfig, SampleCodec, Schema
 from cowrec.data_pipeline.encoding import (
     MOST_VALUES,
     NumberStatistics,
@@ -75,21 +75,8 @@ def test_the_quantile_transform_gives_normal_scores(values):
     found = transformed(field, column)
     np.testing.assert_allclose(found[~np.isnan(column)], expected, atol=1e-6)
     assert (found[np.isnan(column)] == 0).all()
-    if len(present):
-        beyond = transformed(field, np.finfo(float).max * np.array([-1, 1]))
-        np.testing.assert_allclose(beyond, [expected.min(), expected.max()], atol=1e-6)
-
-
-@pytest.mark.parametrize("draw", ["lognormal", "standard_cauchy"])
-def test_any_distribution_becomes_normal(draw):
-    values = 1e-5 * getattr(np.random.default_rng(0), draw)(size=100_000)
-    statistics = NumberStatistics()
-    statistics.add(values)
-    found = transformed(fitted("x", "quantile", statistics), values)
-    # The tails beyond the outermost knots but one are interpolated, so the deviation is not exactly 1.
-    assert abs(found.mean()) < 0.01
-    assert abs(found.std() - 1) < 0.03
-    np.testing.assert_allclose(np.quantile(found, [0.02, 0.3, 0.98]), norm.ppf([0.02, 0.3, 0.98]), atol=0.02)
+    beyond = transformed(field, np.finfo(float).max * np.array([-1, 1]))
+    np.testing.assert_allclose(beyond, [expected.min(), expected.max()] if len(present) else [0, 0], atol=1e-6)
 
 
 SCHEMA = """
@@ -155,14 +142,6 @@ def test_ids_that_look_missing_are_reported(tmp_path, caplog):
         assert number or expected in caplog.messages[0]
 
 
-def test_a_column_of_missing_numbers_is_constant():
-    statistics = NumberStatistics()
-    statistics.add(np.array([np.nan, np.nan]))
-    field = fitted("x", "quantile", statistics)
-    assert isinstance(field, DenseField)
-    assert transformed(field, np.array([np.nan, 3.0])).tolist() == [0.0, 0.0]
-
-
 # Zero bytes, prefixes of each other, and lengths around the eight bytes of a word.
 strings = st.one_of(
     st.text("ab\0é", max_size=4),
@@ -173,7 +152,8 @@ wide = st.booleans()
 
 
 def array(values, wide):
-    return pa.array(values, pa.large_string() if wide else pa.string())
+    """A slice, before and after which there are other strings."""
+    return pa.array(["before", *values, "a"], pa.large_string() if wide else pa.string()).slice(1, len(values))
 
 
 @settings(deadline=None)
@@ -188,14 +168,6 @@ def test_a_table_numbers_strings_in_order_of_insertion(asked, chunks):
     again = pickle.loads(pickle.dumps(table))
     text = array([value for value, _ in asked], False)
     assert again.find(text).tolist() == table.find(text).tolist() == [known.get(value, -1) for value, _ in asked]
-
-
-def test_only_the_strings_of_a_slice_are_inserted():
-    text = array([f"{n % 700}" for n in range(5000)], False)
-    table = StringTable()
-    assert table.insert(text.slice(1300, 900)).tolist() == [*range(700), *range(200)]
-    assert table.strings().to_pylist() == [f"{n % 700}" for n in range(1300, 2000)]
-    assert table.find(text.slice(4999)).tolist() == [(4999 - 1300) % 700]
 
 
 def test_strings_with_equal_hashes_stay_distinct(monkeypatch):
@@ -218,8 +190,5 @@ def test_strings_are_sorted_by_key_and_bytes(numbers, wide):
 @pytest.mark.parametrize("size", [0, 1, 5000])
 def test_long_strings_among_short_ones_are_sorted(size):
     values = [f"{n:05d}" for n in range(size)] + ["x" * 100_000 + "b", "x" * 100_000 + "a"]
-    assert string_order(array(values, False), np.zeros(len(values), np.int64)).tolist() == [
-        *range(size),
-        size + 1,
-        size,
-    ]
+    order = string_order(array(values, False), np.zeros(len(values), np.int64))
+    assert order.tolist() == [*range(size), size + 1, size]

@@ -80,6 +80,7 @@ def expected(kinds, poolings, samples):
 def check(batch, kinds, poolings, samples):
     values, lengths, weights = expected(kinds, poolings, samples)
     assert batch.sparse.values().tolist() == values
+    assert batch.sparse.keys() == [f"f{n}" for n in range(len(kinds))]
     assert batch.sparse.values().dtype == batch.sparse.lengths().dtype == torch.int32
     assert batch.sparse.lengths().tolist() == lengths
     assert batch.sparse.offsets().tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -94,38 +95,22 @@ def check(batch, kinds, poolings, samples):
     assert batch.label.tolist() == [sample.label for sample in samples]
 
 
-@settings(max_examples=80, deadline=None)
-@given(tables())
-def test_a_gather_equals_a_plain_loop(table):
+@settings(max_examples=120, deadline=None)
+@given(tables(), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=4), st.integers(0, 9))
+def test_gathers_slices_and_concatenations_equal_plain_loops(table, ends, first):
     kinds, poolings, samples, index = table
-    block = make_block(kinds, samples).take(torch.tensor(index, dtype=torch.int64))
-    batch = block.batch(make_schema(kinds, poolings), 99)
+    schema, block = make_schema(kinds, poolings), make_block(kinds, samples)
+    order = torch.tensor(index, dtype=torch.int64)
+    batch = block.take(order).batch(schema, 99)
     check(batch, kinds, poolings, [samples[each] for each in index])
     assert batch.global_batch_size == 99
-
-
-@settings(max_examples=60, deadline=None)
-@given(tables(), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=4))
-def test_slices_of_an_order_equal_plain_loops(table, ends):
-    kinds, poolings, samples, index = table
     slices = [slice(*(min(each, len(index)) for each in sorted(pair))) for pair in ends]
-    blocks = make_block(kinds, samples).take_each(torch.tensor(index, dtype=torch.int64), slices)
-    for each, block in zip(slices, blocks, strict=True):
-        check(block.batch(make_schema(kinds, poolings), -1), kinds, poolings, [samples[at] for at in index[each]])
-
-
-@settings(max_examples=40, deadline=None)
-@given(tables(), st.integers(0, 9))
-def test_concat_restores_a_split_block(table, first):
-    kinds, poolings, samples, _ = table
-    block, everything = make_block(kinds, samples), torch.arange(len(samples))
-    parts = [block.take(everything[:first]), block.take(everything[first:])]
-    check(SampleBlock.concat(parts).batch(make_schema(kinds, poolings), -1), kinds, poolings, samples)
-
-
-def test_the_global_batch_size_defaults_to_the_batch_size():
-    block = make_block(("categorical",), [Sample([0.0, 1.0], 1.0, [[(3, 1.0)]])] * 3)
-    assert block.batch(make_schema(("categorical",), ("sum",)), -1).global_batch_size == 3
+    for each, part in zip(slices, block.take_each(order, slices), strict=True):
+        check(part.batch(schema, -1), kinds, poolings, [samples[at] for at in index[each]])
+    everything = torch.arange(len(samples))
+    whole = SampleBlock.concat([block.take(everything[:first]), block.take(everything[first:])]).batch(schema, -1)
+    check(whole, kinds, poolings, samples)
+    assert whole.global_batch_size == len(samples)
 
 
 @pytest.mark.parametrize("resident", [False, True])

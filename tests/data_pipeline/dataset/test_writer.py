@@ -5,9 +5,8 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 from cowrec.data_pipeline import Schema, SynthesizeConfig, synthesize
+from refusal import refused
 
 SMALL = SynthesizeConfig(rows=3000, test_rows=500, vocabulary_scale=1e-4)
 
@@ -30,13 +29,11 @@ def test_only_a_data_set_is_overwritten_and_only_when_asked(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     synthesize(out, SMALL)
-    with pytest.raises(ValueError, match="exists and is not empty; choose another folder"):
-        synthesize(out, SMALL)
+    refused("exists and is not empty; choose another folder", synthesize, out, SMALL)
     synthesize(out, SynthesizeConfig(rows=100, test_rows=100, vocabulary_scale=1e-4), overwrite=True)
     assert Schema.load(out).splits["train"].rows == 100
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="is not a prepared data set, so it is not overwritten"):
-        synthesize(mine, SMALL, overwrite=True)
+    refused("is not a prepared data set, so it is not overwritten", synthesize, mine, SMALL, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]

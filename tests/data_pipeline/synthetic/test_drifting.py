@@ -108,6 +108,7 @@ def test_raw_samples_equal_the_draw_with_ids_as_text():
     draw = DriftingModel.of(config).draw(100, 250)
     tables = list(drifting_tables(config, 100, 250, chunk_rows=100))
     assert [table.num_rows for table in tables] == [100, 100, 50]
+    assert id_text(np.zeros(0, np.int64)).to_pylist() == []
     rows = [row for table in tables for row in table.to_pylist()]
     for index, row in enumerate(rows):
         expected = {"sample_id": 100 + index, "time": draw.times[index], "label": draw.labels[index]}
@@ -116,10 +117,6 @@ def test_raw_samples_equal_the_draw_with_ids_as_text():
             ident = int(ids[index])
             expected[f"C{field + 1}"] = f"core_{ident}" if ident >= 0 else f"born_{-1 - ident}"
         assert row == expected
-
-
-def test_text_of_no_ids():
-    assert id_text(np.zeros(0, np.int64)).to_pylist() == []
 
 
 def test_a_data_set_holds_the_samples_with_raw_ids_and_times(tmp_path):
