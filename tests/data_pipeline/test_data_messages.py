@@ -7,6 +7,7 @@ from cowrec.data_pipeline.counts import parse_count
 from cowrec.data_pipeline.raw.layouts import load_schema_file
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig
+from refusal import refused
 
 SETTINGS = [
     (PrepareConfig, {"min_count": 0}, "min_count must be at least 1, got 0"),
@@ -106,8 +107,7 @@ NUMBER = "[[fields]]\nname = 'x'\nkind = 'numeric'\n"
 )
 def test_schema_files_are_checked(tmp_path, text, message):
     (tmp_path / "schema.toml").write_text(text)
-    with pytest.raises(ValueError, match=r"schema\.toml.*" + message):
-        load_schema_file(tmp_path / "schema.toml")
+    refused(r"schema\.toml.*" + message, load_schema_file, tmp_path / "schema.toml")
 
 
 @pytest.mark.parametrize(
@@ -120,5 +120,4 @@ def test_units_are_powers_of_1024(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "K", "8Q", "1.5K", "8KB", "1e6", "1,000", "_1", "2 K"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--rows must be a whole number such as 512, 64K or 1M \(K is 1,024, M is"):
-        parse_count(text, "--rows")
+    refused(r"--rows must be a whole number such as 512, 64K or 1M \(K is 1,024, M is", parse_count, text, "--rows")

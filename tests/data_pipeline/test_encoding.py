@@ -79,6 +79,14 @@ def test_the_quantile_transform_gives_normal_scores(values):
     np.testing.assert_allclose(beyond, [expected.min(), expected.max()] if len(present) else [0, 0], atol=1e-6)
 
 
+def test_heavy_tails_become_normal():
+    values = 1e-5 * np.random.default_rng(0).standard_cauchy(size=100_000)
+    statistics = NumberStatistics()
+    statistics.add(values)
+    found = transformed(fitted("x", "quantile", statistics), values)
+    np.testing.assert_allclose(np.quantile(found, [0.02, 0.3, 0.98]), norm.ppf([0.02, 0.3, 0.98]), atol=0.02)
+
+
 SCHEMA = """
 fields = [
     {name = "price", kind = "numeric"},

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cowrec.data_pipeline import PrepareConfig, infer_schema, prepare
 from cowrec.data_pipeline.raw.layouts import load_schema_file
 from raw_cases import read_split
+from refusal import refused
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -104,23 +105,16 @@ def test_files_without_header_label_or_delimiter(tmp_path):
     raw = tmp_path / "raw.tsv"
     raw.write_text("".join(f"{n % 2}\t{n / 7}\tc{n % 4}\n" for n in range(40)))
     layout, found = kinds(infer_schema(raw), tmp_path)
-    assert (layout.header, layout.columns, layout.labels[0].column) == (
-        False,
-        ("column1", "column2", "column3"),
-        "column1",
-    )
+    assert (layout.header, layout.labels[0].column) == (False, "column1")
+    assert layout.columns == ("column1", "column2", "column3")
     assert found == {"column2": "numeric", "column3": "categorical"}
     raw.write_text("a\tb\n" + "".join(f"x{n % 3}\t{n}.5\n" for n in range(30)))
-    with pytest.raises(ValueError, match="no column looks like a label; name it with --label COLUMN"):
-        infer_schema(raw)
-    with pytest.raises(ValueError, match="no column 'c' for the label among a, b"):
-        infer_schema(raw, label="c")
-    with pytest.raises(ValueError, match="column 'a' cannot be the label"):
-        infer_schema(raw, label="a")
+    refused("no column looks like a label; name it with --label COLUMN", infer_schema, raw)
+    refused("no column 'c' for the label among a, b", infer_schema, raw, label="c")
+    refused("column 'a' cannot be the label", infer_schema, raw, label="a")
     assert "threshold = 15.5  # unsure" in infer_schema(raw, label="b")
     raw.write_text("word\nword\n")
-    with pytest.raises(ValueError, match="no delimiter found"):
-        infer_schema(raw)
+    refused("no delimiter found", infer_schema, raw)
 
 
 def test_parquet_columns_are_recognised(tmp_path):
@@ -137,9 +131,8 @@ def test_parquet_columns_are_recognised(tmp_path):
     assert layout.labels[0].column == "click"
     assert found == {"price": "numeric", "tags": "multi", "shop": "categorical"}
     config = PrepareConfig(test_fraction=0)
-    schema = prepare(
-        "tabular", [tmp_path / "raw.parquet"], tmp_path / "out", config, schema_file=tmp_path / "columns.toml"
-    )
+    inputs, schema_file = [tmp_path / "raw.parquet"], tmp_path / "columns.toml"
+    schema = prepare("tabular", inputs, tmp_path / "out", config, schema_file=schema_file)
     assert schema.splits["train"].positives == (20,)
 
 
@@ -167,16 +160,12 @@ def test_repeated_names_and_other_encodings_are_named_as_the_cause(tmp_path):
     assert "# left out: 'a': several columns have this name" in text
     assert tomllib.loads(text)["fields"] == [{"name": "b", "kind": "categorical"}]
     path.write_text("label,label,b\n1,1,x\n0,1,y\n0,0,z\n")
-    with pytest.raises(ValueError, match=r"looks like a label \(those that share a name are left out: 'label'; rename"):
-        infer_schema(path)
-    with pytest.raises(ValueError, match="several columns are called 'label'; rename all but the label's"):
-        infer_schema(path, label="label")
+    refused(r"looks like a label \(those that share a name are left out: 'label'; rename", infer_schema, path)
+    refused("several columns are called 'label'; rename all but the label's", infer_schema, path, label="label")
     path.write_bytes("label,größe\n1,x\n0,y\n".encode("latin1"))
-    with pytest.raises(ValueError, match=r"table\.csv, line 1: not UTF-8 \(byte 0xf6\); convert the file to UTF-8"):
-        infer_schema(path)
+    refused(r"table\.csv, line 1: not UTF-8 \(byte 0xf6\); convert the file to UTF-8", infer_schema, path)
     path.write_bytes("label,a\n1,x\n".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"line 1: not UTF-8 \(byte 0xff\); convert the file to UTF-8 first"):
-        infer_schema(path)
+    refused(r"line 1: not UTF-8 \(byte 0xff\); convert the file to UTF-8 first", infer_schema, path)
     path.write_bytes("label,a\n1,x\n0,größe\n".encode("latin1"))
     assert "# unsure: line 3: not UTF-8 (byte 0xf6); `prepare` refuses such lines" in infer_schema(path)
 

@@ -35,19 +35,13 @@ def expected(text, label):
     return WRONG
 
 
-LABELS = [
-    RawLabel(),
-    RawLabel(threshold=3.5),
-    RawLabel(threshold=-2),
-    RawLabel(positive=("1",)),
-    RawLabel(positive=("yes", "4", "-1.50")),
-]
-texts = st.sampled_from(
-    ["", "0", "1", "1.0", "0.0", "-0", "1e0", "true", "False", "TRUE", "yes", "YES", "no", "4", "04"]
-)
+LABELS = [RawLabel(), RawLabel(threshold=3.5), RawLabel(threshold=-2)]
+LABELS += [RawLabel(positive=("1",)), RawLabel(positive=("yes", "4", "-1.50"))]
+NUMBERS = ["0", "1", "1.0", "0.0", "-0", "1e0", "4", "04", "-1", "4.0", "-1.5", "3.5", "3.49"]
+TEXTS = ["", "true", "False", "TRUE", "yes", "YES", "no", "x"]
 
 
-@given(st.lists(texts | st.sampled_from(["-1", "4.0", "-1.5", "3.5", "3.49", "x"]), max_size=12))
+@given(st.lists(st.sampled_from(NUMBERS + TEXTS), max_size=12))
 def test_values_of_labels_follow_the_rules(column):
     for label in LABELS:
         values, wrong = label.values(pa.array(column, pa.string()))
@@ -61,15 +55,10 @@ def test_values_of_labels_follow_the_rules(column):
 def prepared(tmp_path):
     """Prepares rows of a file with these columns; returns the schema and the columns of the training samples."""
 
-    def run(toml, header, rows, output="out", like=None, **arguments):
-        text = "\n".join([header, *rows])
-        if like is None:
-            toml += '\n[[fields]]\nname = "shop"\nkind = "categorical"'
-            schema = prepare_text(tmp_path, toml, text, output=output, **arguments)
-            return schema, read_split(tmp_path / output, "train")
-        (tmp_path / "raw.csv").write_text(text)
-        schema = prepare("tabular", [tmp_path / "raw.csv"], tmp_path / output, like=like, **arguments)
-        return schema, read_split(tmp_path / output, "test")
+    def run(toml, header, rows, output="out", **arguments):
+        toml += '\n[[fields]]\nname = "shop"\nkind = "categorical"'
+        schema = prepare_text(tmp_path, toml, "\n".join([header, *rows]), output=output, **arguments)
+        return schema, read_split(tmp_path / output, "train")
 
     return run
 
@@ -77,10 +66,8 @@ def prepared(tmp_path):
 def test_several_labels_weights_numbers_and_kept_columns(prepared, tmp_path):
     toml = 'labels = ["click", {name = "long", column = "seconds", threshold = 30}]\nnull = ["NA"]\nweight = "w"\n'
     rows = ["a,1,29.5,0.5,u 1", "b,0,30,2,", "a,x,1,1,u 3", "a,NA,31,0,u 4", "b,true,,1e-3,u 5"]
-    config = PrepareConfig(test_fraction=0, on_bad_row="skip")
-    schema, columns = prepared(
-        toml + 'keep = ["user id"]', "shop,click,seconds,w,user id", rows, config=config, keep=["seconds"]
-    )
+    options = {"config": PrepareConfig(test_fraction=0, on_bad_row="skip"), "keep": ["seconds"]}
+    schema, columns = prepared(toml + 'keep = ["user id"]', "shop,click,seconds,w,user id", rows, **options)
     assert schema.labels == ("click", "long")
     assert (schema.sample_weights, schema.numbered, schema.kept) == (True, True, ("user id", "seconds"))
     nan = pytest.approx(math.nan, nan_ok=True)
@@ -96,18 +83,13 @@ def test_several_labels_weights_numbers_and_kept_columns(prepared, tmp_path):
     batch = next(Reader(tmp_path / "out", "train", batch_size=4).epoch(0))
     assert batch.label.shape == (4, 2)
     # New samples: with fewer columns, then with a column to keep.
-    schema, columns = prepared("", "shop,user id", ["b,u 9", "c,"], "new", like=tmp_path / "out")
+    (tmp_path / "new.csv").write_text("shop,user id\nb,u 9\nc,\n")
+    schema = prepare("tabular", [tmp_path / "new.csv"], tmp_path / "new", like=tmp_path / "out")
+    columns = read_split(tmp_path / "new", "test")
     assert (schema.sample_weights, schema.kept, schema.splits["test"].labelled) == (False, ("user id",), False)
     assert (columns["shop"], columns["kept_user id"]) == ([3, 0], ["u 9", ""])
-    with pytest.raises(ValueError, match=r"no column 'nothing' to keep in .*raw\.csv"):
-        prepared("", "shop", ["b"], "newer", like=tmp_path / "out", keep=["nothing"])
-
-
-def test_ratings_become_labels(prepared):
-    schema, columns = prepared('label = "rating"\npositive = [4, "5"]', "shop,rating", ["a,4.0", "a,3", "b,5", "b,1"])
-    assert schema.labels == ("label",)
-    assert columns["label"] == [1, 0, 1, 0]
-    assert prepared('label = "rating"\nthreshold = 3', "shop,rating", ["a,3", "b,2"], "o")[1]["label"] == [1, 0]
+    with pytest.raises(ValueError, match=r"no column 'nothing' to keep in .*new\.csv"):
+        prepare("tabular", [tmp_path / "new.csv"], tmp_path / "newer", like=tmp_path / "out", keep=["nothing"])
 
 
 def test_one_class_is_refused_and_no_advice_drops_the_other(prepared):
@@ -117,7 +99,8 @@ def test_one_class_is_refused_and_no_advice_drops_the_other(prepared):
     assert "skip" not in str(error.value)
     with pytest.raises(ValueError, match="of one class, 2 positive and 0 negative; 2 bad rows were left out"):
         prepared("", "shop,label", rows, config=PrepareConfig(test_fraction=0, on_bad_row="skip"))
-    assert prepared('positive = ["1"]', "shop,label", rows)[1]["label"] == [1, 0, 1, 0]
+    assert prepared('positive = [1, "2"]', "shop,label", rows)[1]["label"] == [1, 0, 1, 0]
+    assert prepared("threshold = 1", "shop,label", rows, "o")[1]["label"] == [1, 0, 1, 0]
     with pytest.raises(ValueError, match="'buy': the training samples are of one class, 0 positive and 1 negative"):
         prepared('labels = ["label", "buy"]', "shop,label,buy", ["a,1,0", "b,0,"], "other")
     with pytest.raises(ValueError, match="line 2, column label: the label is missing, got ''\\. To skip and count"):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare, work_bytes
 from cowrec.data_pipeline.encoding import bucket_ids
-from raw_cases import NULLS_SCHEMA, fnv_splitmix, read_split, write_criteo
+from raw_cases import NULLS_SCHEMA, fnv_splitmix, prepare_text, read_split, write_criteo
 
+ONE_FIELD = "header = false\ncolumns = ['label', 'x']\nfields = [{{name = 'x', kind = '{}'}}]"
 MIXED_HEADER = ["past views", "unused", "click", "price", "tags", "city"]
 
 words = st.sampled_from(["NA", "none"]) | st.text("abcdefé\u4e2d,\"' -", max_size=5)
@@ -96,14 +97,9 @@ def check_mixed(folder, split, rows, train, config):
 def test_any_table_is_encoded_like_the_oracle(tmp_path_factory, rows, data):
     folder = tmp_path_factory.mktemp("mixed")
     test_rows = data.draw(st.integers(0, len(rows) - 2))
-    config = PrepareConfig(
-        split="order",
-        test_rows=test_rows,
-        dense="minmax",
-        min_count=data.draw(st.integers(1, 3)),
-        max_ids=data.draw(st.sampled_from([0, 1, 4])),
-        shard_rows=data.draw(st.integers(1, 9)),
-    )
+    limits = {"min_count": data.draw(st.integers(1, 3)), "max_ids": data.draw(st.sampled_from([0, 1, 4]))}
+    shard_rows = data.draw(st.integers(1, 9))
+    config = PrepareConfig(split="order", test_rows=test_rows, dense="minmax", shard_rows=shard_rows, **limits)
     first = data.draw(st.integers(1, len(rows)))
     paths = [write_mixed(folder, rows[:first], "a.csv")]
     if first < len(rows):
@@ -137,40 +133,6 @@ def test_criteo(tmp_path):
         assert kept == {"value": [value for _, value in order if value], "count": [-count for count, _ in order]}
 
 
-def fractions(tmp_path, **settings_):
-    write_criteo(tmp_path / "raw", 2000)
-    prepare("criteo", [tmp_path / "raw"], tmp_path / "out", PrepareConfig(**settings_), overwrite=True)
-    return [tuple(row) for row in zip(*(read_split(tmp_path / "out", "test")[f"C{n}"] for n in (1, 5, 9)), strict=True)]
-
-
-def test_the_random_split_depends_on_its_fraction_and_seed(tmp_path):
-    default, again, other = fractions(tmp_path), fractions(tmp_path), fractions(tmp_path, seed=1)
-    assert default == again
-    assert default != other
-    # Binomial: 200 expected, standard deviation 13.
-    assert 130 <= len(default) <= 270
-    assert 900 <= len(fractions(tmp_path, test_fraction=0.5)) <= 1100
-    assert len(fractions(tmp_path, test_fraction=0.0)) == 0
-
-
-def test_the_split_does_not_depend_on_file_and_block_boundaries(tmp_path, monkeypatch):
-    text = "".join("\t".join(row) + "\n" for row in write_criteo(tmp_path / "raw", 900))
-    prepare("criteo", [tmp_path / "raw"], tmp_path / "one")
-    lines = text.splitlines(keepends=True)
-    (tmp_path / "a").write_text("".join(lines[:333]))
-    (tmp_path / "b").write_text("".join(lines[333:]))
-    monkeypatch.setattr("cowrec.data_pipeline.raw.reading.survey.__kwdefaults__", {"block_bytes": 9000})
-    prepare("criteo", [tmp_path / "a", tmp_path / "b"], tmp_path / "parts", PrepareConfig(shard_rows=100))
-    for split in ("train", "test"):
-        assert read_split(tmp_path / "one", split) == read_split(tmp_path / "parts", split)
-
-
-def numeric_file(tmp_path, values):
-    rows = [[str(n % 2), value, *[""] * 12, *["a"] * 26] for n, value in enumerate(values)]
-    (tmp_path / "raw").write_text("".join("\t".join(row) + "\n" for row in rows))
-    return [tmp_path / "raw"]
-
-
 @pytest.mark.parametrize(
     ("settings_", "values", "train", "test"),
     [
@@ -181,10 +143,11 @@ def numeric_file(tmp_path, values):
     ],
 )
 def test_numbers_are_transformed_by_the_training_samples_or_all(tmp_path, settings_, values, train, test):
+    text = "".join(f"{n % 2},{value}\n" for n, value in enumerate(values))
     config = PrepareConfig(split="order", test_rows=1, **settings_)
-    prepare("criteo", numeric_file(tmp_path, values), tmp_path / "out", config)
-    np.testing.assert_allclose(read_split(tmp_path / "out", "train")["I1"], train, rtol=1e-6)
-    np.testing.assert_allclose(read_split(tmp_path / "out", "test")["I1"], [test], rtol=1e-6)
+    prepare_text(tmp_path, ONE_FIELD.format("numeric"), text, config=config)
+    for split, expected in (("train", train), ("test", [test])):
+        np.testing.assert_allclose(read_split(tmp_path / "out", split)["x"], expected, rtol=1e-6)
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(-5, 10**7), st.just(-0.0)), max_size=20))
@@ -197,23 +160,17 @@ def test_buckets_equal_those_of_the_criteo_winners(values):
     assert got.to_pylist() == expected
 
 
-def id_file(tmp_path, values, name="raw"):
-    rows = [[str(n % 2), *["1"] * 13, value, *["a"] * 25] for n, value in enumerate(values)]
-    (tmp_path / name).write_text("".join("\t".join(row) + "\n" for row in rows))
-    return [tmp_path / name]
-
-
 def test_hashed_ids_need_no_vocabulary(tmp_path):
     values = ["x", "yy", "", "longer than eight bytes", "é", "x"]
-    schema = prepare(
-        "criteo", id_file(tmp_path, values), tmp_path / "out", PrepareConfig(hash_buckets=10, test_fraction=0)
-    )
+    text = "".join(f"{n % 2},{value}\n" for n, value in enumerate(values))
+    config = PrepareConfig(hash_buckets=10, test_fraction=0)
+    schema = prepare_text(tmp_path, ONE_FIELD.format("categorical"), text, config=config)
     expected = [2 + fnv_splitmix(value) % 10 if value else 1 for value in values]
-    assert read_split(tmp_path / "out", "train")["C1"] == expected
+    assert read_split(tmp_path / "out", "train")["x"] == expected
     assert {field.num_embeddings for field in schema.sparse} == {12}
     assert list((tmp_path / "out" / "vocabulary").iterdir()) == []
-    prepare("criteo", id_file(tmp_path, values[::-1], "new"), tmp_path / "again", like=tmp_path / "out")
-    assert read_split(tmp_path / "again", "test")["C1"] == expected[::-1]
+    prepare("tabular", [tmp_path / "raw.csv"], tmp_path / "again", like=tmp_path / "out")
+    assert read_split(tmp_path / "again", "test")["x"] == expected
 
 
 def test_unlabelled_files_are_prepared_like_an_earlier_data_set(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Reader, Schema, prepare, work_bytes
 from raw_cases import content, write_criteo
+from refusal import refused
 
 CONFIG = PrepareConfig(shard_rows=100)
 PREPARE = """
@@ -50,8 +51,7 @@ def test_a_killed_prepare_starts_again_with_a_warning(raw, tmp_path, caplog, sha
     assert killed.wait(60) == -signal.SIGKILL
     (left,) = tmp_path.glob("out*")
     assert left.name == f"out.partial-{killed.pid}"
-    with pytest.raises(ValueError, match="not a prepared data set"):
-        Reader(left, "train", batch_size=8)
+    refused("not a prepared data set", Reader, left, "train", batch_size=8)
     with caplog.at_level(logging.WARNING):
         prepare("criteo", [raw], out, CONFIG)
     assert caplog.messages == [
@@ -90,8 +90,7 @@ def test_a_data_set_moved_for_an_overwrite_is_restored(raw, tmp_path):
     """A kill between the two renames of an overwrite leaves only the old data set."""
     prepare("criteo", [raw], tmp_path / "out.replaced-7", CONFIG)
     before = content(tmp_path / "out.replaced-7")
-    with pytest.raises(ValueError, match="exists and is not empty"):
-        prepare("criteo", [raw], tmp_path / "out", CONFIG)
+    refused("exists and is not empty", prepare, "criteo", [raw], tmp_path / "out", CONFIG)
     assert content(tmp_path / "out") == before
     (tmp_path / "out.replaced-7").mkdir()
     prepare("criteo", [raw], tmp_path / "out", CONFIG, overwrite=True)

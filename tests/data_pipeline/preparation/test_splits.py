@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
 from raw_cases import prepare_text, read_split
+from refusal import refused
 
 SCHEMA = 'time = "at"\nfields = [{name = "shop", kind = "categorical"}]'
 SPLITS = ("train", "validation", "test")
 DAY = 86_400
 
 
-def prepared(folder, times, output="out", schema=SCHEMA, **config):
+def prepared(folder, times, output="out", schema=SCHEMA, files=1, **config):
     """Prepares a sample at each time; returns the schema and the sample numbers of each split."""
-    lines = ["label,shop,at", *(f"{n % 2},s{n % 3},{time}" for n, time in enumerate(times))]
-    config = PrepareConfig(shard_rows=7, **config)
-    made = prepare_text(folder, schema, "\n".join(lines), output=output, config=config, overwrite=True)
+    lines = [f"{n % 2},s{n % 3},{time}" for n, time in enumerate(times)]
+    texts = [
+        "\n".join(["label,shop,at", *lines[n * len(lines) // files :][: len(lines) // files]]) for n in range(files)
+    ]
+    config = PrepareConfig(shard_rows=max(7, len(lines) // 20), **config)
+    made = prepare_text(folder, schema, *texts, output=output, config=config, overwrite=True)
     return made, {name: read_split(folder / output, name)["sample_number"] for name in made.splits}
 
 
@@ -62,8 +66,7 @@ def test_dates_divide_samples(tmp_path):
     assert found == {"train": [0, 3, 5], "test": [1, 2, 4]}
     with pytest.raises(ValueError, match="no sample is in the split test; check test_from"):
         prepared(tmp_path, times, split="time", test_from="2030-01-01")
-    with pytest.raises(ValueError, match="6 samples have 1 different times, too few"):
-        prepared(tmp_path, ["2024-04-30"] * 6, split="time")
+    refused("6 samples have 1 different times, too few", prepared, tmp_path, ["2024-04-30"] * 6, split="time")
     with pytest.raises(ValueError, match="needs the times of samples: name their column"):
         prepared(tmp_path, times, split="time", schema=SCHEMA.replace('time = "at"', ""))
 
@@ -80,6 +83,20 @@ def test_order_and_random_splits_have_validation_samples(tmp_path):
     assert sorted(number for numbers in found.values() for number in numbers) == list(range(50))
     # Binomial: 15 expected, standard deviation 3.2.
     assert 4 <= len(found["validation"]) <= 26
+
+
+def test_a_random_split_depends_on_its_fraction_and_seed_and_not_on_files_and_blocks(tmp_path, monkeypatch):
+    def split(**config):
+        return prepared(tmp_path, range(2000), **config)[1]["test"]
+
+    default = split()
+    # Binomial: 200 expected, standard deviation 13.
+    assert 130 <= len(default) <= 270
+    assert 900 <= len(split(test_fraction=0.5)) <= 1100
+    assert split(seed=1) != default
+    assert not prepared(tmp_path, range(2000), test_fraction=0.0)[1].get("test")
+    monkeypatch.setattr("cowrec.data_pipeline.raw.reading.survey.__kwdefaults__", {"block_bytes": 900})
+    assert split() == split(files=2) == default
 
 
 def test_a_share_of_the_negatives_is_kept_in_training(tmp_path):
@@ -99,8 +116,7 @@ def test_a_share_of_the_negatives_is_kept_in_training(tmp_path):
     assert prepared(tmp_path, times, **config)[1] == found
     assert prepared(tmp_path, times, seed=1, **config)[1] != found
     several = SCHEMA.replace("fields", 'labels = ["label", "at"]\nfields').replace('time = "at"', "")
-    with pytest.raises(ValueError, match="negative_fraction takes one label"):
-        prepared(tmp_path, times, schema=several, negative_fraction=0.5)
+    refused("negative_fraction takes one label", prepared, tmp_path, times, schema=several, negative_fraction=0.5)
 
 
 def test_only_training_samples_are_fitted(tmp_path):
@@ -144,5 +160,4 @@ def test_files_of_splits(tmp_path):
     assert split([day["a"]], test=[tmp_path / "[bcd].csv"]) == expected
     with pytest.raises(ValueError, match="files of the splits are for a new data set; give those of the test split"):
         split([day["a"]], validation=[day["b"]])
-    with pytest.raises(ValueError, match=r"a\.csv is given twice"):
-        split([day["a"]], test=[day["a"]])
+    refused(r"a\.csv is given twice", split, [day["a"]], test=[day["a"]])

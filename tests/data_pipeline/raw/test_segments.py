@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cowrec.data_pipeline.raw.inputs import partitions
 from cowrec.data_pipeline.raw.reading import blocks, look, survey
+from refusal import refused
 
 TEXT = "".join(f"{number},{random.Random(number).random()}\n" for number in range(3000)).encode()
 
@@ -112,8 +113,7 @@ def test_segments_are_read_in_any_order(tmp_path, kind):
 )
 def test_damaged_archives_and_other_formats_are_refused(tmp_path, content, message):
     (tmp_path / "raw").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        surveyed(tmp_path / "raw")
+    refused(message, surveyed, tmp_path / "raw")
 
 
 @pytest.mark.parametrize("block_bytes", [80, 1 << 20])
@@ -194,8 +194,7 @@ def test_a_file_that_changes_between_passes_is_noticed(tmp_path, write, change, 
     write(path)
     segments = surveyed(path).segments
     change(path)
-    with pytest.raises(ValueError, match=message):
-        list(blocks(segments))
+    refused(message, list, blocks(segments))
 
 
 def test_a_large_row_group_is_read_in_parts(tmp_path):
