@@ -1,6 +1,5 @@
 """Encoding of raw samples: equal to `prepare` on the same values in a text file; errors in samples."""
 
-import csv
 import json
 import math
 
@@ -15,82 +14,25 @@ from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synth
 from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.dataset.shards import load_shards
-from raw_cases import NULLS_SCHEMA
+from raw_cases import NULLS_SCHEMA, raw_rows, write_rows
 from refusal import refused
 
 TIMED = 'time = "seen at"\n' + NULLS_SCHEMA.replace('"-1"', f'"-1", "{2**63 - 1}"')
-HEADER = ["seen at", "past views", "unused", "click", "price", "tags", "city"]
-
-names = st.one_of(
-    st.sampled_from(["NA", "none"]),
-    st.text("abcé 中'\"", max_size=4),
-    st.integers(-(2**70), 2**70).map(str),
-    st.integers(0, 9).map(str),
-)
-tags = st.one_of(
-    st.sampled_from(["NA", "none", "-1"]), st.text("abé", min_size=1, max_size=3), st.integers(0, 99).map(str)
-)
-
-
-@st.composite
-def raw_rows(draw):
-    """Draws pairs of a text file's row and the equal sample."""
-    rows = []
-    for number in range(draw(st.integers(2, 30))):
-        time, label = draw(st.integers(0, 2**33)), draw(st.integers(0, 1)) if number > 1 else number
-        price = draw(st.one_of(st.none(), st.sampled_from(["NA", -1, -1.0]), st.integers(-9, 9), st.floats(-1e6, 1e6)))
-        city, labels = draw(names), draw(st.lists(tags, max_size=3))
-        history = draw(st.lists(st.tuples(tags, st.floats(-4, 4, width=32)), max_size=3))
-        text = {
-            "seen at": str(time),
-            "past views": " ".join(f"{key}:{weight!r}" for key, weight in history),
-            "unused": "u",
-            "click": str(label),
-            "price": "" if price is None else str(price),
-            "tags": "|".join(labels),
-            "city": city,
-        }
-        as_text = draw(st.booleans())
-        pairs = [{"id": number_or_text(draw, key), "weight": weight} for key, weight in history]
-        sample = {
-            "seen at": draw(st.sampled_from([time, float(time), str(time)])),
-            "past views": text["past views"] if as_text else draw(st.sampled_from([pairs, pairs or None])),
-            "click": draw(st.sampled_from([label, float(label), bool(label), str(bool(label))])),
-            "price": draw(st.sampled_from([price, text["price"]])),
-            "tags": text["tags"] if as_text else [number_or_text(draw, tag) for tag in labels],
-            "city": number_or_text(draw, city) if city else draw(st.sampled_from(["", None])),
-            "surplus": draw(st.sampled_from([None, 1, "x", {"deep": [1]}])),
-        }
-        rows.append((text, sample))
-    return rows
-
-
-def number_or_text(draw, text):
-    """Returns the text or, if it is a decimal integer, maybe the integer."""
-    is_integer = text.lstrip("-").isdecimal() and str(int(text)) == text
-    return int(text) if is_integer and draw(st.booleans()) else text
 
 
 def prepared(folder, texts, config):
-    with (folder / "raw.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, HEADER, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(texts)
+    write_rows(folder / "raw.csv", texts)
     (folder / "schema.toml").write_text(TIMED)
     return prepare("tabular", [folder / "raw.csv"], folder / "out", config, schema_file=folder / "schema.toml")
 
 
 def check_equal(one, other, *, labelled=True):
     """Asserts that all tensors of two `SampleBlock` are bit-identical."""
-    assert torch.equal(one.dense, other.dense)
-    assert torch.equal(one.ids, other.ids)
-    assert one.ids.dtype == other.ids.dtype
+    for name, bags in (("", one), *one.bags.items()):
+        for part in ("values", "offsets", "weights") if name else ("dense", "ids"):
+            first, second = getattr(bags, part), getattr(other.bags[name] if name else other, part)
+            assert first is second is None or (torch.equal(first, second) and first.dtype == second.dtype)
     assert one.bags.keys() == other.bags.keys()
-    for name, bags in one.bags.items():
-        assert torch.equal(bags.values, other.bags[name].values)
-        assert bags.values.dtype == other.bags[name].values.dtype
-        assert torch.equal(bags.offsets, other.bags[name].offsets)
-        assert bags.weights is None or torch.equal(bags.weights, other.bags[name].weights)
     if labelled:
         assert torch.equal(one.label, other.label)
         assert torch.equal(one.time, other.time)
@@ -244,28 +186,28 @@ MALFORMED = [
 
 @pytest.mark.parametrize("line", MALFORMED)
 def test_a_malformed_line_does_not_affect_others(codec, line):
+    check_malformed(codec, [b"good", line, b"good"], [1])
+
+
+def check_malformed(codec, lines, bad):
     good = json.dumps(good_sample()).encode()
-    encoded = codec.encode(codec.from_json([good, line, good]))
-    assert [each.index for each in encoded.bad] == [1]
-    assert encoded.index.tolist() == [0, 2]
+    encoded = codec.encode(codec.from_json([line.replace(b"good", good) for line in lines]))
+    assert [each.index for each in encoded.bad] == bad
+    assert encoded.index.tolist() == [index for index in range(len(lines)) if index not in bad]
+    assert encoded.block.ids[:, 0].tolist() == [2] * (len(lines) - len(bad))
 
 
 @pytest.mark.parametrize("value", [b"1" * 5000, b"[" * 2000 + b"]" * 2000], ids=["digits", "nested"])
 def test_what_arrow_reads_and_python_does_not_is_malformed(codec, value):
     """In a column that is ignored, after the lines that decide how lines are parsed; none has an id of the sample."""
-    lines = [json.dumps(good_sample()).encode()] * 30
-    lines[20] = lines[20][:-1] + b', "surplus": ' + value + b"}"
-    encoded = codec.encode(codec.from_json(lines))
-    assert [each.index for each in encoded.bad] == [20]
-    assert encoded.block.ids[:, 0].tolist() == [2] * 29
+    line = json.dumps(good_sample()).encode()[:-1] + b', "surplus": ' + value + b"}"
+    check_malformed(codec, [b"good"] * 20 + [line] + [b"good"] * 9, [20])
 
 
 def test_objects_split_over_lines_or_sharing_a_line_are_malformed(codec):
     """Lines hold as many objects as there are lines, but not one each."""
-    good = json.dumps(good_sample()).encode()
-    encoded = codec.encode(codec.from_json([good + good, b" ", good, good[:-1], b"}"]))
-    assert encoded.index.tolist() == [2]
-    assert [each.index for each in encoded.bad] == [0, 1, 3, 4]
+    half = json.dumps(good_sample()).encode()[:-1]
+    check_malformed(codec, [b"goodgood", b" ", b"good", half, b"}"], [0, 1, 3, 4])
 
 
 def test_a_column_that_no_sample_has_is_an_error(codec):

@@ -1,11 +1,13 @@
 """Raw files for the tests of the data pipeline, and plain readers of prepared data sets."""
 
 import collections
+import csv
 import hashlib
 import random
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from hypothesis import strategies as st
 
 from cowrec.data_pipeline import PrepareConfig, prepare
 
@@ -55,6 +57,58 @@ def read_split(folder, split):
         for name, values in pq.read_table(path).to_pydict().items():
             columns[name] += values
     return columns
+
+
+names = st.sampled_from(["NA", "none"]) | st.text("abcé 中'\",-", max_size=4)
+names |= st.integers(-(2**70), 2**70).map(str) | st.integers(0, 9).map(str)
+tags = st.sampled_from(["NA", "none", "-1"]) | st.text("abé", min_size=1, max_size=3) | st.integers(0, 99).map(str)
+
+
+@st.composite
+def raw_rows(draw):
+    """Draws pairs of a text file's row and the equal sample."""
+    rows = []
+    for number in range(draw(st.integers(2, 30))):
+        time, label = draw(st.integers(0, 2**33)), draw(st.integers(0, 1)) if number > 1 else number
+        price = draw(st.one_of(st.none(), st.sampled_from(["NA", -1, -1.0]), st.integers(-9, 9), st.floats(-1e6, 1e6)))
+        city, labels = draw(names), draw(st.lists(tags, max_size=3))
+        history = draw(st.lists(st.tuples(tags, st.floats(-4, 4, width=32)), max_size=3))
+        text = {
+            "seen at": str(time),
+            "past views": " ".join(f"{key}:{weight!r}" for key, weight in history),
+            "unused": "u",
+            "click": str(label),
+            "price": "" if price is None else str(price),
+            "tags": "|".join(labels),
+            "city": city,
+        }
+        as_text = draw(st.booleans())
+        pairs = [{"id": number_or_text(draw, key), "weight": weight} for key, weight in history]
+        sample = {
+            "seen at": draw(st.sampled_from([time, float(time), str(time)])),
+            "past views": text["past views"] if as_text else draw(st.sampled_from([pairs, pairs or None])),
+            "click": draw(st.sampled_from([label, float(label), bool(label), str(bool(label))])),
+            "price": draw(st.sampled_from([price, text["price"]])),
+            "tags": text["tags"] if as_text else [number_or_text(draw, tag) for tag in labels],
+            "city": number_or_text(draw, city) if city else draw(st.sampled_from(["", None])),
+            "surplus": draw(st.sampled_from([None, 1, "x", {"deep": [1]}])),
+        }
+        rows.append((text, sample))
+    return rows
+
+
+def number_or_text(draw, text):
+    """Returns the text or, if it is a decimal integer, maybe the integer."""
+    is_integer = text.lstrip("-").isdecimal() and str(int(text)) == text
+    return int(text) if is_integer and draw(st.booleans()) else text
+
+
+def write_rows(path, rows, lineterminator="\n"):
+    """Writes dictionaries of texts as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator=lineterminator)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def write_criteo(path, rows, seed=0):

@@ -6,6 +6,7 @@ import io
 import lzma
 import random
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +23,6 @@ from refusal import refused
 TEXT = "".join(f"{number},{random.Random(number).random()}\n" for number in range(3000)).encode()
 
 
-def zstd(data):
-    return pa.compress(data, codec="zstd", asbytes=True)
-
-
-def lz4(data):
-    packed = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(packed, "lz4") as stream:
-        stream.write(data)
-    return packed.getvalue().to_pybytes()
-
-
 def zipped(data, **others):
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -43,8 +33,8 @@ def zipped(data, **others):
     return packed.getvalue()
 
 
-COMPRESSORS = {"plain": bytes, "gz": gzip.compress, "xz": lzma.compress, "zst": zstd, "bz2": bz2.compress}
-COMPRESSORS |= {"lz4": lz4, "zip": zipped}
+COMPRESSORS = {"plain": bytes, "gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zip": zipped}
+COMPRESSORS |= {kind: partial(pa.compress, codec=kind, asbytes=True) for kind in ("zstd", "lz4")}
 
 
 TRUNCATED = r"raw: the \w+ archive is truncated.*Copy or download it again"
@@ -106,7 +96,7 @@ def test_segments_are_read_in_any_order(tmp_path, kind):
         (b"ORC\x00" * 9, "is an ORC file; convert it to Parquet"),
         (b"\xff\xff\xff\xff" * 9, "is an Arrow stream; write it as an Arrow file"),
         (b"a" * 257 + b"ustar" + b"\0" * 20_000_000, "it is a tar archive; extract the files"),
-        *((cut(kind, kept), TRUNCATED) for kind in ("gz", "xz", "zst", "bz2") for kept in (0.3, 0.99)),
+        *((cut(kind, kept), TRUNCATED) for kind in ("gz", "xz", "zstd", "bz2") for kept in (0.3, 0.99)),
         *((flipped(kind), r"raw: the \w+ archive is (damaged|truncated)") for kind in ("gz", "xz", "bz2", "zip")),
     ],
     ids=range(17),

@@ -86,7 +86,7 @@ def test_an_epoch_is_one_permutation_of_its_rows_for_any_ranks_and_from_any_step
     Ranks have contiguous slices of the global batches that differ by at most one sample.
     """
     total = sum(sizes)
-    folder = write_numbered(tmp_path_factory.mktemp("uneven") / "data", total, 1, sizes=sizes)
+    folder = write_numbered(tmp_path_factory.mktemp("uneven") / "data", total, 1, sizes=sizes, lists=True)
     rows = range(*sorted(data.draw(st.tuples(st.integers(0, total), st.integers(0, total)))))
     first = data.draw(st.lists(st.integers(1, max(1, len(rows) // 4)), max_size=min(4, len(rows))))
     options |= {"first_batches": first, "rows": rows}
@@ -115,6 +115,14 @@ def test_an_epoch_is_one_permutation_of_its_rows_for_any_ranks_and_from_any_step
         for batch, own in zip(batches, found, strict=True):
             assert torch.equal(batch.dense, torch.tensor(own, dtype=torch.float32).reshape(-1, 1))
             assert batch.label.tolist() == [row % 2 for row in own]
+            bags = flat([row] * (row % 3) for row in own)
+            for name in ("list", "pair"):
+                assert batch.sparse[name].lengths().tolist() == [row % 3 for row in own]
+                assert batch.sparse[name].values().tolist() == bags
+            assert batch.sparse["pair"].weights().tolist() == bags
+            # If another field is weighted, mean pooling is in the weights.
+            assert batch.sparse["list"].weights().tolist() == [1 / (row % 3) for row in bags]
+            assert batch.sparse["id"].weights().tolist() == [1.0] * len(own)
 
 
 def test_a_resumed_epoch_reads_only_the_shards_it_needs(numbered, monkeypatch):
@@ -125,23 +133,6 @@ def test_a_resumed_epoch_reads_only_the_shards_it_needs(numbered, monkeypatch):
     monkeypatch.setattr(module, "load_shards", lambda *args: loaded.append(args[3]) or original(*args))
     ids(Reader(numbered, "train", batch_size=10, window_rows=20), 0, 8)
     assert loaded == [(4,), (5,)]
-
-
-@pytest.mark.parametrize("resident", [False, True])
-def test_lists_and_weights_survive_windows_and_shuffling(tmp_path, resident):
-    write_numbered(tmp_path, 50, 7, lists=True)
-    seen = []
-    reader = make_reader(tmp_path, resident, batch_size=9, shuffle=True, window_rows=15, resident=resident)
-    for batch in reader.epoch(1):
-        rows = batch.sparse["id"].values().tolist()
-        seen += rows
-        assert batch.sparse["list"].values().tolist() == flat([row] * (row % 3) for row in rows)
-        assert batch.sparse["pair"].lengths().tolist() == [row % 3 for row in rows]
-        assert batch.sparse["pair"].weights().tolist() == flat([row] * (row % 3) for row in rows)
-        # If another field is weighted, mean pooling is in the weights.
-        assert batch.sparse["list"].weights().tolist() == flat([1 / (row % 3)] * (row % 3) for row in rows if row % 3)
-        assert batch.sparse["id"].weights().tolist() == [1.0] * len(rows)
-    assert sorted(seen) == list(range(50))
 
 
 def test_an_empty_split_is_an_empty_epoch(numbered):
