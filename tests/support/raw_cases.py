@@ -14,26 +14,14 @@ from cowrec.data_pipeline import PrepareConfig, prepare
 MIXED_SCHEMA = """
 delimiter = ","
 label = "click"
-[[fields]]
-name = "price"
-kind = "numeric"
-[[fields]]
-name = "city"
-kind = "categorical"
-[[fields]]
-name = "tags"
-kind = "multi"
-separator = "|"
-[[fields]]
-name = "history"
-column = "past views"
-kind = "weighted"
-separator = " "
-weight_separator = ":"
+fields = [
+    {name = "price", kind = "numeric"},
+    {name = "city", kind = "categorical"},
+    {name = "tags", kind = "multi", separator = "|"},
+    {name = "history", column = "past views", kind = "weighted", separator = " ", weight_separator = ":"},
+]
 """
-
-
-NULLS_SCHEMA = 'null = ["NA", "-1"]\n' + MIXED_SCHEMA + 'null = ["none"]\n'
+NULLS_SCHEMA = 'null = ["NA", "-1"]\n' + MIXED_SCHEMA.replace('":"}', '":", null = ["none"]}')
 """Of the last field, the history, another text is a missing value."""
 
 TIMED_SCHEMA = 'time = "seen at"\n' + MIXED_SCHEMA

@@ -107,17 +107,16 @@ def test_one_class_is_refused_and_no_advice_drops_the_other(prepared):
         prepared("", "shop,label", ["a,"], "missing")
 
 
-@pytest.mark.parametrize("weight", ["-1", "", "nan", "inf", "heavy", "1e30", "1e39"])
-def test_bad_weights_are_refused(prepared, weight):
-    large = "weights must be at most 1,000,000, since one sample could end training otherwise, got '1e3"
-    message = large if "1e3" in weight else "a sample weight must be a finite number of at least 0"
-    with pytest.raises(ValueError, match=f"line 2, column w: {message}"):
-        prepared('weight = "w"', "shop,label,w", [f"a,1,{weight}", "b,0,1"])
+BAD = "line 2, column w: a sample weight must be a finite number of at least 0"
+LARGE = "line 2, column w: weights must be at most 1,000,000, since one sample could end training otherwise, got '1e3"
+WEIGHTS = [(f"a,1,{weight}|b,0,1", 0, BAD) for weight in ("-1", "", "nan", "inf", "heavy")]
+WEIGHTS += [(f"a,1,{weight}|b,0,1", 0, LARGE) for weight in ("1e30", "1e39")]
+WEIGHTS += [("a,1,0|b,0,0", 0, "column 'w': all 2 training samples have weight 0")]
+WEIGHTS += [("a,1,1|b,0,0|b,1,0", 1, "column 'w': all 1 samples of the split test have weight 0")]
 
 
-def test_a_split_needs_weight(prepared):
-    with pytest.raises(ValueError, match="column 'w': all 2 training samples have weight 0"):
-        prepared('weight = "w"', "shop,label,w", ["a,1,0", "b,0,0"])
-    config = PrepareConfig(split="order", test_rows=1)
-    with pytest.raises(ValueError, match="column 'w': all 1 samples of the split test have weight 0"):
-        prepared('weight = "w"', "shop,label,w", ["a,1,1", "b,0,0", "b,1,0"], config=config)
+@pytest.mark.parametrize(("rows", "test_rows", "message"), WEIGHTS)
+def test_bad_weights_and_splits_without_weight_are_refused(prepared, rows, test_rows, message):
+    config = PrepareConfig(split="order", test_rows=test_rows)
+    with pytest.raises(ValueError, match=message):
+        prepared('weight = "w"', "shop,label,w", rows.split("|"), config=config)

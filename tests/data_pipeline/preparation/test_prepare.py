@@ -19,7 +19,7 @@ ONE_FIELD = "header = false\ncolumns = ['label', 'x']\nfields = [{{name = 'x', k
 
 def write_mixed(folder, rows, name="raw.csv"):
     write_rows(folder / name, rows, random.choice(["\n", "\r\n"]))
-    (folder / "schema.toml").write_text(NULLS_SCHEMA + "min_count = '2'\nmax_ids = 3\n")  # of the history
+    (folder / "schema.toml").write_text(NULLS_SCHEMA.replace('":",', '":", min_count = "2", max_ids = 3,'))
     return folder / name
 
 

@@ -6,22 +6,12 @@ import os
 import pytest
 
 from cowrec.data_pipeline import PrepareConfig, Schema, prepare
-from raw_cases import prepare_text, read_split
+from raw_cases import MIXED_SCHEMA, prepare_text, read_split
 from refusal import refused
 
 GOOD = "1,2.5,x,a|b,k:1 l:2\n"
 NEGATIVE = b"0" + GOOD.encode()[1:]
-SCHEMA = """
-header = false
-columns = ["click", "price", "city", "tags", "history"]
-label = "click"
-fields = [
-    {name = "price", kind = "numeric"},
-    {name = "city", kind = "categorical"},
-    {name = "tags", kind = "multi", separator = "|"},
-    {name = "history", kind = "weighted", separator = " ", weight_separator = ":"},
-]
-"""
+SCHEMA = 'header = false\ncolumns = ["click", "price", "city", "tags", "past views"]\n' + MIXED_SCHEMA
 ONE_FIELD = '[[fields]]\nname = "x"\nkind = "categorical"'
 BAD_LINES = {
     "too few columns": (b"1,2.5,x\n", ": 3 columns, must be 5"),
@@ -36,9 +26,9 @@ BAD_LINES = {
     "a missing number": (b"1,Null,x,a,k:1\n", "set null = [\"Null\"] in the schema file, got 'Null'"),
     "Hive's missing number": (b"1,\\N,x,a,k:1\n", r'set null = ["\\N"] in the schema file, got'),
     "a long bad number": (b"1," + b"9x" * 99 + b",x,a,k:1\n", "x9x9..."),
-    "no weight": (b"1,2.5,x,a,k:1 l\n", ", column history: must be id:weight, joined by ' ', got 'l'"),
-    "an empty weight": (b"1,2.5,x,a,k:\n", ", column history: must be id:weight, joined by ' ', got 'k:'"),
-    "a bad weight": (b"1,2.5,x,a,k:1 l:w\n", ", column history: must be id:weight, joined by ' ', got 'l:w'"),
+    "no weight": (b"1,2.5,x,a,k:1 l\n", ", column past views: must be id:weight, joined by ' ', got 'l'"),
+    "an empty weight": (b"1,2.5,x,a,k:\n", ", column past views: must be id:weight, joined by ' ', got 'k:'"),
+    "a bad weight": (b"1,2.5,x,a,k:1 l:w\n", ", column past views: must be id:weight, joined by ' ', got 'l:w'"),
     "Latin-1": ("1,2.5,é,a,k:1\n".encode("latin-1"), ": not UTF-8 (byte 0xe9); convert the file to UTF-8 first"),
     "half a quoted record": (b'1,2.5,"x,a,k:1\n', ": unbalanced quote"),
     "a lone carriage return": (b"1,2.5,x\ry,a,k:1\n", ": a carriage return inside the line"),
@@ -108,19 +98,16 @@ def test_line_numbers_are_right_across_blocks(prepared, monkeypatch):
         prepared(GOOD.encode() * 777 + b"7,2.5,x,a,k:1\n" + GOOD.encode() * 100)
 
 
-def test_quoted_newlines_are_noticed_when_quotes_are_even(prepared):
-    refused(r"raw\.csv, line", prepared, (GOOD + '1,2.5,x"y,"a,k:1\n' + GOOD * 3).encode())
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ((GOOD + '1,2.5,x"y,"a,k:1\n' + GOOD * 3).encode(), r"raw\.csv, line"),  # a quoted newline; quotes are even
         (b"", r"input file .*raw\.csv is empty"),
         (b"\xff\xfe1\x00", r"raw\.csv, line 1: not UTF-8"),
         (b"\x00" * 50_000_000, r"raw\.csv, line 1: longer than .* is this a text file\?"),
     ],
 )
-def test_files_that_are_not_text_are_refused(prepared, tmp_path, content, message):
+def test_files_that_are_no_lines_of_text_are_refused(prepared, tmp_path, content, message):
     refused(message, prepared, content)
     assert leftovers(tmp_path) == []
 
