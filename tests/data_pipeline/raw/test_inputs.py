@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cowrec.data_pipeline.raw.inputs import find_inputs, partition_of
+from cowrec.data_pipeline.raw.inputs import find_inputs
 
 
 @pytest.fixture
@@ -35,15 +35,6 @@ def test_files_keep_their_order_and_others_are_sorted(folder):
     assert paths("more") == paths("more/*") == paths("more/**/*.csv") == nested
     assert paths(folder) == ["city=K%C3%B6ln/b.csv", "day_1.csv", "day_10.csv", "day_2.csv", *nested, "x[1].csv"]
     assert paths("day_2.csv", "more") == ["day_2.csv", *nested]
-
-
-def test_folders_named_column_value_give_columns(folder):
-    found = {
-        os.path.basename(os.path.dirname(file)): partition_of(file) for file in find_inputs(["more", "city=K%C3%B6ln"])
-    }
-    assert found["city=K%C3%B6ln"] == (("city", "Köln"),)
-    assert found["hour=3"] == (("date", "2024-01-02"), ("hour", "3"))
-    assert found["hour=__HIVE_DEFAULT_PARTITION__"] == (("date", "2024-01-02"), ("hour", None))
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,13 @@ def redis_source(server):
     return open_source(f"{server.url}?stream=clicks")
 
 
-def test_redis_entries_are_read_in_order_and_again(server, codec, tmp_path):
+@pytest.fixture
+def opened(server, codec, tmp_path):
+    """Opens a stream of Redis with a journal."""
+    return lambda **options: SampleStream(redis_source(server), codec, journal=tmp_path / "journal", **options)
+
+
+def test_redis_entries_are_read_in_order_and_again(server, opened):
     source = redis_source(server)
     assert source.poll(10, 0.05) is None, "a missing stream is empty"
     add(server, numbered(30))
@@ -152,17 +158,16 @@ def test_redis_entries_are_read_in_order_and_again(server, codec, tmp_path):
     assert contents([source.read("", chunks[0].start, chunks[-1].end)]) == list(range(30))
     with server.client() as client:
         client.xadd("clicks", {"other": "field"})
-    options = {"batch_size": 10, "journal": tmp_path / "journal"}
-    stream = SampleStream(redis_source(server), codec, **options)
+    stream = opened(batch_size=10)
     batches = batches_of(stream, 30)
     assert all_numbers(batches) == list(range(30))
     assert stream.counters["malformed"] == 1
-    again = SampleStream(redis_source(server), codec, **options, position=batches[0].end)
+    again = opened(batch_size=10, position=batches[0].end)
     assert [numbers(batch) for batch in batches_of(again, 20)] == [numbers(batch) for batch in batches[1:]]
 
 
-def test_a_restarted_redis_loses_nothing_on_its_disk(server, codec, tmp_path, caplog):
-    stream = SampleStream(redis_source(server), codec, batch_size=5, journal=tmp_path / "journal")
+def test_a_restarted_redis_loses_nothing_on_its_disk(server, opened, tmp_path, caplog):
+    stream = opened(batch_size=5)
     add(server, numbered(20))
     batches = batches_of(stream, 20)
     server.send(signal.SIGKILL)
@@ -176,8 +181,7 @@ def test_a_restarted_redis_loses_nothing_on_its_disk(server, codec, tmp_path, ca
     assert "Redis answers again" in caplog.text
     (tmp_path / "snapshot").mkdir()
     batches[4].end.save(tmp_path / "snapshot")
-    position = Position.load(tmp_path / "snapshot")
-    again = SampleStream(redis_source(server), codec, batch_size=5, journal=tmp_path / "journal", position=position)
+    again = opened(batch_size=5, position=Position.load(tmp_path / "snapshot"))
     assert [numbers(batch) for batch in batches_of(again, 15)] == [numbers(batch) for batch in batches[5:]]
 
 
@@ -198,9 +202,8 @@ def test_a_redis_stream_that_lost_its_end_is_reported(tmp_path, caplog):
         assert contents(polled(source, 1)) == [9]
 
 
-def test_redis_entries_trimmed_before_they_were_read_are_reported(server, codec, tmp_path, caplog):
-    options = {"batch_size": 2, "journal": tmp_path / "journal"}
-    stream = SampleStream(redis_source(server), codec, **options)
+def test_redis_entries_trimmed_before_they_were_read_are_reported(server, opened, caplog):
+    stream = opened(batch_size=2)
     add(server, numbered(4))
     first = batches_of(stream, 4)
     add(server, numbered(4, 20), maxlen=6, approximate=False)
@@ -208,8 +211,8 @@ def test_redis_entries_trimmed_before_they_were_read_are_reported(server, codec,
     assert (stream.counters["gaps"], stream.counters["lost"]) == (1, 1)
     assert "were trimmed before they were read" in caplog.text
     with pytest.raises(ValueError, match=r"the journal has . samples from 0-0 to .*, the source only 0"):
-        SampleStream(redis_source(server), codec, **options).next_batch(0)
-    again = SampleStream(redis_source(server), codec, **options, position=first[-1].end)
+        opened(batch_size=2).next_batch(0)
+    again = opened(batch_size=2, position=first[-1].end)
     assert returned(again, 6) == [14, 15, 16, 17, 18, 19]
     assert again.counters["lost"] == 1
 

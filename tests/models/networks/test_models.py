@@ -62,7 +62,8 @@ def small_model(
 ) -> nn.Module:
     """A network with random parameters, biases included, and zeros in the spare columns of the tables."""
     torch.manual_seed(3)
-    model = build_model(small(name, dims), tables(pooling=pooling, dims=dims), num_dense, num_tasks=tasks)
+    own, weighted = tables(pooling="MEAN" if pooling == "MEAN" else "SUM", dims=dims), pooling == "WEIGHTED"
+    model = build_model(small(name, dims), own, num_dense, num_tasks=tasks, is_weighted=weighted)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -71,16 +72,19 @@ def small_model(
     return model
 
 
-def random_batch(batch: int, num_dense: int = 2, ids_per_bag: int | None = 1) -> tuple[Tensor, KeyedJaggedTensor]:
+def random_batch(
+    batch: int, num_dense: int = 2, ids_per_bag: int | None = 1, *, weighted: bool = False
+) -> tuple[Tensor, KeyedJaggedTensor]:
     """Dense features, and bags of ``ids_per_bag`` ids, or of 0 to 3 ids if it is None."""
     generator = torch.Generator().manual_seed(batch)
-    if ids_per_bag is None:
-        lengths = torch.randint(0, 4, (len(ROWS) * batch,), generator=generator)
-    else:
-        lengths = torch.full((len(ROWS) * batch,), ids_per_bag)
+    least, most = (0, 3) if ids_per_bag is None else (ids_per_bag, ids_per_bag)
+    lengths = torch.randint(least, most + 1, (len(ROWS) * batch,), generator=generator)
     per_field = lengths.view(len(ROWS), batch).sum(dim=1).tolist()
-    ids = [torch.randint(0, rows, (n,), generator=generator) for rows, n in zip(ROWS, per_field, strict=True)]
-    sparse = KeyedJaggedTensor(keys=[f"C{i}" for i in range(len(ROWS))], values=torch.cat(ids), lengths=lengths)
+    ids = torch.cat(
+        [torch.randint(0, rows, (n,), generator=generator) for rows, n in zip(ROWS, per_field, strict=True)]
+    )
+    weights = torch.randn(len(ids), generator=generator) if weighted else None
+    sparse = KeyedJaggedTensor([f"C{i}" for i in range(len(ROWS))], ids, weights, lengths)
     return torch.rand(batch, num_dense, generator=generator), sparse
 
 
@@ -90,8 +94,10 @@ def logits_by_formula(name: str, model: nn.Module, dense: Tensor, sparse: KeyedJ
     for i in range(len(ROWS)):
         weight = model.front.embeddings.embedding_bags[f"table_{i}"].weight
         bag, pooled = bags[f"C{i}"], []
-        for ids in torch.split(bag.values(), bag.lengths().tolist()):
-            row = weight[ids].sum(dim=0)
+        weights = torch.ones(len(bag.values())) if bag.weights_or_none() is None else bag.weights()
+        each = weight[bag.values()] * weights[:, None]
+        for ids in torch.split(each, bag.lengths().tolist()):
+            row = ids.sum(dim=0)
             pooled.append(row / max(len(ids), 1) if pooling == "MEAN" else row)
         rows.append(pooled)
     kernels = dict(model.named_parameters()).get("front.layout.projections.kernels.5")  # C0's and C2's
@@ -112,17 +118,11 @@ def mlp_size(*widths: int) -> int:
 CRITEO_MLP = mlp_size(26 * 10 + 13, 400, 400, 400)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("wdl", 430_814),
-        ("deepfm", 430_814),
-        ("dcn", 432_725),
-        ("dcnmix", 654_950),
-        ("dcnv2", 655_493),
-        ("finalmlp", 2 * (10 + mlp_size(10, 64, 273) + CRITEO_MLP) + 400 + 400 + 400 * 400 + 1),
-    ],
-)
+COUNTS = {"wdl": 430_814, "deepfm": 430_814, "dcn": 432_725, "dcnmix": 654_950, "dcnv2": 655_493}
+COUNTS["finalmlp"] = 2 * (10 + mlp_size(10, 64, 273) + CRITEO_MLP) + 400 + 400 + 400 * 400 + 1
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_dense_parameters_at_the_shape_of_criteo(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.init, "trunc_normal_", lambda tensor, **_: tensor)  # values do not matter, and take seconds
     model = build_model(ModelConfig(name=name), tables(10, (4,) * 26), 13, device=torch.device("meta"))
@@ -139,7 +139,7 @@ def test_physical_dim(dim: int, stored: int) -> None:
 
 @pytest.mark.parametrize(
     ("pooling", "ids_per_bag", "dims", "num_dense", "samples"),
-    [("SUM", 1, {}, 2, 1), ("SUM", None, {}, 0, 9), ("MEAN", None, {}, 2, 9), ("SUM", None, MIXED, 2, 9)],
+    [("SUM", 1, {}, 2, 1), ("WEIGHTED", None, {}, 0, 9), ("MEAN", None, {}, 2, 9), ("SUM", None, MIXED, 2, 9)],
 )
 @pytest.mark.parametrize(
     ("name", "tasks"),
@@ -153,7 +153,7 @@ def test_logits_and_gradients_match_the_formula(
 ) -> None:
     """Both sides are float32 sums of about ten terms of size 1, so that 1e-5 leaves a factor of ten."""
     model = small_model(name, num_dense, dims, pooling, tasks)
-    dense, sparse = random_batch(samples, num_dense, ids_per_bag)
+    dense, sparse = random_batch(samples, num_dense, ids_per_bag, weighted=pooling == "WEIGHTED")
     logits, expected = model(dense, sparse), logits_by_formula(name, model, dense, sparse, pooling)
     assert logits.shape == ((samples, tasks) if tasks > 1 else (samples,))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -164,22 +164,6 @@ def test_logits_and_gradients_match_the_formula(
     want = torch.autograd.grad((expected * direction).sum(), list(parameters.values()))
     for key, mine, plain in zip(parameters, got, want, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
-
-
-def test_weighted_ids_scale_embedding_and_wide_weight() -> None:
-    """Mean pooling equals sum pooling of ids with weight 1 / length."""
-    mean = small_model("deepfm", pooling="MEAN")
-    weighted = build_model(small("deepfm"), tables(), 2, is_weighted=True)
-    weighted.load_state_dict(mean.state_dict())
-    dense, sparse = random_batch(9, ids_per_bag=None)
-    lengths = sparse.lengths()
-    with_weights = KeyedJaggedTensor(
-        keys=sparse.keys(),
-        values=sparse.values(),
-        weights=torch.repeat_interleave(1 / lengths.clamp(min=1), lengths),
-        lengths=lengths,
-    )
-    torch.testing.assert_close(weighted(dense, with_weights), mean(dense, sparse), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (4, 150, 32)])
