@@ -71,7 +71,6 @@ def shard(model: nn.Module) -> DistributedModelParallel:
 
 
 def pair(name: str) -> tuple[Training, DistributedModelParallel]:
-    """The same network unsharded and sharded, with the same weights."""
     plain = Training(network(name, CPU))
     sharded = shard(Training(network(name, torch.device("meta"))))
     state = sharded.state_dict()

@@ -22,7 +22,6 @@ fields = [
 ]
 """
 NULLS_SCHEMA = 'null = ["NA", "-1"]\n' + MIXED_SCHEMA.replace('":"}', '":", null = ["none"]}')
-"""Of the last field, the history, another text is a missing value."""
 
 TIMED_SCHEMA = 'time = "seen at"\n' + MIXED_SCHEMA
 TIMED_HEADER = "seen at,past views,click,price,tags,city"
@@ -92,7 +91,6 @@ def number_or_text(draw, text):
 
 
 def write_rows(path, rows, lineterminator="\n"):
-    """Writes dictionaries of texts as CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator=lineterminator)
         writer.writeheader()
@@ -112,7 +110,6 @@ def write_criteo(path, rows, seed=0):
 
 
 def fnv_splitmix(text, mask=2**64 - 1):
-    """Computes the documented string hash in plain Python."""
     state = 0xCBF29CE484222325
     for byte in text.encode():
         state = ((state ^ byte) * 0x100000001B3) & mask
@@ -122,7 +119,6 @@ def fnv_splitmix(text, mask=2**64 - 1):
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Returns a checksum of each file below a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

@@ -32,13 +32,11 @@ def make_codec(folder):
 
 
 def sample(number, time, sample_id=None, **changes):
-    """Makes a raw sample."""
     made = {"label": number % 2, "number": number, "id": f"i{number % 7}", "tags": ["t"] * (number % 3), "time": time}
     return {**made, "sample_id": sample_id, **changes}
 
 
 def as_table(samples):
-    """Converts good samples to an Arrow table."""
     kinds = {"label": pa.int8(), "number": pa.float64(), "id": pa.string(), "tags": pa.list_(pa.string())}
     return pa.Table.from_pylist(samples, pa.schema({**kinds, "time": pa.int64(), "sample_id": pa.string()}))
 
@@ -65,10 +63,7 @@ def write_all(folder, samples, sizes):
 
 
 class RandomSource:
-    """Source over lists whose polls return a random number of samples, or none.
-
-    The same samples therefore arrive in other chunks each time they are polled.
-    """
+    """Source over lists whose polls return a random number of samples, or none, so that chunks differ each time."""
 
     def __init__(self, partitions, chance):
         self.partitions, self._chance = partitions, chance
@@ -98,7 +93,6 @@ class RandomSource:
 
 
 def numbers(batch):
-    """Returns the numbers of a batch's samples, in order."""
     return [int(number) for number in batch.block.dense[:, 0].tolist()]
 
 
@@ -137,7 +131,6 @@ def arrivals(samples, lateness, window):
 
 
 def polled(source, count, seconds=20):
-    """Polls chunks until they hold `count` samples."""
     chunks, deadline = [], time.monotonic() + seconds
     while sum(len(chunk) for chunk in chunks) < count:
         assert time.monotonic() < deadline, f"only {sum(map(len, chunks))} of {count} samples arrived"
@@ -147,7 +140,6 @@ def polled(source, count, seconds=20):
 
 
 def contents(chunks):
-    """Returns the numbers of all samples."""
     return [int(each["number"]) for chunk in chunks for each in samples_of(chunk)]
 
 
@@ -156,7 +148,6 @@ def samples_of(chunk):
 
 
 def batches_of(stream, count, seconds=30):
-    """Reads batches until they hold `count` samples."""
     batches, deadline = [], time.monotonic() + seconds
     while sum(len(batch.block) for batch in batches) < count:
         assert time.monotonic() < deadline, f"only {[numbers(batch) for batch in batches]}"
@@ -166,5 +157,4 @@ def batches_of(stream, count, seconds=30):
 
 
 def returned(stream, count):
-    """Returns the numbers of the samples of batches that hold `count` samples."""
     return all_numbers(batches_of(stream, count))

@@ -295,7 +295,6 @@ def test_nan_can_mean_a_missing_value(tmp_path, samples):
 
 
 def rewritten(change):
-    """Returns a function that writes a changed table."""
     return lambda folder, table: pq.write_table(change(table), folder / "a.parquet")
 
 

@@ -37,7 +37,6 @@ BAD_LINES = {
 
 @pytest.fixture
 def prepared(tmp_path):
-    """Prepares raw bytes; returns the schema."""
     return lambda content, **config: prepare_text(
         tmp_path, SCHEMA, content, config=PrepareConfig(test_fraction=0.0, **config)
     )
@@ -69,7 +68,6 @@ def test_a_bad_row_raises_with_its_location(prepared, tmp_path, case):
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(prepared, tmp_path):
-    """All kinds of bad rows at once, between numbered good ones."""
     content, good = b"", 0
     for line, _ in BAD_LINES.values():
         content += f"{good % 2},{good},x,a,k:1\n".encode() + line

@@ -14,7 +14,6 @@ from trainer_cases import make_data
 
 
 def counted(data, fields, train_rows=None, split="test"):
-    """The same by plain loops."""
     train, test = (pq.read_table(data / each).to_pydict() for each in ("train", split))
     total = np.zeros(len(test["label"]))
     for name in fields:

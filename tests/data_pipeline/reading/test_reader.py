@@ -25,7 +25,6 @@ def numbered(tmp_path_factory):
 
 
 def sizes_by_loop(left, epoch, *, batch_size, first_batches=(), drop_last=False, **_):
-    """Sizes of an epoch's global batches."""
     sizes, planned = [], list(first_batches) if epoch == 0 else []
     while left:
         size = planned.pop(0) if planned else min(batch_size, left)

@@ -144,7 +144,6 @@ def redis_source(server):
 
 @pytest.fixture
 def opened(server, codec, tmp_path):
-    """Opens a stream of Redis with a journal."""
     return lambda **options: SampleStream(redis_source(server), codec, journal=tmp_path / "journal", **options)
 
 

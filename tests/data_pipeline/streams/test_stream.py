@@ -38,7 +38,6 @@ def codec(tmp_path_factory):
 
 @pytest.fixture
 def opened(tmp_path, codec):
-    """Opens a stream of the folder `in`, with a journal."""
     defaults = {"batch_size": 4, "journal": tmp_path / "journal"}
     return lambda **options: SampleStream(DirectorySource(tmp_path / "in"), codec, **{**defaults, **options})
 

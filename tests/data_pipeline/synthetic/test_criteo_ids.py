@@ -18,7 +18,6 @@ SAMPLE_ROWS, CRITEO_ROWS = 80_000, 45_840_617
 
 
 def counts_of(column) -> np.ndarray:
-    """The counts of the values, in descending order."""
     return np.sort(pc.value_counts(column).field("counts").to_numpy())[::-1]
 
 
