@@ -173,36 +173,22 @@ def test_a_very_long_sample_is_reported_without_affecting_others(codec):
         assert encoded.block.ids[:, 0].tolist() == [2, 3]
 
 
-MALFORMED = [
-    b"", b" ", b"{", b"null",
-    b"[]", b'"text"', b"{} {}", b'{"city": "x"', b'{"city": "\xff"}', b"{}}", b"not JSON", b"\x00",
-]  # fmt: skip
+GOOD = json.dumps(good_sample()).encode()
+NO_OBJECTS = [b"", b" ", b"{", b"null", b"[]", b'"text"', b"{} {}", b'{"city": "x"', b'{"city": "\xff"}', b"{}}"]
+MALFORMED = [([GOOD, line, GOOD], [1]) for line in (*NO_OBJECTS, b"not JSON", b"\x00")]
+# What Arrow reads and Python does not, in a column that is ignored, after the lines that decide how lines are parsed.
+for value in (b"1" * 5000, b"[" * 2000 + b"]" * 2000):
+    MALFORMED.append(([GOOD] * 20 + [GOOD[:-1] + b', "surplus": ' + value + b"}"] + [GOOD] * 9, [20]))
+# Objects that are split over lines or share a line; there are as many of them as lines.
+MALFORMED.append(([GOOD + GOOD, b" ", GOOD, GOOD[:-1], b"}"], [0, 1, 3, 4]))
 
 
-@pytest.mark.parametrize("line", MALFORMED)
-def test_a_malformed_line_does_not_affect_others(codec, line):
-    check_malformed(codec, [b"good", line, b"good"], [1])
-
-
-def check_malformed(codec, lines, bad):
-    good = json.dumps(good_sample()).encode()
-    encoded = codec.encode(codec.from_json([line.replace(b"good", good) for line in lines]))
+@pytest.mark.parametrize(("lines", "bad"), MALFORMED, ids=range(len(MALFORMED)))
+def test_malformed_lines_do_not_affect_others(codec, lines, bad):
+    encoded = codec.encode(codec.from_json(lines))
     assert [each.index for each in encoded.bad] == bad
     assert encoded.index.tolist() == [index for index in range(len(lines)) if index not in bad]
     assert encoded.block.ids[:, 0].tolist() == [2] * (len(lines) - len(bad))
-
-
-@pytest.mark.parametrize("value", [b"1" * 5000, b"[" * 2000 + b"]" * 2000], ids=["digits", "nested"])
-def test_what_arrow_reads_and_python_does_not_is_malformed(codec, value):
-    """In a column that is ignored, after the lines that decide how lines are parsed; none has an id of the sample."""
-    line = json.dumps(good_sample()).encode()[:-1] + b', "surplus": ' + value + b"}"
-    check_malformed(codec, [b"good"] * 20 + [line] + [b"good"] * 9, [20])
-
-
-def test_objects_split_over_lines_or_sharing_a_line_are_malformed(codec):
-    """Lines hold as many objects as there are lines, but not one each."""
-    half = json.dumps(good_sample()).encode()[:-1]
-    check_malformed(codec, [b"goodgood", b" ", b"good", half, b"}"], [0, 1, 3, 4])
 
 
 def test_a_column_that_no_sample_has_is_an_error(codec):

@@ -110,15 +110,15 @@ def test_files_that_are_no_lines_of_text_are_refused(prepared, tmp_path, content
     assert leftovers(tmp_path) == []
 
 
-def test_irregular_files_are_refused(tmp_path):
+def test_irregular_files_and_empty_archives_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    refused("not a regular file", prepare, "criteo", [tmp_path / "pipe"], tmp_path / "out")
-
-
-def test_an_empty_archive_has_no_samples(tmp_path):
     (tmp_path / "raw.gz").write_bytes(gzip.compress(b""))
-    refused(r"raw\.gz has no samples", prepare, "criteo", [tmp_path / "raw.gz"], tmp_path / "out")
-    refused(r"raw\.gz, line 1: no column", prepare, "avazu", [tmp_path / "raw.gz"], tmp_path / "out")
+    for layout, name, message in (
+        ("criteo", "pipe", "not a regular file"),
+        ("criteo", "raw.gz", r"raw\.gz has no samples"),
+        ("avazu", "raw.gz", r"raw\.gz, line 1: no column"),
+    ):
+        refused(message, prepare, layout, [tmp_path / name], tmp_path / "out")
 
 
 def test_headers_are_checked(tmp_path):

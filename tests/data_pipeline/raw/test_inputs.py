@@ -9,12 +9,9 @@ from cowrec.data_pipeline.raw.inputs import find_inputs
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    hours = [f"more/date=2024-01-02/hour={hour}.csv" for hour in ("3/b", "__HIVE_DEFAULT_PARTITION__/a")]
     names = ["day_1.csv", "day_10.csv", "day_2.csv", "_SUCCESS", ".day.crc", "_old/a.csv", "city=K%C3%B6ln/b.csv"]
-    names += [
-        "more/date=2024-01-02/hour=3/b.csv",
-        "more/date=2024-01-02/hour=__HIVE_DEFAULT_PARTITION__/a.csv",
-        "x[1].csv",
-    ]
+    names += [*hours, "x[1].csv"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
