@@ -13,32 +13,21 @@ from cowrec.models import ModelConfig, build_model, physical_dim
 
 FIELDS = ("C1", "C2", "C3")
 DENSE = ("I1", "I2")
-NAME_OF_TAG = {"deepfm": "deepfm", "wdl": "wdl", "dcn": "dcn", "dcnmix": "dcnmix", "dcnmatrix": "dcnv2"}
 
 
 def model_name(file: Path) -> str:
     """Key of MODELS that ``traj_<tag>_...npz`` recorded."""
-    return NAME_OF_TAG[file.stem.split("_")[1]]
-
-
-def golden_tables(golden: Mapping[str, np.ndarray]) -> list[EmbeddingBagConfig]:
-    dim = int(golden["hp/dim"])
-    return [
-        EmbeddingBagConfig(
-            name=field,
-            feature_names=[field],
-            num_embeddings=len(golden[f"s0/w/sparse_emb_{field}__embeddings"]),
-            embedding_dim=physical_dim(dim),
-        )
-        for field in FIELDS
-    ]
+    tag = file.stem.split("_")[1]
+    return "dcnv2" if tag == "dcnmatrix" else tag
 
 
 def golden_model(name: str, golden: Mapping[str, np.ndarray], state: str = "s0") -> nn.Module:
     """Builds the network ``name`` in the recording's precision, unsharded, with the weights ``<state>/w/*``."""
     weights = {key.rpartition("/")[2]: golden[key] for key in golden if key.startswith(f"{state}/w/")}
-    config = ModelConfig(name=name, embedding_dim=int(golden["hp/dim"]), hidden=(8, 8))
-    model = build_model(config, golden_tables(golden), len(DENSE))
+    dim = int(golden["hp/dim"])
+    rows = {field: len(weights[f"sparse_emb_{field}__embeddings"]) for field in FIELDS}
+    tables = [EmbeddingBagConfig(rows[field], physical_dim(dim), name=field, feature_names=[field]) for field in FIELDS]
+    model = build_model(ModelConfig(name=name, embedding_dim=dim, hidden=(8, 8)), tables, len(DENSE))
     model.to(torch.from_numpy(weights["dense__kernel"]).dtype)
     views = {**table_views(model), **dense_views(model)}
     assert views.keys() == weights.keys()
