@@ -1,6 +1,5 @@
 """Small drifting data and streams for the tests of online training."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from cowrec.data_pipeline import SampleCodec, synthesize_drifting
 from cowrec.data_pipeline.synthetic.drifting import DriftConfig, drifting_tables
@@ -20,8 +20,6 @@ from cowrec.trainer.online.loop import online
 from cowrec.trainer.publishing.follower import VersionReader
 from cowrec.trainer.publishing.target import open_target
 from cowrec.trainer.serving.served_model import ServedModel
-from process_groups import in_processes
-from trainer_cases import free_port, launched_as
 
 CONFIG = """
 [model]
@@ -71,6 +69,16 @@ def make_case(folder: Path) -> Path:
     return folder
 
 
+def case_fixture() -> Any:
+    """A fixture of a file's tests: the folder of `make_case`."""
+
+    @pytest.fixture(scope="module")
+    def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_case(tmp_path_factory.mktemp("online"))
+
+    return case
+
+
 def write_stream(folder: Path, tables: Sequence[pa.Table], *, first: int = 0, end: bool = True) -> None:
     """Writes the files of a growing directory; each appears complete."""
     folder.mkdir(exist_ok=True)
@@ -109,23 +117,6 @@ def online_case(case: dict[str, Any]) -> str:
 def _join_stream(later: Path, source: Path) -> None:
     for file in sorted(later.iterdir(), key=lambda each: (each.name == "_END", each.name)):
         file.rename(source / file.name)
-
-
-def online_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> list[list[str]]:
-    """Trains cases one after the other, in processes as torchrun would start them; returns each rank's outcomes."""
-    ports = [free_port() for _ in cases]  # in the store of one group the next would find its keys
-    in_processes(_online_cases, (cases, file, processes, ports), processes)
-    return [json.loads(file.with_suffix(f".rank{rank}").read_text()) for rank in range(processes)]
-
-
-def _online_cases(rank: int, cases: Sequence[dict[str, Any]], file: Path, processes: int, ports: Sequence[int]) -> None:
-    outcomes = []
-    for case, port in zip(cases, ports, strict=True):
-        launched_as(rank, processes, port)
-        outcomes.append(online_case(case))
-    file.with_suffix(f".rank{rank}").write_text(json.dumps(outcomes))
-    sys.stdout.flush()
-    os._exit(0)  # see process_groups.process_group
 
 
 def followed(run_dir: Path, url: Path | str) -> ServedModel:

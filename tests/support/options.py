@@ -1,7 +1,9 @@
 """pytest plugin: this suite's options, and the folder of the numbers recorded from the reference implementation."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -10,6 +12,7 @@ hypothesis.settings.register_profile("without a deadline", deadline=None)  # no 
 hypothesis.settings.load_profile("without a deadline")
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS.parent))  # for the package scripts, which is not installed
 THIRD_TIER = {("scripts",), ("docs",), ("test_documents.py",), ("test_dockerfile.py",)}
 """Folders and files of tests whose subject changes seldom."""
 
@@ -68,6 +71,22 @@ def cowrec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return code, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    """Starts ``cowrec ARGUMENTS`` as a `Forked`; it and its children are killed at the end of the test."""
+    from commands.forked_commands import Forked
+
+    started: list[Forked] = []
+
+    def begin(*arguments: object, **options: int) -> Forked:
+        started.append(Forked(*arguments, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill_all()
 
 
 @pytest.fixture(scope="session")

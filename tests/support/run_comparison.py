@@ -1,7 +1,7 @@
 """Bit-exact comparison of runs on disk, and waiting for a run's progress."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ def lines(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def wait_for(happened: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_for(happened: Callable[[], object], seconds: float = 120.0) -> None:
     """Waits until a condition holds; fails after a time limit."""
     end = time.monotonic() + seconds
     while not happened():
@@ -33,11 +33,20 @@ def assert_same(one: Path, other: Path) -> None:
         assert torch.equal(found[key], value), key
 
 
-def same(one: Any, other: Any) -> bool:
-    """True if nested dictionaries of tensors are equal."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other)
+def state_of(run_dir: Path, part: str = "") -> dict[str, torch.Tensor]:
+    """Tensors of a run's newest checkpoint, or of a part of it, by path; without random states."""
+    state = tensors(checkpoint(run_dir))
+    return {key: value for key, value in state.items() if key.startswith(f"/{part}") and not key.startswith("/random")}
+
+
+def assert_close(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, atol: float = 1e-6, rtol: float = 0.0
+) -> None:
+    """Compares tensors of equal names, integers exactly; the tolerance is that of sums in another order."""
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        close = {"rtol": rtol, "atol": atol} if value.is_floating_point() else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(other[key], value, **close, msg=lambda text, key=key: f"{key}: {text}")
 
 
 VALIDATION_PAIR = 1 / 400

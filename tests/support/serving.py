@@ -108,14 +108,7 @@ class Client:
 
 
 class Serving(Client):
-    """The process, and requests to it.
-
-    Args:
-        export_dir: what is served.
-        options: of the command.
-        port: where it listens.
-        imports: whether it imports its libraries, as the command that users start.
-    """
+    """The process of the command, and requests to it; ``imports`` its libraries as the command that users start."""
 
     process: Forked | subprocess.Popen[str]
 

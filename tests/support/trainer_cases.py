@@ -6,12 +6,13 @@ import random
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
+import pyarrow.parquet as pq
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -49,6 +50,17 @@ rule = "cowclip"
 r = 0.5
 zeta = 1e-4
 """
+
+OPTIMIZERS: dict[str, list[str]] = {
+    "replay": [],
+    "dense": ["optimizer.absent_rows=dense"],
+    "lazy": ["optimizer.absent_rows=lazy"],
+    "adagrad": ["optimizer.embedding=adagrad"],
+    "rowwise_adagrad": ["optimizer.embedding=rowwise_adagrad"],
+    "sgd": ["optimizer.embedding=sgd"],
+    "fbgemm_cowclip": ["optimizer.embedding=fbgemm_cowclip", "clip.rule=none"],
+}
+"""Settings by which the tables are trained in each way."""
 
 COLUMNS = {
     "price": 'kind = "numeric"',
@@ -97,12 +109,12 @@ def make_data(folder: Path, columns: Sequence[str] = tuple(COLUMNS), *, test_row
     return folder / "data"
 
 
-def case_folder(factory: pytest.TempPathFactory, name: str, columns: Sequence[str] = tuple(COLUMNS)) -> Path:
-    """A new folder with a data set in ``data``, and ``run.toml``."""
-    folder = factory.mktemp(name)
-    make_data(folder, columns)
-    config_file(folder)
-    return folder
+def edit_column(shard: Path, column: str, where: int | slice, value: Any) -> None:
+    """Writes values, or what a function makes of those that are there, into a shard of a data set."""
+    table = pq.read_table(shard)
+    values, index = table[column].to_numpy().copy(), table.column_names.index(column)
+    values[where] = value(values[where]) if callable(value) else value
+    pq.write_table(table.set_column(index, table.schema.field(index), [values]), shard)
 
 
 def checkpoint(run_dir: Path) -> dict[str, Any]:
@@ -157,11 +169,6 @@ def train_case(case: dict[str, Any]) -> str:
     return "ok"
 
 
-def torchrun(processes: int) -> list[str]:
-    """Command that starts processes on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-
-
 def free_port() -> int:
     """A port on which nobody listens; not one of those that the system gives to connections, which may take it soon."""
     while True:
@@ -171,21 +178,37 @@ def free_port() -> int:
             return port
 
 
-def train_in_processes(cases: Sequence[dict[str, Any]], file: Path, processes: int) -> None:
-    """Trains cases one after the other, in processes as torchrun would start them; writes each rank's outcomes.
+def case_of(folder: Path, run_dir: Path | str, *settings: str, data: Path | None = None, **more: Any) -> dict[str, Any]:
+    """A case of `train_case`: ``folder/run.toml`` with settings, by default on ``folder/data``."""
+    paths = {"config": f"{folder}/run.toml", "data": str(data or folder / "data"), "run_dir": str(run_dir)}
+    return {**paths, "set": [*settings], **more}
 
-    They are written next to ``file``, as ``.rank0`` and so on.
-    """
+
+def train_in_processes(*cases: dict[str, Any], processes: int = 2) -> None:
+    """Trains cases one after the other, in processes as torchrun would start them."""
+    assert outcomes_in_processes(train_case, cases, processes) == [["ok"] * len(cases)] * processes
+
+
+def outcomes_in_processes(
+    run_case: Callable[[dict[str, Any]], str], cases: Sequence[dict[str, Any]], processes: int
+) -> list[list[str]]:
+    """Runs cases one after the other, in processes as torchrun would start them; returns each rank's outcomes."""
     ports = [free_port() for _ in cases]  # in the store of one group the next would find its keys
-    in_processes(_train_cases, (cases, file, processes, ports), processes)
+    with tempfile.TemporaryDirectory() as folder:
+        in_processes(_run_cases, (run_case, cases, folder, processes, ports), processes)
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(processes)]
 
 
-def _train_cases(rank: int, cases: Sequence[dict[str, Any]], file: Path, processes: int, ports: Sequence[int]) -> None:
+def _run_cases(
+    rank: int, run_case: Callable, cases: Sequence[dict[str, Any]], folder: str, processes: int, ports: Sequence[int]
+) -> None:
     outcomes = []
     for case, port in zip(cases, ports, strict=True):
         launched_as(rank, processes, port)
-        outcomes.append(train_case(case))
-    file.with_suffix(f".rank{rank}").write_text(json.dumps(outcomes))
+        outcomes.append(run_case(case))
+    Path(folder, str(rank)).write_text(json.dumps(outcomes))
+    sys.stdout.flush()
+    os._exit(0)  # see process_groups.process_group
 
 
 def launched_as(rank: int, processes: int, port: int) -> None:

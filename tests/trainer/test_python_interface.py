@@ -1,10 +1,11 @@
-"""cowrec.trainer from Python: quiet, repeatable, from any thread, and without traces in the process."""
+"""cowrec.trainer from Python, without traces in the process, and the command where packages are absent."""
 
 import os
+import re
 import signal
-import subprocess
 import sys
 import threading
+import tomllib
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 
-import cowrec.trainer
+import cowrec.sparse_opt.versions as versions
+import cowrec.trainer.__main__ as command
 from commands.command_line import exit_code
 from process_groups import in_processes
 from trainer_cases import TEST_ROWS, config_file, make_data
 
+ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -25,16 +28,6 @@ def state() -> tuple:
     """What a call must leave as it was."""
     handlers = [signal.getsignal(each) for each in SIGNALS]
     return dict(os.environ), handlers, list(warnings.filters), dist.is_initialized(), threading.active_count()
-
-
-def test_the_package_loads_nothing_until_a_name_is_used() -> None:
-    loaded = "[name in sys.modules for name in ('torch', 'pyarrow', 'typer')]"
-    program = f"import sys, cowrec.trainer as trainer; print({loaded}, trainer.__version__)"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert printed.stdout == f"[False, False, False] {version('cowrec')}\n"
-    assert printed.stderr == ""
-    with pytest.raises(AttributeError, match="has no attribute 'trains'"):
-        _ = cowrec.trainer.trains
 
 
 def test_runs_leave_no_traces_and_print_nothing(tmp_path: Path) -> None:
@@ -76,3 +69,35 @@ def _two_runs(_: int, folder: str, config_path: str) -> None:
 def test_the_command_prints_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.startswith(f"cowrec {version('cowrec')}  torch ")
+
+
+def test_the_packages_are_those_of_the_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert list(command.PACKAGES) == [re.split("[<>=]", each)[0] for each in extras["trainer"]]
+    for extra in extras.keys() - {"trainer", "test", "docs", "dev"}:
+        assert extras[extra][0] == "cowrec[trainer]"
+        if extra in ("mlflow", "wandb"):  # too large for every test environment
+            continue
+        assert f"cowrec[{extra}" in extras["test"][0] or f",{extra}" in extras["test"][0]
+    assert project["scripts"] == {"cowrec": "cowrec.trainer.__main__:main"}
+
+
+def test_absent_packages_are_named_with_the_extra_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("typer", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    line = "the command line requires pyarrow, typer, not installed here: pip install 'cowrec[trainer]'"
+    assert capsys.readouterr().err == f"cowrec: error: {line}\n"
+
+
+def test_versions_that_do_not_match_are_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "MATCHED_SETS", (versions.MatchedSet("1.0.0", "1.0.0", "1.0.0"),))
+    assert exit_code(monkeypatch, "evaluate", "run") == 2
+    assert re.fullmatch(r"cowrec: error: cowrec needs torch, [^\n]+\n", capsys.readouterr().err)

@@ -23,13 +23,7 @@ class Forked:
     """A running ``cowrec ARGUMENTS`` with the parts of `subprocess.Popen` that tests use; both outputs are pipes.
 
     It is a process of its own like ``python -m cowrec.trainer``, but spends no time on imports. Where several processes
-    are asked for, it is torchrun, which forks them.
-
-    Args:
-        arguments: of the command.
-        processes: that train.
-        restarts: ``--max-restarts`` of torchrun.
-        env: environment.
+    are asked for, it is torchrun, which forks them and restarts them so many times.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 import atexit
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from functools import cache
 import pyarrow.fs as pafs
 import pytest
 
+from run_comparison import wait_for
 from trainer_cases import free_port
 
 
@@ -36,10 +36,7 @@ class S3Server:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.environment = client_environment(self.endpoint)
-        deadline = time.monotonic() + 60
-        while not self._answers():
-            assert time.monotonic() < deadline, "the S3 server did not start"
-            time.sleep(0.05)
+        wait_for(self._answers)
         self.files().create_dir("bucket")
 
     def files(self) -> pafs.S3FileSystem:

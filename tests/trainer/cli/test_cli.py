@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,14 +17,10 @@ from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.trainer.cli.main import app
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from trainer_cases import TEST_ROWS, case_folder, newest_progress
+from trained_runs import data_folder
+from trainer_cases import ENVIRONMENT, TEST_ROWS, newest_progress
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return case_folder(tmp_path_factory, "cli")
+folder = data_folder()
 
 
 # A line whenever metrics are written.

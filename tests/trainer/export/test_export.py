@@ -16,9 +16,9 @@ from cowrec.models import MODELS, ModelConfig, build_network, physical_dim
 from cowrec.trainer.export.export import export_run, exported_network
 from cowrec.trainer.export.manifest import Manifest, dequantise, quantise
 from cowrec.trainer.serving.served_model import ServedModel
-from online_cases import DRIFT, make_case
+from online_cases import DRIFT, case_fixture
 from process_groups import in_processes
-from trained_runs import predicted, run
+from trained_runs import predicted, run, write_network
 from trainer_cases import COLUMNS, UNWEIGHTED, config_file, make_data
 
 DIM = 6
@@ -108,22 +108,11 @@ def test_exported_networks_compute_the_same(folder: Path, model: str) -> None:
             torch.testing.assert_close(program(*inputs), network(*inputs), rtol=1e-5, atol=1e-5)
 
 
-BRANCHING = """
-from torch import nn
-class Net(nn.Module):
-    def __init__(self, config, front):
-        super().__init__()
-        self.front, self.out = front, nn.Linear(front.width, 1)
-    def forward(self, dense, sparse):
-        x = self.front(dense, sparse)
-        return self.out(x.flat).squeeze(1) if x.wide.sum() > 0 else x.wide
-"""
-
-
 def test_a_network_that_torch_cannot_export_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_branching.py").write_text(BRANCHING)
+    output = "self.out(x.flat).squeeze(1) if x.wide.sum() > 0 else x.wide"
+    write_network(tmp_path / "my_branching.py", output)
     monkeypatch.syspath_prepend(tmp_path)
     schema, config = Schema.load(folder / "weighted" / "data"), ModelConfig("my_branching:Net", DIM)
     network = build_network(config, [field.name for field in schema.sparse], len(schema.dense)).eval()
@@ -210,9 +199,7 @@ def test_a_folder_in_use_is_rejected_and_a_full_disk_leaves_no_file(folder: Path
 SHARED = "id_table.tables={both = {fields = ['C1', 'C3'], capacity = 900}}"
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_case(tmp_path_factory.mktemp("exports"))
+case = case_fixture()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.training.loop import MOST_SET_ASIDE
 from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, write_stream
 from run_comparison import assert_same, wait_for
-from trained_runs import metrics
+from trained_runs import metrics, write_network
 from trainer_cases import checkpoint, free_port, interrupted, make_data, tensors
 
 
@@ -118,19 +118,6 @@ def steps_of(target: Target) -> list[int]:
     return [decode(target.read(version, kind)).change.step for version, kind in target.blobs()]
 
 
-def test_readers_of_a_resumed_run_lose_ids_that_it_had_before(case: Path, tmp_path: Path) -> None:
-    """Ids of the first part of the stream are evicted in the second one, without having occurred there."""
-    settings = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
-    tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
-    write_stream(tmp_path / "in", tables[:4])
-    run(case, tmp_path / "run", *settings, source=tmp_path / "in")
-    (tmp_path / "in" / "_END").unlink()
-    write_stream(tmp_path / "in", tables[4:], first=4)
-    publish = str(tmp_path / "published")
-    run(case, tmp_path / "run", *settings, source=tmp_path / "in", resume=True, publish=publish)
-    assert_readers_equal_an_export(case, tmp_path / "run", publish)
-
-
 @pytest.mark.parametrize(
     ("settings", "part"), [([], 0), (["optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"], 0.5)]
 )
@@ -147,16 +134,23 @@ def test_a_resumed_run_is_bit_identical(case: Path, tmp_path: Path, settings: li
 
 
 def test_a_stream_that_continues_after_its_end_is_resumed(case: Path, tmp_path: Path) -> None:
+    """Also with other settings of the operation, and with readers, which lose ids that the run had before.
+
+    Ids of the first part of the stream are evicted in the second one, without having occurred there.
+    """
+    settings = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
+    settings += ["online.window='1h'"]  # of which the first one ended with the stream
     tables = list(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=500))
-    write_stream(tmp_path / "in", tables[:4], end=True)
-    windows = "online.window='1h'"  # of which the first one ended with the stream
-    run(case, tmp_path / "run", windows, source=tmp_path / "in")
+    write_stream(tmp_path / "in", tables[:4])
+    run(case, tmp_path / "run", *settings, source=tmp_path / "in")
     (tmp_path / "in" / "_END").unlink()
     write_stream(tmp_path / "in", tables[4:], first=4)
-    operation = [windows, "online.report_seconds=7", "online.damaged_files='skip'", "online.on_nonfinite='stop'"]
-    assert run(case, tmp_path / "run", *operation, source=tmp_path / "in", resume=True)["samples"] == SAMPLES
+    again: dict[str, Any] = {"source": tmp_path / "in", "resume": True, "publish": str(tmp_path / "published")}
+    operation = ["online.report_seconds=7", "online.damaged_files='skip'", "online.on_nonfinite='stop'"]
+    assert run(case, tmp_path / "run", *settings, *operation, **again)["samples"] == SAMPLES
+    assert_readers_equal_an_export(case, tmp_path / "run", tmp_path / "published")
     with pytest.raises(ValueError, match=r"of another configuration: it has online\.lateness"):
-        run(case, tmp_path / "run", "online.lateness='7s'", source=tmp_path / "in", resume=True)
+        run(case, tmp_path / "run", *settings, "online.lateness='7s'", **again)
 
 
 def test_what_is_left_out_is_reported_while_nothing_is_trained_on(
@@ -223,15 +217,6 @@ def tables_of(line: dict[str, Any]) -> list[dict[str, int]]:
 BATCH, POISONED = 64, (5, 6, 11)
 """Batches of the stream, from 0, with a sample whose prediction overflows."""
 
-NETWORK = """
-from torch import nn
-class Net(nn.Module):
-    def __init__(self, config, front):
-        super().__init__()
-        self.front, self.norm, self.out = front, nn.BatchNorm1d(front.width), nn.Linear(front.width, 1)
-    def forward(self, dense, sparse):
-        return self.out(self.norm(self.front(dense, sparse).flat)).squeeze(1) + (dense / 10).exp().mean(1)
-"""
 HASHED = ["id_table.kind=hash", "id_table.expire_after=''", "optimizer.absent_rows=lazy"]
 
 
@@ -239,7 +224,8 @@ HASHED = ["id_table.kind=hash", "id_table.expire_after=''", "optimizer.absent_ro
 def spoiled_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Streams ``poisoned``, ``clean`` without the poisoned batches, and ``hopeless``, in which all are poisoned."""
     folder = make_case(tmp_path_factory.mktemp("quarantine"))
-    (folder / "my_exponential.py").write_text(NETWORK)
+    output = "self.out(self.norm(x.flat)).squeeze(1) + (dense / 10).exp().mean(1)"
+    write_network(folder / "my_exponential.py", output)
     rows = pa.concat_tables(drifting_tables(DRIFT, 0, 16 * BATCH, chunk_rows=500)).sort_by("time")
     number = np.arange(len(rows))
     kept = pa.array(~np.isin(number // BATCH, POISONED))

@@ -7,7 +7,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,20 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from commands.forked_commands import Forked, run_forked
+from commands.forked_commands import run_forked
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, make_case, online_case, online_in_processes
+from online_cases import DRIFT, SAMPLES, assert_readers_equal_an_export, case_fixture, make_case, online_case
 from process_groups import in_processes
 from run_comparison import assert_same, lines, wait_for
 from servers.redis_server import RedisServer
+from trainer_cases import outcomes_in_processes
 
 OFTEN = ["online.snapshot_seconds=0.2", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=16"]
 EXACT = ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
 """Settings under which readers have every row exactly: no row changes while absent, no id expires."""
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_case(tmp_path_factory.mktemp("online_faults"))
+case = case_fixture()
 
 
 def command(case: Path, run_dir: Path, *overrides: str, source: Path | None = None, publish: str = "") -> list[str]:
@@ -38,21 +37,6 @@ def command(case: Path, run_dir: Path, *overrides: str, source: Path | None = No
     parts += ["--source", str(source or case / "incoming"), "--run-dir", str(run_dir), "--resume"]
     parts += ["--publish", publish] if publish else []
     return [*parts, *(part for each in overrides for part in ("--set", each))]
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[list[str]], Forked]]:
-    """Function that starts a command; it is killed at the end of the test."""
-    started: list[Forked] = []
-
-    def begin(parts: list[str]) -> Forked:
-        started.append(Forked(*parts))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def finish(parts: list[str]) -> str:
@@ -76,7 +60,7 @@ def test_kills_at_random_moments_change_neither_model_nor_readers(
     parts = command(case, run_dir, *OFTEN, *EXACT, publish=str(published))
     for _ in range(pytestconfig.getoption("--kills")):
         before = lines(run_dir)
-        process = start(parts)
+        process = start(*parts)
         # Each kill comes after some progress, or the run would never end.
         wait_for(lambda before=before, process=process: lines(run_dir) != before or process.poll() is not None)
         time.sleep(rng.uniform(0, 1.0))
@@ -98,7 +82,7 @@ def test_sigterm_saves_while_the_source_blocks_and_the_run_can_be_resumed(
     os.mkfifo(last)
     given = ["online.snapshot_seconds=1000", "online.max_wait_seconds=0"]
     parts = command(case, tmp_path / "run", *OFTEN, *EXACT, *given, source=tmp_path / "in")
-    process = start(parts)
+    process = start(*parts)
     wait_for(lambda: trained(tmp_path / "run") > SAMPLES - 600)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
@@ -142,7 +126,7 @@ def test_a_killed_redis_loses_nothing_it_has_written(
         send(server, tables[:4])
         source, run_dir = f"{server.url}?stream=samples", tmp_path / "run"
         parts = command(case, run_dir, *OFTEN, *EXACT, "online.max_wait_seconds=3", source=source, publish=server.url)
-        process = start(parts)
+        process = start(*parts)
         wait_for(lambda: lines(run_dir) > 100)
         server.send(signal.SIGKILL)
         server.start()
@@ -188,9 +172,7 @@ def trained(run_dir: Path) -> int:
     return max((line["samples"] for line in found if line["kind"] == "train"), default=0)
 
 
-SETTINGS = ["online.snapshot_seconds=0.3", "online.publish_seconds=0.1", "train.log_every=1", "train.batch_size=32"]
-SETTINGS += ["optimizer.absent_rows=lazy", "id_table.expire_after=''", "id_table.capacity=700"]
-SETTINGS += ['sharding.tables={C1 = "column_wise", C2 = "data_parallel"}']
+SETTINGS = [*OFTEN, *EXACT, "train.batch_size=32", 'sharding.tables={C1 = "column_wise", C2 = "data_parallel"}']
 """125 steps; readers have every row exactly."""
 
 
@@ -200,38 +182,21 @@ def launched_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_case(tmp_path_factory.mktemp("online_launched"))
     run_dir, source = str(folder / "undisturbed"), str(folder / "incoming")
     undisturbed = {"folder": str(folder), "source": source, "run_dir": run_dir, "set": SETTINGS}
-    assert online_in_processes([undisturbed], folder / "case", 2) == [["ok"]] * 2
+    assert outcomes_in_processes(online_case, [undisturbed], 2) == [["ok"]] * 2
     return folder
-
-
-@pytest.fixture
-def start_two(launched_case: Path, tmp_path: Path) -> Iterator[Callable[[], Forked]]:
-    """Function that starts the run in two processes, or continues it; they are killed at the end of the test.
-
-    The stream ``tmp_path/in`` does not end.
-    """
-    started: list[Forked] = []
-    shutil.copytree(launched_case / "incoming", tmp_path / "in")
-    (tmp_path / "in" / "_END").unlink()
-    published = str(tmp_path / "published")
-    parts = command(launched_case, tmp_path / "run", *SETTINGS, source=tmp_path / "in", publish=published)
-
-    def begin() -> Forked:
-        started.append(Forked(*parts, processes=2, restarts=1000))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill_all()
 
 
 @pytest.mark.thorough
 def test_kills_and_sigterm_under_torchrun_change_neither_model_nor_readers(
-    launched_case: Path, tmp_path: Path, start_two: Callable[[], Forked], pytestconfig: pytest.Config
+    launched_case: Path, tmp_path: Path, start: Callable, pytestconfig: pytest.Config
 ) -> None:
     """One rank is killed, then the other, then torchrun, whose ranks save; SIGTERM saves too. The run is resumed."""
     rng, run_dir = random.Random(0), tmp_path / "run"
-    launcher = start_two()
+    shutil.copytree(launched_case / "incoming", tmp_path / "in")
+    (tmp_path / "in" / "_END").unlink()
+    published = str(tmp_path / "published")
+    parts = command(launched_case, run_dir, *SETTINGS, source=tmp_path / "in", publish=published)
+    launcher = start(*parts, processes=2, restarts=1000)
     for number in range(pytestconfig.getoption("--kills")):
         wait_for(progress(run_dir))  # or the run would never end
         time.sleep(rng.uniform(0, 0.5))
@@ -242,7 +207,7 @@ def test_kills_and_sigterm_under_torchrun_change_neither_model_nor_readers(
     launcher.wait()
     assert not psutil.wait_procs(ranks, timeout=60)[1], "they notice that torchrun has ended"
     kept = newest(run_dir)
-    launcher = start_two()
+    launcher = start(*parts, processes=2, restarts=1000)
     wait_for(progress(run_dir, steps=10))
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=60)
@@ -250,11 +215,11 @@ def test_kills_and_sigterm_under_torchrun_change_neither_model_nor_readers(
     assert said.count("cowrec: stopped at step") == 1, said
     assert newest(run_dir) >= kept
     (tmp_path / "in" / "_END").touch()
-    launcher = start_two()
+    launcher = start(*parts, processes=2, restarts=1000)
     _, said = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, said
     assert_same(run_dir, launched_case / "undisturbed")
-    assert_readers_equal_an_export(launched_case, run_dir, tmp_path / "published", launched_case / "undisturbed")
+    assert_readers_equal_an_export(launched_case, run_dir, published, launched_case / "undisturbed")
 
 
 def progress(run_dir: Path, steps: int = 1) -> Callable[[], bool]:

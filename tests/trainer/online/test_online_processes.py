@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from cowrec.data_pipeline.synthetic.drifting import drifting_tables
-from cowrec.trainer.publishing.blob import Change, decode, merged
-from cowrec.trainer.publishing.target import open_target
-from online_cases import (
-    DRIFT,
-    assert_readers_equal_an_export,
-    make_case,
-    online_case,
-    online_in_processes,
-    write_stream,
-)
-from run_comparison import assert_same
-from trained_runs import metrics, report_of
-from trainer_cases import checkpoint, interrupted, tensors
+from online_cases import DRIFT, assert_readers_equal_an_export, make_case, online_case, write_stream
+from run_comparison import assert_close, assert_same, state_of
+from trained_runs import metrics, report_of, write_network
+from trainer_cases import interrupted, outcomes_in_processes
 
 SAMPLES, BATCH = 10 * 51 + 1, 51
 """Uneven slices for two and four processes; the last batch is one sample, none for most of them."""
@@ -45,15 +34,6 @@ CASES: dict[str, list[str]] = {
     "hash": [*EXACT, "id_table.kind=hash", "id_table.capacity=400", *MIXED],
 }
 
-NETWORK = """
-from torch import nn
-class Net(nn.Module):
-    def __init__(self, config, front):
-        super().__init__()
-        self.front, self.out = front, nn.Linear(front.width, 1)
-    def forward(self, dense, sparse):
-        return self.out(self.front(dense, sparse).flat).squeeze(1) + (dense / 10).exp().mean(1)
-"""
 POISONED = 4
 """Batch, from 0, with a sample whose prediction overflows; it is in the slice of the last process."""
 
@@ -68,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert online_case(poisoned(folder, 1)) == online_case(first_part(folder, 1)) == "ok"
     four = [case_of(folder, 4, name) for name in CASES]
     four += [poisoned(folder, 4), idle(folder, 4), first_part(folder, 4), damaged(folder)]
-    for outcomes in online_in_processes(four, folder / "four", 4):
+    for outcomes in outcomes_in_processes(online_case, four, 4):
         assert outcomes[:-1] == ["ok"] * (len(four) - 1)
         assert "000002.parquet" in outcomes[-1], "the error of the first process, on all of them"
     return folder
@@ -77,7 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_streams(folder: Path) -> None:
     """Makes the case's data, and streams of the same samples: complete, parts of it, damaged, poisoned."""
     make_case(folder)
-    (folder / "my_online_overflowing.py").write_text(NETWORK)
+    output = "self.out(x.flat).squeeze(1) + (dense / 10).exp().mean(1)"
+    write_network(folder / "my_online_overflowing.py", output)
     rows = pa.concat_tables(drifting_tables(DRIFT, 0, SAMPLES, chunk_rows=200)).sort_by("time")
     parts = [rows.slice(0, 200), rows.slice(200, 200), rows.slice(400)]
     write_stream(folder / "in", parts)
@@ -133,18 +114,17 @@ def of_two(folder: Path) -> Path:
     whole = case_of(folder, 2, "whole", *every)
     rest = [first_part(folder, processes) | {"resume": True} for processes in (1, 4)]
     assert online_case(rest[0]) == "ok"
-    assert online_in_processes([whole, rest[1]], folder / "two", 2) == [["ok"] * 2] * 2
+    assert outcomes_in_processes(online_case, [whole, rest[1]], 2) == [["ok"] * 2] * 2
     steps = sorted(int(each.name[5:]) for each in (folder / "runs2" / "whole" / "checkpoints").iterdir())
     copy = interrupted(folder / "runs2" / "whole", steps[5], folder / "runs2" / "copy")
     again = whole | {"run_dir": str(copy), "publish": f"{copy}_published", "resume": True}
-    assert online_in_processes([again], folder / "again", 2) == [["ok"]] * 2
+    assert outcomes_in_processes(online_case, [again], 2) == [["ok"]] * 2
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_four_processes_equal_one(folder: Path, name: str) -> None:
     assert_equal(folder / "runs1" / name, folder / "runs4" / name)
-    assert_published_alike(folder / "runs1" / f"{name}_published", folder / "runs4" / f"{name}_published")
     if "C1" in str(CASES[name]):
         sharding = json.loads((folder / "runs4" / name / "sharding.json").read_text())
         assert sharding["ranks"] == 4
@@ -171,7 +151,8 @@ def test_a_quiet_stream_is_waited_for(folder: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name != "expiry"])
 def test_readers_of_publications_equal_an_export(folder: Path, name: str) -> None:
     run_dir = folder / "runs4" / name
-    assert_readers_equal_an_export(folder, run_dir, f"{run_dir}_published", source="in")
+    served = assert_readers_equal_an_export(folder, run_dir, f"{run_dir}_published", source="in")
+    assert served.version == 2, "a full version and a delta"
 
 
 def test_a_batch_is_set_aside_by_all_processes(folder: Path) -> None:
@@ -190,15 +171,7 @@ def test_a_batch_is_set_aside_by_all_processes(folder: Path) -> None:
 
 def assert_equal(one: Path, other: Path) -> None:
     """Compares two runs to the rounding of sums: weights, moments, windows; id tables and counts exactly."""
-    found, expected = tensors(checkpoint(other)), tensors(checkpoint(one))
-    compared = [key for key in expected if not key.startswith("/random")]
-    assert set(compared) == {key for key in found if not key.startswith("/random")}
-    for key in compared:
-        value = expected[key]
-        if value.is_floating_point():
-            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
-        else:
-            assert torch.equal(found[key], value), key
+    assert_close(state_of(one), state_of(other))
     reports = [report_of(run) for run in (one, other)]
     for key in ("samples", "steps", "id_tables", "batches_set_aside"):
         assert reports[0][key] == reports[1][key], key
@@ -207,42 +180,3 @@ def assert_equal(one: Path, other: Path) -> None:
     for start, window in windows[0].items():
         for key in ("samples", "ctr", "auc", "logloss", "calibration"):
             assert windows[1][start][key] == pytest.approx(window[key], abs=1e-5), key
-
-
-def published(folder: Path) -> Change:
-    """What a reader has after all versions."""
-    target = open_target(str(folder))
-    versions = [decode(target.read(version, kind)) for version, kind in target.blobs()]
-    assert [each.kind for each in versions] == ["full", "delta"]
-    return merged(*(each.change for each in versions))
-
-
-def assert_published_alike(one: Path, other: Path) -> None:
-    """Compares what was published: ids and deletions exactly, rows and dense weights to the rounding of sums.
-
-    Whether the first version is of the first step, or before it, depends on time; so does what the second one repeats,
-    and under replay the step that an absent row was published at.
-    """
-    expected, found = published(one), published(other)
-    assert (found.step, found.sample_time) == (expected.step, expected.sample_time)
-    assert rows_of(found).keys() == rows_of(expected).keys()
-    if one.name != "expiry_published":
-        assert_close(rows_of(found), rows_of(expected))
-    assert_close(found.dense, expected.dense)
-
-
-def rows_of(change: Change) -> dict[tuple[str, int, int], np.ndarray]:
-    """Rows by table, feature and id."""
-    rows = {}
-    for name, table in change.tables.items():
-        features = np.zeros_like(table.ids) if table.feature is None else table.feature
-        keys = [(name, *key) for key in zip(features.tolist(), table.ids.tolist(), strict=True)]
-        assert len(set(keys)) == len(keys)
-        rows |= dict(zip(keys, table.rows, strict=True))
-    return rows
-
-
-def assert_close(one: Mapping[Any, np.ndarray], other: Mapping[Any, np.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        np.testing.assert_allclose(other[key], value, rtol=0, atol=1e-6)

@@ -23,7 +23,8 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.dataloading import training_readers
 from cowrec.trainer.training.state import TrainState
 from process_groups import in_processes
-from trainer_cases import case_folder, free_port, launched_as
+from trained_runs import data_folder
+from trainer_cases import free_port, launched_as
 
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel")
 CASES = {kind: [f"sharding.plan={kind}"] for kind in KINDS} | {
@@ -34,9 +35,7 @@ EXCHANGES = {"three kinds": 3, "data_parallel": 0}
 """Kinds of sharding whose ids are exchanged, if not one."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return case_folder(tmp_path_factory, "plan")
+folder = data_folder()
 
 
 def run_plan(folder: Path, name: str, process: Process) -> RunPlan:

@@ -1,20 +1,189 @@
-"""The metrics of a run that does not end: files of limited size, also where the run is killed and resumed."""
+"""Metrics of a run in files of limited size, and in MLflow and Weights & Biases, which may fail or not answer."""
 
 import json
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.trainer.reports.run_curves import RunCurves
+from cowrec.trainer.runs import trackers
 from cowrec.trainer.runs.metrics_log import MetricsLog
+from cowrec.trainer.runs.trackers import TrackedRun, Tracking, without_secrets
+from cowrec.trainer.runtime.errors import Interrupted, NonFiniteLoss
+from trained_runs import data_folder, run
+from trainer_cases import interrupted
+
+folder = data_folder()
 
 
-def steps(run: Path) -> list[int]:
-    return RunCurves.read("run", run / "metrics.jsonl").series("loss")[0].astype(int).tolist()
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def write(run: Path, first: int, last: int, resumed_at: int = 0) -> None:
-    with MetricsLog(run, resumed_at, max_bytes=5000) as log:
+class Library:
+    """The part of both libraries that trackers call; it keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.begun, self.config, self.tags = list[Any](), dict[str, Any](), dict[str, Any]()
+        self.history, self.ends = list[tuple[int, dict[str, float]]](), list[Any]()
+        self.__spec__ = SimpleNamespace(origin="here")
+
+    # MLflow
+
+    def active_run(self) -> None:
+        return None
+
+    def start_run(self, run_id: str | None, run_name: str | None) -> Any:
+        self.begun.append(run_id)
+        return SimpleNamespace(info=SimpleNamespace(run_id="id7"), data=SimpleNamespace(params=dict(self.config)))
+
+    def set_tags(self, tags: dict[str, Any]) -> None:
+        self.tags |= tags
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        assert not params.keys() & self.config.keys(), "MLflow's parameters cannot change"
+        self.config |= params
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self.history.append((step, values))
+
+    def end_run(self, status: str) -> None:
+        self.ends.append(status)
+
+    # W&B
+
+    def login(self, prompt: bool) -> bool:
+        return not prompt
+
+    def Settings(self, **given: Any) -> dict[str, Any]:
+        assert (given["console"], given["x_disable_meta"]) == ("off", True)
+        return given
+
+    def init(self, *, id: str | None, config: dict[str, Any], **_: Any) -> Any:
+        self.begun.append(id)
+        self.config |= config
+        return SimpleNamespace(id="id7", define_metric=lambda *_, **__: None, log=self._log, finish=self._finish)
+
+    def _log(self, values: dict[str, float]) -> None:
+        self.history.append((int(values["step"]), values))
+
+    def _finish(self, exit_code: int) -> None:
+        self.ends.append(exit_code)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("mlflow", ["FINISHED"] * 2 + ["FAILED"]), ("wandb", [0, 0, 1])])
+def test_a_tracker_has_the_settings_and_metrics_of_a_resumed_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ends: list[Any]
+) -> None:
+    library: Any = Library()
+    monkeypatch.setitem(sys.modules, name, library)
+    tracked = f'train.trackers=["{name}"]'
+    first = run(folder, tmp_path / "run", tracked)
+    lines, copy = lines_of(tmp_path / "run"), interrupted(tmp_path / "run", 5, tmp_path / "copy")
+    second = run(folder, copy, tracked, "train.epochs=3", resume=True)
+    lines += [line for line in lines_of(copy) if line["step"] > 5]  # those of repeated steps twice
+    assert library.begun == [None, "id7"]
+    losses = [(step, values["train/loss"]) for step, values in library.history if "train/loss" in values]
+    assert losses == [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
+    aucs = [values["report/auc"] for _, values in library.history if "report/auc" in values]
+    assert aucs == [first["auc"], second["auc"]]
+    assert (tmp_path / "copy" / f"{name}_run_id.txt").read_text() == "id7\n"
+    config = {key: str(value) for key, value in (library.config | library.tags).items()}
+    assert config["train.epochs"] == "3"  # changed on resuming
+    assert (config["clip.rule"], config["derived.embedding_lr"]) == ("cowclip", "0.01")
+    assert config["versions.torch"] == second["versions"]["torch"]
+    with pytest.raises(NonFiniteLoss):
+        run(folder, tmp_path / "infinite", tracked, "optimizer.dense_lr=1e30")
+    assert library.ends == ends
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"train\.trackers has \"wandb\".*pip install 'cowrec\[wandb\]'"):
+        run(folder, tmp_path / "run", 'train.trackers=["wandb"]')
+    assert not (tmp_path / "run").exists()
+
+
+class Recorder:
+    """A tracker that keeps its calls, and that raises an error where it is told to."""
+
+    def __init__(self, fails: Sequence[str] = (), waits: threading.Event | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._fails, self._waits = list(fails), waits
+
+    def begin(self, run: TrackedRun, known_id: str | None) -> str:
+        self._call("begin", known_id)
+        return "id7"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._call("log", step, values)
+
+    def end(self, status: str) -> None:
+        self._call("end", status)
+
+    def _call(self, *call: Any) -> None:
+        if self._waits:
+            self._waits.wait()
+        if self._fails and self._fails[0] == call[0]:
+            raise OSError(f"{self._fails.pop(0)} failed at https://me:pass@host/")
+        self.calls.append(call)
+
+
+def test_errors_of_a_tracker_leave_out_readings_and_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Recorder(["begin", "begin", "log"])
+    with MetricsLog(tmp_path, 0, [Tracking("some", tracker, TrackedRun(tmp_path, {}, {}))]) as log:
+        for step in range(1, 6):
+            log.write("train", step, loss=step / 2, rate=float("nan"), names=["a"], clip={"city": 3})
+    # Beginning failed with the first two readings, and the third could not be recorded.
+    logged = [("log", step, {"train/loss": step / 2, "train/clip/city": 3.0}) for step in (4, 5)]
+    assert tracker.calls == [("begin", None), *logged, ("end", "FINISHED")]
+    (warning,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
+    assert "some does not record all metrics: OSError: begin failed at https://***@host/;" in warning
+    again = Recorder()
+    with pytest.raises(Interrupted), MetricsLog(tmp_path, 5, [Tracking("some", again, TrackedRun(tmp_path, {}, {}))]):
+        raise Interrupted
+    assert again.calls == [("begin", "id7"), ("end", "KILLED")]
+
+
+def test_a_tracker_that_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "_LAST_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "_MOST_WAITING", 3)
+    answer = threading.Event()
+    with MetricsLog(tmp_path, 0, [Tracking("some", Recorder(waits=answer), TrackedRun(tmp_path, {}, {}))]) as log:
+        for step in range(1, 9):
+            log.write("train", step, loss=1.0)
+    answer.set()
+    assert len(lines_of(tmp_path)) == 8
+    (warning,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
+    assert "some does not record all metrics: it takes metrics more slowly than the run writes them" in warning
+
+
+def test_messages_have_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, f"secret-of-{name.lower()}")
+    text = (
+        "refused secret-of-wandb_api_key, secret-of-mlflow_tracking_token at http://a:b%40@host:5000/x and s3://k:s@b"
+    )
+    assert without_secrets(text) == "refused ***, *** at http://***@host:5000/x and s3://***@b"
+
+
+def steps(run_dir: Path) -> list[int]:
+    return RunCurves.read("run", run_dir / "metrics.jsonl").series("loss")[0].astype(int).tolist()
+
+
+def write(run_dir: Path, first: int, last: int, resumed_at: int = 0) -> None:
+    with MetricsLog(run_dir, resumed_at, max_bytes=5000) as log:
         for step in range(first, last + 1):
             log.write("train", step, loss=1 / step, samples_per_second=1.0)
 

@@ -13,35 +13,24 @@ from typing import Any
 import pytest
 
 from cowrec.data_pipeline.files import locked_folder
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.runs.checkpoint import find_checkpoint
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
-from run_comparison import same
-from trainer_cases import case_folder, checkpoint, config_file, interrupted, make_data
+from run_comparison import assert_same
+from trained_runs import data_folder, make_folder
+from trained_runs import metrics as metrics_of
+from trained_runs import run as run_of
+from trainer_cases import OPTIMIZERS, interrupted
 
-OPTIMIZERS = {
-    "replay": [],
-    "dense": ["optimizer.absent_rows=dense"],
-    "lazy": ["optimizer.absent_rows=lazy"],
-    "adagrad": ["optimizer.embedding=adagrad"],
-    "rowwise_adagrad": ["optimizer.embedding=rowwise_adagrad"],
-    "sgd": ["optimizer.embedding=sgd"],
-    "fbgemm_cowclip": ["optimizer.embedding=fbgemm_cowclip", "clip.rule=none"],
-}
 ALWAYS = ["model.dropout=0.3", "checkpoint.every_steps=3", "checkpoint.keep_last=100"]
 """Five steps an epoch: checkpoints at 3, 5, 6, 9 and 10. Dropout needs the random state."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return case_folder(tmp_path_factory, "resume", ("price", "city"))
+folder = data_folder("price", "city")
 
 
 def run(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
-    config = load_config(folder / "run.toml", [*ALWAYS, *overrides])
-    return train(config, folder / "data", run_dir, resume=resume)
+    return run_of(folder, run_dir, *ALWAYS, *overrides, resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +40,8 @@ def uninterrupted(folder: Path) -> Path:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("time", "samples_per_second")} for line in lines]
+    lines = [line for kind in ("train", "eval", "clip") for line in metrics_of(run_dir, kind)]
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -60,13 +49,12 @@ def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, optimizer:
     """Resumed in the second epoch; with replay, of fields of all kinds, also within the first and between them."""
     settings = OPTIMIZERS[optimizer]
     if optimizer == "replay":
-        folder = make_data(tmp_path).parent
-        config_file(folder)
+        folder = make_folder(tmp_path)
     report = run(folder, tmp_path / "uninterrupted", *settings)
     for at in (3, 5, 6) if optimizer == "replay" else (6,):
         copy = interrupted(tmp_path / "uninterrupted", at, tmp_path / f"at{at}")
         resumed = run(folder, copy, *settings, resume=True)
-        assert same(checkpoint(copy), checkpoint(tmp_path / "uninterrupted"))
+        assert_same(copy, tmp_path / "uninterrupted")
         assert metrics(copy) == metrics(tmp_path / "uninterrupted")
         for key in ("auc", "logloss", "steps", "epochs", "clip_statistics"):
             assert resumed[key] == report[key] or key == "clip_statistics"
@@ -80,12 +68,12 @@ def test_resuming_without_a_checkpoint_starts_and_after_the_end_reports(
     folder: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run(folder, tmp_path / "new", resume=True)
-    assert same(checkpoint(tmp_path / "new"), checkpoint(uninterrupted))
+    assert_same(tmp_path / "new", uninterrupted)
     again = run(folder, tmp_path / "new", resume=True)
     assert again["steps"] == 10
     without_checkpoints = interrupted(uninterrupted, 0, tmp_path / "without_checkpoints")
     run(folder, without_checkpoints, resume=True)
-    assert same(checkpoint(without_checkpoints), checkpoint(uninterrupted))
+    assert_same(without_checkpoints, uninterrupted)
     longer = run(folder, tmp_path / "longer", "train.epochs=3")
     assert run(folder, tmp_path / "new", "train.epochs=3", resume=True)["auc"] == longer["auc"]
 
@@ -115,7 +103,7 @@ def test_an_epoch_is_finished_on_the_kind_of_device_it_began_on(
     with pytest.raises(ValueError, match=r"000000003 is in .* epoch that began on cuda, and cpu .*device = .cuda"):
         run(folder, tmp_path / "at3", resume=True)
     run(folder, tmp_path / "at5", resume=True)
-    assert same(checkpoint(tmp_path / "at5"), checkpoint(uninterrupted))
+    assert_same(tmp_path / "at5", uninterrupted)
 
 
 def rewrite_manifest(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -163,7 +151,7 @@ def test_damage_is_reported_and_the_checkpoint_before_is_used(
     with caplog.at_level(logging.INFO, "cowrec"):
         run(folder, copy, resume=True)
     assert "continuing from" in caplog.text
-    assert same(checkpoint(copy), checkpoint(uninterrupted))
+    assert_same(copy, uninterrupted)
     for step in (copy / "checkpoints").iterdir():
         flip(step / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"no checkpoint of .* can be used: .*step_000000010 is damaged"):

@@ -1,14 +1,21 @@
-"""Importing cowrec changes no environment; entry points do, before torch is loaded."""
+"""Environment of entry points and of calls in subprocesses: how these fail, and that a process takes several calls."""
 
 import json
 import os
 import subprocess
 import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
+import cowrec.trainer
+from cowrec.models import ModelConfig, require_model
 from cowrec.trainer.runtime.environment import PROCESS_SETTINGS
+from cowrec.trainer.runtime.errors import ProcessFailed
+from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
 
 ROOT = Path(__file__).resolve().parents[3]
 CLEAN = {key: value for key, value in os.environ.items() if key not in PROCESS_SETTINGS}
@@ -40,20 +47,18 @@ ENTRY_POINTS = {
 
 def python(program: str) -> str:
     ended = subprocess.run([sys.executable, "-c", program], env=CLEAN, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout
 
 
-def test_importing_the_package_changes_no_environment_and_loads_no_torch() -> None:
-    program = """
-import os, sys
-before = dict(os.environ)
-import cowrec.trainer
-import cowrec.trainer.cli.main
-assert dict(os.environ) == before
-assert "torch" not in sys.modules
-"""
-    python(program)
+def test_importing_the_package_changes_no_environment_and_loads_nothing_until_a_name_is_used() -> None:
+    loaded = "[name in sys.modules for name in ('torch', 'pyarrow', 'typer')]"
+    program = "import os, sys; before = dict(os.environ); import cowrec.trainer as trainer;"
+    program += f"print({loaded}, trainer.__version__); import cowrec.trainer.cli.main;"
+    printed = python(f"{program} print(dict(os.environ) == before, 'torch' in sys.modules)")
+    assert printed == f"[False, False, False] {version('cowrec')}\nTrue False\n"
+    with pytest.raises(AttributeError, match="has no attribute 'trains'"):
+        _ = cowrec.trainer.trains
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
@@ -80,3 +85,51 @@ if __name__ == "__main__":
     print(json.dumps(run_in_subprocess(started_with)))
 """
     assert json.loads(python(program)) == PROCESS_SETTINGS | {"GOMP_SPINCOUNT": "7"}
+
+
+def look_up(key: str) -> int:
+    return {"a": 1}[key]
+
+
+def test_errors_and_ends_of_a_subprocess_are_errors() -> None:
+    assert run_in_subprocess(look_up, "a") == 1
+    with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
+        run_in_subprocess(look_up, "b")
+    with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
+        run_in_subprocess(require_model, ModelConfig("deepfn"))
+    with pytest.raises(ProcessFailed, match="ended by signal 6"):
+        run_in_subprocess(os.abort)
+    with pytest.raises(ProcessFailed, match="killed after 1 s"):
+        run_in_subprocess(time.sleep, 60, timeout=1)
+
+
+def test_with_a_gpu_subprocesses_are_not_forked_and_bugs_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process forked from the server would write where the server was started, perhaps in an earlier test."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ProcessFailed, match=r"^KeyError: 'b'$"):
+        run_in_subprocess(look_up, "b")
+    printed = capfd.readouterr().err
+    assert "Traceback" in printed
+    assert 'return {"a": 1}[key]' in printed
+    with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
+        run_in_subprocess(require_model, ModelConfig("deepfn"))
+    assert "Traceback" not in capfd.readouterr().err  # fbgemm 1.6 may print a warning
+
+
+def test_a_process_takes_calls_until_one_fails() -> None:
+    with Subprocess() as process:
+        first = process.call(os.getpid)
+        assert first not in (os.getpid(), process.call(os.getppid))
+        assert process.call(os.getpid) == first
+        with pytest.raises(ProcessFailed, match="KeyError"):
+            process.call(look_up, "b")
+        second = process.call(os.getpid)
+        assert second != first
+        with pytest.raises(ProcessFailed, match="ended by signal 6"):
+            process.call(os.abort)
+        third = process.call(os.getpid)
+        assert third not in (first, second)
+    with pytest.raises(ProcessLookupError):
+        os.kill(third, 0)

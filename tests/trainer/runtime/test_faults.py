@@ -1,24 +1,30 @@
 """Injected faults: killed and hung processes, a full disk, deleted data, NaN in one sample."""
 
+import math
+import os
 import random
 import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-from commands.forked_commands import Forked
-from cowrec.trainer.config.run import load_config
-from cowrec.trainer.training.loop import train
 from run_comparison import assert_same, lines, wait_for
-from trainer_cases import case_folder, checkpoint, config_file, make_data, tensors, train_in_processes
+from trained_runs import data_folder, make_folder, run
+from trainer_cases import (
+    ENVIRONMENT,
+    case_of,
+    checkpoint,
+    edit_column,
+    newest_progress,
+    tensors,
+    train_in_processes,
+)
 
 OFTEN = ["checkpoint.every_steps=7", "train.log_every=1", "model.dropout=0.2"]
 LONG = [*OFTEN, "train.epochs=30"]
@@ -27,37 +33,24 @@ LARGE, SMALL_FILE = ["model.hidden=[400]", "train.log_every=1000"], 150_000
 """A model whose checkpoint has a file above SMALL_FILE bytes, while the metrics' file stays below."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return case_folder(tmp_path_factory, "faults")
+folder = data_folder()
 
 
-def training(folder: Path, run_dir: Path, *overrides: str, processes: int = 1, restarts: int = 0) -> Forked:
-    command = ["train", f"{folder}/run.toml", "--data", f"{folder}/data", "--run-dir", run_dir, "--resume"]
-    settings = (part for each in overrides for part in ("--set", each))
-    return Forked(*command, *settings, processes=processes, restarts=restarts)
+def training(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """Arguments of ``cowrec``."""
+    command = ["train", f"{folder}/run.toml", "--data", f"{folder}/data", "--run-dir", f"{run_dir}", "--resume"]
+    return [*command, *(part for each in overrides for part in ("--set", each))]
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Forked]]:
-    """Starts a training; its processes are killed at the end of the test."""
-    started: list[Forked] = []
-
-    def begin(*given: Any, **options: int) -> Forked:
-        started.append(training(*given, **options))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill_all()
+def line_with(process, text: str) -> str:
+    """The first line on stderr that has a text."""
+    return next(line for line in process.stderr if text in line)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    run_dir = folder / "undisturbed"
-    case = {"config": folder / "run.toml", "data": folder / "data", "run_dir": run_dir, "set": LONG}
-    train_in_processes([case], folder / "outcomes", 2)
-    return run_dir
+    train_in_processes(case_of(folder, folder / "undisturbed", *LONG))
+    return folder / "undisturbed"
 
 
 @pytest.mark.parametrize("whom", ["one rank", "all ranks"])
@@ -67,7 +60,7 @@ def test_kills_at_random_moments_change_no_bit(
     """Kills during joining, training, evaluation or saving; torchrun restarts the run, which resumes."""
     kills, rng = pytestconfig.getoption("--kills"), random.Random(whom)
     run_dir = tmp_path / "run"
-    launcher = start(folder, run_dir, *LONG, processes=2, restarts=1000)
+    launcher = start(*training(folder, run_dir, *LONG), processes=2, restarts=1000)
     for _ in range(kills):
         before = lines(run_dir)
         # Waits for progress first, since a run that is killed without any would never end.
@@ -85,15 +78,11 @@ def test_kills_at_random_moments_change_no_bit(
 
 def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
     endless = ["train.epochs=100000", "train.timeout_seconds=5"]
-    launcher = start(folder, tmp_path / "run", *endless, processes=2)
+    launcher = start(*training(folder, tmp_path / "run", *endless), processes=2)
     wait_for(lambda: lines(tmp_path / "run") > 5)
     _, hung = launcher.ranks()
     hung.send_signal(signal.SIGSTOP)
-    for line in launcher.stderr:
-        if f"no heartbeat from rank 1 on {socket.gethostname()} (last heartbeat at step" in line:
-            break
-    else:
-        pytest.fail("no message names the rank")
+    line_with(launcher, f"no heartbeat from rank 1 on {socket.gethostname()} (last heartbeat at step")
     hung.kill()
     assert launcher.wait(timeout=60) != 0
 
@@ -101,14 +90,10 @@ def test_a_hung_rank_is_named(folder: Path, tmp_path: Path, start) -> None:
 def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: Path, start) -> None:
     """The system refuses large files for a while; earlier checkpoints stay, and later ones are written."""
     run_dir = tmp_path / "run"
-    process = start(folder, run_dir, "train.epochs=100000", *LARGE)
-    for line in process.stderr:
-        if line.startswith("epoch 3/"):
-            break
+    process = start(*training(folder, run_dir, "train.epochs=100000", *LARGE))
+    line_with(process, "epoch 3/")
     unlimited = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
-    for line in process.stderr:
-        if line.startswith("warning: "):
-            break
+    line = line_with(process, "warning: ")
     assert "the checkpoint of step" in line
     assert "could not be written" in line
     last = line.rpartition("the last good checkpoint is ")[2].strip()
@@ -122,24 +107,20 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(folder: Path, tmp_path: 
 
 def test_a_disk_that_stays_full_ends_in_an_error(folder: Path, tmp_path: Path, start) -> None:
     run_dir = tmp_path / "run"
-    process = start(folder, run_dir, "train.epochs=60", *LARGE)
-    for line in process.stderr:
-        if line.startswith("epoch 3/"):
-            break
+    process = start(*training(folder, run_dir, "train.epochs=60", *LARGE))
+    line_with(process, "epoch 3/")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
     printed = process.stderr.read()
     assert process.wait(timeout=120) == 2
     assert "error: the checkpoint of step 300 could not be written" in printed
     assert "free disk space or repair the folder, then train with --resume" in printed
     assert list((run_dir / "checkpoints").glob("step_?????????"))
-    process = start(folder, run_dir, "train.epochs=60", *LARGE)
+    process = start(*training(folder, run_dir, "train.epochs=60", *LARGE))
     assert process.wait(timeout=120) == 0
 
 
 def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start) -> None:
-    make_data(tmp_path)
-    config_file(tmp_path)
-    process = start(tmp_path, tmp_path / "run", "train.epochs=100000", processes=2)
+    process = start(*training(make_folder(tmp_path), tmp_path / "run", "train.epochs=100000"), processes=2)
     printed = ""
     for line in process.stderr:
         printed += line
@@ -153,19 +134,38 @@ def test_a_shard_deleted_between_epochs_is_named(tmp_path: Path, start) -> None:
 
 
 def test_nan_in_one_ranks_row_stops_all_and_keeps_the_last_checkpoint(tmp_path: Path, start) -> None:
-    make_data(tmp_path)
-    config_file(tmp_path)
     run_dir = tmp_path / "run"
-    train(load_config(tmp_path / "run.toml"), tmp_path / "data", run_dir)
-    shard = next((tmp_path / "data" / "train").iterdir())
-    rows = pq.read_table(shard)
-    price = rows["price"].to_numpy().copy()
-    price[17] = np.nan
-    pq.write_table(rows.set_column(rows.schema.get_field_index("price"), "price", [price]), shard)
-    launcher = start(tmp_path, run_dir, "train.epochs=4", "train.log_every=1", processes=2)
+    run(make_folder(tmp_path), run_dir)
+    edit_column(next((tmp_path / "data" / "train").iterdir()), "price", 17, math.nan)
+    launcher = start(*training(tmp_path, run_dir, "train.epochs=4", "train.log_every=1"), processes=2)
     printed = launcher.stderr.read()
     assert launcher.wait(timeout=60) != 0
     # Only one of the two processes has the sample in its part of the batch, but both report it.
     assert printed.count("the loss was not finite at step") == 2
     assert printed.count(f"the last good checkpoint is {run_dir}/checkpoints/step_000000010") == 2
     assert all(value.isfinite().all() for value in tensors(checkpoint(run_dir)["model"]).values())
+
+
+@pytest.mark.parametrize("ended", ["ctrl_c", "launcher_killed"])
+def test_both_ranks_end_with_one_checkpoint(folder: Path, tmp_path: Path, ended: str) -> None:
+    """The terminal sends SIGINT to every process of its group, and torchrun sends it to the ranks again. If torchrun is
+    killed, its ranks must not go on alone."""
+    run_dir = tmp_path / ended
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "cowrec.trainer", "train", f"{folder}/run.toml", "--data", f"{folder}/data"]
+    command += ["--run-dir", str(run_dir), "--set", "train.epochs=100000", "--set", "train.log_every=1000000"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if line.startswith("epoch 1/"):
+            os.killpg(process.pid, signal.SIGINT) if ended == "ctrl_c" else process.kill()
+    assert process.wait(timeout=60) != 0
+    assert seen.count("cowrec: stopped at step") == 1, seen
+    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
+    assert f"saved {newest}" in seen
+    assert not list(run_dir.rglob("*.partial"))
+    assert newest_progress(run_dir)["step"] == int(newest.name.removeprefix("step_"))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

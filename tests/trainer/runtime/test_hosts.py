@@ -2,16 +2,18 @@
 
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from run_comparison import assert_same, lines, wait_for
+from run_comparison import assert_close, assert_same, lines, state_of, wait_for
 from servers.host_runs import ENDLESS, MIXED, SETTINGS, finish, start, training
-from servers.hosts import hosts
-from trainer_cases import case_folder, checkpoint, tensors, train_in_processes
+from servers.hosts import Hosts, hosts
+from servers.s3_server import client_environment
+from trained_runs import data_folder
+from trainer_cases import ENVIRONMENT, case_of, train_in_processes
 
 pytestmark = pytest.mark.thorough
 
@@ -19,9 +21,7 @@ NAMED_WITHIN = 60.0
 """Seconds in which a lost host is named: that, the wait for heartbeats and for the store, and a busy machine."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return case_folder(tmp_path_factory, "hosts")
+folder = data_folder()
 
 
 def test_a_link_cut_for_seconds_changes_no_bit_of_a_run_of_two_hosts(folder: Path, tmp_path: Path) -> None:
@@ -34,14 +34,8 @@ def test_a_link_cut_for_seconds_changes_no_bit_of_a_run_of_two_hosts(folder: Pat
         time.sleep(5)
         two.mend("host2")
         finish(two)
-    case = {"config": f"{folder}/run.toml", "data": f"{folder}/data", "run_dir": f"{tmp_path}/one", "set": settings}
-    train_in_processes([case], tmp_path / "outcomes", 2)
+    train_in_processes(case_of(folder, tmp_path / "one", *settings))
     assert_same(tmp_path / "run", tmp_path / "one")
-
-
-def weights_and_moments(run_dir: Path) -> dict[str, torch.Tensor]:
-    """The newest checkpoint, without the states of the processes' random number generators."""
-    return {key: value for key, value in tensors(checkpoint(run_dir)).items() if value.is_floating_point()}
 
 
 @pytest.mark.parametrize("plan", ["table_row_wise", "row_wise", "column_wise", "data_parallel"])
@@ -50,12 +44,8 @@ def test_hosts_of_two_processes_train_as_one_process(folder: Path, tmp_path: Pat
     with hosts(2, tmp_path / "logs") as two:
         start(two, training(folder, tmp_path / "run", settings, processes=2))
         finish(two)
-    case = {"config": f"{folder}/run.toml", "data": f"{folder}/data", "run_dir": f"{tmp_path}/one", "set": []}
-    train_in_processes([case], tmp_path / "outcomes", 1)
-    found, expected = weights_and_moments(tmp_path / "run"), weights_and_moments(tmp_path / "one")
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert found[key].allclose(value, rtol=1e-4, atol=1e-6), key
+    train_in_processes(case_of(folder, tmp_path / "one"), processes=1)
+    assert_close(state_of(tmp_path / "one"), state_of(tmp_path / "run"), rtol=1e-4)
 
 
 OF_RANK_1 = r"no heartbeat from rank 1 on host2 \(last heartbeat at"
@@ -101,3 +91,64 @@ def test_a_run_goes_on_with_fewer_hosts_and_takes_one_back(folder: Path, tmp_pat
         wait_for(lambda: lines(run_dir) > on_four + 60)
         ranks = re.findall(r"MiB on each of (\d+) ranks", four.log("host1"))
     assert ranks == ["4", "3", "4"]
+
+
+URI = "s3://bucket/run"
+COPY = f"from cowrec.trainer.runs.remote_run import local_copy; print(local_copy({URI!r}))"
+
+
+def start_store(all_hosts: Hosts, name: str) -> dict[str, str]:
+    """Starts an S3 server with a bucket on a host; returns the environment of its clients."""
+    all_hosts.start(name, [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "9000"])
+    wait_for(lambda: "Running on" in all_hosts.log(name))
+    endpoint = f"http://{name}:9000"
+    all_hosts.run(name, ["curl", "--silent", "--fail", "--request", "PUT", f"{endpoint}/bucket"])
+    return client_environment(endpoint)
+
+
+def stored(log: str, name: str) -> set[str]:
+    """Checkpoints of which a file has been stored completely, by the log of the store."""
+    done = rf'"(?:POST \S*/(step_\d+)/{name}\?uploadId|PUT \S*/(step_\d+)/{name} HTTP)'
+    return {one or other for one, other in re.findall(done, log)}
+
+
+def test_a_host_that_dies_while_it_uploads_leaves_the_checkpoint_before(folder: Path, tmp_path: Path) -> None:
+    """Hosts share an object store alone, which is on one of them. Resumed on the same hosts, then on one more; compared
+    with as many processes of one machine."""
+    settings = [*SETTINGS, *MIXED, "checkpoint.every_steps=3", "train.epochs=12"]
+    longer = [*settings[:-1], "train.epochs=13"]
+    with hosts(4, tmp_path / "logs") as four:
+        environment = start_store(four, "host4")
+        two, three = four.names[:2], four.names[:3]
+        start(four, training(folder, URI, settings), two, environment)
+        wait_for(lambda: len(stored(four.log("host4"), "checkpoint.json")) == 2)
+        four.block("host2", "host4")
+        wait_for(lambda: bool(half_stored(four)))
+        time.sleep(3)  # a request that the store is answering
+        wait_for(lambda: bool(half_stored(four)))
+        four.crash("host2")
+        assert four.wait(240, ["host1"])["host1"] != 0
+        assert half_stored(four)
+        four.mend("host2")
+        four.unblock("host2", "host4")
+        start(four, training(folder, URI, settings), two, environment)
+        finish(four, two)
+        assert "continuing from" in four.log("host1") + four.log("host2")
+        train_in_processes(case_of(folder, tmp_path / "one", *settings))
+        assert_same(copy(four, environment), tmp_path / "one")
+        start(four, training(folder, URI, longer, hosts="3"), three, environment)
+        finish(four, three)
+        train_in_processes(case_of(folder, tmp_path / "one", *longer, resume=True), processes=3)
+        assert_same(copy(four, environment), tmp_path / "one")
+
+
+def half_stored(all_hosts: Hosts) -> set[str]:
+    """Checkpoints of which rank 0's shard is stored, and rank 1's is not."""
+    log = all_hosts.log("host4")
+    return stored(log, "__0_0.distcp") - stored(log, "__1_0.distcp")
+
+
+def copy(all_hosts: Hosts, environment: dict[str, str]) -> Path:
+    """Downloads the run; returns its folder."""
+    cache = {"COWREC_CACHE": str(all_hosts.log_file("reader"))}
+    return Path(all_hosts.run("host1", [sys.executable, "-c", COPY], {**ENVIRONMENT, **environment, **cache}).strip())

@@ -6,18 +6,14 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pytest
-
 from commands.forked_commands import run_forked
-from online_cases import make_case
+from online_cases import case_fixture
 from trainer_cases import ENVIRONMENT
 
 KEYS = {"time", "level", "logger", "message"}
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_case(tmp_path_factory.mktemp("service_log"))
+case = case_fixture()
 
 
 def command(case: Path, *arguments: str) -> list[str]:

@@ -1,6 +1,5 @@
-"""Runs with id translation: equality with vocabularies and between one process and two, resuming, warm starts."""
+"""Runs with id translation: equality with vocabularies resuming, warm starts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,9 @@ from cowrec.trainer.training.state import TrainState
 from run_comparison import assert_same
 from trained_runs import predicted
 from trained_runs import run as run_of
-from trainer_cases import (
-    UNWEIGHTED,
-    checkpoint,
-    config_file,
-    interrupted,
-    make_data,
-    tensors,
-    train_case,
-    train_in_processes,
-)
+from trainer_cases import OPTIMIZERS, UNWEIGHTED, config_file, interrupted, make_data
 
 IDS = ["id_table.kind=collisionless", "id_table.capacity=100"]
-OPTIMIZERS = {
-    "replay": [],
-    "lazy": ["optimizer.absent_rows=lazy"],
-    "dense": ["optimizer.absent_rows=dense"],
-    "rowwise_adagrad": ["optimizer.embedding=rowwise_adagrad"],
-    "adagrad": ["optimizer.embedding=adagrad"],
-    "fbgemm_cowclip": ["optimizer.embedding=fbgemm_cowclip", "clip.rule=none"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -131,58 +113,3 @@ def test_warm_start_copies_ids_and_rows(folder: Path, tmp_path: Path) -> None:
     assert report["logloss"] == pytest.approx(before[0]["logloss"], abs=1e-6)
     with pytest.raises(ValueError, match="gives the ids of table 'city' rows in another way"):
         run(folder, "single", tmp_path / "other", f"train.warm_start={tmp_path / 'earlier'}")
-
-
-CASES = {
-    "replay/row_wise": ("weighted", [*IDS, "sharding.plan=row_wise"]),
-    "replay/mixed": ("weighted", [*IDS, 'sharding.tables={city = "table_wise", tags = "data_parallel"}']),
-    "lazy/column_wise": ("single", [*IDS, *OPTIMIZERS["lazy"], "sharding.plan=column_wise", "model.embedding_dim=7"]),
-    "full/row_wise": ("single", [*IDS, "id_table.capacity=5", "id_table.when_full=refuse", "sharding.plan=row_wise"]),
-    "counted/row_wise": (
-        "unweighted",
-        [*IDS, "id_table.admission=count", "id_table.threshold=3", "sharding.plan=row_wise"],
-    ),
-    "adagrad/row_wise": ("unweighted", [*IDS, *OPTIMIZERS["adagrad"], "optimizer.l2=0", "clip.rule=none"]),
-    "hash/row_wise": ("unweighted", ["id_table.kind=hash", "id_table.capacity=7", "sharding.plan=row_wise"]),
-}
-
-
-@pytest.fixture(scope="module")
-def on_two(folder: Path) -> Path:
-    """Trains ``runs1/NAME`` on one process and ``runs2/NAME`` on two, in one launch."""
-
-    def case(name: str, data: str, overrides: list[str], world_size: int) -> dict:
-        run_dir = folder / f"runs{world_size}" / name.replace("/", "_")
-        paths = {"config": f"{folder}/run.toml", "data": str(folder / data / "data"), "run_dir": str(run_dir)}
-        return {**paths, "set": overrides}
-
-    for name, settings in CASES.items():
-        assert train_case(case(name, *settings, 1)) == "ok"
-    train_in_processes([case(name, *settings, 2) for name, settings in CASES.items()], folder / "cases", 2)
-    return folder
-
-
-def test_two_processes_resume_a_run_of_one(folder: Path, tmp_path: Path) -> None:
-    """Ids keep their rows, whichever process then holds them; weights differ by rounding."""
-    given = [*IDS, "id_table.capacity=6", "sharding.plan=row_wise"]
-    often = ["checkpoint.every_steps=3", "checkpoint.keep_last=100"]
-    run(folder, "single", tmp_path / "uninterrupted", *given, *often)
-    copy = interrupted(tmp_path / "uninterrupted", 3, tmp_path / "copy")
-    paths = {"config": f"{folder}/run.toml", "data": str(folder / "single" / "data"), "run_dir": str(copy)}
-    case = {**paths, "set": [*given, *often], "resume": True}
-    train_in_processes([case], tmp_path / "cases", 2)
-    assert json.loads((tmp_path / "cases.rank0").read_text()) == ["ok"]
-    one, two = (tensors(checkpoint(each)["model"]) for each in (tmp_path / "uninterrupted", copy))
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_equal_one(on_two: Path, name: str) -> None:
-    """Ids have the same rows; weights differ by rounding, because sums are taken in another order."""
-    for rank in range(2):
-        assert json.loads((on_two / f"cases.rank{rank}").read_text()) == ["ok"] * len(CASES)
-    one, two = (tensors(checkpoint(on_two / f"runs{count}" / name.replace("/", "_"))["model"]) for count in (1, 2))
-    assert one.keys() == two.keys()
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=0, atol=2e-5)

@@ -19,7 +19,7 @@ from cowrec.trainer.sharded_model.run_plan import BatchRamp, RunPlan, Schedule
 from cowrec.trainer.sharded_model.tables import gathered_table, tables_of
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.state import TrainState
-from trained_runs import make_folder, run
+from trained_runs import data_folder, run
 from trainer_cases import TRAIN_ROWS, checkpoint
 
 FUSED = ["optimizer.embedding=sgd", "optimizer.l2=0", "clip.rule=none", "optimizer.lr_decay=linear"]
@@ -62,9 +62,7 @@ def test_a_fall_comes_at_the_step_that_is_meant() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("schedule"), ("price", "city", "tags"))
+folder = data_folder("price", "city", "tags")
 
 
 def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Path) -> None:
@@ -96,10 +94,7 @@ def test_a_fused_optimizer_follows_the_decay_and_the_rates_of_tables(folder: Pat
         torch.testing.assert_close(moved[1][name], share * moved[0][name], rtol=1e-3, atol=1e-8)
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with ``data`` of one single-valued field, and a configuration."""
-    return make_folder(tmp_path_factory.mktemp("single"), ("price", "city"))
+single = data_folder("price", "city")
 
 
 def city_table(run_dir: Path) -> torch.Tensor:

@@ -13,7 +13,7 @@ from commands.forked_commands import Forked
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.sweep.tune import Outcome, Search, hints, study_of, tune
 from cowrec.trainer.training.loop import train
-from trainer_cases import case_folder
+from trained_runs import data_folder
 
 TRIALS = 6
 OVERRIDES = ["train.epochs=3", "optimizer.warmup_epochs=0", "data.resident=yes"]
@@ -21,9 +21,7 @@ SEARCH = Search(102, ranges={"embedding_lr": None, "dense_lr": (1e-4, 1.0)}, val
 VALUES = ("embedding_lr", "dense_lr", "l2")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return case_folder(tmp_path_factory, "tune", ("price", "city"))
+folder = data_folder("price", "city")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +32,13 @@ def found(folder: Path) -> Outcome:
 def run(folder: Path, output: Path, *overrides: str, search: Search = SEARCH, trials: int = TRIALS) -> Outcome:
     config = load_config(folder / "run.toml", [*OVERRIDES, *overrides])
     return tune(config, folder / "data", output, search, trials)
+
+
+def command(folder: Path, output: Path) -> list[str]:
+    """Arguments of ``cowrec`` for the search."""
+    given = f"tune {folder}/run.toml --data {folder}/data --output {output} --batch-size 102 --trials {TRIALS}"
+    given += " --validation-fraction 0.2 --embedding-lr fixed --dense-lr 1e-4,1"
+    return [*given.split(), *(part for override in OVERRIDES for part in ("--set", override))]
 
 
 def lines_of(output: Path) -> list[dict[str, Any]]:
@@ -85,11 +90,7 @@ def test_tuned_toml_trains_what_the_best_trial_did(folder: Path, found: Outcome,
 
 def test_a_killed_study_goes_on_as_if_it_had_not_been(folder: Path, found: Outcome, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    command = ["tune", f"{folder}/run.toml", "--data", f"{folder}/data"]
-    command += ["--output", str(output), "--batch-size", "102", "--trials", str(TRIALS), "--validation-fraction", "0.2"]
-    command += ["--embedding-lr", "fixed", "--dense-lr", "1e-4,1"]
-    command += [part for override in OVERRIDES for part in ("--set", override)]
-    process = Forked(*command)
+    process = Forked(*command(folder, output))
     trial = ""
     for line in process.stderr:
         trial = line if line.startswith("trial ") else trial
@@ -101,9 +102,8 @@ def test_a_killed_study_goes_on_as_if_it_had_not_been(folder: Path, found: Outco
     again = run(folder, output)
     assert (output / "runs" / "trial-0" / "report.json").stat().st_mtime_ns == written
     for one, other in zip(again.lines, found.lines, strict=True):
-        assert {key: one[key] for key in ("trial", "state", *VALUES, "epochs")} == {
-            key: other[key] for key in ("trial", "state", *VALUES, "epochs")
-        }
+        for key in ("trial", "state", *VALUES, "epochs"):
+            assert one[key] == other[key]
     assert not list(output.glob("runs/*/checkpoints"))
 
 
@@ -138,10 +138,7 @@ def test_values_at_the_edge_and_the_last_epoch_are_named() -> None:
 
 
 def test_the_command_prints_the_best_trials(cowrec: Cowrec, folder: Path, found: Outcome) -> None:
-    arguments = [folder / "run.toml", "--data", folder / "data", "-o", folder / "study", "--batch-size", "102"]
-    arguments += ["--trials", "3", "--validation-fraction", "0.2", "--embedding-lr", "fixed", "--dense-lr", "1e-4,1"]
-    arguments += [part for override in OVERRIDES for part in ("--set", override)]
-    code, printed, said = cowrec("tune", *arguments)
+    code, printed, said = cowrec(*command(folder, folder / "study"), "--trials", "3")
     assert code == 0
     assert "trial 1 of" not in said, "something was trained again"
     assert found.best is not None

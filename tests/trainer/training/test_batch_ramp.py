@@ -8,15 +8,13 @@ import torch
 
 from cowrec.data_pipeline import Reader
 from cowrec.sparse_opt import Hyperparameters, scale_hyperparameters
-from cowrec.trainer.config.run import RunConfig, load_config
+from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import OptimizerConfig, TrainConfig
-from cowrec.trainer.online.loop import online
 from cowrec.trainer.sharded_model.run_plan import BatchRamp, Schedule
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
-from run_comparison import same
+from run_comparison import assert_close, assert_same, state_of
 from trained_runs import make_folder, metrics, report_of, run
-from trainer_cases import TRAIN_ROWS, checkpoint, interrupted
+from trainer_cases import TRAIN_ROWS, interrupted
 
 RAMP = [
     *("train.batch_ramp=2", "optimizer.base_batch_size=6", "optimizer.scaling=half_life"),
@@ -37,8 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ramp(folder: Path, run_dir: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
-    config = load_config(folder / "run.toml", [*ALWAYS, *RAMP, *overrides])
-    return train(config, folder / "data", run_dir, resume=resume)
+    return run(folder, run_dir, *ALWAYS, *RAMP, *overrides, resume=resume)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +89,10 @@ def test_a_run_resumed_within_the_ramp_is_bit_identical(folder: Path, tmp_path: 
     """Within a stage, at the end of one, and of the ramp."""
     copy = interrupted(folder / "run", at, tmp_path / "copy")
     ramp(folder, copy, resume=True)
-    assert same(checkpoint(copy), checkpoint(folder / "run"))
+    assert_same(copy, folder / "run")
     assert len(metrics(copy, "train")) == len(SIZES)
+    with pytest.raises(ValueError, match=r"train.batch_ramp = 2, but 1 is requested"):
+        ramp(folder, folder / "run", "train.batch_ramp=1", resume=True)
 
 
 def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> None:
@@ -104,22 +103,8 @@ def test_dense_and_resident_runs_are_the_same(folder: Path, tmp_path: Path) -> N
         replayed, dense = (evaluate_run(copy, folder / "data") for copy in copies)
         for key in ("auc", "logloss"):
             assert replayed[key] == pytest.approx(dense[key], abs=1e-7)
-    assert same(checkpoint(tmp_path / "dense")["dense_optimizer"], checkpoint(folder / "run")["dense_optimizer"])
-
-
-def test_what_cannot_ramp_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.batch_ramp must be at least 0, got -1"):
-        ramp(folder, tmp_path / "run", "train.batch_ramp=-1")
-    for optimizer in ("fbgemm_adam", "sgd"):
-        with pytest.raises(ValueError, match=f"optimizer.embedding = '{optimizer}' keeps those that it was built with"):
-            ramp(folder, tmp_path / "run", f"optimizer.embedding={optimizer}", "optimizer.weight_decay=0")
-    with pytest.raises(ValueError, match=r"takes 270 samples, in batches of 6, 12, 24, 48, but there are 205 to train"):
-        ramp(folder, tmp_path / "run", "train.batch_ramp=3")
-    with pytest.raises(ValueError, match=r"train.batch_ramp = 2, but 1 is requested"):
-        ramp(folder, folder / "run", "train.batch_ramp=1", resume=True)
-    with pytest.raises(ValueError, match=r"a stream has none; add --set train.batch_ramp=0"):
-        online(load_config(folder / "run.toml", RAMP), folder / "data", "nowhere", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    moments = [state_of(each, "dense_optimizer") for each in (tmp_path / "dense", folder / "run")]
+    assert_close(*moments, atol=0)
 
 
 @pytest.mark.parametrize(("world_size", "start_step"), [(1, 0), (3, 2)])
@@ -157,10 +142,7 @@ def test_a_run_in_passes_is_that_without(folder: Path, tmp_path: Path, settings:
         run(folder, tmp_path / str(passes), *settings, f"train.accumulation={passes}", "train.log_every=1")
         for passes in (1, 5)
     ]
-    weights = [checkpoint(tmp_path / str(passes))["model"] for passes in (1, 5)]
-    for key, value in weights[0].items():
-        other = weights[1][key]
-        torch.testing.assert_close(other, value, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+    assert_close(*(state_of(tmp_path / str(passes), "model") for passes in (1, 5)), atol=1e-5)
     assert reports[0]["steps"] == reports[1]["steps"]
     rows = [{name: each["rows"] for name, each in report["clip_statistics"]["fields"].items()} for report in reports]
     assert rows[0] == rows[1]
@@ -172,17 +154,4 @@ def test_a_run_in_passes_resumes_within_an_epoch(folder: Path, tmp_path: Path) -
     run(folder, tmp_path / "run", *always)
     copy = interrupted(tmp_path / "run", 3, tmp_path / "copy")
     run(folder, copy, *always, resume=True)
-    assert same(checkpoint(copy), checkpoint(tmp_path / "run"))
-
-
-def test_what_cannot_accumulate_is_refused(folder: Path, tmp_path: Path) -> None:
-    fused = ["train.accumulation=2", "optimizer.embedding=adagrad", "optimizer.l2=0", "clip.rule=none"]
-    for overrides, message in (
-        (["train.accumulation=52"], r"train.accumulation must be from 1 to train.batch_size = 51, got 52"),
-        (fused, 'cannot add up gradients of optimizer.embedding = "adagrad" without a clip'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(folder, tmp_path / "run", *overrides)
-    with pytest.raises(ValueError, match=r"is for data sets, not for streams; add --set train.accumulation=1"):
-        online(load_config(folder / "run.toml", ["train.accumulation=2"]), folder / "data", "x", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    assert_same(copy, tmp_path / "run")

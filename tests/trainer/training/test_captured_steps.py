@@ -157,13 +157,10 @@ def everything(state: TrainState) -> dict[str, Tensor]:
     return {key: value.detach().clone() for key, value in local.items()}
 
 
-def assert_equal(got: object, expected: object) -> None:
+def assert_equal(got: Any, expected: Any) -> None:
     one, other = (list(each.values()) if isinstance(each, dict) else each for each in (got, expected))
-    assert isinstance(one, list)
-    assert isinstance(other, list)
     assert len(one) == len(other) > 0
-    for left, right in zip(one, other, strict=True):
-        assert torch.equal(left, right)
+    assert all(map(torch.equal, one, other))
 
 
 def compare(case: tuple[str, ...], process: Process) -> None:

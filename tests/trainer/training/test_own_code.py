@@ -1,6 +1,5 @@
 """A network and loss of a user's own, those of docs/models.md, in every command; what is missing or has changed."""
 
-import json
 import math
 import re
 import sys
@@ -24,9 +23,9 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sweep.runs import train_in
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
-from run_comparison import assert_same
-from trained_runs import metrics, predicted, report_of
-from trainer_cases import checkpoint, make_data, train_in_processes
+from run_comparison import assert_close, assert_same, state_of
+from trained_runs import metrics, predicted, report_of, write_network
+from trainer_cases import case_of, make_data, train_in_processes
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 
@@ -91,13 +90,8 @@ def test_the_loss_is_the_mean_of_the_function(folder: Path, tmp_path: Path, loss
 def test_two_processes_and_a_subprocess(folder: Path, tmp_path: Path) -> None:
     """A subprocess, as of sweep and tune, gives the same bits; two processes are within rounding."""
     config = folder / "code" / "my_run.toml"
-    case = {"config": str(config), "set": [], "data": str(folder / "data"), "run_dir": str(tmp_path / "two")}
-    train_in_processes([case], tmp_path / "outcome", 2)
-    outcomes = [json.loads((tmp_path / f"outcome.rank{rank}").read_text()) for rank in range(2)]
-    assert outcomes == [["ok"], ["ok"]]
-    one, two = checkpoint(folder / "run")["model"], checkpoint(tmp_path / "two")["model"]
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=1e-4, atol=1e-5)
+    train_in_processes(case_of(folder, tmp_path / "two") | {"config": str(config)})
+    assert_close(state_of(folder / "run", "model"), state_of(tmp_path / "two", "model"), rtol=1e-4, atol=1e-5)
     loaded = load_config(config, [f"data.dir={folder / 'data'}"])
     with Subprocess() as process:
         train_in(process, loaded, tmp_path / "subprocess")
@@ -147,10 +141,7 @@ def test_two_files_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None
 
 def test_several_processes_refuse_a_batch_norm(folder: Path, tmp_path: Path) -> None:
     """Online runs show that its means are exported."""
-    network = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, config, front):\n"
-    network += "        super().__init__()\n        self.front, self.norm = front, nn.BatchNorm1d(front.width)\n"
-    network += "    def forward(self, dense, sparse):\n        return self.norm(self.front(dense, sparse).flat)[:, 0]\n"
-    (tmp_path / "my_norm.py").write_text(network)
+    write_network(tmp_path / "my_norm.py", "self.norm(x.flat)[:, 0]")
     config = tmp_path / "run.toml"
     config.write_text('[model]\nname = "my_norm:Net"\n[train]\nbatch_size = 64\nepochs = 1\ndevice = "cpu"\n')
     plan = RunPlan.of(

@@ -1,8 +1,9 @@
-"""Data of several labels from training to serving, against scikit-learn and runs of one process."""
+"""Data of several labels, and of a share of the negatives, from training to serving."""
 
+import dataclasses
 import gc
-import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from sklearn.metrics import log_loss, roc_auc_score
 
-from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline import PrepareConfig, Schema, prepare
+from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer.config.run import load_config
 from cowrec.trainer.export.export import export_run
@@ -21,8 +23,10 @@ from cowrec.trainer.serving.served_model import ServedModel
 from cowrec.trainer.serving.service import Service
 from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from trained_runs import make_folder, metrics, report_of
-from trainer_cases import TEST_ROWS, checkpoint, tensors, train_in_processes
+from run_comparison import assert_close, state_of
+from trained_runs import make_folder, metrics, predicted, report_of
+from trained_runs import run as run_of
+from trainer_cases import TEST_ROWS, case_of, config_file, make_data, raw_rows, train_in_processes
 
 LABELS = ("click", "buy")
 PREDICTIONS = [f"prediction_{name}" for name in LABELS]
@@ -100,14 +104,10 @@ def test_an_export_serves_a_probability_for_each_task(folder: Path) -> None:
 
 def test_two_processes_train_what_one_does(folder: Path, tmp_path: Path) -> None:
     """Each rank knows other labels; sums of losses are in another order."""
-    case = {"config": str(folder / "run.toml"), "set": [*OPTIONS, "train.epochs=1", "train.task_weights={buy=0.5}"]}
-    case |= {"data": str(folder / "both"), "run_dir": str(tmp_path / "two")}
-    train_in_processes([case], tmp_path / "outcome", 2)
-    assert json.loads((tmp_path / "outcome.rank0").read_text()) == ["ok"]
-    train(load_config(folder / "run.toml", case["set"]), folder / "both", tmp_path / "one")
-    one, two = (tensors(checkpoint(tmp_path / name)["model"]) for name in ("one", "two"))
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+    given = [*OPTIONS, "train.epochs=1", "train.task_weights={buy=0.5}"]
+    train_in_processes(case_of(folder, tmp_path / "two", *given, data=folder / "both"))
+    train(load_config(folder / "run.toml", given), folder / "both", tmp_path / "one")
+    assert_close(*(state_of(tmp_path / name, "model") for name in ("one", "two")), rtol=1e-3, atol=1e-4)
 
 
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -121,3 +121,57 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="its labels are label instead of click, buy"):
         evaluate_run(folder / "run", folder / "data")
+
+
+KEPT = 0.25
+
+
+@pytest.fixture(scope="module")
+def negatives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with ``data``, ``run``, and ``uncorrected``, the same run on data that are said to have all negatives."""
+    negatives = tmp_path_factory.mktemp("negatives")
+    make_data(negatives, ("price", "city"))
+    (negatives / "raw.csv").write_text(raw_rows(600, ("price", "city")))
+    settings = PrepareConfig(split="order", test_rows=100, negative_fraction=KEPT)
+    given: dict[str, Any] = {"schema_file": negatives / "columns.toml", "overwrite": True}
+    prepare("tabular", [negatives / "raw.csv"], negatives / "data", settings, **given)
+    config_file(negatives)
+    run_of(negatives, negatives / "run")
+    shutil.copytree(negatives / "run", negatives / "uncorrected")
+    dataclasses.replace(Schema.load(negatives / "run"), negative_fraction=1.0).save(negatives / "uncorrected")
+    return negatives
+
+
+def test_predictions_are_corrected(negatives: Path) -> None:
+    data = negatives / "data"
+    corrected, p = (predicted(negatives / name, data).astype(float) for name in ("run", "uncorrected"))
+    np.testing.assert_allclose(corrected, p / (p + (1 - p) / KEPT), rtol=1e-5)
+    label = pq.read_table(negatives / "data" / "test")["label"].to_numpy()
+    quality = evaluate_run(negatives / "run", negatives / "data")
+    assert quality["logloss"] == pytest.approx(log_loss(label, corrected), abs=1e-5)
+    assert quality["auc"] == pytest.approx(evaluate_run(negatives / "uncorrected", negatives / "data")["auc"], abs=1e-6)
+    # The training split lacks the negatives, so there predictions are as the model learned them.
+    train_split = [predicted(negatives / name, data, "train") for name in ("run", "uncorrected")]
+    assert np.array_equal(*train_split)
+
+
+def test_a_served_model_and_an_exported_network_correct_too(negatives: Path, tmp_path: Path) -> None:
+    expected = predicted(negatives / "run", negatives / "data")
+    export_run(negatives / "run", tmp_path / "export")
+    schema = Schema.load(negatives / "data")
+    block = load_shards(negatives / "data", schema, "test", range(len(schema.splits["test"].shards)))
+    np.testing.assert_allclose(ServedModel.load(tmp_path / "export").predict(block), expected, rtol=1e-5)
+    logits = {}
+    for name in ("run", "uncorrected"):
+        export_run(negatives / name, tmp_path / f"{name}_network")
+        program = torch.export.load(tmp_path / f"{name}_network" / "network.pt2").module()
+        logits[name] = program(torch.zeros(3, 1), torch.zeros(3, 1, 8))
+    torch.testing.assert_close(logits["run"], logits["uncorrected"] + np.log(KEPT))
+
+
+def test_a_stream_has_all_negatives(negatives: Path) -> None:
+    codec = SampleCodec.load(negatives / "data")
+    samples = codec.from_objects([{"price": 1, "city": "city1", "click": 1, "time": 5}])
+    with pytest.raises(ValueError, match="training on a stream takes all samples; prepare the data with"):
+        codec.encode(samples)
+    assert codec.encode(samples, training=False).table.num_rows == 1

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -16,12 +15,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synthesize
 from cowrec.trainer.config.run import load_config
+from cowrec.trainer.online.loop import online
 from cowrec.trainer.runtime.errors import NonFiniteLoss
 from cowrec.trainer.training import evaluation
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from run_comparison import assert_same
 from trained_runs import make_folder, metrics, predicted, report_of, run
-from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, config_file, make_data, raw_rows
+from trainer_cases import TEST_ROWS, TRAIN_ROWS, UNWEIGHTED, config_file, edit_column, make_data, raw_rows
 
 SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
 
@@ -158,16 +158,6 @@ def test_seeds_residency_and_plans(folder: Path, tmp_path: Path) -> None:
         assert_same(tmp_path / "seed", folder / "run")
 
 
-def poison(data: Path) -> None:
-    """A NaN in the dense column of one training row."""
-    shard = sorted((data / "train").glob("*.parquet"))[0]
-    table = pq.read_table(shard)
-    price = table["price"].to_numpy().copy()
-    price[7] = np.nan
-    index = table.column_names.index("price")
-    pq.write_table(table.set_column(index, table.schema.field(index), pa.array(price)), shard)
-
-
 def test_a_non_finite_loss_keeps_the_last_good_checkpoint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +167,7 @@ def test_a_non_finite_loss_keeps_the_last_good_checkpoint(
 
     def evaluate_then_poison(*arguments: Any) -> Any:
         quality = good(*arguments)
-        poison(data)
+        edit_column(min((data / "train").iterdir()), "price", 7, math.nan)
         return quality
 
     monkeypatch.setattr(evaluation, "evaluate", evaluate_then_poison)
@@ -198,18 +188,41 @@ def test_a_model_that_breaks_at_the_last_step_is_not_saved(folder: Path, tmp_pat
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+FUSED, VALIDATED = "optimizer.embedding={} optimizer.l2=0", "train.validation_fraction={}"
+REFUSED = {
+    FUSED.format("fbgemm_adam"): "exists on CUDA only",
+    "train.precision=tf32": 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"',
+    "optimizer.embedding_lr_factors.citty=2": "names 'citty', .* not a sparse field; did you mean 'city'?",
+    "optimizer.embedding_lr_factors.city=-1": "embedding_lr_factors.city must be at least 0 and finite, got -1",
+    FUSED.format("sgd"): "samples have several ids .field 'tags'",
+    "optimizer.embedding=sgd clip.rule=none": r"give each row its L2 .* .field 'tags'.* optimizer.l2 = 0",
+    "train.batch_ramp=-1": "train.batch_ramp must be at least 0, got -1",
+    "train.batch_ramp=2 optimizer.embedding=fbgemm_adam": ".fbgemm_adam. keeps those that it was built with",
+    "train.batch_ramp=2 optimizer.embedding=sgd": ".sgd. keeps those that it was built with",
+    "train.batch_ramp=3 optimizer.base_batch_size=6": "takes 270 .* of 6, 12, 24, 48, but there are 205 to train",
+    "train.accumulation=52": "train.accumulation must be from 1 to train.batch_size = 51, got 52",
+    f"train.accumulation=2 clip.rule=none {FUSED.format('adagrad')}": 'cannot add up .* = "adagrad" without a clip',
+    VALIDATED.format("1.0"): "train.validation_fraction must be at least 0 and below 1, got 1.0",
+    VALIDATED.format("0.001"): "= 0.001 of 205 training samples is 0; choose one that leaves samples",
+    VALIDATED.format("0.999"): "of 205 training samples is 205; choose one that leaves samples",
+    "train.patience=-1": "train.patience must be at least 0",
+    "train.patience=1 checkpoint.keep_best=auc": "train.patience = 1 needs validation samples; prepare the data with a",
+    f"train.patience=1 {VALIDATED.format(0.2)}": "set checkpoint.keep_best to .logloss. or .auc.",
+}
+OF_STREAMS = {
+    "train.batch_ramp=2 optimizer.base_batch_size=6": "a stream has none; add --set train.batch_ramp=0",
+    "train.accumulation=2": "is for data sets, not for streams; add --set train.accumulation=1",
+}
+
+
 def test_invalid_settings_leave_nothing_behind(folder: Path, tmp_path: Path) -> None:
-    for overrides, message in (
-        (["optimizer.embedding=fbgemm_adam", "optimizer.l2=0"], "exists on CUDA only"),
-        (["train.precision=tf32"], 'tf32" exists on CUDA only; on CPU set train.precision = "float32" or "bfloat16"'),
-        (["optimizer.embedding_lr_factors={citty = 2}"], "names 'citty', .* not a sparse field; did you mean 'city'?"),
-        (["optimizer.embedding_lr_factors.city=-1"], "embedding_lr_factors.city must be at least 0 and finite, got -1"),
-        (["optimizer.embedding=sgd", "optimizer.l2=0"], "samples have several ids .field 'tags'"),
-        (["optimizer.embedding=sgd", "clip.rule=none"], r"give each row its L2 .* .field 'tags'.* optimizer.l2 = 0"),
-    ):
+    for settings, message in REFUSED.items():
         with pytest.raises(ValueError, match=message):
-            run(folder, tmp_path / "run", *overrides)
-        assert not (tmp_path / "run").exists()
+            run(folder, tmp_path / "run", *settings.split())
+    for settings, message in OF_STREAMS.items():
+        with pytest.raises(ValueError, match=message):
+            online(load_config(folder / "run.toml", settings.split()), folder / "data", "nowhere", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_folders_that_are_not_runs(folder: Path, tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
 """Warm starts: ids that both runs have keep the weights of the earlier run, matched by their strings."""
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from cowrec.data_pipeline import PrepareConfig, prepare
-from cowrec.trainer.config.run import load_config
-from cowrec.trainer.training.loop import train
 from cowrec.trainer.training.saved_run import evaluate_run
+from trained_runs import run as run_of
 from trainer_cases import CONFIG, checkpoint
 
 COLUMNS = '[[fields]]\nname = "price"\nkind = "numeric"\n[[fields]]\nname = "city"\nkind = "categorical"\n'
@@ -30,8 +28,8 @@ def data(folder: Path, name: str, cities: list[str], columns: str = COLUMNS) -> 
     return folder / name
 
 
-def run(folder: Path, data_dir: Path, name: str, *more: str) -> dict[str, Any]:
-    return train(load_config(folder / "run.toml", [*SETTINGS, *more]), data_dir, folder / name)
+def run(folder: Path, data_dir: Path, name: str, *more: str) -> None:
+    run_of(folder, folder / name, *SETTINGS, *more, data=data_dir)
 
 
 def rows_by_city(run_dir: Path) -> dict[str, torch.Tensor]:
