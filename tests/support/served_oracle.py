@@ -88,6 +88,7 @@ class Oracle:
                 np.array([key[1] for key in removed], np.int64),
                 *(features if len(FEATURES[name]) > 1 else ()),
             )
+        tables["cities"] = TableChange(np.arange(4), np.array(self.cities, np.float32))
         weights = {key: each.numpy().copy() for key, each in self.network.state_dict().items()} if dense else {}
         return Change(self.rng.randrange(100), self.rng.randrange(100), tables, weights)
 
@@ -103,6 +104,7 @@ class Oracle:
                 table[key] = self.row(name)
             for key in deleted[name]:
                 del table[key]
+        self.cities = [self.row("cities") for _ in self.cities]
         if dense:
             with torch.no_grad():
                 for each in self.network.parameters():
@@ -110,9 +112,7 @@ class Oracle:
         return self.change(written, deleted, dense)
 
     def everything(self) -> Change:
-        change = self.change({name: list(table) for name, table in self.tables.items()}, {}, dense=True)
-        cities = TableChange(np.arange(4), np.array(self.cities, np.float32))
-        return dataclasses.replace(change, tables={**change.tables, "cities": cities})
+        return self.change({name: list(table) for name, table in self.tables.items()}, {}, dense=True)
 
     def looked_up(self, name: str, feature: int, each: int) -> torch.Tensor:
         table = self.tables[name]

@@ -3,10 +3,8 @@
 import contextlib
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -129,13 +127,6 @@ def reading(url: str) -> Iterator[ReaderThread]:
         yield reader
     finally:
         reader.close()
-
-
-def eventually(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.01)
 
 
 def publish(publisher: Publisher, model: Model, *, with_dense: bool = False, wait: bool = True) -> None:
