@@ -1,15 +1,21 @@
-"""The run's configuration: error messages, overrides, saving, and derived values."""
+"""The run's configuration: error messages, overrides, saving, derived values, id tables, and written templates."""
 
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from commands.command_line import Cowrec
+from cowrec.data_pipeline import Schema, SparseField
 from cowrec.sparse_opt import PRESETS
-from cowrec.trainer.config.run import RunConfig, load_config, save_config, with_defaults
+from cowrec.trainer.config.id_table import seconds
+from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
+from cowrec.trainer.config.run import RunConfig, config_from, load_config, save_config, with_defaults
 from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.sharded_model.run_plan import Scaled
+from cowrec.trainer.sharded_model.tables import table_specs
 
 CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"
 
@@ -147,3 +153,103 @@ def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
     begun = load_config(tmp_path / "saved.toml")
     assert (begun.train.batch_size, begun.optimizer.l2) == (512, pytest.approx(1e-4))
     assert with_defaults(load(tmp_path, "[train]\nepochs = 9"), 300, begun).optimizer == begun.optimizer
+
+
+def test_times() -> None:
+    texts = {"": 0, "90s": 90, "5m": 300, "2h": 7200, "30d": 2592000}
+    assert {text: seconds(text, "key") for text in texts} == texts
+
+
+def schema(**fields: dict) -> Schema:
+    return Schema("tabular", (), tuple(SparseField(name, 10, **given) for name, given in fields.items()), {})
+
+
+def test_a_table_is_a_field_unless_fields_share_it() -> None:
+    config = config_from(
+        {
+            "model": {"embedding_dims": {"user": 4, "author": 4}},
+            "id_table": {
+                "kind": "collisionless",
+                "capacity": 100,
+                "tables": {"people": {"fields": ["user", "author"], "capacity": 50}, "day": {"kind": "rows"}},
+            },
+        }
+    )
+    specs = table_specs(schema(user={}, day={}, item={}, author={}), config)
+    found = {spec.name: ([field.name for field in spec.fields], spec.ids.kind, spec.ids.capacity) for spec in specs}
+    assert found == {
+        "people": (["user", "author"], "collisionless", 50),
+        "day": (["day"], "rows", 100),
+        "item": (["item"], "collisionless", 100),
+    }
+    assert [spec.num_embeddings >= 2 + spec.ids.capacity for spec in specs] == [True, False, True]
+    assert next(spec for spec in specs if spec.name == "day").num_embeddings == 10
+    assert [spec.embedding_dim for spec in specs] == [4, 10, 10]
+
+
+WRONG_TIME = 'id_table.expire_after must be a whole number and a unit .* such as "30d"'
+WRONG_TABLES: list[tuple[dict[str, Any], str]] = [
+    *[
+        ({"kind": "collisionless", "expire_after": text}, WRONG_TIME)
+        for text in ("30", "d", "-3d", "1.5h", "0d", "3 months")
+    ],
+    ({"capacity": 0}, "id_table.capacity must be at least 1, got 0"),
+    ({"kind": "hash", "expire_after": "3d"}, r'id_table.expire_after = .3d. has no meaning for .*"hash"'),
+    (
+        {"kind": "rows", "tables": {"day": {"admission": "count"}}},
+        "tables.day.admission = 'count' has no meaning",
+    ),
+    ({"tables": {"day": {"capacty": 4}}}, "id_table.tables.day.capacty"),
+    ({"tables": {"dya": {"capacity": 4}}}, "names 'dya', which is not a sparse field; did you mean"),
+    ({"kind": "rows", "tables": {"both": {"fields": ["day", "user"]}}}, "row numbers mean different ids"),
+    ({"tables": {each: {"fields": ["day"]} for each in "ab"}}, "tables.b and id_table.tables.a both name field 'day'"),
+    ({"tables": {"a": {"fields": ["day", "tags"]}}}, "one is pooled by sum, the other by mean"),
+    ({"tables": {"both": {"fields": ["day", "item"]}}}, "'item' share table 'both', but their .* are 10 and 3 wide"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), WRONG_TABLES)
+def test_tables_that_are_invalid_or_do_not_fit_the_data_are_refused(section: dict[str, Any], message: str) -> None:
+    fields = schema(day={}, user={}, item={}, tags={"kind": "multi", "pooling": "mean"})
+    given = {"id_table": {"kind": "hash"} | section, "model": {"embedding_dims": {"item": 3}}}
+    with pytest.raises(ValueError, match=message):
+        table_specs(fields, config_from(given))
+
+
+def test_names_and_raw_ids_that_have_no_table_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model.embedding_dims names 'usr', .* did you mean 'user'?"):
+        table_specs(schema(user={}), config_from({"model": {"embedding_dims": {"usr": 3}}}))
+    raw = Schema("tabular", (), (SparseField("user", 0, encoding="raw"),), {})
+    with pytest.raises(ValueError, match="field 'user' has raw ids"):
+        table_specs(raw, config_from({}))
+
+
+KEY = re.compile(r"^# (\w+ = .+)$", re.MULTILINE)
+
+
+def test_every_shipped_configuration_can_be_had() -> None:
+    files = [file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.toml")]
+    shipped = {name for name in files if not name.endswith("_schema")}
+    assert set(presets()) == shipped | {OWN_DATA}
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_a_written_file_has_the_values_of_its_preset(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(run_file(preset))
+    expected = RunConfig() if preset == OWN_DATA else load_config(CONFIGS / f"{preset}.toml")
+    assert load_config(tmp_path / "run.toml") == expected
+
+
+def test_keys_can_be_uncommented(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(KEY.sub(r"\1", run_file()))
+    assert load_config(tmp_path / "run.toml") == RunConfig()
+    assert len(KEY.findall(run_file())) > 80
+
+
+def test_the_command_writes_new_files_only(cowrec: Cowrec, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    assert cowrec("config", "init", "--for", "avazu", "--output", file)[0] == 0
+    assert file.read_text() == run_file("avazu")
+    assert f"{file} exists; choose another --output" in cowrec("config", "init", "--output", file)[2]
+    assert cowrec("config", "init") == (0, run_file(), "")
+    assert "--for 'critoe' is not known; did you mean 'criteo'?" in cowrec("config", "init", "--for", "critoe")[2]

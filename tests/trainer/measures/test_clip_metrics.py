@@ -1,6 +1,5 @@
 """Statistics of the clip: counts against the data, limits against the rule, and the files they are written to."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.sparse_opt import TableStats
-from cowrec.trainer.config.run import load_config
 from cowrec.trainer.measures.clip_metrics import ClipWatch, clip_remark
 from cowrec.trainer.runtime.processes import Process, process_group
-from cowrec.trainer.training.loop import train
+from trained_runs import metrics, report_of, run
 from trainer_cases import COLUMNS, TRAIN_ROWS, config_file, make_data
 
 FIELDS = [name for name in COLUMNS if name != "price"]
@@ -31,9 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, run_dir: Path, *overrides: str, data: str = "data") -> tuple[list[dict[str, Any]], Any]:
     """Trains; returns the clip's lines of metrics.jsonl, and the report."""
-    report = train(load_config(folder / "run.toml", overrides), folder / data, run_dir)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "clip"], report
+    report = run(folder, run_dir, *overrides, data=folder / data)
+    return metrics(run_dir, "clip"), report
 
 
 def test_rows_are_the_distinct_ids_of_each_step(folder: Path, tmp_path: Path) -> None:
@@ -88,7 +85,7 @@ def test_lines_add_up_to_the_report_and_are_in_tensorboard(folder: Path, tmp_pat
         assert total["fields"][name]["clipped"] == pytest.approx(clipped / sum(rows), rel=1e-12)
         assert total["fields"][name]["limit_to_norm"] == field_lines[-1]["limit_to_norm"]
     assert 0 < total["clipped"] < 1
-    assert total == json.loads((tmp_path / "run" / "report.json").read_text())["clip_statistics"]
+    assert total == report_of(tmp_path / "run")["clip_statistics"]
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     shown = [(event.step, event.value) for event in board.Scalars("clip/fields/city/clipped")]
     assert shown == [(line["step"], pytest.approx(line["fields"]["city"]["clipped"], abs=1e-7)) for line in lines]

@@ -1,20 +1,32 @@
-"""Measures of an evaluation: under the true probabilities and by groups, against scikit-learn's of the predictions."""
+"""Measures of an evaluation and of arbitrary samples, weights and groups, against scikit-learn and plain loops."""
 
+import csv
 import json
-from collections import Counter
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.calibration import calibration_curve
 from sklearn.metrics import log_loss, roc_auc_score
 
+from commands.command_line import Cowrec
 from cowrec.data_pipeline import Schema, SynthesizeConfig, synthesize
-from cowrec.trainer.config.run import load_config
-from cowrec.trainer.training.loop import train
+from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
+from cowrec.trainer.measures.quality import Samples, group_aucs, measure
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
-from trainer_cases import config_file
+from process_groups import in_processes
+from trained_runs import report_of, run
+from trainer_cases import TRAIN_ROWS, config_file, free_port, launched_as, make_data
 
 ROWS, TEST_ROWS = 400, 301
 EXPECTED = ("expected_auc", "expected_logloss", "excess_logloss")
@@ -27,16 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quality")
     synthesize(folder / "data", SynthesizeConfig(**SIZES))
     config_file(folder)
-    settings = ["train.epochs=1", "evaluate.by_id_counts=true"]
-    train(load_config(folder / "run.toml", settings), folder / "data", folder / "run")
+    run(folder, folder / "run", "train.epochs=1", "evaluate.by_id_counts=true")
     for split in ("train", "test"):
         predict_run(folder / "run", folder / "data", folder / f"{split}.parquet", split)
     return folder
-
-
-def report(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "run" / "report.json").read_text())
-    return content
 
 
 def known(measured: dict[str, Any]) -> dict[str, Any]:
@@ -68,11 +74,11 @@ def of_predictions(folder: Path, chosen: Any = slice(None), split: str = "test")
 
 def test_measures_equal_scikit_learns(folder: Path) -> None:
     """Tolerance 1e-6: predictions are float32."""
-    measured = known(report(folder)["epochs"][-1])
+    measured = known(report_of(folder / "run")["epochs"][-1])
     assert measured == pytest.approx(of_predictions(folder), abs=1e-6)
     assert 0 < measured["excess_logloss"] < measured["expected_logloss"]
     assert known(evaluate_run(folder / "run", folder / "data")) == pytest.approx(measured, abs=1e-7)
-    best = report(folder)["best_possible"]
+    best = report_of(folder / "run")["best_possible"]
     assert measured["expected_logloss"] - measured["excess_logloss"] == pytest.approx(
         best["expected_logloss"], abs=1e-6
     )
@@ -85,9 +91,231 @@ def test_groups_are_thirds_by_the_counts_of_ids(folder: Path) -> None:
     occurrences = {name: Counter(trained[name]) for name in fields}
     counts = [[occurrences[name][each] for each in test[name]] for name in fields]
     groups = np.argsort(np.argsort(np.log1p(np.stack(counts)).mean(0), kind="stable")) * 3 // TEST_ROWS
-    measured = report(folder)["by_id_counts"]
+    measured = report_of(folder / "run")["by_id_counts"]
     assert list(measured) == ["rare", "middle", "frequent"]
     for group, values in enumerate(measured.values()):
         assert known(values) == pytest.approx(of_predictions(folder, groups == group), abs=1e-6)
     board = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(board[-1])["by_id_counts"] == measured
+
+
+COLUMNS = ("city", "tags", "history", "user")
+TOP = 3
+
+
+def add_users(data: Path) -> None:
+    """Adds the kept column `user`, which is missing for some samples."""
+    for shard in (data / "test").glob("*.parquet"):
+        table = pq.read_table(shard)
+        users = [f"u{row % 7}" if row % 5 else "" for row in range(len(table))]
+        pq.write_table(table.append_column(f"{KEPT_PREFIX}user", pa.array(users)), shard)
+    content = json.loads((data / "schema.json").read_text())
+    (data / "schema.json").write_text(json.dumps(content | {"kept": ["user"]}))
+
+
+@pytest.fixture(scope="module")
+def segments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("segments")
+    make_data(folder, test_rows=TEST_ROWS)
+    config_file(folder)
+    run(folder, folder / "run", "train.epochs=1")
+    predict_run(folder / "run", folder / "data", folder / "predictions.parquet")
+    add_users(folder / "data")
+    return folder
+
+
+def members(folder: Path, column: str) -> dict[str, list[int]]:
+    """Samples of each group, from the raw file; ids that the training samples lack are one group."""
+    with (folder / "raw.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    if column == "user":
+        users = pq.read_table(folder / "data" / "test")[f"{KEPT_PREFIX}user"].to_pylist()
+        ids = [{user or "(missing)"} for user in users]
+    else:
+        separator = {"tags": "|", "history": " "}.get(column, ",")
+        bags = [{part.partition(":")[0] for part in row[column].split(separator)} for row in rows]
+        seen = set().union(*bags[:TRAIN_ROWS])
+        ids = [{each if each in seen else "(rare or unknown)" for each in bag} for bag in bags[TRAIN_ROWS:]]
+    found = defaultdict(list)
+    for sample, bag in enumerate(ids):
+        for each in bag:
+            found[each or "(missing)"].append(sample)
+    return found
+
+
+def measured(folder: Path, chosen: Sequence[int]) -> dict[str, Any]:
+    p = pq.read_table(folder / "predictions.parquet")["prediction"].to_numpy().astype(float)[list(chosen)]
+    y = pq.read_table(folder / "data" / "test")["label"].to_numpy()[list(chosen)]
+    return {
+        "rows": len(y),
+        "ctr": y.mean(),
+        "auc": roc_auc_score(y, p) if len(set(y)) == 2 else float("nan"),
+        "logloss": log_loss(y, p, labels=[0, 1]),
+        "calibration": p.mean() / y.mean() if y.any() else float("nan"),
+    }
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_groups_are_measured_as_by_scikit_learn(segments: Path, column: str) -> None:
+    """Tolerance 1e-6: predictions are float32."""
+    result = evaluate_run(segments / "run", segments / "data", by=[column], top=TOP)["by"][column]
+    groups = members(segments, column)
+    label = pq.read_table(segments / "data" / "test")["label"].to_numpy()
+    sizes = sorted((len(chosen) for chosen in groups.values()), reverse=True)
+    assert [line["rows"] for line in result["largest"]] == sizes[:TOP]
+    for line in result["largest"]:
+        expected = measured(segments, groups.pop(line["id"]))
+        assert {key: line[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+    rest = measured(segments, [sample for chosen in groups.values() for sample in chosen])
+    assert {key: result["rest"][key] for key in rest} == pytest.approx(rest, abs=1e-6)
+
+    both = [chosen for chosen in members(segments, column).values() if len(set(label[chosen])) == 2]
+    aucs, weights = [measured(segments, chosen)["auc"] for chosen in both], [len(chosen) for chosen in both]
+    assert result["gauc"] == pytest.approx(np.average(aucs, weights=weights), abs=1e-6)
+    assert (result["groups"], result["groups_in_gauc"]) == (len(sizes), len(both))
+    assert result["share_in_gauc"] == pytest.approx(sum(weights) / sum(sizes))
+
+    no_group = evaluate_run(segments / "run", segments / "data", by=[column], top=0)["by"][column]
+    assert (no_group["largest"], no_group["rest"]["rows"]) == ([], sum(sizes))
+
+
+def test_two_processes_measure_what_one_does(segments: Path) -> None:
+    """Batches of 20 of 301 samples: the last one leaves the second process without a sample."""
+    port = free_port()
+    in_processes(_evaluate_as, (segments, port), 2)
+    one = evaluate_run(segments / "run", segments / "data", by=COLUMNS, top=TOP)
+    for rank in (0, 1):
+        several = json.loads((segments / f"rank{rank}.json").read_text())
+        for key in ("auc", "logloss", "calibration_error"):
+            assert several[key] == pytest.approx(one[key], abs=1e-6)
+        for column in COLUMNS:
+            own, other = several["by"][column], one["by"][column]
+            assert own["gauc"] == pytest.approx(other["gauc"], abs=1e-6)
+            assert [line["id"] for line in own["largest"]] == [line["id"] for line in other["largest"]]
+
+
+def _evaluate_as(rank: int, folder: Path, port: int) -> None:
+    launched_as(rank, 2, port)
+    result = evaluate_run(folder / "run", folder / "data", by=COLUMNS, top=TOP)
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    os._exit(0)  # see process_groups
+
+
+def test_the_command_prints_json(cowrec: Cowrec, segments: Path) -> None:
+    _, printed, said = cowrec("evaluate", segments / "run", "--data", segments / "data", "--top", "2", "--by", "city")
+    result = json.loads(printed)
+    assert len(result["by"]["city"]["largest"]) == 2
+    assert f"{result['rows']} samples of test: AUC {result['auc']:.4f}" in said
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("price", "'price' of .* is a number, by which samples cannot be grouped"),
+        ("town", "has no field or kept column 'town' to group by; there are: city, tags, history, user"),
+    ],
+)
+def test_other_columns_are_refused(segments: Path, column: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate_run(segments / "run", segments / "data", by=[column])
+
+
+# Few different logits, so that many are equal; weights may be 0.
+SAMPLES = st.lists(
+    st.tuples(st.integers(-4, 4), st.booleans(), st.sampled_from([0.0, 0.25, 1.0, 7.0]), st.integers(0, 3)),
+    min_size=1,
+    max_size=60,
+)
+
+
+def columns(drawn: list[tuple]) -> tuple[torch.Tensor, ...]:
+    logits, label, weight, groups = (np.array(each) for each in zip(*drawn, strict=True))
+    floats = (torch.from_numpy(each.astype(np.float32)) for each in (logits / 2, label, weight))
+    return (*floats, torch.from_numpy(groups))
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn=SAMPLES)
+def test_any_weighted_samples_are_measured_as_by_scikit_learn(drawn: list[tuple]) -> None:
+    logits, label, weight, groups = columns(drawn)
+    quality = measure(Samples(logits, label, weight))
+    assert quality.rows == len(drawn)
+    of_groups = group_aucs(*Samples(logits, label, weight).arrays(), groups.numpy(), 5)
+    kept = weight > 0
+    for expected, chosen in zip(
+        [quality.auc, *of_groups.tolist()], [groups >= 0, *(groups == g for g in range(5))], strict=True
+    ):
+        x, y, w = (each[chosen & kept].double().numpy() for each in (logits, label, weight))
+        if len(set(y)) == 2:
+            assert expected == pytest.approx(roc_auc_score(y, x, sample_weight=w), abs=1e-12)
+        else:
+            assert math.isnan(expected)
+    if not kept.any():
+        assert math.isnan(quality.logloss)
+        return
+    y, w = (each[kept].double().numpy() for each in (label, weight))
+    p = 1 / (1 + np.exp(-logits[kept].double().numpy()))
+    ctr = np.average(y, weights=w)
+    assert quality.ctr == pytest.approx(ctr)
+    assert quality.logloss == pytest.approx(log_loss(y, p, sample_weight=w, labels=[0, 1]))
+    if 0 < ctr < 1:
+        alone = log_loss(y, np.full(len(y), ctr), sample_weight=w)
+        assert quality.normalized_entropy == pytest.approx(quality.logloss / alone)
+        assert quality.calibration == pytest.approx(np.average(p, weights=w) / ctr)
+    else:
+        assert math.isnan(quality.normalized_entropy)
+    check_bins(p, y, w, quality.calibration_bins, quality.calibration_error)
+
+
+def check_bins(p: np.ndarray, y: np.ndarray, w: np.ndarray, bins, error: float) -> None:
+    """Bins hold all samples between their ends, and no prediction is in two."""
+    assert list(bins.lower) == sorted(bins.lower)
+    assert all(upper < lower for upper, lower in zip(bins.upper, bins.lower[1:], strict=False))
+    assert sum(bins.weight) == pytest.approx(w.sum())
+    differences = 0.0
+    for lower, upper, prediction, rate, weight in zip(*vars(bins).values(), strict=True):
+        inside = (lower - 1e-12 <= p) & (p <= upper + 1e-12)  # the sigmoid here rounds in another way
+        assert weight == pytest.approx(w[inside].sum())
+        assert prediction == pytest.approx(np.average(p[inside], weights=w[inside]))
+        assert rate == pytest.approx(np.average(y[inside], weights=w[inside]))
+        differences += weight * abs(prediction - rate)
+    assert error == pytest.approx(differences / w.sum())
+
+
+def test_bins_of_different_predictions_are_scikit_learns_quantiles() -> None:
+    rng = np.random.default_rng(0)
+    p, y = rng.permutation(np.arange(1, 401)) / 401, (rng.random(400) < 0.3).astype(float)
+    bins = measure(Samples(torch.from_numpy(p).logit().float(), torch.from_numpy(y))).calibration_bins
+    rates, predictions = calibration_curve(y, p, n_bins=20, strategy="quantile")
+    assert bins.prediction == pytest.approx(predictions)
+    assert bins.ctr == pytest.approx(rates)
+    assert bins.weight == (20.0,) * 20
+
+
+def test_samples_without_a_label_are_left_out() -> None:
+    logits, label = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.0, 1.0, math.nan])
+    assert measure(Samples(logits, label)) == measure(Samples(logits[:2], label[:2]))
+    nothing = measure(Samples(logits[2:], label[2:]))
+    assert nothing.rows == 0
+    assert math.isnan(nothing.logloss)
+
+
+def test_zeros_of_both_signs_and_neighbouring_numbers_are_ordered_exactly() -> None:
+    rng = np.random.default_rng(0)
+    near = 2 + rng.integers(0, 300, 3000) * 2.0**-22
+    for logits in (near, rng.integers(-4, 5, 3000) / 2 * rng.choice([1, -1], 3000)):
+        label = rng.random(3000) < 1 / (1 + np.exp(2 - logits))
+        quality = measure(Samples(*(torch.from_numpy(each.astype(np.float32)) for each in (logits, label))))
+        assert quality.auc == pytest.approx(roc_auc_score(label, logits), abs=1e-12)
+
+
+def test_numbers_that_are_not_finite_are_no_quality() -> None:
+    label = torch.tensor([0.0, 1.0, 1.0])
+    for wrong in (math.nan, math.inf):
+        assert not math.isfinite(measure(Samples(torch.tensor([0.0, wrong, 1.0]), label)).logloss)
+    logits = torch.tensor([-1.0, 1.0, 0.5])
+    quality = measure(Samples(logits, label, true_logit=torch.tensor([1.0, math.nan, 0.0])))
+    assert quality.auc == 1
+    assert quality.expected_auc is not None
+    assert quality.expected_logloss is not None
+    assert math.isnan(quality.expected_auc + quality.expected_logloss)
