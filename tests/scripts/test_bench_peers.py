@@ -1,11 +1,9 @@
 """`scripts/bench_peers.py`: its lines and table, failing peers, and CowClip in plain PyTorch against a loop."""
 
-import importlib
 import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,19 +14,15 @@ NEED_NO_VENV = ["cowrec-fp32", "cowrec-bf16", "torch-sparse-adam", "torch-dense-
 PARTS = ("l2_on_every_row", "cowclip", "absent_rows_move")
 
 
-def module(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
-    """Imports a module of scripts, which is not installed."""
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module(f"scripts.{name}")
-
-
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> tuple[int, list[dict]]:
     """Runs the script; returns its exit code and output lines."""
+    from scripts import bench_peers
+
     output = folder / "peers.jsonl"
     fixed = ["--output", str(output), "--venvs", str(folder / "venvs")]
     monkeypatch.setattr(sys, "argv", ["bench_peers.py", *fixed, *arguments])
     with pytest.raises(SystemExit) as ended:
-        module(monkeypatch, "bench_peers").main()
+        bench_peers.main()
     lines = output.read_text().splitlines() if output.exists() else []
     return int(ended.value.code or 0), [json.loads(line) for line in lines]
 
@@ -59,19 +53,12 @@ def test_lines_and_table_of_a_tiny_run(tmp_path, monkeypatch, capsys):
 
 
 def test_peers_that_cannot_be_installed_or_run_do_not_affect_others(tmp_path, monkeypatch, capsys):
+    from scripts import bench_peers
+
     (tmp_path / "venvs").touch()
-    bench_peers = module(monkeypatch, "bench_peers")
     monkeypatch.setitem(bench_peers.PEERS, "deepctr", bench_peers.Peer("no_such_worker"))
-    what = [
-        "--only",
-        "fuxictr,deepctr,torch-sparse-adam",
-        "--rows",
-        "1000",
-        "--batch-sizes",
-        "32",
-        "--epoch-share",
-        "1e-6",
-    ]
+    what = ["--only", "fuxictr,deepctr,torch-sparse-adam", "--rows", "1000"]
+    what += ["--batch-sizes", "32", "--epoch-share", "1e-6"]
     code, lines = run(monkeypatch, tmp_path, *what, "--rounds", "1", "--seconds", "0")
     assert code == 1
     assert lines[0]["error"].startswith("cannot be installed: ")
@@ -80,9 +67,10 @@ def test_peers_that_cannot_be_installed_or_run_do_not_affect_others(tmp_path, mo
     assert lines[2]["steps"] == 5
 
 
-def test_the_clip_of_plain_pytorch_equals_cowclip(monkeypatch):
+def test_the_clip_of_plain_pytorch_equals_cowclip():
     """Compares with a loop in float64; float32 rounds norms and their ratio to a few units in 1e7."""
-    peer = module(monkeypatch, "peers.torch_dense_adam_cowclip")
+    from scripts.peers import torch_dense_adam_cowclip as peer
+
     random = np.random.default_rng(0)
     weights, gradients = random.normal(size=(7, 10)), random.normal(size=(7, 10))
     weights[1] = 0.0  # limited by the floor

@@ -1,10 +1,12 @@
-"""`scripts/demo.py` on few samples: its runs differ in batch size and scaling rule alone; summary, table and plot."""
+"""`scripts/demo.py` on few samples, and the example of CowClip in a TorchRec job in one process and two."""
 
 import dataclasses
-import importlib
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,14 +14,6 @@ from cowrec.data_pipeline import SynthesizeConfig
 from cowrec.trainer.config.run import RunConfig, load_config
 from cowrec.trainer.config.sections import OptimizerConfig
 from cowrec.trainer.reports.plotting import plt
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("scripts.demo")
 
 
 def alike(config: RunConfig) -> RunConfig:
@@ -31,11 +25,13 @@ def alike(config: RunConfig) -> RunConfig:
     )
 
 
-def test_runs_summary_table_and_plot(script: Any, tmp_path: Path) -> None:
+def test_runs_summary_table_and_plot(tmp_path: Path) -> None:
+    from scripts.demo import demo  # which prepares the process
+
     (tmp_path / "small_batch").mkdir()
     (tmp_path / "small_batch" / "earlier").touch()
     rows = 2 * 4096 + 1
-    printed = script.demo(tmp_path, SynthesizeConfig(rows=rows, test_rows=2000, vocabulary_scale=1e-5))
+    printed = demo(tmp_path, SynthesizeConfig(rows=rows, test_rows=2000, vocabulary_scale=1e-5))
     assert not (tmp_path / "small_batch" / "earlier").exists()
     summary = json.loads((tmp_path / "summary.json").read_text())
     runs = [tmp_path / each["name"].replace(" ", "_") for each in summary]
@@ -59,3 +55,34 @@ def test_runs_summary_table_and_plot(script: Any, tmp_path: Path) -> None:
         assert [f"{100 * (line['auc'] - small['auc']):+.2f}", f"{line['logloss']:.4f}"] == shown.split()[-3:-1]
         assert f"  {line['scaling']}  " in shown
     assert min(plt.imread(tmp_path / "demo.png").shape[:2]) > 400
+
+
+SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "torchrec_dlrm_example.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# Use the loopback interface regardless of the host name; one thread per process suffices.
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "processes"), [([], [], 1), ([], ["--replay"], 1), (TORCHRUN, ["--replay"], 2)]
+)
+def test_learns_and_reports_the_clip(launcher: list[str], options: list[str], processes: int) -> None:
+    """Runs both optimizers; 512 samples per step in total, each with 1 to 3 ids per field."""
+    steps = ["--steps", "100", "--batch-size", str(512 // processes)]
+    command = [sys.executable, *launcher, SCRIPT, *steps, *options]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            output, errors = run.communicate(timeout=180)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # torchrun then ends its ranks; if killed it would not
+            raise
+    assert run.returncode == 0, errors
+    losses = {
+        int(step): float(loss) for step, loss in re.findall(r"^step +(\d+) +loss ([\d.]+)$", output, re.MULTILINE)
+    }
+    assert losses[100] < 0.9 * losses[1]
+    statistics = re.findall(r"^(field\d)  (\d+) rows updated, ([\d.]+)% of them clipped", output, re.MULTILINE)
+    assert [table for table, _, _ in statistics] == [f"field{i}" for i in range(8)]
+    for _, rows, clipped in statistics:
+        assert 100 * 512 < int(rows) < 100 * 512 * 3
+        assert 0 <= float(clipped) <= 100

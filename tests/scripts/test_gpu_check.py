@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.sh`: its messages, a rehearsal on CPU, failing parts, and its calculations."""
+"""`scripts/gpu_check.sh`: messages, rehearsal, failing parts, calculations; `scripts/gpu/kernels.py`, interpreted."""
 
 import fcntl
 import json
@@ -8,30 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from scripts.gpu import check as gpu_check
+from scripts.gpu import report as gpu_report
 
-from scripts.gpu import check as gpu_check  # noqa: E402
-from scripts.gpu import report as gpu_report  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def line(batch_size: int, step_ms: float, clip: str, mode: str = "replay") -> dict[str, Any]:
     rate = 1000 * batch_size / step_ms
-    return {
-        "mode": mode,
-        "clip": clip,
-        "precision": "tf32",
-        "batch_size": batch_size,
-        "step_ms": step_ms,
-        "samples_per_second": rate,
-        "minutes_of_10_epochs": 412_565_550 / rate / 60,
-        "roofline": {"step_ms": 4.0},
-        "host_ms": 0.1,
-        "kernels": 70.0,
-        "captured": True,
-    }
+    speed = {"step_ms": step_ms, "samples_per_second": rate, "minutes_of_10_epochs": 412_565_550 / rate / 60}
+    case = {"mode": mode, "clip": clip, "precision": "tf32", "batch_size": batch_size}
+    return {**case, **speed, "roofline": {"step_ms": 4.0}, "host_ms": 0.1, "kernels": 70.0, "captured": True}
 
 
 def start(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -102,3 +93,22 @@ def test_speeds_and_targets() -> None:
     assert [each["met"] for each in targets] == [True, False, False, False]
     assert targets[3]["measured"] == pytest.approx(4 / 9.5)
     assert not any(each["met"] or each["measured"] for each in gpu_report.targets([]))
+
+
+def test_each_line_has_the_times_of_the_kernels_on_the_rows_of_the_stream(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    output = tmp_path / "kernels.jsonl"
+    tiny = ["--batch-sizes", "2", "--rows", "4", "--epoch-share", "1e-6", "--steps", "1", "--device", "cpu"]
+    command = [sys.executable, "-m", "scripts.gpu.kernels", *tiny, "--output", str(output)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    on, off = (json.loads(line) for line in output.read_text().splitlines())
+    assert (on["clip"], off["clip"], on["batch_size"]) == ("on", "off", 2)
+    before = round(1e-6 * 41_256_555 / 2)
+    # The second batch, after one that is not timed.
+    rows = CriteoIds(max_rows=4).rows(2 * (before + 1), 2)
+    assert on["distinct_rows"] == off["distinct_rows"] == sum(len(np.unique(each)) for each in rows)
+    for each in (on, off):
+        assert list(each["ms"]) == ["find", "replay", "update"]
+        assert min(each["ms"].values()) > 0

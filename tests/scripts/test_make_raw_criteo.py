@@ -1,7 +1,6 @@
 """Raw files generated in Criteo's layout: `prepare` finds the ids and numbers they were made of."""
 
 import gzip
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -12,21 +11,16 @@ import pytest
 
 from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from scripts import make_raw_criteo
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_raw_criteo.py"
 ROWS = 70_000  # more than a chunk of the writer
 
 
 def make(*arguments: object) -> None:
     """Runs the script in this process."""
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-        script.main()
+        patch.setattr(sys, "argv", ["make_raw_criteo.py", *map(str, arguments)])
+        make_raw_criteo.main()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """`reproduce_paper.sh` end to end on a few lines: killed in a run, continued, and its table and plot."""
 
-import importlib.util
 import json
 import lzma
 import os
@@ -11,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib.pyplot as plt
 import pytest
 
 from raw_cases import write_criteo
+from scripts.paper import report as paper_report
+from scripts.paper import settings as paper_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "reproduce_paper.sh"
@@ -32,18 +32,6 @@ DEFAULTS = {
     "REPRODUCE_BASELINE": "linear,sqrt",
     "REPRODUCE_MIN_COUNT": "1",
 }
-
-
-def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"paper_{name}", ROOT / "scripts" / "paper" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-paper_report, paper_settings = module("report"), module("settings")
 
 
 def start(train: Path, output: Path, **settings: str) -> subprocess.Popen[str]:
