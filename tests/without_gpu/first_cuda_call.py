@@ -14,9 +14,7 @@ _init_process_group = dist.init_process_group
 
 
 def _with_gloo(*_: Any, **settings: Any) -> None:
-    settings |= {"backend": "gloo"}
-    settings.pop("device_id", None)
-    _init_process_group(**settings)
+    _init_process_group(**settings | {"backend": "gloo", "device_id": None})
 
 
 torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)

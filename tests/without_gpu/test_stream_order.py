@@ -1,7 +1,7 @@
 """Work on one CUDA stream that another stream's work depends on is waited for; streams only record here."""
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,15 +90,13 @@ class Copied:
 
 
 def test_batches_are_used_after_their_copy_and_kept_until_then(streams: Streams) -> None:
-    def batches() -> Generator[Any, None, None]:
-        yield from made
-
     made, taken = [Copied(streams) for _ in range(5)], []
-    for batch in _copied_to_gpu(batches(), torch.device("cuda")):
+    batches: Any = (each for each in made)
+    for batch in _copied_to_gpu(batches, torch.device("cuda")):
         assert streams.current.follows(batch.copied)
         assert batch.used_on is streams.current
         streams.current.work()
         taken.append(batch)
-        ahead = made[len(taken) : len(taken) + 1]
-        assert all(not streams.current.follows(each.copied) for each in ahead), "the next copy is waited for as well"
+        for ahead in made[len(taken) : len(taken) + 1]:
+            assert not streams.current.follows(ahead.copied)
     assert taken == made

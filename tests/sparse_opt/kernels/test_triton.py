@@ -222,7 +222,6 @@ def compare_far() -> None:
     output_grad = torch.from_numpy(rng.normal(0, 1, (len(indices), DIM)).astype(np.float32))
     history = StepHistory(config, torch.device("cpu"))
     history.replace(np.full(20, config.lr))
-    history.prepare(21, config.lr)
     trained = []
     with tempfile.TemporaryDirectory() as folder:
         for rows in (near_rows, 1 << 28):
@@ -238,11 +237,8 @@ def compare_far() -> None:
             steps = DeviceSteps(taken, last, *history.schedule, torch.ones(1), log_beta2)
             clips = TableClips(one * DIM, torch.tensor([0.5]), torch.tensor([1e-9]), torch.tensor([True]))
             bags = BagsOfLookup([0], [DIM], torch.device("cpu"))
-            ids = find_rows_on_device(
-                layout,
-                bags.of({"indices": indices + first, "offsets": torch.arange(len(indices) + 1)}),
-                torch.zeros_like(one),
-            )
+            of_batch = bags.of({"indices": indices + first, "offsets": torch.arange(len(indices) + 1)})
+            ids = find_rows_on_device(layout, of_batch, torch.zeros_like(one))
             thresholds, constants = DecayThresholds(config.lr, 1e-11, 1e-20), adam_constants(config)
             replay_rows_on_device(ids.row, ids.begin, layout, None, state, steps, constants, thresholds)
             taken.add_(1)

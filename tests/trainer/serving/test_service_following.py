@@ -69,8 +69,8 @@ def test_published_versions_are_served(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "published"
     with serving(folder / "export", "--follow", str(target), status="waiting") as server:
         assert server.ask("GET", "/livez")[0] == 200
-        status, answer = server.ask("GET", "/readyz")
-        assert (status, f"{target} has no version yet; check --follow" in answer["problem"]) == (503, True), answer
+        wait_for(lambda: f"{target} has no version yet; check --follow" in server.ask("GET", "/readyz")[1]["problem"])
+        assert server.ask("GET", "/readyz")[0] == 503
         status, answer = server.predict(raw_samples(folder))
         assert (status, "have not been applied yet" in answer["error"]) == (503, True), answer
         assert server.metrics()["cowrec_ready"] == 0
