@@ -49,13 +49,14 @@ R, ZETA = 0.5, 1e-4
 TABLES = (Table(20, 8, ("a",)), Table(5, 4, ("b",)), Table(60, 12, ("c", "d")))
 COWCLIP = ("cowclip", {"r": R, "zeta": ZETA})
 FUSED: dict[str, Any] = {"optimizer": "rowwise_adagrad", "rule": COWCLIP, "exclude": ((0, 1),)}
-IDS = Collection(TABLES, weighted=True, max_ids=4)
+IDS, BATCHES = Collection(TABLES, weighted=True, max_ids=4), Collection(TABLES, max_ids=4, variable_batch=True)
+SEQUENCES = Collection(tuple(Table(rows, 8, (name,)) for rows, name in ((20, "a"), (60, "b"))), sequence=True)
 TRAININGS = [
     drawing.Problem((collection,), steps=4, pass_size=16, **settings)
     for collection, settings in (
         (IDS, {"optimizer": "replay", "rule": COWCLIP, "l2": 1e-2, "weight_decay": 0.1, "clip_columns": 3}),
-        (IDS, {"optimizer": "lazy", "rule": COWCLIP, "exclude": ((0, 1),), "lr_factors": ((0, 0, 0.3),)}),
-        (IDS, {"optimizer": "lazy", "rule": ("constant", {"max_norm": 1e-6}), "idle": (0,)}),
+        (BATCHES, {"optimizer": "lazy", "rule": COWCLIP, "exclude": ((0, 1),), "lr_factors": ((0, 0, 0.3),)}),
+        (SEQUENCES, {"optimizer": "replay", "rule": ("constant", {"max_norm": 1e-6}), "idle": (0,)}),
         (IDS, FUSED),
         (Collection(TABLES, max_ids=1), FUSED | {"single_id_bags": True, "l2": 1e-3, "clip_columns": 3}),
     )

@@ -24,7 +24,6 @@ CASES = {"rows": COMMON, "hash": tuple(random.Random(0).sample(NAMES, 12))}
 
 @pytest.mark.parametrize("ids", CASES)
 def test_any_name_trains_and_is_served(tmp_path: Path, ids: str) -> None:
-    """With settings of single tables by these names."""
     names, rng, rows = CASES[ids], random.Random(0), 120
     columns = {name: [f"v{rng.randrange(6)}" for _ in range(rows)] for name in names}
     table = pa.table({"clicked here": [rng.randrange(2) for _ in range(rows)], **columns})
