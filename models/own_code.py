@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,10 +114,15 @@ def check_network(name: str, build: Callable[[], Any], front: LookedUpFront, num
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"{given} has no parameters to train beside the tables; add one, such as a bias of the logits")
     rows = torch.rand(3, num_fields, front.row_width, requires_grad=True)
+
+    def forward(training: bool, *inputs: Tensor) -> Tensor:
+        logits: Tensor = network.train(training)(*inputs)
+        return logits
+
     for samples in (3, 1):
         what = f"its forward(dense, sparse) on {samples} sample{'s' if samples > 1 else ''}"
         dense, some = torch.rand(samples, front.num_dense), rows[:samples]
-        logits = tried(given, what, lambda: network.train(samples > 1)(dense, some), hint)  # noqa: B023
+        logits = tried(given, what, partial(forward, samples > 1, dense, some), hint)
         shape = [samples, num_tasks] if num_tasks > 1 else [samples]
         found = f"{list(logits.shape)} of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
         if found != f"{shape} of torch.float32":

@@ -64,7 +64,7 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
         else:
             norm = everything if isinstance(rule, GlobalClip) else np.linalg.norm(grad)
             adaptive = isinstance(rule, AdaptiveFieldClip)
-            limit = max(rule.r * np.linalg.norm(weights), rule.zeta) if adaptive else rule.max_norm  # type: ignore[attr-defined]
+            limit = max(rule.r * np.linalg.norm(weights), rule.zeta) if adaptive else rule.max_norm
             ratios = np.full(len(weights), norm / limit)
         assert stats.rows == len(weights)
         assert stats.clipped == pytest.approx((ratios > 1).mean())

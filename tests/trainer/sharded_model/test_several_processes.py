@@ -108,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def several(folder: Path, *of: str | int) -> Path:
-    return folder / "several" / str(SEVERAL.index(of))  # type: ignore[arg-type]
+    return folder / "several" / str(SEVERAL.index(of))
 
 
 def assert_same_epochs(runs: Sequence[Path]) -> None:
