@@ -116,14 +116,17 @@ def plot_runs(runs: Sequence[RunCurves], path: Path) -> Path:
         bins = next((line["calibration_bins"] for line in reversed(run.epochs) if "calibration_bins" in line), None)
         if bins:
             calibration.plot(bins["prediction"], bins["ctr"], color=color, marker="o", ms=4, lw=1)
+    for axis in (auc, logloss):
+        axis.set_xlim(0.5, max([1, *(each["epoch"] + 1 for run in runs for each in run.epochs)]) + 0.5)
     losses.set(title="training loss", xlabel=unit)
     auc.set(title="AUC (dashed: of validation samples)", xlabel="epoch")
     logloss.set(title="logloss (dashed: of validation samples)", xlabel="epoch")
     rates.set(title="learning rate (dashed: of tables)", xlabel=unit, yscale="log")
-    rates.set_ylim(bottom=1e-4 * rates.get_ylim()[1])  # a warm-up begins near 0, which would hide the rest
+    highest = rates.get_ylim()[1]
+    rates.set_ylim(1e-4 * highest, 2 * highest)  # a warm-up begins near 0, which would hide the rest
     speeds.set(title="training samples per second", xlabel=unit)
-    speeds.set_ylim(bottom=0)
-    calibration.set(title="click rate of twentieths of the test samples, at the end", xlabel="their mean prediction")
+    speeds.set_ylim(0, 1.05 * speeds.get_ylim()[1])
+    calibration.set(title="click rate of twentieths of test samples, at the end", xlabel="their mean prediction")
     calibration.axline((0, 0), slope=1, color="gray", ls=":", zorder=0)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
