@@ -72,7 +72,7 @@ def test_learns_and_reports_the_clip(launcher: list[str], options: list[str], pr
     command = [sys.executable, *launcher, SCRIPT, *steps, *options]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
-            output, errors = run.communicate(timeout=180)
+            output, errors = run.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             run.terminate()  # torchrun then ends its ranks; if killed it would not
             raise

@@ -73,7 +73,7 @@ def test_a_stopped_script_continues(tmp_path: Path) -> None:
     wait_for((second / "runs").exists, process)
     os.kill(process.pid, signal.SIGTERM)
     # The pipe closes with the last process, so none is left behind.
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=600)[0]
     assert process.returncode == 143
     assert said.endswith("\nstopped; the same command continues\n")
     assert "Traceback" not in said

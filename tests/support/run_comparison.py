@@ -17,7 +17,7 @@ def lines(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def wait_for(happened: Callable[[], object], seconds: float = 120.0) -> None:
+def wait_for(happened: Callable[[], object], seconds: float = 600.0) -> None:
     """Waits until a condition holds; fails after a time limit."""
     end = time.monotonic() + seconds
     while not happened():

@@ -29,7 +29,7 @@ from cowrec.trainer.serving.service import Limits, Service
 from trained_runs import make_folder, predicted, run
 from trainer_cases import ENVIRONMENT, TRAIN_ROWS, free_port
 
-DEADLINE = 180.0
+DEADLINE = 600
 GOOD = {"price": 3, "city": "city1", "tags": ["t1", "t2"], "history": [{"id": "h1", "weight": 0.5}]}
 
 
@@ -159,7 +159,7 @@ def serving_here(export_dir: Path, limits: Limits) -> Iterator[tuple[Client, Ser
             yield client, service
         finally:
             server.should_exit = True
-            thread.join(60)
+            thread.join(600)
 
 
 def unfinished(server: Client) -> tuple[socket.socket, bytes]:

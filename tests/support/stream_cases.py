@@ -130,8 +130,8 @@ def arrivals(samples, lateness, window):
     return good, counts
 
 
-def polled(source, count, seconds=20):
-    chunks, deadline = [], time.monotonic() + seconds
+def polled(source, count):
+    chunks, deadline = [], time.monotonic() + 600
     while sum(len(chunk) for chunk in chunks) < count:
         assert time.monotonic() < deadline, f"only {sum(map(len, chunks))} of {count} samples arrived"
         chunk = source.poll(1000, 0.1)
@@ -147,8 +147,8 @@ def samples_of(chunk):
     return chunk.samples.to_pylist() if isinstance(chunk.samples, pa.Table) else map(json.loads, chunk.samples)
 
 
-def batches_of(stream, count, seconds=30):
-    batches, deadline = [], time.monotonic() + seconds
+def batches_of(stream, count):
+    batches, deadline = [], time.monotonic() + 600
     while sum(len(batch.block) for batch in batches) < count:
         assert time.monotonic() < deadline, f"only {[numbers(batch) for batch in batches]}"
         batch = stream.next_batch(0.1)

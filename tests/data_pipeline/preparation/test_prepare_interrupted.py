@@ -48,7 +48,7 @@ def test_a_killed_prepare_starts_again_with_a_warning(raw, tmp_path, caplog, sha
     """Covers a kill by signal 9 in the first pass, and one after all is written but before the rename."""
     out = tmp_path / "out"
     killed = preparing(raw, out, share, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert killed.wait(60) == -signal.SIGKILL
+    assert killed.wait(600) == -signal.SIGKILL
     (left,) = tmp_path.glob("out*")
     assert left.name == f"out.partial-{killed.pid}"
     refused("not a prepared data set", Reader, left, "train", batch_size=8)
@@ -71,7 +71,7 @@ def test_a_running_prepare_is_not_disturbed(raw, tmp_path):
     assert other.stdout.read(1) == "*"
     with pytest.raises(ValueError, match=rf"out is being written by process {other.pid}, in .*wait until it is done"):
         prepare("criteo", [raw], out, CONFIG)
-    other.communicate("*", timeout=60)
+    other.communicate("*", timeout=600)
     assert other.returncode == 0
     assert Schema.load(out).splits["train"].rows + Schema.load(out).splits["test"].rows == 1000
 

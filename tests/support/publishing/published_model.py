@@ -116,7 +116,7 @@ class ReaderThread:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
 
 

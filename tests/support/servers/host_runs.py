@@ -50,5 +50,5 @@ def start(hosts: Hosts, command: list[str], names: Sequence[str] = (), environme
 
 def finish(hosts: Hosts, names: Sequence[str] = ()) -> None:
     """Waits until all hosts, or these, have ended without an error."""
-    for name, code in hosts.wait(240, names).items():
+    for name, code in hosts.wait(600, names).items():
         assert code == 0, f"{name}:\n{hosts.log(name)}"

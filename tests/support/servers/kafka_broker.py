@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from trainer_cases import free_port
 
-DEADLINE = 20.0
+DEADLINE = 600
 
 
 class KafkaBroker:

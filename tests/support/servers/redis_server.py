@@ -38,7 +38,7 @@ class RedisServer:
         for key, value in options.items():
             command += [f"--{key}", str(value)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        client, deadline = self.client(), time.monotonic() + 60
+        client, deadline = self.client(), time.monotonic() + 600
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.ConnectionError):
                 if client.ping():

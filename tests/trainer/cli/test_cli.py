@@ -40,7 +40,7 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
         seen.append(line)
         if line.startswith("epoch 1/100000  step"):  # the epoch's quality
             process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=600) == 130
     newest = sorted((run / "checkpoints").iterdir())[-1]
     step = int(newest.name.removeprefix("step_"))
     said = f"cowrec: stopped at step {step}; saved {newest}; to continue, add --run-dir {run} --resume to the command"

@@ -192,7 +192,7 @@ def test_sigterm_lets_requests_in_progress_finish(folder: Path) -> None:
         with connection:
             connection.sendall(remainder)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-        stderr = server.process.communicate(timeout=60)[1]
+        stderr = server.process.communicate(timeout=600)[1]
         assert (server.process.returncode, "Traceback" in stderr) == (0, False), stderr
         assert f"cowrec: listening on http://127.0.0.1:{server.port}: POST /predict" in stderr
         assert f"cowrec: {folder / 'export'} is served: step 5\n" in stderr
@@ -297,13 +297,13 @@ def at_once(limited: Limited, requests: list[tuple[socket.socket, bytes]]) -> Co
 
     def slowly(samples: list) -> object:
         computing.set()
-        assert sent.wait(60)
+        assert sent.wait(600)
         return compute(samples)
 
     service.batcher._compute = slowly
     first = threading.Thread(target=client.predict, args=(GOOD,))
     first.start()
-    assert computing.wait(60)
+    assert computing.wait(600)
     service.batcher._compute = compute
     for connection, content in requests:
         connection.sendall(content)
@@ -316,7 +316,7 @@ def test_requests_beyond_the_concurrency_limit_are_refused(limited: Limited) -> 
     """Of six that arrive at once four have a slot; those refused are served on the same connections later."""
     body = json.dumps(GOOD).encode()
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    connections = [socket.create_connection(("127.0.0.1", limited[0].port), timeout=60) for _ in range(6)]
+    connections = [socket.create_connection(("127.0.0.1", limited[0].port), timeout=600) for _ in range(6)]
     busy = "4 requests are in progress, which is the limit; retry later"
     answers = at_once(limited, [(each, request) for each in connections])
     assert answers == {(200, False, False, ""): 4, (503, True, False, busy): 2}
@@ -331,7 +331,7 @@ def test_requests_that_are_late_are_refused(limited: Limited) -> None:
     """Two arrive while another one is computed, due in a microsecond."""
     client, body = limited[0], json.dumps(GOOD).encode()
     request = b"POST /predict?timeout_ms=0.001 HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    connections = [socket.create_connection(("127.0.0.1", client.port), timeout=60) for _ in range(2)]
+    connections = [socket.create_connection(("127.0.0.1", client.port), timeout=600) for _ in range(2)]
     late = "no prediction could be made within 0.001 ms; retry later"
     assert at_once(limited, [(each, request) for each in connections]) == {(503, True, False, late): 2}
     assert client.metrics()["cowrec_rejected_requests_total{reason=late}"] == 2
@@ -358,7 +358,7 @@ def test_clients_that_send_slowly_keep_no_slot(limited: Limited) -> None:
 
 def test_connections_beyond_the_limit_are_refused(limited: Limited) -> None:
     client = limited[0]
-    opened = [socket.create_connection(("127.0.0.1", client.port), timeout=60) for _ in range(60)]
+    opened = [socket.create_connection(("127.0.0.1", client.port), timeout=600) for _ in range(60)]
     statuses = []
     for each in opened:
         each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -373,7 +373,7 @@ def test_a_request_to_change_the_protocol_is_refused(limited: Limited) -> None:
     """As Java's client does it with each request, unless it is told not to."""
     body = json.dumps(GOOD).encode()
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", limited[0].port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", limited[0].port), timeout=600) as connection:
         connection.sendall(HEAD + upgrade + body)
         status, _, closes, error = answer_of(connection)
         assert (status, closes, "speak plain HTTP/1.1" in error) == (400, True, True)
