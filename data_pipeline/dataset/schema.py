@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline.files import replace_file
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 SCHEMA_FILE = "schema.json"
 LABEL = "label"
 TIME = "time"

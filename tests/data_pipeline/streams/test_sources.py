@@ -151,7 +151,7 @@ def test_redis_entries_are_read_in_order_and_again(server, opened):
     source = redis_source(server)
     assert source.poll(10, 0.05) is None, "a missing stream is empty"
     add(server, numbered(30))
-    chunks = [source.poll(8, 5), *polled(source, 22)]
+    chunks = [source.poll(8, 600), *polled(source, 22)]
     assert contents(chunks) == list(range(30))
     assert len(chunks[0]) == 8
     assert contents([source.read("", chunks[0].start, chunks[-1].end)]) == list(range(30))
@@ -222,7 +222,7 @@ CONFIG = DriftConfig(rows=2000, days=2.0, core_ids=(5, 50), new_ids_per_day=(0, 
 def test_samples_sent_to_a_folder_are_read_back(tmp_path):
     tables, folder = list(drifting_tables(CONFIG, 0, 250, chunk_rows=100)), tmp_path / "samples"
     assert send(tables, DirectorySink(folder)) == 250
-    rows = [row for chunk in polled(open_source(str(folder)), 250, 60) for row in samples_of(chunk)]
+    rows = [row for chunk in polled(open_source(str(folder)), 250) for row in samples_of(chunk)]
     assert rows == pa.concat_tables(tables).to_pylist()
     send(drifting_tables(CONFIG, 250, 10), DirectorySink(folder))
     assert sorted(path.name for path in folder.iterdir()) == [f"{number:012d}.parquet" for number in range(4)]
@@ -242,6 +242,6 @@ def test_the_command_continues_after_the_training_rows(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out == f"{tmp_path}/samples: 100 samples\n"
     source = open_source(f"{tmp_path}/samples")
     (expected,) = drifting_tables(CONFIG, 2000, 100)
-    assert source.poll(1000, 1).samples.equals(expected)
+    assert source.poll(1000, 600).samples.equals(expected)
     assert source.poll(1000, 1) is None
     assert source.ended
