@@ -1,22 +1,42 @@
-"""The data pipeline: raw click logs to Parquet shards of ids, and shards or streams to batches."""
+"""The data pipeline: raw click logs to Parquet shards of ids, and shards or streams to batches.
 
+Names are imported on first use: a batch and its schema need neither pyarrow nor numba.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .codec import BadSample, Encoded, RawSamples, SampleCodec
-from .dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
-from .preparation.config import PrepareConfig
-from .preparation.prepare import prepare, work_bytes
-from .reading.reader import Reader, available_bytes, resident_bytes
-from .schema_inference import infer_schema
-from .streams.open import open_source
-from .streams.position import Position
-from .streams.source import Chunk, SampleSource
-from .streams.stream import SampleStream, StreamBatch
-from .synthetic.drifting import synthesize_drifting
-from .synthetic.planted import SynthesizeConfig, synthesize
-
 if TYPE_CHECKING:
+    from .codec import BadSample, Encoded, RawSamples, SampleCodec
     from .dataset.batch import Batch
+    from .dataset.schema import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, DenseField, Schema, SparseField, Split
+    from .preparation.config import PrepareConfig
+    from .preparation.prepare import prepare, work_bytes
+    from .reading.reader import Reader, available_bytes, resident_bytes
+    from .schema_inference import infer_schema
+    from .streams.open import open_source
+    from .streams.position import Position
+    from .streams.source import Chunk, SampleSource
+    from .streams.stream import SampleStream, StreamBatch
+    from .synthetic.drifting import synthesize_drifting
+    from .synthetic.planted import SynthesizeConfig, synthesize
+
+_NAMES = {
+    ".codec": "BadSample Encoded RawSamples SampleCodec",
+    ".dataset.batch": "Batch",
+    ".dataset.schema": "MISSING OUT_OF_VOCABULARY RESERVED_ROWS DenseField Schema SparseField Split",
+    ".preparation.config": "PrepareConfig",
+    ".preparation.prepare": "prepare work_bytes",
+    ".reading.reader": "Reader available_bytes resident_bytes",
+    ".schema_inference": "infer_schema",
+    ".streams.open": "open_source",
+    ".streams.position": "Position",
+    ".streams.source": "Chunk SampleSource",
+    ".streams.stream": "SampleStream StreamBatch",
+    ".synthetic.drifting": "synthesize_drifting",
+    ".synthetic.planted": "SynthesizeConfig synthesize",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "MISSING",
@@ -51,8 +71,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Batch":
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .dataset.batch import Batch  # imports TorchRec, which takes seconds
-
-    return Batch
+    return getattr(import_module(_MODULE_OF[name], __name__), name)

@@ -25,12 +25,12 @@ from cowrec.data_pipeline.dataset.schema import (
     TIME,
     WEIGHT_SUFFIX,
     DenseField,
+    DenseTransform,
     Schema,
     SparseField,
     label_columns,
 )
 from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers, string_hashes
-from cowrec.data_pipeline.raw.layouts import DenseTransform
 from cowrec.data_pipeline.raw.parsing import Parsed
 
 VOCABULARY_FOLDER = "vocabulary"

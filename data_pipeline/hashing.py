@@ -1,20 +1,20 @@
 """Stable 64-bit hashes of integers and strings, in compiled loops."""
 
+from typing import Any
+
 import numba
 import numpy as np
 import pyarrow as pa
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+from . import splitmix
+from .splitmix import GOLDEN
+
 FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
 
 
-@numba.njit(inline="always")
-def mix(state: np.uint64) -> np.uint64:
-    """Applies splitmix64's output function (Steele, Lea, Flood 2014), a bijection of the 64-bit integers."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+mix: Any = numba.njit(inline="always")(splitmix.mix)
+"""Applies splitmix64's output function to a uint64 in a compiled function."""
 
 
 @numba.njit(inline="always")

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
 from cowrec.trainer.bench.measurement import Case, cases, measure, run_ids
 from cowrec.trainer.bench.parts import LEAST_STEPS, speed
 from cowrec.trainer.bench.settings import Bench

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cowrec.data_pipeline import PrepareConfig, prepare
 from cowrec.data_pipeline.encoding import Vocabulary
-from cowrec.data_pipeline.synthetic.planted import CRITEO_SIZES
+from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 
 OUTPUT = Path(__file__).parents[1] / "data_pipeline" / "synthetic" / "criteo_frequencies.py"
 CRITEO_ROWS = 45_840_617

@@ -1,7 +1,7 @@
 """CowClip and the embedding optimizers, for use in any TorchRec job.
 
 Names are imported on first use: the clip and scaling functions need only torch; ``attach_cowclip`` and
-``EmbeddingAdam`` need TorchRec and FBGEMM; these two and ``IdTables`` need numba.
+``EmbeddingAdam`` need TorchRec and FBGEMM; ``IdTables`` need numba, and on CPU so do the other two.
 """
 
 from importlib import import_module

@@ -53,7 +53,8 @@ FOLDERS: dict[str, dict[str, str]] = {
         "files": "",
         "urls": "",
         "remote": "files urls",
-        "hashing": "",
+        "splitmix": "",
+        "hashing": "splitmix",
         "parallel": "",
         "grouped_file": "",
         "dataset": "files remote",
@@ -65,7 +66,7 @@ FOLDERS: dict[str, dict[str, str]] = {
         "json_lines": "raw",
         "codec": "hashing json_lines dataset raw encoding",
         "streams": "files urls hashing grouped_file dataset codec encoding",
-        "synthetic": "hashing parallel dataset raw encoding",
+        "synthetic": "splitmix hashing parallel dataset raw encoding",
     },
     "models": {
         "config": "",
@@ -291,6 +292,19 @@ import sys
 sys.modules.update(dict.fromkeys({absent}))
 from cowrec.sparse_opt import {", ".join(NEEDS_TORCH_ALONE) if alone else "*"}
 assert "torch" in sys.modules
+"""
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+
+
+def test_steps_on_a_gpu_need_neither_numba_nor_pyarrow() -> None:
+    """Triton's kernels, the bench and its stream of ids; ``numba`` compiles for CPU, pyarrow reads data sets."""
+    program = """
+import sys
+sys.modules.update(dict.fromkeys(["numba", "llvmlite", "pyarrow", "tomli_w", "safetensors", "typer"]))
+from cowrec.sparse_opt.kernels import layout, torch_rows
+from cowrec.trainer.bench.measurement import CriteoIds, measure
+assert CriteoIds(max_rows=9).last_samples(5).sum() > 0
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr

@@ -40,6 +40,11 @@ RESERVED_ROWS = 2
 SparseKind = Literal["categorical", "multi", "weighted"]
 Encoding = Literal["vocabulary", "hash", "raw", "synthetic"]
 Pooling = Literal["sum", "mean"]
+DenseTransform = Literal["quantile", "minmax", "log", "buckets", "none"]
+"""Transforms of numbers that `prepare` knows; "buckets" also makes an id feature."""
+
+SHARD_ROWS = 1 << 18
+"""Samples of a Parquet file by default: about 20 MB for Criteo's 39 fields."""
 
 
 @dataclass(frozen=True)

@@ -211,9 +211,6 @@ def _lists(table: pa.Table, name: str, path: Path | str) -> pa.ListArray:
     return lists
 
 
-SHARD_ROWS = 1 << 18
-"""Samples of a Parquet file by default: about 20 MB for Criteo's 39 fields."""
-
 PARTIAL, REPLACED = ".partial-", ".replaced-"
 """Separators between a folder's name and a process id: an incomplete folder, and one that is being replaced."""
 

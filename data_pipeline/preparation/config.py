@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cowrec.data_pipeline.dataset.shards import SHARD_ROWS
-from cowrec.data_pipeline.raw.layouts import DenseTransform
-from cowrec.data_pipeline.raw.parsing import OnBadRow
+from cowrec.data_pipeline.dataset.schema import SHARD_ROWS, DenseTransform
 
-from .splits import SplitKind, seconds_of
-
+SplitKind = Literal["random", "order", "time"]
+OnBadRow = Literal["error", "skip"]
 DEFAULT_TEST_FRACTION = {"criteo": 0.1, "avazu": 0.2, "tabular": 0.1}
 MOST_BUCKETS = 2**31 - 3
 
@@ -125,6 +123,18 @@ class PrepareConfig:
         if (self.hash_buckets or self.raw_ids) and (min_count or max_ids):
             limit, way = "min_count" if min_count else "max_ids", "raw_ids" if self.raw_ids else "hash_buckets"
             raise ValueError(f"{where}{limit} has no effect with {way}, which keeps no vocabulary; give one of them")
+
+
+def seconds_of(key: str, text: str | int) -> int:
+    """Returns the Unix seconds of a time in the configuration. Raises ValueError naming the key."""
+    import pyarrow as pa
+
+    from cowrec.data_pipeline.raw.values import TIME_RULES, as_times
+
+    seconds, invalid = as_times(pa.array([str(text)]), "timestamp")
+    if invalid[0]:
+        raise ValueError(f"{key} = {text!r}: {TIME_RULES['timestamp']}")
+    return int(seconds[0])
 
 
 def _check_range(name: str, value: int, least: int, most: int | None) -> None:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from cowrec.data_pipeline.dataset.schema import (
     OUT_OF_VOCABULARY,
     RESERVED_ROWS,
+    DenseTransform,
     Encoding,
     Schema,
     SparseField,
@@ -36,7 +37,7 @@ from cowrec.data_pipeline.encoding import (
 )
 from cowrec.data_pipeline.parallel import ordered_map
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
-from cowrec.data_pipeline.raw.layouts import DenseTransform, Layout, RawField
+from cowrec.data_pipeline.raw.layouts import Layout, RawField
 from cowrec.data_pipeline.raw.parsing import BadRow, BadRowLedger, Parsed, parse
 from cowrec.data_pipeline.raw.values import FRACTIONS, LOOKS_MISSING, ROUNDED
 

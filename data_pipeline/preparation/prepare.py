@@ -22,10 +22,10 @@ from cowrec.data_pipeline.raw.parsing import BadRowLedger, check_same_types, che
 from cowrec.data_pipeline.raw.reading import look, survey
 from cowrec.data_pipeline.remote import Place, RemoteFolder, is_remote, local_path
 
-from .config import DEFAULT_TEST_FRACTION, PrepareConfig
+from .config import DEFAULT_TEST_FRACTION, PrepareConfig, seconds_of
 from .engines import Engine, LocalEngine, dask_engine
 from .passes import FitPlan, WritePlan, fit, prepared_schema, write_splits
-from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso, seconds_of
+from .splits import EVERYTHING_IS_TEST, SplitRule, by_order, by_time, count_times, iso
 
 logger = logging.getLogger(__name__)
 

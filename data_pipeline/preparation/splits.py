@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 
 from cowrec.data_pipeline.encoding import ValueCounts
 from cowrec.data_pipeline.hashing import uniforms
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
 from cowrec.data_pipeline.raw.layouts import Layout
 from cowrec.data_pipeline.raw.parsing import Parsed, parse
-from cowrec.data_pipeline.raw.values import LATEST, TIME_RULES, as_times
+from cowrec.data_pipeline.raw.values import LATEST
 
+from .config import SplitKind
 from .engines import Engine
 
 logger = logging.getLogger(__name__)
 
-SplitKind = Literal["random", "order", "time"]
 SPLITS = ("train", "validation", "test")
 TRAIN, LEFT_OUT = 0, -1
 _NEGATIVES = 0x6E65676174697665
@@ -121,14 +119,6 @@ def _newest(times: ValueCounts, share: float, end: int) -> int:
             f'split = "time": the {times.total:,} samples have {len(values)} different times, too few for these splits'
         )
     return int(values[possible[np.argmin(np.abs(from_here[possible] - share * times.total))]])
-
-
-def seconds_of(key: str, text: str | int) -> int:
-    """Returns the Unix seconds of a time in the configuration. Raises ValueError naming the key."""
-    seconds, invalid = as_times(pa.array([str(text)]), "timestamp")
-    if invalid[0]:
-        raise ValueError(f"{key} = {text!r}: {TIME_RULES['timestamp']}")
-    return int(seconds[0])
 
 
 def iso(seconds: int) -> str:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cowrec.data_pipeline.counts import parse_count
-from cowrec.data_pipeline.dataset.schema import LABEL, TIME, WEIGHT_SUFFIX, Pooling
+from cowrec.data_pipeline.dataset.schema import LABEL, TIME, WEIGHT_SUFFIX, DenseTransform, Pooling
 
 from .inputs import Source
 from .values import as_numbers, marker_numbers, mask
@@ -91,7 +91,6 @@ class RawLabel:
 RawKind = Literal["numeric", "categorical", "multi", "weighted"]
 LayoutName = Literal["criteo", "avazu", "tabular"]
 TimeFormat = Literal["timestamp", "hour"]
-DenseTransform = Literal["quantile", "minmax", "log", "buckets", "none"]
 
 # Names become Parquet columns, file names and PyTorch module names.
 FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")

@@ -328,8 +328,6 @@ def _not_utf8(data: bytes, ends: np.ndarray) -> list[tuple[int, int]]:
 
 SKIP_ADVICE = '. To skip and count bad rows, set prepare.on_bad_row = "skip" (--set prepare.on_bad_row=skip)'
 
-OnBadRow = Literal["error", "skip"]
-
 
 @dataclass(frozen=True)
 class BadRow:
@@ -369,7 +367,7 @@ class BadRowLedger:
         by_path, by_reason: skipped rows by file, and by what is wrong.
     """
 
-    def __init__(self, on_bad_row: OnBadRow, max_bad_rows: int) -> None:
+    def __init__(self, on_bad_row: Literal["error", "skip"], max_bad_rows: int) -> None:
         self._skip = on_bad_row == "skip"
         self._most = max_bad_rows
         self.by_path: Counter[str] = Counter()

@@ -7,22 +7,21 @@ stream can be drawn separately.
 F fields, S samples, C classes of equally frequent ids.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from cowrec.data_pipeline.hashing import GOLDEN, mix
 from cowrec.data_pipeline.parallel import available_cores
+from cowrec.data_pipeline.splitmix import GOLDEN, mix
 
-from .criteo_frequencies import CRITEO_FREQUENCIES
-from .planted import CRITEO_SIZES
+from .criteo_frequencies import CRITEO_FREQUENCIES, CRITEO_SIZES
 
 _CLASS_BITS, _KEEP_BITS = 6, 26
 _UNFOLDED = 1 << 31
-_CHUNK = 1 << 22
+_CHUNK = 1 << 16
+"""Samples that are drawn at once: the arrays fit into a core's cache."""
 
 
 class CriteoIds:
@@ -49,17 +48,19 @@ class CriteoIds:
 
     def rows(self, first: int, samples: int) -> np.ndarray:
         """Returns the rows that samples [first, first + samples) look up: int32 [F, S]."""
-        rows = np.empty((len(self._keys), samples), np.int32)
-        for field, into in enumerate(rows):
-            _draw(self._field(field), first, into)
-        return rows
+        return self._draw(first, samples, self.table_rows.tolist())
 
     def values(self, first: int, samples: int) -> np.ndarray:
         """Returns the ids of samples [first, first + samples) before folding into tables: int32 [F, S]."""
-        values = np.empty((len(self._keys), samples), np.int32)
-        for field, into in enumerate(values):
-            _draw(self._field(field)._replace(table_rows=_UNFOLDED), first, into)
-        return values
+        return self._draw(first, samples, [_UNFOLDED] * len(self._keys))
+
+    def _draw(self, first: int, samples: int, table_rows: Sequence[int]) -> np.ndarray:
+        drawn = np.empty((len(self._keys), samples), np.int32)
+        for begin in range(0, samples, _CHUNK):
+            part = drawn[:, begin : begin + _CHUNK]
+            for field, rows in enumerate(table_rows):
+                part[field] = _rows(self._field(field), rows, first + begin, part.shape[1])
+        return drawn
 
     def last_samples(self, samples: int, progress: Callable[[int], None] | None = None) -> np.ndarray:
         """Returns the number, from 1, of the last of the first `samples` samples to look up each row; 0 for none.
@@ -77,7 +78,8 @@ class CriteoIds:
         def run_field(field: int) -> None:
             for first in range(0, samples, _CHUNK):
                 count = min(_CHUNK, samples - first)
-                _mark(self._field(field), first, count, tables[field])
+                rows = _rows(self._field(field), len(tables[field]), first, count)
+                np.maximum.at(tables[field], rows, np.arange(first + 1, first + count + 1, dtype=np.int32))
                 if progress is not None:
                     progress(count)
 
@@ -87,14 +89,13 @@ class CriteoIds:
         return last
 
     def _field(self, field: int) -> "_Field":
-        return _Field(self._keys[field], int(self.table_rows[field]), *self._classes[field])
+        return _Field(self._keys[field], *self._classes[field])
 
 
 class _Field(NamedTuple):
-    """Key, table size and alias table of a field; see `_alias_table`."""
+    """Key and alias table of a field; see `_alias_table`."""
 
     key: np.uint64
-    table_rows: int
     keep: np.ndarray
     other: np.ndarray
     firsts: np.ndarray
@@ -106,7 +107,7 @@ def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
     Returns:
         For each column: keep, uint64, the number of _KEEP_BITS below which the column's own class is drawn; the class
-        drawn otherwise, int64. For each class: its first id and its number of ids, int64.
+        drawn otherwise, int64. For each class: its first id, int64, and its number of ids, uint64.
     """
     columns = 1 << _CLASS_BITS
     assert len(classes) <= columns
@@ -122,30 +123,18 @@ def _alias_table(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
         weight[donor] -= 1 - weight[column]
         if weight[donor] < 1:
             small.append(large.pop())
-    return np.round(keep * (1 << _KEEP_BITS)).astype(np.uint64), other, np.cumsum(ids) - ids, ids
+    return np.round(keep * (1 << _KEEP_BITS)).astype(np.uint64), other, np.cumsum(ids) - ids, ids.astype(np.uint64)
 
 
-@numba.njit(inline="always")
-def _row(field: _Field, sample: int) -> int:
-    """Draws a row: 6 hash bits choose a column of the alias table, 26 its class or alias, 32 the id in the class."""
-    bits = mix(field.key + np.uint64(sample) * GOLDEN)
-    column = np.int64(bits >> np.uint64(64 - _CLASS_BITS))
-    if (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= field.keep[column]:
-        column = field.other[column]
-    within = ((bits & np.uint64(0xFFFFFFFF)) * np.uint64(field.sizes[column])) >> np.uint64(32)
-    row = field.firsts[column] + np.int64(within)
-    return row if row < field.table_rows else row % field.table_rows
+def _rows(field: _Field, table_rows: int, first: int, count: int) -> np.ndarray:
+    """Draws the rows of samples [first, first + count): int64 [count].
 
-
-@numba.njit(nogil=True, cache=True)
-def _draw(field: _Field, first: int, rows: np.ndarray) -> None:
-    """Fills rows, int32 [S], of samples from `first`."""
-    for i in range(len(rows)):
-        rows[i] = _row(field, first + i)
-
-
-@numba.njit(nogil=True, cache=True)
-def _mark(field: _Field, first: int, count: int, last: np.ndarray) -> None:
-    """Records each sample of [first, first + count) as the last one of its row in `last`, int32."""
-    for sample in range(first, first + count):
-        last[_row(field, sample)] = sample + 1
+    Of a sample's hash 6 bits choose a column of the alias table, 26 its class or alias, 32 the id in the class.
+    """
+    bits = mix(field.key + np.arange(first, first + count, dtype=np.uint64) * GOLDEN)
+    column = (bits >> np.uint64(64 - _CLASS_BITS)).astype(np.int64)
+    aliased = (bits >> np.uint64(32)) & np.uint64((1 << _KEEP_BITS) - 1) >= field.keep[column]
+    drawn = np.where(aliased, field.other[column], column)
+    within = ((bits & np.uint64(0xFFFFFFFF)) * field.sizes[drawn]) >> np.uint64(32)
+    rows = field.firsts[drawn] + within.astype(np.int64)
+    return np.where(rows < table_rows, rows, rows % table_rows)

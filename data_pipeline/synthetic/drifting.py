@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 
 from cowrec.data_pipeline.dataset.schema import (
     LABEL,
+    SHARD_ROWS,
     TIME,
     TRUE_LOGIT,
     DenseField,
@@ -36,7 +37,6 @@ from cowrec.data_pipeline.dataset.schema import (
     SparseField,
     library_versions,
 )
-from cowrec.data_pipeline.dataset.shards import SHARD_ROWS
 from cowrec.data_pipeline.encoding import raw_ids
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map

@@ -25,6 +25,7 @@ import pyarrow as pa
 from cowrec.data_pipeline.dataset.schema import (
     LABEL,
     RESERVED_ROWS,
+    SHARD_ROWS,
     TRUE_LOGIT,
     DenseField,
     Schema,
@@ -32,7 +33,6 @@ from cowrec.data_pipeline.dataset.schema import (
     library_versions,
 )
 from cowrec.data_pipeline.dataset.shards import (
-    SHARD_ROWS,
     ShardSize,
     arrow_schema,
     new_folder,
@@ -42,6 +42,8 @@ from cowrec.data_pipeline.dataset.shards import (
 )
 from cowrec.data_pipeline.hashing import GOLDEN, mix, uniform
 from cowrec.data_pipeline.parallel import ordered_map
+
+from .criteo_frequencies import CRITEO_SIZES, NUM_DENSE
 
 WORD_SUM_MEAN = 4 * 65535 / 2
 WORD_SUM_STD = math.sqrt(4 * (65536**2 - 1) / 12)
@@ -294,12 +296,6 @@ def best_quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     }
 
 
-# Distinct values of C1..C26 in the 45,840,617 rows of Criteo's Kaggle training set.
-CRITEO_SIZES = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-NUM_DENSE = 13
 UNSCALED_SIZE = 100
 """Fields up to this size are not scaled: a smaller log still has all weekdays and devices."""
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import adam_element, table_scalars
 from cowrec.sparse_opt.algorithm.clip import limits_of_norms, scales_of_norms
-from cowrec.sparse_opt.kernels import numba_replay, numba_rows
 from cowrec.sparse_opt.kernels.layout import (
     AdamRows,
     LookupBackward,
@@ -136,6 +135,9 @@ class NumbaRows:
     is_capturable = False
 
     def __init__(self, lookup: TbeLookup, layout: LookupLayout, limits: TableLimits, statistics: ClipStatistics):
+        from cowrec.sparse_opt.kernels import numba_replay, numba_rows
+
+        self._replay_kernels, self._kernels = numba_replay, numba_rows
         self._lookup, self._layout, self._statistics = lookup, layout, statistics
         self._numpy_layout, self._clips = to_numpy(layout), to_numpy(limits.clips)
 
@@ -148,41 +150,42 @@ class NumbaRows:
 
     def id_factors(self, backward: LookupBackward) -> Tensor:
         factors = torch.empty(backward.bags.indices.numel(), dtype=torch.float32)
-        self._run(numba_rows.factors_of_ids, backward, self._lookup.flat_weights().numpy(), factors.numpy())
+        self._run(self._kernels.factors_of_ids, backward, self._lookup.flat_weights().numpy(), factors.numpy())
         return factors
 
     def clipped_output_grad(self, backward: LookupBackward, l2: float) -> Tensor:
         written = torch.zeros(backward.output_grad.shape, dtype=torch.float32)
         arguments = (self._lookup.flat_weights().numpy(), np.float32(2 * l2), written.view(-1).numpy())
-        self._run(numba_rows.write_row_gradients, backward, *arguments)
+        self._run(self._kernels.write_row_gradients, backward, *arguments)
         return written.to(backward.output_grad.dtype)
 
     def update(self, backward: LookupBackward, adam: AdamRows) -> None:
         numbers = (to_float32(adam.constants), to_float32(adam.scalars), adam.steps.lr_factors.numpy())
-        self._run(numba_rows.adam_rows, backward, to_numpy(adam.state), *numbers, to_numpy(adam.progress))
+        self._run(self._kernels.adam_rows, backward, to_numpy(adam.state), *numbers, to_numpy(adam.progress))
 
     def _run(self, kernel: Any, backward: LookupBackward, *arguments: Any) -> None:
         """Sums the rows' gradients, runs a kernel on them, in groups of tables, and records its ratios."""
-        bags, layout = numba_rows.bags_of(backward.bags), self._numpy_layout
+        kernels, layout = self._kernels, self._numpy_layout
+        bags = kernels.bags_of(backward.bags)
         # A distinct row costs several times what an id does, and a table has about as many in every step.
         groups = balanced_groups(bags.begins[1:] - bags.begins[:-1] + _WORK_OF_ROW * self._statistics.latest_rows)
         with profiled(ROW_GRADIENTS):
             id_weights = _NO_WEIGHTS if backward.id_weights is None else backward.id_weights.float().numpy()
             common = (layout, bags, id_weights, backward.output_grad.float().contiguous().view(-1).numpy())
-            bad, sums = zip(*in_threads([partial(numba_rows.sum_rows, each, *common) for each in groups]), strict=True)
+            bad, sums = zip(*in_threads([partial(kernels.sum_rows, each, *common) for each in groups]), strict=True)
             raise_bad_id(self._lookup, bad, bags.begins, bags.indices)
-        ratios = numba_rows.Ratios(np.empty(len(bags.indices), np.float32), np.zeros(len(bags.begins) - 1, np.int64))
+        ratios = kernels.Ratios(np.empty(len(bags.indices), np.float32), np.zeros(len(bags.begins) - 1, np.int64))
         arguments = (layout, bags, self._clips, ratios, *arguments)
         in_threads([partial(kernel, *each, *arguments) for each in zip(groups, sums, strict=True)])
         self._statistics.record_compiled(ratios, bags.begins)
 
     def catch_up(self, bags: LookupBags, adam: AdamRows) -> None:
-        own = numba_rows.bags_of(bags)
+        own = self._kernels.bags_of(bags)
         keys, used = np.empty(len(own.indices), np.int64), np.zeros(len(own.begins) - 1, np.int64)
         common = (self._numpy_layout, own, to_numpy(adam.progress), keys, used)
         groups = balanced_groups(own.begins[1:] - own.begins[:-1])
-        bad = in_threads([partial(numba_replay.stale_rows, group, *common) for group in groups])
-        found = numba_replay.join_keys(keys, own.begins, used)
+        bad = in_threads([partial(self._replay_kernels.stale_rows, group, *common) for group in groups])
+        found = self._replay_kernels.join_keys(keys, own.begins, used)
         # Rows that were marked before the bad id was found are caught up too: no row is lost.
         if found:
             self._replay(keys[:found], adam)
@@ -194,7 +197,7 @@ class NumbaRows:
         return self._lookup.pool_on_cpu(bags.indices, bags.offsets, inputs.get("per_sample_weights")), ids
 
     def replay(self, rows: Tensor, adam: AdamRows) -> None:
-        self._replay((adam.steps.last_step[rows].long() << numba_replay.ROW_BITS | rows).numpy(), adam)
+        self._replay((adam.steps.last_step[rows].long() << self._replay_kernels.ROW_BITS | rows).numpy(), adam)
 
     def _replay(self, keys: np.ndarray, adam: AdamRows) -> None:
         """Takes the missed steps of distinct rows, in the order of their last steps.
@@ -203,7 +206,7 @@ class NumbaRows:
             keys: ``last_step << ROW_BITS | row`` of each, int64 [n]; sorted in place.
         """
         keys.sort()
-        rows: Any = StaleRows(*numba_replay.rows_of_keys(keys, self._numpy_layout))
+        rows: Any = StaleRows(*self._replay_kernels.rows_of_keys(keys, self._numpy_layout))
         lr_factors = adam.steps.lr_factors.numpy()
         tuples = tuple(to_numpy(each) for each in (adam.state, adam.progress, adam.schedule))
         numbers = (to_float32(adam.constants), to_float32(adam.thresholds))
@@ -217,9 +220,9 @@ class NumbaRows:
             work = len(same.last) * adam.step - int(same.last.sum(dtype=np.int64))
             parts = threads_for(work) if len(same.last) else 0
             common: tuple[Any, ...] = (parts, dim, np.float32(lr_factor), same, *tuples, *numbers)
-            kernel: Any = numba_replay.replay_rows
+            kernel: Any = self._replay_kernels.replay_rows
             if adam.clips_absent:
-                kernel, common = numba_replay.replay_clipped_rows, (*common, self._clips)
+                kernel, common = self._replay_kernels.replay_clipped_rows, (*common, self._clips)
             if parts:
                 in_threads([partial(kernel, part, *common) for part in range(parts)])
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cowrec.sparse_opt.kernels.layout import RowResults
-from cowrec.sparse_opt.kernels.numba_rows import Ratios, count_rows
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients, RowSums
 from cowrec.sparse_opt.tbe.lookup import TbeLookup
 
 if TYPE_CHECKING:
+    from cowrec.sparse_opt.kernels.numba_rows import Ratios
     from cowrec.sparse_opt.kernels.triton_rows import DeviceRows
 
 
@@ -72,8 +72,10 @@ class ClipStatistics:
         rows.count(results, self._rows, self._clipped)
         self.latest = results
 
-    def record_compiled(self, ratios: Ratios, begins: np.ndarray) -> None:
+    def record_compiled(self, ratios: "Ratios", begins: np.ndarray) -> None:
         """Records the ratios that a kernel of numba_rows.py wrote."""
+        from cowrec.sparse_opt.kernels.numba_rows import count_rows
+
         self.latest_rows = ratios.rows
         values, tables = count_rows(ratios, begins, self._rows.numpy(), self._clipped.numpy())
         self.latest = RowResults(torch.from_numpy(values), torch.from_numpy(tables))

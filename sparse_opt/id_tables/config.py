@@ -6,8 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from .kernels.memory import FREE, MAX_COUNT, PANES
-from .kernels.sketch import DEPTH, LINE, counters_per_line
+from .kernels.memory import DEPTH, FREE, LINE, MAX_COUNT, PANES
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,8 @@ class Admission:
 
     def excess_bound(self, counted: float, lines: int) -> float:
         """e * N / W, which an id's estimate exceeds with probability exp(-DEPTH) at most; 0 for other kinds."""
+        from .kernels.sketch import counters_per_line  # compiled by numba, which checking a configuration does not need
+
         return math.e * counted / (lines * counters_per_line(self.panes)) if lines else 0.0
 
 

@@ -6,10 +6,18 @@ from hashlib import sha256
 import numpy as np
 
 from .config import IdTableConfig
-from .kernels.assignment import ADMIT_ALL, ADMIT_BY_COUNT, ADMIT_BY_DRAW
-from .kernels.memory import RESERVED_ROWS, SEGMENT_LOCATION, TABLE_SETTINGS, IdMapping
-from .kernels.sketch import DEPTH, LINE
-from .kernels.slots import MAX_LOAD
+from .kernels.memory import (
+    ADMIT_ALL,
+    ADMIT_BY_COUNT,
+    ADMIT_BY_DRAW,
+    DEPTH,
+    LINE,
+    MAX_LOAD,
+    RESERVED_ROWS,
+    SEGMENT_LOCATION,
+    TABLE_SETTINGS,
+    IdMapping,
+)
 
 MAX_SEGMENTS = 64
 """Segments of a table at most, unless the caller sets another number."""

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConstants, AdamScalars
 
+DECAY_INTERVAL = 32
+"""Rows are checked for decay after steps that are multiples of it (see numba_replay.py)."""
+
 
 class LookupLayout(NamedTuple):
     """Offsets of a lookup's tables in its weights; int64, on its device.

@@ -17,9 +17,9 @@ from numba import njit
 
 from cowrec.sparse_opt.algorithm.adam import AdamScalars
 
+from .layout import DECAY_INTERVAL
 from .numba_rows import clip_factor, divide, load_row, prefetch_row, root, scalars_of_table, step_of_element, store_row
 
-DECAY_INTERVAL = 32
 ROW_BITS = 33
 """Rows to be replayed are sorted by a key of 64 bits: the last step, and the index of the row in this many low bits."""
 _ELEMENTS = 512

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cowrec.sparse_opt.algorithm.adam import AdamConstants
 
-from .layout import AdamState, DecayThresholds, DeviceSteps, LookupLayout, TableClips
-from .numba_replay import DECAY_INTERVAL
+from .layout import DECAY_INTERVAL, AdamState, DecayThresholds, DeviceSteps, LookupLayout, TableClips
 from .triton_rows import (
     clip_factors,
     divide,

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
+from cowrec.data_pipeline.synthetic.criteo_frequencies import NUM_DENSE
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.data_pipeline.synthetic.planted import NUM_DENSE
 from cowrec.models import physical_dim
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.config.run import RunConfig

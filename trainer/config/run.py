@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline import PrepareConfig
@@ -197,6 +196,8 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
 
 def save_config(config: RunConfig, path: str | os.PathLike[str], comment: str = "") -> None:
     """Writes a configuration as TOML below a comment: every key that has a value, defaults included."""
+    import tomli_w  # reading a configuration does not need it
+
     above = "".join(f"# {line}\n" for line in comment.splitlines())
     replace_file(Path(path), (above + tomli_w.dumps(to_plain(config))).encode())
 

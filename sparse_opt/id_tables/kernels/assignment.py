@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from .hashing import id_hash, mix, segment_of
-from .memory import FREE, MAX_COUNT, RESERVED_ROWS
+from .memory import ADMIT_BY_COUNT, ADMIT_BY_DRAW, FREE, MAX_COUNT, RESERVED_ROWS
 from .sketch import add_to_total, count_id, is_drawn
 from .slots import BLOCK, ensure_slots, enter_slot, find_block, free_row, segment_at, take_row, write_record
 
@@ -144,8 +144,6 @@ def _eviction_limit(segment, count, clock):
         prefix = prefix << _DIGIT | digit
     return prefix, left
 
-
-ADMIT_ALL, ADMIT_BY_COUNT, ADMIT_BY_DRAW = range(3)
 
 FIRST, TIMES, NEWEST, ROW = range(4)
 """Columns of candidates: first occurrence; occurrences that are not late; their newest time; the row, or as below."""

@@ -25,6 +25,14 @@ MAX_COUNT = 0xFFFF
 """Largest count of a record and of a sketch's counter; counts saturate here."""
 PANES = 4
 """Parts of an admission window that a sketch counts separately."""
+DEPTH = 4
+"""Rows of a sketch."""
+LINE = 32
+"""uint16 cells in a line of a sketch's memory."""
+MAX_LOAD = 0.8
+"""Largest share of a segment's slots that is in use."""
+ADMIT_ALL, ADMIT_BY_COUNT, ADMIT_BY_DRAW = range(3)
+"""Values of a table's ``admission``."""
 
 COUNTERS = ("admitted", "refused", "below_threshold", "expired", "evicted", "late", "unknown", "occurrences")
 SEGMENT_STATE = np.dtype(

@@ -18,11 +18,7 @@ import numpy as np
 from numba import njit
 
 from .hashing import mix, scaled
-from .memory import MAX_COUNT
-
-DEPTH = 4
-LINE = 32
-"""uint16 cells in a line of memory."""
+from .memory import DEPTH, LINE, MAX_COUNT
 
 _ROW_KEY = np.uint64(0xD1B54A32D192ED03)
 

@@ -9,12 +9,12 @@ from numba import njit
 from cowrec.sparse_opt.kernels.numba_rows import prefetch
 
 from .hashing import home_slot, id_hash, tag_of
-from .memory import FREE, MAX_COUNT, Segment
+from .memory import FREE, MAX_COUNT, MAX_LOAD, Segment
 
 BLOCK = 32
 """Ids that are looked up together: memory for the next ones is prefetched while the first ones are resolved."""
 MIN_SLOTS = 16
-GROWTH, MAX_LOAD = 1.25, 0.8
+GROWTH = 1.25
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")

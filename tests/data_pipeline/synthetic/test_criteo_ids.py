@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pytest
 
+from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 from cowrec.data_pipeline.synthetic.criteo_ids import CRITEO_FREQUENCIES, CriteoIds
-from cowrec.data_pipeline.synthetic.planted import CRITEO_SIZES
 from criteo_stream import last_by_loop
 
 SAMPLE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "criteo_80k_hash20.tsv.xz"

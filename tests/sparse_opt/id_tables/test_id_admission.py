@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from cowrec.sparse_opt import Admission, IdTableConfig, IdTables
-from cowrec.sparse_opt.id_tables.kernels.memory import RECORD, SEGMENT_LOCATION, SEGMENT_STATE, TABLE_SETTINGS, Segment
-from cowrec.sparse_opt.id_tables.kernels.sketch import DEPTH, count_id
+from cowrec.sparse_opt.id_tables.kernels.memory import (
+    DEPTH,
+    RECORD,
+    SEGMENT_LOCATION,
+    SEGMENT_STATE,
+    TABLE_SETTINGS,
+    Segment,
+)
+from cowrec.sparse_opt.id_tables.kernels.sketch import count_id
 from id_table_model import hash_of
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from commands.command_line import Cowrec, exit_code
+from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
-from cowrec.data_pipeline.synthetic.planted import CRITEO_SIZES
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.bench import measurement, mlperf, parts
 from cowrec.trainer.bench.measurement import Case, case_runner, cases, enter_steady_state, last_steps, make_schema
