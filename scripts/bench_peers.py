@@ -35,7 +35,7 @@ from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.environment import PROCESS_SETTINGS
 from cowrec.trainer.runtime.errors import ProcessFailed
-from cowrec.trainer.runtime.subprocess_call import run_in_subprocess
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "torch-sparse-adam"
@@ -234,7 +234,9 @@ def _take_turn(name: str, turns: Turns, case: Case, folder: Path, pythons: dict[
         if name in COWREC:
             train = dataclasses.replace(case.config.train, precision=COWREC[name])
             config = dataclasses.replace(case.config, train=train)
-            turns.step_seconds += run_in_subprocess(measure, dataclasses.replace(case, config=config))["step_seconds"]
+            with Subprocess() as process:
+                speeds, *_ = process.each(measure, dataclasses.replace(case, config=config))
+            turns.step_seconds += speeds["step_seconds"]
             turns.versions = environment(torch.device("cpu"))["versions"]
         else:
             found = _measure_peer(PEERS[name], case, folder, pythons[name])

@@ -15,9 +15,9 @@ from typing import Any
 from cowrec.trainer.runs.run_dir import to_json
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.errors import Interrupted
-from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 
-from .measurement import case_runner, measured_line
+from .measurement import INTERRUPTED, case_runner, measured_line
 from .mlperf import MODEL, TABLE_ROWS, measure_mlperf, mlperf_config
 from .settings import Bench
 from .table import short
@@ -30,7 +30,8 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         The lines. Each combination has
 
         * mode, clip, precision, batch_size, model, max_rows;
-        * error, the text of what ended it, if it failed; the others are measured all the same. Otherwise:
+        * error, the text of what ended it, if it failed; the others are measured all the same. All else, as far as it
+          was known by then:
         * table_rows, table_bytes, moments_bytes;
         * samples_per_second and step_ms (medians over the steps), samples_per_second_quartiles, steps (how many);
         * host_ms: processor time of the process per step, of all its threads together; on CUDA what the host needs to
@@ -74,13 +75,15 @@ def bench_mlperf(settings: Bench, output: Path) -> list[dict[str, Any]]:
 def _mlperf_lines(settings: Bench, launched: int) -> Iterator[dict[str, Any]]:
     rows = [min(each, settings.max_rows or each) for each in TABLE_ROWS]
     with Subprocess() as process:
-        call = process.call if settings.device == "cuda" else run_in_subprocess
         for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
             config = mlperf_config(size, precision, clip, settings.device)
             about = {"mode": config.optimizer.embedding, "model": MODEL, "max_rows": settings.max_rows}
             arguments = (config, rows, settings.seconds)
-            take = partial(measure_mlperf, *arguments) if launched > 1 else partial(call, measure_mlperf, *arguments)
+            here = partial(measure_mlperf, *arguments)
+            take = here if launched > 1 else partial(process.each, measure_mlperf, *arguments)
             line = measured_line(about, config, take, sum(rows) * 516)
+            if settings.device == "cpu":
+                process.close()
             if launched_rank() == 0:
                 yield line
 
@@ -95,6 +98,8 @@ def _written(lines: Iterable[dict[str, Any]], output: Path) -> list[dict[str, An
                 found.append(line)
                 file.write(to_json(line) + "\n")
                 print(short(line), file=sys.stderr, flush=True)
+                if line.get("error") == INTERRUPTED:
+                    raise KeyboardInterrupt
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; {output} holds the {len(found)} combinations measured before") from None
     return found

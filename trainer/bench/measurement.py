@@ -32,7 +32,7 @@ from cowrec.trainer.runs.provenance import environment
 from cowrec.trainer.runtime.environment import prepare_process
 from cowrec.trainer.runtime.errors import ProcessFailed
 from cowrec.trainer.runtime.processes import process_group
-from cowrec.trainer.runtime.subprocess_call import Subprocess, run_in_subprocess
+from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.run_plan import RunPlan
@@ -45,6 +45,7 @@ from .parts import (
     graph_captured,
     memory,
     reset_peak_memory,
+    speed,
     step_times,
     step_values,
 )
@@ -53,6 +54,8 @@ from .settings import EPOCH_SAMPLES, Bench, criteo_config
 _MOST_STEPS, _LEAST_STEPS, _MOST_SAMPLES = 256, 8, 1 << 20
 """Limits on the steps of a combination, so that their batches fit into memory."""
 _ROWS_AT_ONCE = 1 << 16
+INTERRUPTED = "interrupted"
+"""``error`` of a combination that Ctrl-C has ended."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,7 @@ def case_runner(settings: Bench) -> Iterator["CaseRunner"]:
     with tempfile.TemporaryDirectory() as folder, Subprocess() as process:
         file = Path(folder) / "last_samples.npy"
         np.save(file, run_ids(ids, settings.samples))
-        call = process.call if settings.device == "cuda" else run_in_subprocess
-        yield CaseRunner(list(cases(settings, ids, file)), settings.max_rows, call)
+        yield CaseRunner(list(cases(settings, ids, file)), settings.max_rows, process, settings.device == "cuda")
 
 
 @dataclass
@@ -120,34 +122,34 @@ class CaseRunner:
     Attributes:
         cases: the combinations of the settings, in order.
         max_rows: most rows of a table, for the lines.
-        call: runs a function in a subprocess.
+        process: takes the measurements.
+        keeps_process: whether all cases share a process.
     """
 
     cases: list[Case]
     max_rows: int | None
-    call: Callable[..., Any]
+    process: Subprocess
+    keeps_process: bool
 
-    def line(self, case: Case, timeout: float | None = None) -> dict[str, Any]:
-        """Measures a case. A failed one has the keys that identify it, its configuration, and ``error``.
-
-        Args:
-            case: one of ``cases``.
-            timeout: seconds after which a measurement is given up; by default never.
-        """
+    def line(self, case: Case) -> dict[str, Any]:
+        """Measures one of the cases; see :func:`measured_line`."""
         about = {"mode": case.config.optimizer.absent_rows, "model": case.config.model.name, "max_rows": self.max_rows}
-        take = partial(self.call, measure, case, timeout=timeout)
+        take = partial(self.process.each, measure, case)
         values = measured_line(about, case.config, take, 144 * int(case.ids.table_rows.sum()))
+        if not self.keeps_process:
+            self.process.close()
         values.pop("step_seconds", None)
         return values
 
 
 def measured_line(
-    about: dict[str, Any], config: RunConfig, measure: Callable[[], dict[str, Any]], table_bytes: int
+    about: dict[str, Any], config: RunConfig, measure: Callable[[], Iterator[dict[str, Any]]], table_bytes: int
 ) -> dict[str, Any]:
-    """The line of a combination: what identifies it, what was measured or the ``error``, and how.
+    """The line of a combination: what identifies it, what was measured, and how; ``error`` if that is not all.
 
     Args:
         about: mode, model and max_rows.
+        measure: yields values as they become known.
         table_bytes: of tables and moments, for the message.
     """
     of_config = {"precision": config.train.precision, "batch_size": config.train.batch_size}
@@ -156,11 +158,18 @@ def measured_line(
         "config": {key: dataclasses.asdict(getattr(config, key)) for key in ("model", "optimizer", "clip")},
         **environment(torch.device(config.train.device)),
     }
+    values: dict[str, Any] = {}
     try:
-        return {**about, **measure(), **how}
+        for known in measure():
+            values |= known
     except ProcessFailed as error:
         needs = f"its tables and their moments need {table_bytes / 1e9:.1f} GB of memory"
-        return {**about, "error": f"{error} ({needs})", **how}
+        values["error"] = f"{error} ({needs})"
+    except KeyboardInterrupt:
+        if not values:
+            raise
+        values["error"] = INTERRUPTED
+    return {**about, **values, **how}
 
 
 def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
@@ -171,8 +180,9 @@ def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
         return ids.last_samples(samples, bar.update)
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Measures a case: the values of its line, see :func:`cowrec.trainer.bench.bench.bench`, and step_seconds.
+def measure(case: Case) -> Iterator[dict[str, Any]]:
+    """Measures a case. Yields the values of its line, see :func:`cowrec.trainer.bench.bench.bench`, and step_seconds,
+    as they become known.
 
     On CPU call it in its own process, whose peak memory is then the case's.
     """
@@ -203,26 +213,14 @@ def measure(case: Case) -> dict[str, Any]:
             pipeline.progress(batches)
 
         seconds, host_seconds = step_times(step, case.warmup_steps, case.max_steps, case.seconds, process.device)
-        peak = memory("VmHWM", process.device)
+        peak, speeds = memory("VmHWM", process.device), speed(case.batch_size, seconds)
         moments = [each for key, each in _stored(adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
         moments_bytes = sum(each.nbytes for each in moments)
-        width, fields = physical_dim(case.config.model.embedding_dim), timed[0].sparse.to_dict().values()
-        distinct_rows = sum(len(ids.values().unique()) for ids in fields) / case.batch_size
-        # A captured step has no parts, so the profile is of steps that are not.
-        parts = SequentialSteps(model, dense, process.device)
-        values = step_values(
-            case.batch_size,
-            (seconds, host_seconds),
-            lambda: parts.progress(batches),
-            dense_parameters(model),
-            bytes_per_sample(len(fields), width, distinct_rows),
-            case.config.train.precision,
-            process.device,
-        )
-        return {
-            **values,
+        yield {
+            **speeds,
+            "host_ms": 1e3 * host_seconds,
             "captured": graph_captured(pipeline, process.device),
-            "minutes_of_10_epochs": 10 * EPOCH_SAMPLES / values["samples_per_second"] / 60,
+            "minutes_of_10_epochs": 10 * EPOCH_SAMPLES / speeds["samples_per_second"] / 60,
             "table_rows": sum(field.num_embeddings for field in schema.sparse),
             "table_bytes": moments_bytes // 2,  # float32 weights, like each of the two moments
             "moments_bytes": moments_bytes,
@@ -231,6 +229,19 @@ def measure(case: Case) -> dict[str, Any]:
             "steps_before": case.steps_before,
             "step_seconds": seconds,
         }
+        width, fields = physical_dim(case.config.model.embedding_dim), timed[0].sparse.to_dict().values()
+        distinct_rows = sum(len(ids.values().unique()) for ids in fields) / case.batch_size
+        # A captured step has no parts, so the profile is of steps that are not.
+        parts = SequentialSteps(model, dense, process.device)
+        yield from step_values(
+            speeds,
+            case.batch_size,
+            lambda: parts.progress(batches),
+            dense_parameters(model),
+            bytes_per_sample(len(fields), width, distinct_rows),
+            case.config.train.precision,
+            process.device,
+        )
 
 
 def make_schema(case: Case) -> Schema:

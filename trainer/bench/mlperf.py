@@ -5,7 +5,7 @@ with low-rank DCN-v2 crosses, Adagrad, and tables under FBGEMM's fused row-wise 
 class. Ids are generated; AUC is not measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from math import inf
@@ -65,8 +65,8 @@ def mlperf_config(batch_size: int, precision: str, clip: str, device: str) -> Ru
     )
 
 
-def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Measures a configuration: the values of its line. With several processes, all of them call together.
+def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yields the values of a configuration's line as they become known. With several processes, all call together.
 
     With one process no step is timed after so many seconds; several would wait for each other.
     """
@@ -85,21 +85,22 @@ def measure_mlperf(config: RunConfig, rows: Sequence[int], seconds: float) -> di
         pipeline = pipeline_of(model, optimizer, process)
         step = partial(pipeline.progress, cycle(batches))
         warmup, most = WARMUP_STEPS[device.type], seconds if ranks == 1 else inf
-        times = step_times(lambda _: step(), warmup, _MOST_STEPS, most, device)
-        peak, traffic, precision = memory("VmHWM", device), bytes_per_sample(batches[0]), config.train.precision
-        values = step_values(size // ranks, times, step, dense, traffic, precision, device)
-    return {
-        **values,
-        **speed(size, times[0]),
-        "samples_per_second_of_gpu": values["samples_per_second"],
-        "captured": graph_captured(pipeline, device),
-        "world_size": ranks,
-        "table_rows": sum(rows),
-        "table_bytes": 4 * EMBEDDING_DIM * sum(rows),
-        "moments_bytes": 4 * sum(rows),
-        "rss_before_tables_bytes": before,
-        "peak_memory_bytes": peak,
-    }
+        times, host_seconds = step_times(lambda _: step(), warmup, _MOST_STEPS, most, device)
+        speeds = speed(size, times)
+        yield {
+            **speeds,
+            "host_ms": 1e3 * host_seconds,
+            "samples_per_second_of_gpu": speeds["samples_per_second"] / ranks,
+            "captured": graph_captured(pipeline, device),
+            "world_size": ranks,
+            "table_rows": sum(rows),
+            "table_bytes": 4 * EMBEDDING_DIM * sum(rows),
+            "moments_bytes": 4 * sum(rows),
+            "rss_before_tables_bytes": before,
+            "peak_memory_bytes": memory("VmHWM", device),
+        }
+        traffic = bytes_per_sample(batches[0])
+        yield from step_values(speeds, size // ranks, step, dense, traffic, config.train.precision, device)
 
 
 def build_mlperf(config: RunConfig, rows: Sequence[int], process: Process) -> DistributedModelParallel:

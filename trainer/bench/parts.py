@@ -6,7 +6,7 @@ B samples of a batch, U of its distinct rows.
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -52,44 +52,36 @@ def speed(batch_size: int, step_seconds: list[float]) -> dict[str, Any]:
 
 
 def step_values(
+    speeds: Mapping[str, Any],
     batch_size: int,
-    times: tuple[list[float], float],
     step: Callable[[], object],
     dense: Mapping[str, nn.Parameter],
     traffic: float,
     precision: str,
     device: torch.device,
-) -> dict[str, Any]:
-    """The values of timed steps that all lines have: their speed, their parts and their roofline.
+) -> Iterator[dict[str, Any]]:
+    """Yields what else all lines have of timed steps, each as soon as it is known: their roofline and their parts.
 
     Args:
+        speeds: of the steps; see :func:`speed`.
         batch_size: samples of this process in a step, B.
-        times: of :func:`step_times`.
         step: takes a further step, not as a captured graph.
         dense: parameters of the network.
         traffic: bytes per sample that the embeddings must move.
     """
-    speeds, kernels = speed(batch_size, times[0]), None
+    rates, flops = measure_rates(device, precision, batch_size), flops_per_sample(dense)
+    # Products and traffic can overlap.
+    floor = max(flops / rates["flops_per_second"], traffic / rates["bytes_per_second"])
+    roofline = {"flops_per_sample": flops, "bytes_per_sample": traffic, **rates, "step_ms": 1e3 * batch_size * floor}
+    yield {"roofline": roofline}
     shares: Mapping[str, float | None] = dict.fromkeys(PARTS, None)
+    kernels = None
     try:
         shares, kernels = profile_steps(step, PROFILED_STEPS, device)
     except Exception as error:  # whatever it is, the times are known by now
         _logger.warning("the parts of a step are not known: profiling failed: %s", error)
-    rates, flops = measure_rates(device, precision, batch_size), flops_per_sample(dense)
-    # Products and traffic can overlap.
-    floor = max(flops / rates["flops_per_second"], traffic / rates["bytes_per_second"])
-    return {
-        **speeds,
-        "host_ms": 1e3 * times[1],
-        "kernels": kernels,
-        "step_parts_ms": {part: share and speeds["step_ms"] * share for part, share in shares.items()},
-        "roofline": {
-            "flops_per_sample": flops,
-            "bytes_per_sample": traffic,
-            **rates,
-            "step_ms": 1e3 * batch_size * floor,
-        },
-    }
+    parts = {part: share and speeds["step_ms"] * share for part, share in shares.items()}
+    yield {"kernels": kernels, "step_parts_ms": parts}
 
 
 def step_times(

@@ -5,7 +5,7 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, TypeVar, cast
@@ -49,13 +49,25 @@ class Subprocess:
 
     def call(self, function: Callable[..., Result], *arguments: Any, timeout: float | None = None) -> Result:
         """Calls ``function(*arguments)``; see :func:`run_in_subprocess`."""
+        (result,) = self._results(function, arguments, timeout)
+        return cast("Result", result)
+
+    def each(self, function: Callable[..., Iterator[Result]], *arguments: Any) -> Iterator[Result]:
+        """Yields what ``function(*arguments)``, a generator, yields, as soon as it does; raises as :meth:`call`."""
+        yield from self._results(function, arguments, None)
+
+    def _results(self, function: Callable[..., Any], arguments: Any, timeout: float | None) -> Iterator[Any]:
         if self._process is None:
             self._start(function.__module__)
         try:
             self._connection.send((function, arguments))
-            if not self._connection.poll(timeout):
-                raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
-            error, result = self._connection.recv()
+            while True:
+                if not self._connection.poll(timeout):
+                    raise ProcessFailed(f"the process was killed after {timeout:.0f} s")
+                error, results = self._connection.recv()
+                if results is None:
+                    break
+                yield from results
         except (EOFError, ConnectionError):
             raise ProcessFailed(f"the process ended {self._end()}") from None
         except BaseException:
@@ -64,7 +76,6 @@ class Subprocess:
         if error:
             self._end()
             raise ProcessFailed(error)
-        return cast("Result", result)
 
     def close(self) -> None:
         """Ends the process, if there is one."""
@@ -111,7 +122,10 @@ def _serve(connection: Connection) -> None:
             return
         try:
             function, arguments = pickle.loads(call)
-            connection.send(("", function(*arguments)))
+            result = function(*arguments)
+            for each in result if isinstance(result, Iterator) else [result]:
+                connection.send(("", [each]))
+            connection.send(("", None))
         except Exception as error:
             if not is_message(error):
                 traceback.print_exc()

@@ -19,11 +19,13 @@ from cowrec.data_pipeline.synthetic.criteo_frequencies import CRITEO_SIZES
 from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from cowrec.sparse_opt import EmbeddingAdam
 from cowrec.trainer.bench import measurement, mlperf, parts
+from cowrec.trainer.bench.bench import bench
 from cowrec.trainer.bench.measurement import Case, case_runner, cases, enter_steady_state, last_steps, make_schema
 from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf, make_batch, mlperf_config
 from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.settings import Bench, criteo_config
 from cowrec.trainer.bench.table import table
+from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
@@ -164,8 +166,8 @@ def test_several_cases_can_be_measured_in_one_process(monkeypatch):
     """As on CUDA. The failed one ends its process, the next gets a new one."""
     monkeypatch.setattr(measurement, "cases", with_a_failure)
     settings = Bench(["lazy"], [32], max_rows=50, epoch_share=1e-5, seconds=0.0)
-    with case_runner(settings) as runner, Subprocess() as process:
-        runner.call = process.call
+    with case_runner(settings) as runner:
+        runner.keeps_process = True
         failing, good = runner.cases
         lines = [runner.line(case) for case in (good, failing, good)]
     assert ["error" in line for line in lines] == [False, True, False]
@@ -192,16 +194,33 @@ def test_invalid_settings_are_refused(flags, message):
         Bench(**flags)
 
 
+@pytest.mark.parametrize("end", [ProcessFailed("killed"), KeyboardInterrupt()])
+def test_what_was_measured_before_the_end_is_kept(tmp_path, monkeypatch, end):
+    def measure(*_):
+        yield {"step_ms": 4.0, "samples_per_second": 16_000.0}
+        raise end
+
+    monkeypatch.setattr(Subprocess, "each", measure)
+    output = tmp_path / "bench.jsonl"
+    settings = Bench(["replay"], [64, 128], max_rows=2, epoch_share=1e-5)
+    with pytest.raises(Interrupted) if isinstance(end, KeyboardInterrupt) else contextlib.nullcontext():
+        bench(settings, output)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["step_ms"] for line in lines] == [4.0] * (1 if isinstance(end, KeyboardInterrupt) else 2)
+    assert lines[0]["error"].startswith(str(end) or "interrupted")
+
+
 def test_a_profile_that_fails_leaves_the_times(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("no counters")
 
     monkeypatch.setattr(parts, "profile_steps", fail)
     dense = {"kernel": torch.nn.Parameter(torch.ones(4, 4))}
-    values = parts.step_values(8, ([0.5, 0.25, 0.25], 0.1), lambda: None, dense, 1e3, "float32", torch.device("cpu"))
-    assert (values["step_ms"], values["kernels"]) == (250, None)
-    assert values["step_parts_ms"] == dict.fromkeys(parts.PARTS)
-    assert values["roofline"]["step_ms"] > 0
+    speeds = parts.speed(8, [0.5, 0.25, 0.25])
+    floor, rest = parts.step_values(speeds, 8, lambda: None, dense, 1e3, "float32", torch.device("cpu"))
+    assert (speeds["step_ms"], rest["kernels"]) == (250, None)
+    assert rest["step_parts_ms"] == dict.fromkeys(parts.PARTS)
+    assert floor["roofline"]["step_ms"] > 0
     assert "profiling failed: no counters" in caplog.text
 
 

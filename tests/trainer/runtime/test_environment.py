@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -116,6 +117,18 @@ def test_with_a_gpu_subprocesses_are_not_forked_and_bugs_keep_their_traceback(
     with pytest.raises(ProcessFailed, match=r"^ValueError: .*did you mean \"deepfm\""):
         run_in_subprocess(require_model, ModelConfig("deepfn"))
     assert "Traceback" not in capfd.readouterr().err  # fbgemm 1.6 may print a warning
+
+
+def yield_and_abort() -> Iterator[int]:
+    yield 1
+    os.abort()
+
+
+def test_what_a_generator_yields_is_there_at_once() -> None:
+    found = []
+    with Subprocess() as process, pytest.raises(ProcessFailed, match="ended by signal 6"):
+        found.extend(process.each(yield_and_abort))
+    assert found == [1]
 
 
 def test_a_process_takes_calls_until_one_fails() -> None:
