@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
@@ -36,7 +36,7 @@ from cowrec.trainer.runtime.subprocess_call import Subprocess
 from cowrec.trainer.sharded_model.build import build_sharded, dense_parameters, embedding_optimizer
 from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.run_plan import RunPlan
-from cowrec.trainer.training.pipeline import SequentialSteps, pipeline_of, why_not_captured
+from cowrec.trainer.training.pipeline import Pipeline, SequentialSteps, pipeline_of, why_not_captured
 
 from .parts import (
     PROFILED_STEPS,
@@ -180,20 +180,48 @@ def run_ids(ids: CriteoIds, samples: int) -> np.ndarray:
         return ids.last_samples(samples, bar.update)
 
 
-def measure(case: Case) -> Iterator[dict[str, Any]]:
-    """Measures a case. Yields the values of its line, see :func:`cowrec.trainer.bench.bench.bench`, and step_seconds,
-    as they become known.
+@dataclass(frozen=True)
+class SteadyRun:
+    """Training in the state that the samples of a case leave.
 
-    On CPU call it in its own process, whose peak memory is then the case's.
+    Attributes:
+        model: sharded over the one process.
+        adam, dense: its optimizers.
+        pipeline: takes the steps.
+        batches: on the device, each for one step.
+        ids: of each field in the first of them, on CPU.
+        lr: learning rate of the network.
+        device: of all of it.
+        rss_before: memory before the tables, in bytes.
     """
-    prepare_process()
+
+    case: Case
+    model: nn.Module
+    adam: EmbeddingAdam
+    dense: DenseAdam
+    pipeline: Pipeline
+    batches: Iterator[Batch]
+    ids: list[Tensor]
+    lr: float
+    device: torch.device
+    rss_before: int
+
+    def step(self, index: int) -> None:
+        """Takes the step of a number, from 0."""
+        self.dense.prepare(self.case.steps_before + index, self.lr)
+        self.pipeline.progress(self.batches)
+
+
+@contextmanager
+def steady_run(case: Case) -> Iterator[SteadyRun]:
+    """Builds the model of a case and brings it into the steady state, with batches for all steps and a profile."""
     with process_group(case.config.train.device) as process:
         reset_peak_memory(process.device)
         schema = make_schema(case)
         first_batch = _batches(case, schema, 0, 1)
         steps = case.warmup_steps + case.max_steps + PROFILED_STEPS
         timed = _batches(case, schema, case.steps_before * case.batch_size, steps)
-        on_device = [batch.to(process.device) for batch in (*first_batch, *timed)]
+        batches = iter([batch.to(process.device) for batch in (*first_batch, *timed)])
         rss_before = memory("VmRSS", process.device)
         plan = RunPlan.of(case.config, schema, process)
         model = build_sharded(plan)
@@ -203,44 +231,52 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
         dense = DenseAdam(dense_parameters(model), scaled, case.config.optimizer.adam_epsilon)
         captured = None if why_not_captured(plan, model, adam) else adam
         pipeline = pipeline_of(model, dense, process, captured=captured, batch_size=case.batch_size)
-        batches = iter(on_device)
         dense.prepare(0, scaled.dense_lr)
         pipeline.progress(batches)
         enter_steady_state(case, adam, _gradient_size(adam, first_batch[0], scaled.betas[1]), scaled.betas)
+        ids = [field.values() for field in timed[0].sparse.to_dict().values()]
+        about = (scaled.dense_lr, process.device, rss_before)
+        yield SteadyRun(case, model, adam, dense, pipeline, batches, ids, *about)
 
-        def step(index: int) -> None:
-            dense.prepare(case.steps_before + index, scaled.dense_lr)
-            pipeline.progress(batches)
 
-        seconds, host_seconds = step_times(step, case.warmup_steps, case.max_steps, case.seconds, process.device)
-        peak, speeds = memory("VmHWM", process.device), speed(case.batch_size, seconds)
-        moments = [each for key, each in _stored(adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+def measure(case: Case) -> Iterator[dict[str, Any]]:
+    """Measures a case. Yields the values of its line, see :func:`cowrec.trainer.bench.bench.bench`, and step_seconds,
+    as they become known.
+
+    On CPU call it in its own process, whose peak memory is then the case's.
+    """
+    prepare_process()
+    with steady_run(case) as run:
+        device = run.device
+        seconds, host_seconds = step_times(run.step, case.warmup_steps, case.max_steps, case.seconds, device)
+        peak, speeds = memory("VmHWM", device), speed(case.batch_size, seconds)
+        moments = [each for key, each in _stored(run.adam).items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
         moments_bytes = sum(each.nbytes for each in moments)
         yield {
             **speeds,
             "host_ms": 1e3 * host_seconds,
-            "captured": graph_captured(pipeline, process.device),
+            "captured": graph_captured(run.pipeline, device),
             "minutes_of_10_epochs": 10 * EPOCH_SAMPLES / speeds["samples_per_second"] / 60,
-            "table_rows": sum(field.num_embeddings for field in schema.sparse),
+            "table_rows": int(case.ids.table_rows.sum()),
             "table_bytes": moments_bytes // 2,  # float32 weights, like each of the two moments
             "moments_bytes": moments_bytes,
-            "rss_before_tables_bytes": rss_before,
+            "rss_before_tables_bytes": run.rss_before,
             "peak_memory_bytes": peak,
             "steps_before": case.steps_before,
             "step_seconds": seconds,
         }
-        width, fields = physical_dim(case.config.model.embedding_dim), timed[0].sparse.to_dict().values()
-        distinct_rows = sum(len(ids.values().unique()) for ids in fields) / case.batch_size
+        width = physical_dim(case.config.model.embedding_dim)
+        distinct_rows = sum(len(ids.unique()) for ids in run.ids) / case.batch_size
         # A captured step has no parts, so the profile is of steps that are not.
-        parts = SequentialSteps(model, dense, process.device)
+        parts = SequentialSteps(run.model, run.dense, device)
         yield from step_values(
             speeds,
             case.batch_size,
-            lambda: parts.progress(batches),
-            dense_parameters(model),
-            bytes_per_sample(len(fields), width, distinct_rows),
+            lambda: parts.progress(run.batches),
+            dense_parameters(run.model),
+            bytes_per_sample(len(run.ids), width, distinct_rows),
             case.config.train.precision,
-            process.device,
+            device,
         )
 
 
