@@ -75,7 +75,7 @@ def main() -> None:
     dist.all_gather_object(stats_by_rank, handle.stats())
     for table, stats in sorted(item for tables in stats_by_rank for item in tables.items()):
         ratio = f"median ||g|| / limit {stats.median_ratio:.2g}"
-        say(f"{table}  {stats.rows} rows updated, {stats.clipped:.2%} of them clipped, {ratio} in the last step")
+        say(f"{table}  {stats.rows} rows updated, {stats.clipped_share:.2%} of them clipped, {ratio} in the last step")
     dist.destroy_process_group()
 
 

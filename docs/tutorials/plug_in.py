@@ -77,7 +77,7 @@ def main() -> None:
     # %% How often did it bind? A clip that never does has no effect; the published r = 1 does not bind on
     # data as easy as these.
     for table, statistics in handle.stats().items():
-        print(f"{table}: {statistics.clipped:.1%} of {statistics.rows:,} row updates were clipped")
+        print(f"{table}: {statistics.clipped_share:.1%} of {statistics.rows:,} row updates were clipped")
 
     # %% The published hyperparameters of a data set, scaled to a batch size, are functions of plain numbers.
     print(PRESETS["criteo"](131072).hyperparameters)

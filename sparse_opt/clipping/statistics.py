@@ -27,14 +27,14 @@ class TableStats:
 
     Attributes:
         rows: rows updated since attaching; a row counts once in each step that has its id.
-        clipped: share of these rows whose gradient exceeded its limit, in [0, 1]; under a rule for tables the gradient
-            and the limit are the table's or those of all tables.
+        clipped_share: share of these rows whose gradient exceeded its limit, in [0, 1]; under a rule for tables the
+            gradient and the limit are the table's or those of all tables.
         median_ratio: median of ``||g|| / limit`` over the rows of the latest step, above 1 where most were clipped;
             NaN without rows.
     """
 
     rows: int
-    clipped: float
+    clipped_share: float
     median_ratio: float
 
 

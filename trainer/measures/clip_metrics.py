@@ -20,9 +20,9 @@ HARDLY_ANY = 1e-4
 
 def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
     """A sentence for a run whose clip had no effect, or almost none; None for others, and without a clip."""
-    if not statistics or not statistics["rows"] or statistics["clipped"] >= HARDLY_ANY:
+    if not statistics or not statistics["rows"] or statistics["clipped_share"] >= HARDLY_ANY:
         return None
-    rows, clipped, distance = statistics["rows"], statistics["clipped"], statistics["limit_to_norm"]
+    rows, clipped, distance = statistics["rows"], statistics["clipped_share"], statistics["limit_to_norm"]
     typical = f", and the limit of the typical row is {distance:.3g} times its gradient norm" if distance < inf else ""
     if clipped == 0:
         return (
@@ -38,10 +38,10 @@ def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
 class ClipWatch:
     """Reader of the clip's statistics over all processes, since the last reading and since the beginning.
 
-    A reading is ``{"rows", "clipped", "limit_to_norm", "fields": {table: {the same three}}}``:
+    A reading is ``{"rows", "clipped_share", "limit_to_norm", "fields": {table: {the same three}}}``:
 
     * rows: rows that had a gradient; a row counts once in each step that has its id.
-    * clipped: share of these rows whose gradient exceeded its limit; NaN without rows.
+    * clipped_share: share of these rows whose gradient exceeded its limit; NaN without rows.
     * limit_to_norm: limit / ||g|| of the typical row of the latest step; below 1 if most rows were clipped. For one
       table it is the median over its rows. For several tables, or several processes with rows of one table, it is
       the median of their medians, weighted by their rows.
@@ -82,7 +82,7 @@ class ClipWatch:
         own = np.zeros((len(self._tables), 3))
         for name, table in self._stats().items():
             if table.rows:
-                own[self._tables.index(name)] = table.rows, round(table.clipped * table.rows), table.median_ratio
+                own[self._tables.index(name)] = table.rows, round(table.clipped_share * table.rows), table.median_ratio
         if self._process.world_size == 1:
             return own[None]
         sent = torch.from_numpy(own).to(self._process.device)
@@ -104,7 +104,7 @@ def _summary(counts: np.ndarray) -> dict[str, float]:
     norm_to_limit = _weighted_median(ratio[~np.isnan(ratio)], rows[~np.isnan(ratio)])
     return {
         "rows": total,
-        "clipped": clipped.sum().item() / total if total else nan,
+        "clipped_share": clipped.sum().item() / total if total else nan,
         "limit_to_norm": 1 / norm_to_limit if norm_to_limit else inf,
     }
 

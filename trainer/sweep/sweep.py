@@ -120,7 +120,7 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     Returns:
         The grid's lines: rule, batch_size, clip, seed; auc and logloss (as reported), best_epoch_auc, with validation
         samples validation_auc, validation_logloss and best_epoch, steps, epochs, samples_per_second, train_seconds,
-        clipped (share of rows, None with clip off), clip_remark, best_possible, the measures of :class:`Quality` that
+        clipped_share (of rows, None with clip off), clip_remark, best_possible, the measures of :class:`Quality` that
         are known, by_epoch (the measures of every epoch), or error instead of these; base_batch_size, the derived
         hyperparameters, the SHA-256 of ``config.toml``, versions, hardware, commit.
 
@@ -154,7 +154,7 @@ def default_rules(config: RunConfig) -> list[str]:
 
 def clip_remark(lines: Sequence[Mapping[str, Any]]) -> str:
     """A sentence on the runs in which the clip had no effect, or almost none; "" if it had one in all."""
-    clipped = [line for line in lines if line.get("clipped") is not None]
+    clipped = [line for line in lines if line.get("clipped_share") is not None]
     without = sum(bool(line.get("clip_remark")) for line in clipped)
     if not without:
         return ""
@@ -186,7 +186,7 @@ def _trained(runs: Runs, config: RunConfig, name: str) -> dict[str, Any]:
         "best_epoch_auc": max(aucs, default=None),
         "epochs": len(report["epochs"]),
         "by_epoch": report["epochs"],
-        "clipped": clip_statistics["clipped"] if clip_statistics else None,
+        "clipped_share": clip_statistics["clipped_share"] if clip_statistics else None,
         **what,
     }
 

@@ -49,7 +49,7 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
     for each in lookups_of(handle):
         run_on(backend, each)
     before = handle.stats()["t0"]
-    assert (before.rows, before.clipped) == (0, 0.0)
+    assert (before.rows, before.clipped_share) == (0, 0.0)
     assert np.isnan(before.median_ratio)
     train_step(case, model, 0)
     (collection,), (drawn,) = case.collections, case.batches()[0]
@@ -67,7 +67,7 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
             limit = max(rule.r * np.linalg.norm(weights), rule.zeta) if adaptive else rule.max_norm
             ratios = np.full(len(weights), norm / limit)
         assert stats.rows == len(weights)
-        assert stats.clipped == pytest.approx((ratios > 1).mean())
+        assert stats.clipped_share == pytest.approx((ratios > 1).mean())
         assert stats.median_ratio == pytest.approx(np.sort(ratios)[(len(ratios) - 1) // 2], rel=1e-5)
 
 

@@ -113,7 +113,7 @@ def test_the_table_is_clipped_and_the_positions_get_their_gradients(sharding: st
         dense.step()
         for name, value in weights_of(model).items():
             torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
-    assert 0 < handle.stats()["t"].clipped < 1
+    assert 0 < handle.stats()["t"].clipped_share < 1
 
 
 @pytest.mark.parametrize("absent_rows", ["lazy", "replay", "dense"])

@@ -184,7 +184,7 @@ def train(problem: Problem, device: torch.device = CPU) -> Trained:
             dense.zero_grad()
         if problem.reads:
             _read(problem, model, batches[step - 1][0])
-    stats = {name: (each.rows, each.clipped * each.rows) for name, each in optimizer.stats().items()}
+    stats = {name: (each.rows, each.clipped_share * each.rows) for name, each in optimizer.stats().items()}
     arrays = state_of(model, optimizer)
     optimizer.remove()
     return Trained(arrays if dist.get_rank() == 0 else {}, stats)

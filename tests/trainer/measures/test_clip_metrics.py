@@ -63,14 +63,14 @@ def test_limit_to_norm_doubles_with_the_limit(
         found[r], report = trained(folder, tmp_path / str(r), *own, data=data)
     of_1, of_2 = ([field["limit_to_norm"] for field in found[r][0]["fields"].values()] for r in (1.0, 2.0))
     assert of_2 == pytest.approx([2 * each for each in of_1], rel=1e-5)  # float32
-    assert found[1e-4][0]["clipped"] == 1
-    assert found[1e9][0]["clipped"] == 0
-    assert report["clip_statistics"]["clipped"] == 0
+    assert found[1e-4][0]["clipped_share"] == 1
+    assert found[1e9][0]["clipped_share"] == 0
+    assert report["clip_statistics"]["clipped_share"] == 0
     assert report["clip_remark"].startswith("the clip never took effect: none of ")
     for line in (*found[1.0], *found[2.0]):
         for field in line["fields"].values():
             # More than half of the rows exceed their limit exactly if the median row does.
-            assert (field["clipped"] > 0.5) == (field["limit_to_norm"] < 1)
+            assert (field["clipped_share"] > 0.5) == (field["limit_to_norm"] < 1)
 
 
 def test_lines_add_up_to_the_report_and_are_in_tensorboard(folder: Path, tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ def test_lines_add_up_to_the_report_and_are_in_tensorboard(folder: Path, tmp_pat
         field_lines = [line["fields"][name] for line in lines]
         rows = [line["rows"] for line in field_lines]
         assert sum(rows) == total["fields"][name]["rows"]
-        clipped = np.dot(rows, [line["clipped"] for line in field_lines])
-        assert total["fields"][name]["clipped"] == pytest.approx(clipped / sum(rows), rel=1e-12)
+        clipped = np.dot(rows, [line["clipped_share"] for line in field_lines])
+        assert total["fields"][name]["clipped_share"] == pytest.approx(clipped / sum(rows), rel=1e-12)
         assert total["fields"][name]["limit_to_norm"] == field_lines[-1]["limit_to_norm"]
-    assert 0 < total["clipped"] < 1
+    assert 0 < total["clipped_share"] < 1
     assert total == report_of(tmp_path / "run")["clip_statistics"]
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    shown = [(event.step, event.value) for event in board.Scalars("clip/fields/city/clipped")]
-    assert shown == [(line["step"], pytest.approx(line["fields"]["city"]["clipped"], abs=1e-7)) for line in lines]
+    shown = [(event.step, event.value) for event in board.Scalars("clip/fields/city/clipped_share")]
+    assert shown == [(line["step"], pytest.approx(line["fields"]["city"]["clipped_share"], abs=1e-7)) for line in lines]
     assert len(board.Scalars("clip/limit_to_norm")) == len(lines)
     lines, report = trained(folder, tmp_path / "unclipped", "clip.rule=none", "train.epochs=1")
     assert (lines, report["clip_statistics"], report["clip_remark"]) == ([], None, None)
@@ -96,7 +96,7 @@ def test_lines_add_up_to_the_report_and_are_in_tensorboard(folder: Path, tmp_pat
 
 def test_remark_on_a_clip_without_effect() -> None:
     def remark(clipped: float, distance: float, rows: int = 20_000) -> str | None:
-        return clip_remark({"rows": rows, "clipped": clipped, "limit_to_norm": distance})
+        return clip_remark({"rows": rows, "clipped_share": clipped, "limit_to_norm": distance})
 
     never = "the clip never took effect: none of 20,000 row updates was clipped"
     typical = ", and the limit of the typical row is 41.2 times its gradient norm"
@@ -119,16 +119,18 @@ def test_readings_cover_the_time_since_the_last_and_tables_without_rows(process:
     stats = {"a": TableStats(10, 0.2, 0.0), "b": TableStats(40, 0.5, np.nan), "c": TableStats(0, 0.0, np.nan)}
     watch = ClipWatch(lambda: stats, ["c", "b", "a", "elsewhere"], process)
     first = watch.read()
-    assert first["fields"]["a"] == {"rows": 10, "clipped": 0.2, "limit_to_norm": np.inf}
-    assert first["fields"]["c"] == pytest.approx({"rows": 0, "clipped": np.nan, "limit_to_norm": np.nan}, nan_ok=True)
+    assert first["fields"]["a"] == {"rows": 10, "clipped_share": 0.2, "limit_to_norm": np.inf}
+    assert first["fields"]["c"] == pytest.approx(
+        {"rows": 0, "clipped_share": np.nan, "limit_to_norm": np.nan}, nan_ok=True
+    )
     assert first["fields"]["elsewhere"] == pytest.approx(first["fields"]["c"], nan_ok=True)
-    assert (first["rows"], first["clipped"]) == (50, pytest.approx(22 / 50))
+    assert (first["rows"], first["clipped_share"]) == (50, pytest.approx(22 / 50))
     stats |= {"a": TableStats(40, 0.8, 4.0), "b": TableStats(50, 0.6, 0.5)}
     second = watch.read()
     # With 30 rows of a and 10 of b the typical row is in a.
-    assert second["fields"]["a"] == {"rows": 30, "clipped": 1.0, "limit_to_norm": 0.25}
-    assert second["fields"]["b"] == {"rows": 10, "clipped": 1.0, "limit_to_norm": 2.0}
-    assert (second["rows"], second["clipped"], second["limit_to_norm"]) == (40, 1.0, 0.25)
+    assert second["fields"]["a"] == {"rows": 30, "clipped_share": 1.0, "limit_to_norm": 0.25}
+    assert second["fields"]["b"] == {"rows": 10, "clipped_share": 1.0, "limit_to_norm": 2.0}
+    assert (second["rows"], second["clipped_share"], second["limit_to_norm"]) == (40, 1.0, 0.25)
     # From the beginning b has 50 rows and a 40, so the typical row is in b.
     assert watch.total()["limit_to_norm"] == 2.0
-    assert watch.total()["clipped"] == pytest.approx(62 / 90)
+    assert watch.total()["clipped_share"] == pytest.approx(62 / 90)

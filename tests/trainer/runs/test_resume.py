@@ -60,7 +60,9 @@ def test_a_resumed_run_is_bit_identical(folder: Path, tmp_path: Path, optimizer:
             assert resumed[key] == report[key] or key == "clip_statistics"
         if report["clip_statistics"]:
             assert resumed["clip_statistics"]["rows"] == report["clip_statistics"]["rows"]
-            assert resumed["clip_statistics"]["clipped"] == pytest.approx(report["clip_statistics"]["clipped"])
+            assert resumed["clip_statistics"]["clipped_share"] == pytest.approx(
+                report["clip_statistics"]["clipped_share"]
+            )
         assert not list(copy.rglob("*.partial"))
 
 

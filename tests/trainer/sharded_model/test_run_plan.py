@@ -137,7 +137,7 @@ def test_every_rule_trains_by_configuration(single: Path, tmp_path: Path, embedd
     settings = [f"optimizer.embedding={embedding}", "optimizer.absent_rows=lazy", "train.epochs=1"]
     report = train(load_config(tmp_path / "run.toml", settings), single / "data", tmp_path / "run")
     assert report["clip"] == name
-    assert report["clip_statistics"]["clipped"] > 0
+    assert report["clip_statistics"]["clipped_share"] > 0
 
 
 def test_fused_sgd_applies_l2_to_the_rows_of_the_batch(single: Path, tmp_path: Path) -> None:

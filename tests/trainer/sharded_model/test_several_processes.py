@@ -140,7 +140,7 @@ def test_clip_statistics_cover_the_tables_of_all_processes(folder: Path, plan: s
     for one, two in zip(*readings, strict=True):
         for first, second in ((one, two), *((one["fields"][name], two["fields"][name]) for name in one["fields"])):
             assert first["rows"] == second["rows"]
-            assert first["clipped"] == pytest.approx(second["clipped"], abs=1.5 / first["rows"])
+            assert first["clipped_share"] == pytest.approx(second["clipped_share"], abs=1.5 / first["rows"])
             if plan == TABLE_WISE:
                 assert first["limit_to_norm"] == pytest.approx(second["limit_to_norm"], rel=1e-3)
 

@@ -68,13 +68,13 @@ def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) 
     assert line["steps"] == 2 * 3
     assert (line["epochs"], line["base_batch_size"]) == (2, 51)
     assert line["best_epoch_auc"] == max(epoch["auc"] for epoch in alone["epochs"])
-    assert line["clipped"] == alone["clip_statistics"]["clipped"] > 0
+    assert line["clipped_share"] == alone["clip_statistics"]["clipped_share"] > 0
     assert line["by_epoch"] == alone["epochs"]
     assert line["clip_remark"] is None
     derived = {name: line[name] for name in ("embedding_lr", "dense_lr", "l2")}
     assert derived == pytest.approx({"embedding_lr": 1e-2, "dense_lr": 1e-2 * 2**0.5, "l2": 2e-2})
     assert lines["linear", 102, "off", 0]["embedding_lr"] == pytest.approx(2e-2)
-    assert lines["cowclip", 102, "off", 0]["clipped"] is None
+    assert lines["cowclip", 102, "off", 0]["clipped_share"] is None
     assert lines["cowclip", 102, "off", 0]["logloss"] != line["logloss"]
     shared = (folder / "grid" / "config.toml").read_bytes()
     assert {line["config_sha256"] for line in lines.values()} == {hashlib.sha256(shared).hexdigest()}
@@ -199,7 +199,11 @@ def test_failed_runs_are_recorded_and_the_others_continue(folder: Path, tmp_path
 def test_remarks_and_default_rules(folder: Path) -> None:
     own = [load_config(folder / "run.toml", [f"optimizer.scaling={rule}"]) for rule in ("cowclip", "sqrt_star")]
     assert list(map(default_rules, own)) == [[*COMPETITORS], ["sqrt_star", *COMPETITORS]]
-    lines = [{"clipped": 0.0, "clip_remark": "never"}, {"clipped": 0.2, "clip_remark": None}, {"clipped": None}]
+    lines = [
+        {"clipped_share": 0.0, "clip_remark": "never"},
+        {"clipped_share": 0.2, "clip_remark": None},
+        {"clipped_share": None},
+    ]
     assert clip_remark(lines).startswith("the clip had no effect, or almost none, in 1 of 2 runs with clip on")
     assert clip_remark(lines[1:]) == ""
 
