@@ -9,6 +9,7 @@ shard has the global batch's ids of its rows, so counts are global.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -25,6 +26,7 @@ from .clipped_lookup import ClippedLookup
 from .handle import Forward, Inputs, LookupsHandle, LossScale, Run, require_unattached, run_in_backward, wrap_lookups
 from .requirements import clipped_lookups
 from .table_rules import table_rules
+from .update_check import StepCheck, UpdateCheck
 
 
 def attach_cowclip(
@@ -36,6 +38,7 @@ def attach_cowclip(
     single_id_bags: bool = False,
     l2: float = 0.0,
     grad_scaler: GradScaler | None = None,
+    verify: int = 1,
 ) -> LookupsHandle:
     """Clips the row gradients of every table of a model before its fused optimizer applies them.
 
@@ -60,6 +63,9 @@ def attach_cowclip(
             ``single_id_bags``.
         grad_scaler: of the loss, if one scales it: gradients are divided by its scale before they are measured and
             applied. A lookup whose output gradient is not finite applies a gradient of zeros.
+        verify: how many steps to check that clip rows, of the first hundred of each lookup, and the first step besides.
+            After FBGEMM's update, a few rows must have moved as their limits allow, by a plain computation from ids and
+            output gradient. Under SGD, Adagrad, row-wise Adagrad and Adam; later steps cost nothing. 0 for no check.
 
     Returns:
         A handle with ``stats()`` and ``remove()``.
@@ -67,9 +73,12 @@ def attach_cowclip(
     Raises:
         ValueError: the model has no table, a table cannot be clipped, a name is unknown, the model is attached already,
             or the rule does not fit the sharding plan; and in a step, ``single_id_bags`` is wrong.
+        RuntimeError: in a backward pass, a checked row has taken another update than the clip allows.
     """
     if not 0 <= l2 < inf:
         raise ValueError(f"l2 must be >= 0 and finite, got {l2}")
+    if verify < 0:
+        raise ValueError(f"verify must be a number of steps, at least 0, got {verify}")
     lookups = clipped_lookups(model, table_rules(model, rule, exclude), clip_columns, skips_unclipped=l2 == 0)
     with raised_on_all_ranks(model):
         if not single_id_bags:
@@ -77,7 +86,19 @@ def attach_cowclip(
         _require_float32_outputs(lookups, single_id_bags, l2, grad_scaler)
     called = called_modules(model)
     require_unattached(called)
-    return wrap_lookups(called, lookups, partial(_look_up, single_id_bags, l2, LossScale(grad_scaler)))
+    checks = {each: UpdateCheck(each, verify) for each in lookups}
+    settings = _Settings(single_id_bags, l2, LossScale(grad_scaler), checks)
+    return wrap_lookups(called, lookups, partial(_look_up, settings))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Arguments of :func:`attach_cowclip` that steps need, and the checks of the lookups."""
+
+    single_id_bags: bool
+    l2: float
+    loss_scale: LossScale
+    checks: Mapping[ClippedLookup, UpdateCheck]
 
 
 def _require_single_id_bags(lookups: Sequence[ClippedLookup], clips_columns: bool, l2: float) -> None:
@@ -110,23 +131,22 @@ def _require_float32_outputs(
             )
 
 
-def _look_up(
-    single_id_bags: bool, l2: float, loss_scale: LossScale, clipped: ClippedLookup, forward: Forward, inputs: Inputs
-) -> Tensor:
+def _look_up(settings: _Settings, clipped: ClippedLookup, forward: Forward, inputs: Inputs) -> Tensor:
     """Forward of a lookup under the clip."""
+    single_id_bags, loss_scale = settings.single_id_bags, settings.loss_scale
     given, bags = inputs.get("per_sample_weights"), clipped.bags.of(inputs)
     run: Run | None = None
     if clipped.lookup.has_dense_gradient:
         if single_id_bags:
             _require_single_ids(bags, given)
-        run, parameter = partial(clipped.in_torch.dense_gradient, l2=l2), clipped.lookup.parameter
+        run, parameter = partial(clipped.in_torch.dense_gradient, l2=settings.l2), clipped.lookup.parameter
     elif clipped.accumulation.passes > 1:
         if clipped.lookup.output_is_half and loss_scale.is_used:
             raise ValueError(
                 f"table {clipped.lookup.shards[0].name!r} has outputs in half precision, whose gradient cannot hold"
                 " that of an unscaled loss over several passes; set output_dtype to float32, or accumulate(1)"
             )
-        run, parameter = partial(_fused_step, single_id_bags, l2, clipped, forward), None
+        run, parameter = partial(_fused_step, settings, clipped, forward), None
     if run:
         output = clipped.lookup.look_up_uncounted(forward, inputs)
         return run_in_backward(output, clipped, bags, given, loss_scale, run, parameter=parameter)
@@ -137,8 +157,8 @@ def _look_up(
         output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
         if not output.requires_grad:
             return output
-        ids = (bags.indices, bags.offsets, given, weights)
-        clipping: Tensor = _ClipInBackward.apply(output, *ids, bags, clipped, single_id_bags, l2, loss_scale)
+        ids, check = (bags.indices, bags.offsets, given, weights), settings.checks[clipped].of_forward(output)
+        clipping: Tensor = _ClipInBackward.apply(output, *ids, bags, clipped, settings, check)
     return clipping
 
 
@@ -154,9 +174,7 @@ def _of_version(packed: tuple[Tensor, int]) -> Tensor:
     return saved
 
 
-def _fused_step(
-    single_id_bags: bool, l2: float, clipped: ClippedLookup, forward: Forward, backward: LookupBackward
-) -> None:
+def _fused_step(settings: _Settings, clipped: ClippedLookup, forward: Forward, backward: LookupBackward) -> None:
     """Looks up all ids of a step again, and takes the step in the backward of that."""
     bags, own = backward.bags, clipped.accumulation
     inputs = {"indices": bags.indices, "offsets": bags.blocks.first_bag if clipped.lookup.is_sequence else bags.offsets}
@@ -165,7 +183,8 @@ def _fused_step(
     passes, own.passes = own.passes, 1
     try:
         with torch.enable_grad():
-            output = _look_up(single_id_bags, l2, LossScale(GradScaler(enabled=False)), clipped, forward, inputs)
+            unscaled = replace(settings, loss_scale=LossScale(GradScaler(enabled=False)))
+            output = _look_up(unscaled, clipped, forward, inputs)
         output.backward(backward.output_grad.to(output.dtype))
     finally:
         own.passes = passes
@@ -184,13 +203,12 @@ class _ClipInBackward(torch.autograd.Function):
         weights: Tensor | None,
         bags: LookupBags,
         clipped: ClippedLookup,
-        single_id_bags: bool,
-        l2: float,
-        loss_scale: LossScale,
+        settings: _Settings,
+        check: StepCheck | None,
     ) -> Tensor:
         ctx.save_for_backward(indices, offsets, given, weights)
         ctx.blocks, ctx.size = bags.blocks, bags.size
-        ctx.clipped, ctx.single_id_bags, ctx.l2, ctx.loss_scale = clipped, single_id_bags, l2, loss_scale
+        ctx.clipped, ctx.settings, ctx.check = clipped, settings, check
         ctx.mark_dirty(output)
         return output
 
@@ -200,11 +218,12 @@ class _ClipInBackward(torch.autograd.Function):
         indices, offsets, given, weights = ctx.saved_tensors
         bags = LookupBags(indices, offsets, ctx.blocks, ctx.size)
         ctx.clipped.check_backward()
-        unscaled = ctx.loss_scale.unscaled(ctx.clipped, LookupBackward(bags, given, grads[0]))
+        settings, factors = ctx.settings, None
+        unscaled = settings.loss_scale.unscaled(ctx.clipped, LookupBackward(bags, given, grads[0]))
         backward, grad = unscaled.backward, unscaled.scaled_grad
-        if ctx.single_id_bags:
+        if weights is None:  # bags of one id
             _require_single_ids(bags, given)
-            grad = ctx.clipped.rows.clipped_output_grad(backward, ctx.l2)
+            grad = ctx.clipped.rows.clipped_output_grad(backward, settings.l2)
             if unscaled.finite is not None:
                 grad.mul_(unscaled.finite)  # of L2
         else:
@@ -213,7 +232,9 @@ class _ClipInBackward(torch.autograd.Function):
             if unscaled.factor is not None:
                 factors *= unscaled.factor  # not the gradient, which may be in half precision
             weights.data.copy_(factors if given is None else given * factors)
-        return grad, *(None,) * 9
+        if ctx.check and (unscaled.finite is None or unscaled.finite):
+            ctx.check.expect(backward, settings.l2, factors)
+        return grad, *(None,) * 8
 
 
 def _require_single_ids(bags: LookupBags, id_weights: Tensor | None) -> None:

@@ -17,6 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
 )
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_global_rank
@@ -56,6 +57,21 @@ class TableShard:
     first_column: int
     table_dim: int
     column_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TracedUpdate:
+    """What a fused optimizer keeps of a row's gradient, which shows whichever gradient reached it.
+
+    Attributes:
+        name: what that is, for messages.
+        kept: it for each table, float [rows, D] or [rows].
+        step: (kept of a row, its weights, its gradient) -> kept after the step.
+    """
+
+    name: str
+    kept: Sequence[Tensor]
+    step: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TbeLookup:
@@ -149,6 +165,34 @@ class TbeLookup:
     def is_plain_sgd(self) -> bool:
         """True if its fused optimizer is SGD, which has no state; dense tables have no fused optimizer at all."""
         return self.has_dense_gradient or self.module.optimizer == EmbOptimType.EXACT_SGD
+
+    def traced_update(self) -> TracedUpdate | None:
+        """The update of a fused optimizer, as a forward pass at this time fixes it; None where no rule is known here.
+
+        Adagrad's first step is of one size whatever the gradient is, but the squares that it adds up are not.
+        """
+        tbe, optimizer = self.module, self.module.optimizer
+        lr, args = tbe.get_learning_rate(), tbe.optimizer_args
+        if optimizer == EmbOptimType.EXACT_SGD:
+            views = [self.view_of(self.flat_weights(), table) for table in range(len(self.shards))]
+            return TracedUpdate("weights", views, lambda kept, weights, grad: kept - lr * grad)
+        is_l2 = args.weight_decay_mode == WeightDecayMode.L2.value
+        l2 = args.weight_decay if is_l2 else 0.0
+        rules: dict[Any, tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+            EmbOptimType.EXACT_ADAGRAD: ("sum of squares", lambda kept, weights, grad: kept + grad.square()),
+            EmbOptimType.EXACT_ROWWISE_ADAGRAD: (
+                "sum of mean squares",
+                lambda kept, weights, grad: kept + (grad + l2 * weights).square().mean(),
+            ),
+            EmbOptimType.ADAM: (
+                "first moment",
+                lambda kept, weights, grad: args.beta1 * kept + (1 - args.beta1) * grad,
+            ),
+        }
+        if optimizer not in rules or tbe.weight_decay_mode in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP):
+            return None
+        name, step = rules[optimizer]
+        return TracedUpdate(name, [own[0] for own in tbe.split_optimizer_states()], step)
 
     @property
     def shares_output_grads(self) -> bool:

@@ -246,7 +246,8 @@ def attached(problem: Problem, model: nn.Module) -> Any:
         config = AdamConfig(problem.lr, problem.betas, problem.eps, l2=problem.l2, **settings)
         lr_factors = {problem.name(c, t): factor for c, t, factor in problem.lr_factors}
         return EmbeddingAdam(model, config, rule, lr_factors=lr_factors, **common)
-    return attach_cowclip(model, rule, single_id_bags=problem.single_id_bags, l2=problem.l2, **common)
+    settings = {"single_id_bags": problem.single_id_bags, "l2": problem.l2, "verify": problem.steps}
+    return attach_cowclip(model, rule, **settings, **common)
 
 
 def dense_optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,161 @@
+"""Self-check of the clip: in the first steps, whether some rows take the update that their limits allow.
+
+The expected update is computed in plain torch from the ids, the output gradient and the rows before the step, and
+compared after FBGEMM's update. A fault between the two, such as a backward that reads a copy of what the clip has
+written, would otherwise train without the clip, while its statistics look right.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cowrec.sparse_opt.algorithm.clip import limits_of_norms, scales_of_norms
+from cowrec.sparse_opt.kernels.layout import LookupBackward, LookupIds
+from cowrec.sparse_opt.kernels.torch_rows import parts_of_positions, row_begins, row_sums, with_weights
+from cowrec.sparse_opt.tbe.lookup import TracedUpdate
+
+from .clipped_lookup import ClippedLookup
+
+_ROWS = 4
+"""Rows of a lookup that are checked, besides as many of those that are clipped most."""
+_STEPS = 100
+"""Steps in which clipped rows are looked for."""
+_TOLERANCE = 0.01
+"""Relative error of a row's gradient that is no fault, beyond rounding."""
+
+
+class UpdateCheck:
+    """Check of the first step of a lookup, and of its first steps in which rows are clipped.
+
+    Args:
+        clipped: a lookup; only those under a fused optimizer with a known rule are checked.
+        steps: how many steps with clipped rows to check, of the first hundred; 0 for no check at all.
+    """
+
+    def __init__(self, clipped: ClippedLookup, steps: int):
+        self.clipped, self._seen = clipped, 0
+        self._left = 0 if clipped.lookup.has_dense_gradient else steps
+
+    def of_forward(self, output: Tensor) -> "StepCheck | None":
+        """Check of the backward passes of the lookup's output; None if there is none."""
+        captured = output.is_cuda and torch.cuda.is_current_stream_capturing()
+        update = self.clipped.lookup.traced_update() if self._left > 0 and not captured else None
+        if update is None or output.grad_fn is None:
+            return None
+        check = StepCheck(self, update)
+        output.grad_fn.register_hook(check.compare)  # runs after FBGEMM's update
+        return check
+
+    def begin(self) -> bool:
+        """Counts a step, once the clip has recorded it; returns whether it is checked."""
+        self._seen += 1
+        clips = bool((self.clipped.statistics.latest.ratio > 1).any())
+        is_checked = self._left > 0 and (clips or self._seen == 1)
+        self._left = self._left - clips if self._seen < _STEPS else 0
+        return is_checked
+
+
+class _Expected(NamedTuple):
+    """Update of a row: what the optimizer keeps of it, before and after, and the error that is no fault."""
+
+    table: int
+    row: int
+    before: Tensor
+    after: Tensor
+    allowed: Tensor
+    clip: str
+
+
+class StepCheck:
+    """Check of one backward pass of a lookup."""
+
+    def __init__(self, check: UpdateCheck, update: TracedUpdate):
+        self._check, self._update, self._rows = check, update, list[_Expected]()
+
+    def expect(self, backward: LookupBackward, l2: float, factors: Tensor | None) -> None:
+        """Computes the updates of some rows; called after the clip and before FBGEMM's update.
+
+        Args:
+            backward: the unscaled backward pass.
+            l2: as in :func:`attach_cowclip`.
+            factors: the clip's factor of each id, [nnz], by which rows are chosen; None if it is written into the
+                output gradient.
+        """
+        self._rows = []
+        if not backward.bags.indices.numel() or not self._check.begin():
+            return
+        clipped = self._check.clipped
+        ids = clipped.rows.find_rows(backward.bags)
+        chosen = torch.linspace(0, len(ids.row) - 1, _ROWS, device=ids.row.device).long()
+        if factors is not None:
+            lowest = factors[ids.order].topk(min(_ROWS, len(ids.row)), largest=False).indices
+            chosen = torch.cat([chosen, lowest])
+        row = ids.row[chosen].unique()
+        grads, weights, noise, counts, table = _gradients_of(clipped, ids, backward, row)
+        grads = grads + 2 * l2 * weights
+        measured = torch.arange(grads.shape[1], device=grads.device) < clipped.limits.clips.columns[table][:, None]
+        norms, weight_norms = (torch.where(measured, each, 0).norm(dim=1) for each in (grads, weights))
+        _, r, floor, per_occurrence = (each[table] for each in clipped.limits.clips)
+        limits = limits_of_norms(weight_norms, counts, r, floor, per_occurrence)
+        if not clipped.is_local:  # the norms are those of several rows, or of columns on other ranks
+            slot = parts_of_positions(ids.begin, len(ids.row))[torch.searchsorted(ids.row, row)]
+            limits = norms / clipped.statistics.latest.ratio[slot]
+        grads = torch.where(measured, scales_of_norms(norms, limits)[:, None] * grads, grads)
+        noise += _TOLERANCE * grads.abs().amax(1, keepdim=True)
+        if factors is None:
+            written = torch.finfo(backward.output_grad.dtype)
+            noise += written.eps * (grads.abs() + written.smallest_normal)
+        index = row - clipped.layout.first_row[table]
+        numbers = (table.tolist(), index.tolist(), counts.tolist(), norms.tolist(), limits.tolist())
+        for i, (t, at, count, norm, limit) in enumerate(zip(*numbers, strict=True)):
+            dim = clipped.lookup.shards[t].embedding_dim
+            before, grad = self._update.kept[t][at].double(), grads[i, :dim]
+            after, *others = (
+                self._update.step(before, weights[i, :dim], grad + each)
+                for each in (0, noise[i, :dim], -noise[i, :dim])
+            )
+            rounding = 4 * torch.finfo(self._update.kept[t].dtype).eps * (before.abs() + after.abs())
+            allowed = torch.stack([(each - after).abs() for each in others]).amax(0) + rounding
+            clip = f"{count} times in the batch, with a gradient of norm {norm:.4g} and a limit of {limit:.4g}"
+            self._rows.append(_Expected(t, at, before, after, allowed, clip))
+
+    def compare(self, *_: Any) -> None:
+        """Compares the rows; called after FBGEMM's update.
+
+        Raises:
+            RuntimeError: a row has taken another update.
+        """
+        rows, self._rows = self._rows, []
+        for each in rows:
+            got = self._update.kept[each.table][each.row].double()
+            if each.after.isfinite().all() and not ((got - each.after).abs() <= each.allowed).all():
+                shard = self._check.clipped.lookup.shards[each.table]
+                found, expected = ((after - each.before).norm().item() for after in (got, each.after))
+                raise RuntimeError(
+                    f"the clip did not reach the update of table {shard.name!r}: row {shard.first_row + each.row} is"
+                    f" {each.clip}, by which its {self._update.name} should have changed by {expected:.4g}, but changed"
+                    f" by {found:.4g}. FBGEMM has read other numbers than the clip wrote, as under hooks on saved"
+                    " tensors or casts that copy them; or another thread or optimizer has changed the row meanwhile."
+                    " The step has been taken: begin again from an earlier checkpoint. Without this check: verify=0"
+                )
+
+
+def _gradients_of(
+    clipped: ClippedLookup, ids: LookupIds, backward: LookupBackward, row: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients [n, D] of some rows, their weights, the rounding of sums in float32, all float64, counts and tables.
+
+    ``row`` is sorted, int [n], among the rows of all tables.
+    """
+    here = torch.isin(ids.row, row)
+    order, rows = ids.order[here], ids.row[here]
+    own = LookupIds(ids.address[order], torch.arange(len(order), device=order.device), rows, row_begins(rows))
+    factors = None if backward.id_weights is None else backward.id_weights[order].double()
+    grad = backward.output_grad.double()
+    sums = row_sums(clipped.layout, own, factors, grad)
+    sizes = row_sums(clipped.layout, own, None if factors is None else factors.abs(), grad.abs())
+    found, n = with_weights(sums, clipped.layout, clipped.lookup.flat_weights()), len(row)
+    counts = sums.counts.count[:n]
+    noise = torch.finfo(torch.float32).eps * counts[:, None] * sizes.sums[:n]
+    return found.grad[:n], found.weight[:n].double(), noise, counts, sums.table[:n]
