@@ -13,8 +13,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from cowrec.trainer.config.run import FEW_STEPS
 from cowrec.trainer.reports.plotting import plt
-from cowrec.trainer.sweep.results import FEW_STEPS, Lines, base_values, deviation, series, steps_by_batch_size, style
+from cowrec.trainer.sweep.results import Lines, base_values, deviation, series, steps_by_batch_size, style
 
 BEDS = {"synthetic": "synthetic", "criteo": "Criteo, 80K samples", "movielens": "MovieLens-1M", "avazu": "Avazu, 9K"}
 QUALITY = {"auc": ("AUC, points", 100), "logloss": ("logloss", 1)}

@@ -22,6 +22,7 @@ from cowrec.sparse_opt import NoClip
 from .checks import nearest_name
 from .id_table import IdConfig
 from .sections import (
+    AUTO_BATCH,
     CheckpointConfig,
     ClipConfig,
     DataConfig,
@@ -31,6 +32,11 @@ from .sections import (
     ShardingConfig,
     TrainConfig,
 )
+
+FEW_STEPS = 200
+"""With fewer steps, a run shows how short it is, not how good its values or its scaling rule are."""
+MOST_AUTO_BATCH = 1 << 16
+"""Largest `train.batch_size = "auto"`: 128 times the largest default."""
 
 
 @dataclass(frozen=True)
@@ -185,12 +191,43 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
     if begun:
         size, l2 = begun.train.batch_size, begun.optimizer.l2
     else:
-        size = min(max(1 << max(samples // 100, 1).bit_length() - 1, 64), 512)
+        if config.train.batch_size == AUTO_BATCH:
+            trained = samples - round(samples * config.train.validation_fraction)
+            size = max(largest_batch(trained, config.train.epochs, MOST_AUTO_BATCH), 64)
+        else:
+            size = min(max(1 << max(samples // 100, 1).bit_length() - 1, 64), 512)
         l2 = min(max(20 * min(config.train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, batch_size=config.train.batch_size or size),
+        train=dataclasses.replace(
+            config.train, batch_size=config.train.batch_size if config.train.batch_size > 0 else size
+        ),
         optimizer=dataclasses.replace(config.optimizer, l2=l2 if config.optimizer.l2 is None else config.optimizer.l2),
+    )
+
+
+def largest_batch(samples: int, epochs: int, most: int = 1 << 62) -> int:
+    """The largest power of two, up to ``most``, with which so many epochs have FEW_STEPS steps; else 1."""
+    enough = -(-FEW_STEPS // epochs)  # steps an epoch, of which the last may be short
+    size = most
+    while size > 1 and -(-samples // size) < enough:
+        size >>= 1
+    return size
+
+
+def few_steps_warning(config: RunConfig, samples: int, steps: int) -> str:
+    """A warning, with the remedy, of a run with fewer than FEW_STEPS steps; "" for others.
+
+    Args:
+        samples: that are trained on in an epoch.
+    """
+    epochs, size = config.train.epochs, config.train.batch_size
+    if steps >= FEW_STEPS:
+        return ""
+    return (
+        f"warning: the run has {steps} steps, below {FEW_STEPS}: too few for train.batch_size = {size} to reach what"
+        f" a smaller batch does; set train.batch_size to {largest_batch(samples, epochs)}, or train.epochs to"
+        f" {-(-FEW_STEPS // -(-samples // size))}"
     )
 
 
@@ -248,6 +285,8 @@ def _with_counts(hint: Any, value: Any, key: str) -> Any:
         }
     if isinstance(value, list) and get_origin(hint) is tuple:
         return [_with_counts(get_args(hint)[0], each, key) for each in value]
+    if (key, value) == ("train.batch_size", "auto"):
+        return AUTO_BATCH
     if isinstance(value, str) and hint in (int, int | None):
         return parse_count(value, key)
     return value

@@ -10,6 +10,8 @@ from cowrec.sparse_opt import CLIP_RULES, SCALING_RULES, ClipRule, NoClip
 from .checks import require, require_at_least, require_known
 from .id_table import seconds
 
+AUTO_BATCH = -1
+"""`train.batch_size = "auto"`."""
 OnNonfinite = Literal["stop", "skip"]
 """What is done about a batch that would make the model's state non-finite."""
 
@@ -39,7 +41,8 @@ class TrainConfig:
 
     Attributes:
         batch_size: samples per step over all processes. 0: by the number of training samples, the largest power of two
-            with at least 100 steps in an epoch, but from 64 to 512; online optimizer.base_batch_size.
+            with at least 100 steps in an epoch, but from 64 to 512. "auto" (or -1): the largest power of two with which
+            the run has 200 steps, but from 64 to 65,536. Both are optimizer.base_batch_size online.
         eval_batch_size: the same at evaluation.
         batch_ramp: steps at each of optimizer.base_batch_size, twice that, four times that and so on, while below
             batch_size, with which the run begins, each with the scaled values of its batch size; needs
@@ -98,7 +101,8 @@ class TrainConfig:
     on_nonfinite: OnNonfinite = "stop"
 
     def __post_init__(self) -> None:
-        require_at_least("train", self, "log_seconds batch_size batch_ramp patience")
+        require_at_least("train", self, "log_seconds batch_ramp patience")
+        require("train.batch_size", self.batch_size, self.batch_size >= AUTO_BATCH, 'at least 0 or "auto"')
         require_at_least("train", self, "eval_batch_size epochs log_every timeout_seconds", 1)
         for name, weight in self.task_weights.items():
             require(f"train.task_weights.{name}", weight, 0 <= weight < inf, "at least 0 and finite")
@@ -107,8 +111,8 @@ class TrainConfig:
         require(
             "train.accumulation",
             self.accumulation,
-            1 <= self.accumulation <= (self.batch_size or inf),
-            f"from 1 to train.batch_size{f' = {self.batch_size}' if self.batch_size else ''}",
+            1 <= self.accumulation <= (self.batch_size if self.batch_size > 0 else inf),
+            f"from 1 to train.batch_size{f' = {self.batch_size}' if self.batch_size > 0 else ''}",
         )
         require("train.seed", self.seed, 0 <= self.seed < 1 << 63, "at least 0 and below 2^63")
 

@@ -18,6 +18,12 @@ HARDLY_ANY = 1e-4
 """Share of clipped rows below which the clip counts as without effect."""
 
 
+_REMEDY = (
+    "set that to save its cost, or, where later epochs overfit, lower the limits (clip.r, or clip.max_norm) tenfold or"
+    " more until the clip takes effect, and keep what the validation samples prefer"
+)
+
+
 def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
     """A sentence for a run whose clip had no effect, or almost none; None for others, and without a clip."""
     if not statistics or not statistics["rows"] or statistics["clipped_share"] >= HARDLY_ANY:
@@ -27,11 +33,11 @@ def clip_remark(statistics: Mapping[str, Any] | None) -> str | None:
     if clipped == 0:
         return (
             f"the clip never took effect: none of {rows:,} row updates was clipped{typical};"
-            ' the results are those of clip.rule = "none"'
+            f' the results are those of clip.rule = "none"; {_REMEDY}'
         )
     return (
         f"the clip had almost no effect: {100 * clipped:.2g} % of {rows:,} row updates were clipped{typical};"
-        ' expect the results of clip.rule = "none"'
+        f' expect the results of clip.rule = "none"; {_REMEDY}'
     )
 
 

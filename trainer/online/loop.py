@@ -88,7 +88,7 @@ def online(
         given = f"train.accumulation = {config.train.accumulation}"
         raise ValueError(f"{given} is for data sets, not for streams; add --set train.accumulation=1")
     data = dataclasses.replace(config.data, dir=str(data_dir))
-    size = config.train.batch_size or config.optimizer.base_batch_size
+    size = config.train.batch_size if config.train.batch_size > 0 else config.optimizer.base_batch_size
     config = dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, batch_size=size))
     config = with_defaults(config, Schema.load(data_dir).split("train").rows)
     with process_group(config.train.device, config.train.timeout_seconds) as process:

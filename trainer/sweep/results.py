@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 
 from cowrec.sparse_opt import SCALING_RULES
+from cowrec.trainer.config.run import FEW_STEPS
 from cowrec.trainer.reports.plotting import plt, size_name
 from cowrec.trainer.reports.text_table import aligned
 
@@ -22,9 +23,6 @@ Range = tuple[float, float]
 SWEEP_PLOT = "sweep.png"
 VALUES = ("embedding_lr", "dense_lr", "l2")
 """Keys of `[optimizer]` that a study searches."""
-
-FEW_STEPS = 200
-"""With fewer steps than this, a large batch shows how short the run is, not how good its scaling rule."""
 
 _CLEARLY = 0.001
 """AUC by which the best epoch must exceed the last one to be shown: 0.1 points, which 100,000 test samples resolve."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.data_pipeline.remote import Place
-from cowrec.trainer.config.run import RunConfig, load_config, to_plain, with_defaults
+from cowrec.trainer.config.run import RunConfig, few_steps_warning, load_config, to_plain, with_defaults
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
@@ -103,6 +103,8 @@ class _EpochRun:
     def train(self, resume: bool) -> dict[str, Any]:
         """Runs from the first step, or from the newest checkpoint, to the report."""
         self.say(self.summary())
+        if warning := few_steps_warning(self.config, self.plan.train_rows, self.plan.steps):
+            self.trainer.warn(warning)
         if not (resume and self.resume()) and self.config.train.warm_start:
             warm_start(self.state)
         with self.trainer.open_log() as log, stop_requests(self.process) as stop:

@@ -1,6 +1,7 @@
 """The run's configuration: error messages, overrides, saving, derived values, id tables, and written templates."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from cowrec.data_pipeline import Schema, SparseField
 from cowrec.sparse_opt import PRESETS
 from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
-from cowrec.trainer.config.run import RunConfig, config_from, load_config, save_config, with_defaults
+from cowrec.trainer.config.run import RunConfig, config_from, few_steps_warning, load_config, save_config, with_defaults
 from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.tables import table_specs
@@ -32,6 +33,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[train]\nbatchsize = 5", "unknown key train.batchsize (= 5); did you mean train.batch_size?"),
         ("[trian]\nseed = 5", "unknown key trian (= {'seed': 5}); did you mean train?"),
         ("batch_size = 5", "unknown key batch_size (= 5); did you mean train.batch_size?"),
+        ("[train]\nbatch_size = -2", 'train.batch_size must be at least 0 or "auto", got -2'),
         ("[train]\nl2 = 0.1", "unknown key train.l2 (= 0.1); did you mean optimizer.l2?"),
         ("[model]\nseed = 1", "unknown key model.seed (= 1); did you mean prepare.seed or train.seed?"),
         ("[optimizer]\nlr = 1", "unknown key optimizer.lr (= 1); did you mean optimizer.embedding_lr or"),
@@ -43,7 +45,6 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[train]\nbatch_size = true", "train.batch_size = True: input should be a valid integer"),
         ("[train]\nseed = 1979-05-27", "train.seed = '1979-05-27': input should be a valid integer"),
         ("[train]\nseed = 9223372036854775808", "train.seed must be at least 0 and below 2^63"),
-        ("[train]\nbatch_size = -1", "train.batch_size must be at least 0, got -1"),
         ('[train]\ndevice = "tpu"', "train.device = 'tpu': input should be 'auto', 'cpu' or 'cuda'"),
         ('[data]\nresident = true', "data.resident = True: input should be 'auto', 'yes' or 'no'"),
         ("[data]\nwindow_rows = 0", "data.window_rows must be a positive number of rows, got 0"),
@@ -153,6 +154,25 @@ def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
     begun = load_config(tmp_path / "saved.toml")
     assert (begun.train.batch_size, begun.optimizer.l2) == (512, pytest.approx(1e-4))
     assert with_defaults(load(tmp_path, "[train]\nepochs = 9"), 300, begun).optimizer == begun.optimizer
+
+
+@pytest.mark.parametrize(("samples", "epochs"), [(100, 2), (70_001, 1), (300_000, 2), (300_000, 3), (7_000_000, 2)])
+def test_a_batch_size_of_auto_is_the_largest_that_leaves_200_steps(tmp_path: Path, samples: int, epochs: int) -> None:
+    """The warning names the same batch size, and epochs that suffice; none with both."""
+    config = load(tmp_path, f'[train]\nbatch_size = "auto"\nepochs = {epochs}\nvalidation_fraction = 0.5')
+    size = with_defaults(config, 2 * samples).train.batch_size
+    sizes = [1 << power for power in range(6, 17)]
+    assert size == max([each for each in sizes if math.ceil(samples / each) * epochs >= 200], default=64)
+
+    def warning(size: int, epochs: int) -> str:
+        given = load(tmp_path, f"[train]\nbatch_size = {size}\nepochs = {epochs}")
+        return few_steps_warning(given, samples, math.ceil(samples / size) * epochs)
+
+    assert samples == 100 or warning(size, epochs) == ""
+    text = warning(1 << 20, epochs)
+    smaller, more = map(int, re.findall(r"set train.batch_size to (\d+), or train.epochs to (\d+)", text)[0])
+    cases = ((2 * smaller, epochs), (smaller, epochs), (1 << 20, more - 1), (1 << 20, more))
+    assert [bool(warning(*each)) for each in cases] == [True, False, True, False]
 
 
 def test_times() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cowrec.sparse_opt import TableStats
-from cowrec.trainer.measures.clip_metrics import ClipWatch, clip_remark
+from cowrec.trainer.measures.clip_metrics import _REMEDY, ClipWatch, clip_remark
 from cowrec.trainer.runtime.processes import Process, process_group
 from trained_runs import metrics, report_of, run
 from trainer_cases import COLUMNS, TRAIN_ROWS, config_file, make_data
@@ -100,11 +100,12 @@ def test_remark_on_a_clip_without_effect() -> None:
 
     never = "the clip never took effect: none of 20,000 row updates was clipped"
     typical = ", and the limit of the typical row is 41.2 times its gradient norm"
-    assert remark(0.0, 41.2) == f'{never}{typical}; the results are those of clip.rule = "none"'
-    assert remark(0.0, np.inf) == f'{never}; the results are those of clip.rule = "none"'
+    assert remark(0.0, 41.2) == f'{never}{typical}; the results are those of clip.rule = "none"; {_REMEDY}'
+    assert remark(0.0, np.inf) == f'{never}; the results are those of clip.rule = "none"; {_REMEDY}'
     almost = remark(5e-5, 2.0)
     assert almost is not None
     assert almost.startswith("the clip had almost no effect: 0.005 % of 20,000 row updates were clipped")
+    assert "lower the limits (clip.r, or clip.max_norm) tenfold or more" in almost
     assert [remark(1e-4, 2.0), remark(1.0, 0.1), remark(np.nan, np.nan, rows=0)] == [None] * 3
 
 

@@ -69,6 +69,15 @@ def test_contents_of_the_run_folder(folder: Path) -> None:
         assert key in report
 
 
+def test_a_run_of_few_steps_is_warned_of_before_it_starts(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(folder, tmp_path / "run")
+    warnings = [number for number, each in enumerate(caplog.records) if "the run has 10 steps, below" in each.message]
+    assert len(warnings) == 1
+    assert not any("epoch 1/2" in each.message for each in caplog.records[: warnings[0]])
+
+
 def test_raw_data_are_prepared_like_the_run_without_its_training_data(folder: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(folder / "run", moved)
