@@ -33,6 +33,10 @@ _DETACH = "cowrec_detach"
 """Attribute of an attached collection, a function that detaches: two attachments would clip twice."""
 
 
+DEFAULT_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
+"""Factors of the limits that :meth:`LookupsHandle.clipped_shares` tries."""
+
+
 class LookupsHandle:
     """Clip statistics of a model, and the removal of the clip; returned by :func:`attach_cowclip`."""
 
@@ -41,6 +45,9 @@ class LookupsHandle:
 
     def stats(self) -> dict[str, TableStats]:
         """Statistics of each table, over the rows that this process holds. Waits for the device, once.
+
+        They tell what the clip computed, from its norms and limits. What the update then did with it is checked in the
+        first steps by ``verify`` of :func:`attach_cowclip`.
 
         Raises:
             ValueError: on CUDA, where no step waits for the device: ids of earlier steps were outside their tables.
@@ -60,6 +67,38 @@ class LookupsHandle:
         Over the rows that this process holds; a row was clipped where the ratio is above 1.
         """
         return {name: each for own in self._lookups for name, each in own.statistics.latest_ratios().items()}
+
+    def clipped_shares(self, scales: Sequence[float] = DEFAULT_SCALES) -> dict[str, dict[float, float]]:
+        """Share of each table's rows that would be clipped if all limits were ``scale`` times the present ones.
+
+        Over the rows of :meth:`stats`, from their ratios ``||g|| / limit``, which training with other limits would
+        change. Under CowClip(r, zeta), ``scale`` times the limits is CowClip(scale * r, scale * zeta). Waits for the
+        device.
+
+        Args:
+            scales: factors of the limits, from 1e-7 to 1e7; each is rounded by up to 3 %.
+
+        Returns:
+            Shares in [0, 1] by scale, by table name; 0 without rows.
+
+        Raises:
+            ValueError: a scale is out of range.
+        """
+        for scale in scales:
+            if not 1e-7 <= scale <= 1e7:
+                raise ValueError(f"scales of limits must be in [1e-7, 1e7], got {scale}")
+        return {name: own for each in self._lookups for name, own in each.statistics.shares_above(scales).items()}
+
+    def reset_stats(self) -> None:
+        """Begins a new window of :meth:`stats` and :meth:`clipped_shares`; what is known of the latest step remains."""
+        for each in self._lookups:
+            each.statistics.reset()
+
+    def __repr__(self) -> str:
+        """Each table of this process with its limit, without waiting for the device."""
+        tables = {name: text for each in self._lookups for name, text in each.limits.described().items()}
+        listed = ", ".join(f"{name}: {text}" for name, text in tables.items()) or "no table on this process"
+        return f"<{type(self).__name__}, {'attached' if self._undo else 'removed'}; {listed}>"
 
     def accumulate(self, passes: int) -> None:
         """Makes one step of every ``passes`` backward passes: one clip, over the ids of all of them, and one update.

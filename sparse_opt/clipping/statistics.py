@@ -12,21 +12,42 @@ from torch import Tensor
 
 from cowrec.sparse_opt.kernels.layout import RowResults
 from cowrec.sparse_opt.kernels.torch_rows import RowGradients, RowSums
-from cowrec.sparse_opt.tbe.lookup import TbeLookup
+from cowrec.sparse_opt.tbe.lookup import TableShard, TbeLookup
 
 if TYPE_CHECKING:
     from cowrec.sparse_opt.kernels.numba_rows import Ratios
     from cowrec.sparse_opt.kernels.triton_rows import DeviceRows
 
 
+_BIN_BITS = 19
+"""Bits of a float32 below those that number its bin: 16 bins for each power of two."""
+_LEAST, _MOST = 2.0**-24, 2.0**24
+"""Range of the ratios that bins tell apart."""
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+_FIRST_BIN = _bits(_LEAST) >> _BIN_BITS
+_BINS = (_bits(_MOST) >> _BIN_BITS) - _FIRST_BIN
+
+
+def bins_of(ratios: Tensor) -> Tensor:
+    """Bins of ratios, float32 >= 0: bin b has those above its lower bound and up to that of b + 1. int64."""
+    # Floats >= 0 are ordered like their bits; 1 less, so that a bound belongs to the bin below it.
+    return (((ratios.view(torch.int32) - 1) >> _BIN_BITS) - _FIRST_BIN).clamp_(0, _BINS - 1).long()
+
+
 @dataclass(frozen=True)
 class TableStats:
     """Clip statistics of a table, over the rows whose first columns this process holds.
 
-    A table that every process holds is counted by the first process only.
+    They are computed from the norms and limits by which the clip scales gradients, and not from what the optimizer has
+    done with these. A table that every process holds is counted by the first process only.
 
     Attributes:
-        rows: rows updated since attaching; a row counts once in each step that has its id.
+        rows: rows with a gradient since attaching or resetting; a row counts once in each step that has its id.
         clipped_share: share of these rows whose gradient exceeded its limit, in [0, 1]; under a rule for tables the
             gradient and the limit are the table's or those of all tables.
         median_ratio: median of ``||g|| / limit`` over the rows of the latest step, above 1 where most were clipped;
@@ -53,6 +74,7 @@ class ClipStatistics:
         self._is_copy = lookup.is_replicated and dist.get_rank(lookup.process_group) > 0
         self._rows = torch.zeros(len(lookup.shards), dtype=torch.int64, device=device)
         self._clipped, self.outside = torch.zeros_like(self._rows), torch.zeros_like(self._rows)
+        self._bins = torch.zeros(len(lookup.shards), _BINS, dtype=torch.int64, device=device)
         self.record_no_rows()
         self.latest_rows = np.zeros(len(lookup.shards), np.int64)
 
@@ -60,16 +82,38 @@ class ClipStatistics:
         """Records a step without ids."""
         self.latest = RowResults(torch.empty(0, dtype=torch.float32, device=self._rows.device), self._rows[:0])
 
+    def reset(self) -> None:
+        """Begins to count anew; what is known of the latest step remains."""
+        for each in (self._rows, self._clipped, self._bins):
+            each.zero_()
+
+    def shares_above(self, scales: Sequence[float]) -> dict[str, dict[float, float]]:
+        """Share of each table's rows whose ratio is above each scale, which is rounded to the nearest bin (3 %)."""
+        bins = self._bins.cpu()
+        first = [((_bits(scale) + (1 << _BIN_BITS - 1)) >> _BIN_BITS) - _FIRST_BIN for scale in scales]
+        return {
+            shard.name: {
+                scale: int(own[max(begin, 0) :].sum()) / max(int(own.sum()), 1)
+                for scale, begin in zip(scales, first, strict=True)
+            }
+            for shard, own in zip(self._lookup.shards, bins, strict=True)
+            if self._is_counted(shard)
+        }
+
+    def _is_counted(self, shard: TableShard) -> bool:
+        return shard.first_column == 0 and not self._is_copy  # each row once, whoever else holds it or its columns
+
     def record(self, ratios: Tensor, rows: RowSums | RowGradients) -> None:
         """Records ``||g|| / limit`` of each row, float [nnz], padded like the rows."""
         ones = rows.counts.real.long()
         self._rows.scatter_add_(0, rows.table, ones)
         self._clipped.scatter_add_(0, rows.table, ones * (ratios > 1))
         self.latest = RowResults(ratios.float(), torch.where(rows.counts.real, rows.table, -1))
+        self._bins.view(-1).scatter_add_(0, rows.table * _BINS + bins_of(self.latest.ratio), ones)
 
     def record_on_device(self, results: RowResults, rows: "DeviceRows") -> None:
         """Records the results of a kernel of triton_rows.py."""
-        rows.count(results, self._rows, self._clipped)
+        rows.count(results, self._rows, self._clipped, self._bins, _BIN_BITS, _FIRST_BIN)
         self.latest = results
 
     def record_compiled(self, ratios: "Ratios", begins: np.ndarray) -> None:
@@ -77,7 +121,8 @@ class ClipStatistics:
         from cowrec.sparse_opt.kernels.numba_rows import count_rows
 
         self.latest_rows = ratios.rows
-        values, tables = count_rows(ratios, begins, self._rows.numpy(), self._clipped.numpy())
+        counts = (self._rows.numpy(), self._clipped.numpy(), self._bins.numpy())
+        values, tables = count_rows(ratios, begins, *counts, _BIN_BITS, _FIRST_BIN)
         self.latest = RowResults(torch.from_numpy(values), torch.from_numpy(tables))
 
     def latest_ratios(self) -> dict[str, Tensor]:
@@ -86,7 +131,7 @@ class ClipStatistics:
         return {
             shard.name: ratio[table == index]
             for index, shard in enumerate(self._lookup.shards)
-            if shard.first_column == 0 and not self._is_copy
+            if self._is_counted(shard)
         }
 
     def on_device(self) -> Tensor:
@@ -109,7 +154,7 @@ class ClipStatistics:
         return {
             shard.name: TableStats(int(rows), clipped / max(rows, 1), ratio)
             for shard, rows, clipped, ratio in zip(self._lookup.shards, *values[:3], strict=True)
-            if shard.first_column == 0 and not self._is_copy  # each row once, whoever else holds it or its columns
+            if self._is_counted(shard)
         }
 
     def _medians(self) -> Tensor:

@@ -166,11 +166,16 @@ class TableLimits:
 
     def set_rules(self, rules: TableRules) -> None:
         """Takes the limits of rules, in the same tensors; later rules must be of the kinds of the first."""
+        self._rules = {name: rules.of(name) for name in self._names}
         self.per_table = [
             rules.of(name).limit(columns) for name, columns in zip(self._names, self._row_columns, strict=True)
         ]
         for tensor, values in zip(self.clips[1:], zip(*self.per_table, strict=True), strict=True):
             tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+
+    def described(self) -> dict[str, str]:
+        """The rule of each table, for people."""
+        return {name: "unclipped" if isinstance(rule, NoClip) else repr(rule) for name, rule in self._rules.items()}
 
 
 def _checked_columns(shard: TableShard, columns: int) -> int:

@@ -186,20 +186,23 @@ def clip_factor(weight, grad, count, clips, t):
 
 
 @njit(nogil=True, cache=True)
-def count_rows(ratios, begins, rows, clipped):
-    """Adds each table's distinct rows to ``rows`` and those above their limits to ``clipped``, int64 [tables].
+def count_rows(ratios, begins, rows, clipped, bins, shift, first_bin):
+    """Adds each table's distinct rows to ``rows``, those above their limits to ``clipped``, int64 [tables], and each
+    row to the bin of its ratio, int64 [tables, bins]; see :func:`bins_of` in statistics.py.
 
     Returns:
         the ratio and the table of each row, float32 and int64 [U].
     """
     total = ratios.rows.sum()
     values, tables = np.empty(total, np.float32), np.empty(total, np.int64)
+    bits, last = ratios.values.view(np.int32), bins.shape[1] - 1
     n = 0
     for t in range(len(rows)):
         rows[t] += ratios.rows[t]
         for i in range(begins[t], begins[t] + ratios.rows[t]):
             values[n], tables[n] = ratios.values[i], t
             clipped[t] += ratios.values[i] > 1
+            bins[t, min(max(((bits[i] - 1) >> shift) - first_bin, 0), last)] += 1
             n += 1
     return values, tables
 

@@ -505,12 +505,26 @@ def _clip_rows(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _count(begin, count, results, rows, clipped, ROWS: tl.constexpr):
+def _count(
+    begin,
+    count,
+    results,
+    rows,
+    clipped,
+    bins,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    FIRST: tl.constexpr,
+):
     u = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = tl.load(begin + u, mask=u < count, other=count) < count
     table = tl.load(results.table + u, mask=exists, other=-1)
-    is_clipped = tl.load(results.ratio + u, mask=exists, other=0.0) > 1.0
+    ratio = tl.load(results.ratio + u, mask=exists, other=0.0)
+    is_clipped = ratio > 1.0
     tl.store(results.table + u, table, mask=u < count)
+    bin = tl.minimum(tl.maximum(((ratio.to(tl.int32, bitcast=True) - 1) >> SHIFT) - FIRST, 0), BINS - 1)
+    tl.atomic_add(bins + table.to(tl.int64) * BINS + bin, tl.full([ROWS], 1, tl.int64), mask=exists)
     # Rows are sorted by table, so a block has few of them.
     now = tl.min(tl.where(exists, table, 2147483647))
     last = tl.max(table)
@@ -599,10 +613,13 @@ class DeviceRows:
         in_order = torch.repeat_interleave(values, counts, output_size=self._count)
         return torch.empty_like(values).scatter_(0, self.ids.order, in_order)
 
-    def count(self, results: RowResults, rows: Tensor, clipped: Tensor) -> None:
-        """Adds the numbers of rows and of clipped rows of each table, int64 [tables], in place."""
-        grid = (triton.cdiv(self._count, _COUNTED),)
-        _count[grid](self.ids.begin, self._count, results, rows, clipped, ROWS=_COUNTED, enable_fp_fusion=False)
+    def count(self, results: RowResults, rows: Tensor, clipped: Tensor, bins: Tensor, shift: int, first: int) -> None:
+        """Adds the numbers of rows and of clipped rows of each table, int64 [tables], and those of the rows in each
+        bin, int64 [tables, bins], in place; see :func:`bins_of` in statistics.py.
+        """
+        grid, options = (triton.cdiv(self._count, _COUNTED),), {"ROWS": _COUNTED, "enable_fp_fusion": False}
+        bounds = {"BINS": bins.shape[1], "SHIFT": shift, "FIRST": first}
+        _count[grid](self.ids.begin, self._count, results, rows, clipped, bins, **bounds, **options)
 
     def _clip_into(
         self, out: Tensor, clips: TableClips, weights: Tensor, twice_l2: float = 0.0, *, writes: bool = False

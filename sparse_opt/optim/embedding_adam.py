@@ -16,7 +16,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from cowrec.sparse_opt.algorithm.adam import AdamConfig
 from cowrec.sparse_opt.algorithm.clip import ClipRule, NoClip
-from cowrec.sparse_opt.clipping.handle import LookupsHandle, LossScale, require_unattached, wrap_lookups
+from cowrec.sparse_opt.clipping.handle import DEFAULT_SCALES, LookupsHandle, LossScale, require_unattached, wrap_lookups
 from cowrec.sparse_opt.clipping.requirements import clipped_lookups
 from cowrec.sparse_opt.clipping.statistics import TableStats
 from cowrec.sparse_opt.clipping.table_rules import require_known, table_rules
@@ -159,6 +159,14 @@ class EmbeddingAdam(FusedOptimizer):
     def latest_ratios(self) -> dict[str, Tensor]:
         """See :meth:`LookupsHandle.latest_ratios`."""
         return self._handle.latest_ratios()
+
+    def clipped_shares(self, scales: Sequence[float] = DEFAULT_SCALES) -> dict[str, dict[float, float]]:
+        """See :meth:`LookupsHandle.clipped_shares`."""
+        return self._handle.clipped_shares(scales)
+
+    def reset_stats(self) -> None:
+        """See :meth:`LookupsHandle.reset_stats`."""
+        self._handle.reset_stats()
 
     def accumulate(self, passes: int) -> None:
         """Makes one step of every ``passes`` backward passes; see :meth:`LookupsHandle.accumulate`."""

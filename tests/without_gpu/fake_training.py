@@ -36,6 +36,7 @@ from ahead_of_time import Launch, recorded_launches
 from cowrec.data_pipeline import Batch, DenseField, Schema, SparseField
 from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.models import build_model
+from cowrec.sparse_opt.clipping.update_check import UpdateCheck
 from cowrec.sparse_opt.tbe import lookup
 from cowrec.trainer.config.run import config_from
 from cowrec.trainer.runtime.processes import Process
@@ -346,10 +347,11 @@ def _stubs() -> Iterator[None]:
     with ExitStack() as stack:
         for module in (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen):
             stack.enter_context(patch.object(module, "forward", _look_up))
-        # The first batch's check reads values.
+        # The checks of the first batches read values.
         stack.enter_context(
             patch.object(torchrec.distributed.embeddingbag, "validate_keyed_jagged_tensor", lambda *_: True)
         )
+        stack.enter_context(patch.object(UpdateCheck, "of_forward", lambda *_: None))
         for module in (torchrec.distributed.model_parallel, torchrec.distributed.embeddingbag):
             stack.enter_context(patch.object(module, "DistributedDataParallel", _Replicated))
         stack.enter_context(patch.object(build, "build_model", _model_on_cuda))

@@ -116,7 +116,7 @@ def launch(variant: Variant) -> None:
     rows.factors(clips, state.weights)
     rows.written(clips, state.weights, 2e-4)
     rows.sums()
-    rows.count(results, per_table, per_table)
+    rows.count(results, per_table, per_table, variant.numbers(tables * 768).view(tables, 768), 19, 0)
 
 
 # All variants on Hopper; those on the others that differ most from each other, of which --thorough compiles more.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -69,6 +69,44 @@ def test_statistics_of_a_step(rule: ClipRule, backend: str) -> None:
         assert stats.rows == len(weights)
         assert stats.clipped_share == pytest.approx((ratios > 1).mean())
         assert stats.median_ratio == pytest.approx(np.sort(ratios)[(len(ratios) - 1) // 2], rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "torch"])
+@pytest.mark.parametrize("attach", [attach_cowclip, lambda model, rule: EmbeddingAdam(model, AdamConfig(), rule)])
+def test_shares_that_other_limits_would_clip(attach: Any, backend: str) -> None:
+    """In a window of two steps, with 3 % for the bins; then in one of a single step."""
+    case, seen = small_problem(steps=4), list[dict[str, Tensor]]()
+    model = sharded_model(case)
+    handle = attach(model, RULE)
+    for each in lookups_of(handle):
+        run_on(backend, each)
+    for step in range(case.steps):
+        train_step(case, model, step)
+        seen.append(handle.latest_ratios())
+        if step in (0, 2):
+            handle.reset_stats()
+            assert handle.stats()["t2"].rows == 0
+            assert set(handle.clipped_shares()["t2"].values()) == {0.0}
+            continue
+        scales = (1.0, 0.1, 30.0, 1e-7)
+        for table, shares in handle.clipped_shares(scales).items():
+            ratios = torch.cat([own[table] for own in seen[1 if step == 1 else 3 :]])
+            assert tuple(shares) == scales
+            for scale, share in shares.items():
+                least, most = (float((ratios > scale * each).float().mean()) for each in (1.04, 0.96))
+                assert least - 1e-6 <= share <= most + 1e-6
+            assert shares[1.0] == pytest.approx(handle.stats()[table].clipped_share)
+    with pytest.raises(ValueError, match=r"scales of limits must be in \[1e-7, 1e7\], got 0"):
+        handle.clipped_shares([0.0])
+
+
+def test_handles_tell_their_tables_and_limits() -> None:
+    model = sharded_model(small_problem())
+    handle = attach_cowclip(model, {"t0": CowClip(0.5), "*": RULE}, exclude=["t1"])
+    limits = "t0: CowClip(r=0.5, zeta=1e-05), t1: unclipped, t2: CowClip(r=1.0, zeta=0.001)"
+    assert repr(handle) == f"<LookupsHandle, attached; {limits}>"
+    handle.remove()
+    assert repr(handle).startswith("<LookupsHandle, removed; t0")
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
