@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import sqrt
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -33,6 +34,8 @@ from .sections import (
     TrainConfig,
 )
 
+EMBEDDING_LR, RATE_SAMPLES = 2e-3, 450_000
+"""Default of `optimizer.embedding_lr` at base batch 1,024, and the number of samples beyond which it is lower."""
 FEW_STEPS = 200
 """With fewer steps, a run shows how short it is, not how good its values or its scaling rule are."""
 MOST_AUTO_BATCH = 1 << 16
@@ -175,34 +178,41 @@ def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequenc
 
 
 def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = None) -> RunConfig:
-    """The configuration with a `train.batch_size` and an `optimizer.l2`, where it has none.
+    """The configuration with `train.batch_size`, `optimizer.embedding_lr` and `optimizer.l2`, where it has none.
 
     The batch size is the largest power of two with at least 100 steps in an epoch, but from 64 to 512: fewer steps
-    reach too little in the first epoch.
+    reach too little in the first epoch. "auto" is the largest with which the run has FEW_STEPS steps.
+
+    The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number.
+    Adagrad's falls by itself.
 
     L2 is 20 / samples times the number of epochs after the first, at most two, between 1e-6 and 1e-2. The sum of the
     losses then has the same penalty for every number of samples, as under a normal prior of the weights; in the first
-    epoch no sample is seen again, so that nothing is learnt by heart. Measured on 6,000 to 180,000 samples and up to
-    three epochs; see docs/train.md.
+    epoch no sample is seen again, so that nothing is learnt by heart. For measurements see docs/train.md.
 
     Args:
-        begun: configuration of the run that is resumed, which has both; they stay, also with more epochs.
+        samples: of the training split.
+        begun: configuration of the run that is resumed, which has all; they stay, also with more epochs.
     """
+    train, optimizer = config.train, config.optimizer
     if begun:
-        size, l2 = begun.train.batch_size, begun.optimizer.l2
+        size, lr, l2 = begun.train.batch_size, begun.optimizer.embedding_lr, begun.optimizer.l2
     else:
-        if config.train.batch_size == AUTO_BATCH:
-            trained = samples - round(samples * config.train.validation_fraction)
-            size = max(largest_batch(trained, config.train.epochs, MOST_AUTO_BATCH), 64)
-        else:
-            size = min(max(1 << max(samples // 100, 1).bit_length() - 1, 64), 512)
-        l2 = min(max(20 * min(config.train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
+        size = min(max(1 << max(samples // 100, 1).bit_length() - 1, 64), 512)
+        if train.batch_size == AUTO_BATCH:
+            trained = samples - round(samples * train.validation_fraction)
+            size = max(largest_batch(trained, train.epochs, MOST_AUTO_BATCH), 64)
+        falls = "adam" in optimizer.embedding and samples > RATE_SAMPLES
+        lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if falls else 1.0)
+        l2 = min(max(20 * min(train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(
-            config.train, batch_size=config.train.batch_size if config.train.batch_size > 0 else size
+        train=dataclasses.replace(train, batch_size=train.batch_size if train.batch_size > 0 else size),
+        optimizer=dataclasses.replace(
+            optimizer,
+            embedding_lr=lr if optimizer.embedding_lr is None else optimizer.embedding_lr,
+            l2=l2 if optimizer.l2 is None else optimizer.l2,
         ),
-        optimizer=dataclasses.replace(config.optimizer, l2=l2 if config.optimizer.l2 is None else config.optimizer.l2),
     )
 
 

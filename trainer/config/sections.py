@@ -194,9 +194,10 @@ class OptimizerConfig:
         base_batch_size: the batch size of embedding_lr, dense_lr, l2, betas and eps.
         scaling: the rule that scales these values to train.batch_size; "none" keeps them. "half_life", the default,
             keeps the quality of the base batch; "cowclip" is the published rule.
-        embedding_lr, dense_lr, l2: values at the base batch size. l2 is on embeddings, wide weights and the linear
-            kernel; by default 20 * (train.epochs - 1, at most 2) / (samples of the training split), between 1e-6 and
-            1e-2.
+        embedding_lr, dense_lr, l2: values at the base batch size. embedding_lr is by default 2e-3, and Adam's with more
+            than 450,000 samples in the training split 2e-3 * sqrt(450,000 / samples), for base batch 1,024. l2 is on
+            embeddings, wide weights and the linear kernel; by default 20 * (train.epochs - 1, at most 2) / (samples of
+            the training split), between 1e-6 and 1e-2.
         embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, by the name of
             their field, or of the table that fields share, such as `{ city = 0.5 }`; 0 leaves a table as it is.
             Scaling, warm-up and lr_decay apply to embedding_lr, of which each table keeps its share.
@@ -220,7 +221,7 @@ class OptimizerConfig:
     absent_rows: Literal["replay", "dense", "lazy"] | None = None
     base_batch_size: int = 1024
     scaling: str = "half_life"
-    embedding_lr: float = 2e-3
+    embedding_lr: float | None = None
     dense_lr: float = 1e-3
     l2: float | None = None
     embedding_lr_factors: dict[str, float] = field(default_factory=dict)

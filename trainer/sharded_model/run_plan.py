@@ -48,6 +48,7 @@ class Scaled:
         """Scales to a batch size, by default the run's."""
         optimizer = config.optimizer
         assert optimizer.l2 is not None, "with_defaults has not been called"
+        assert optimizer.embedding_lr is not None, "with_defaults has not been called"
         base = Hyperparameters(
             optimizer.embedding_lr,
             optimizer.dense_lr,

@@ -129,8 +129,8 @@ def test_set_overrides_the_prepare_section_of_the_file(cowrec: Cowrec, folder: P
     assert cowrec(*command, tmp_path / "other", "--set", "prepare.split=random")[0] == 0
     settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]
     assert (settings["split"], settings["test_rows"], settings["min_count"]) == ("random", None, 2)
-    config.write_text("[train]\nbatch_size = -1")
-    assert "train.batch_size must be at least 0, got -1" in cowrec(*command, tmp_path / "wrong")[2]
+    config.write_text("[train]\nbatch_size = -2")
+    assert 'train.batch_size must be at least 0 or "auto", got -2' in cowrec(*command, tmp_path / "wrong")[2]
 
 
 TRAIN, AVAZU = "train {toml} --data {data}", "prepare avazu -i {toml} -o out"

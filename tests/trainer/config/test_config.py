@@ -140,6 +140,18 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
             assert derived[key] == pytest.approx(value, rel=1e-12), key
 
 
+def test_the_rate_of_the_tables_falls_with_the_root_of_the_samples(tmp_path: Path) -> None:
+    """Adam's; the rate is saved, kept when the run is resumed, and a rate that is given stays."""
+    for samples, lr in ((0, 2e-3), (450_000, 2e-3), (1_800_000, 1e-3), (45_000_000, 2e-4)):
+        assert with_defaults(RunConfig(), samples).optimizer.embedding_lr == pytest.approx(lr)
+    for toml, lr in (('embedding = "adagrad"', 2e-3), ("embedding_lr = 3e-3", 3e-3), ("embedding_lr = 0.0", 0)):
+        found = with_defaults(load(tmp_path, f"[optimizer]\n{toml}"), 1_800_000)
+        assert found.optimizer.embedding_lr == lr
+    save_config(with_defaults(RunConfig(), 1_800_000), tmp_path / "saved.toml")
+    begun = load_config(tmp_path / "saved.toml")
+    assert with_defaults(RunConfig(), 300, begun).optimizer.embedding_lr == pytest.approx(1e-3)
+
+
 def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
     """At least 100 steps an epoch; 20 / N for each epoch after the first; saved, and kept when the run is resumed."""
     for samples, size, l2 in ((0, 64, 1e-2), (12_799, 64, 20 / 12_799), (12_800, 128, 20 / 12_800), (10**9, 512, 1e-6)):

@@ -120,7 +120,7 @@ def test_formulas_of_bytes(kind: str, expected: dict[str, int]) -> None:
     sections = {
         "train": {"batch_size": B, "device": "cpu"},
         "model": {"embedding_dim": d - 1, "hidden": [8]},
-        "optimizer": {"l2": 1e-5},
+        "optimizer": {"embedding_lr": 2e-3, "l2": 1e-5},
         "sharding": {"plan": kind},
     }
     schema = Schema("even", (), tuple(SparseField(key, ROWS) for key in keys), splits={})

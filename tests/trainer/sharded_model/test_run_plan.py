@@ -116,7 +116,7 @@ def city_table(run_dir: Path) -> torch.Tensor:
 def test_thresholds_grow_with_the_root_of_the_batch(
     clip: ClipConfig, scaling: str, batch_size: int, expected: Any
 ) -> None:
-    optimizer = OptimizerConfig(base_batch_size=1024, scaling=scaling, absent_rows="lazy", l2=0.0)
+    optimizer = OptimizerConfig(base_batch_size=1024, scaling=scaling, absent_rows="lazy", embedding_lr=2e-3, l2=0.0)
     config = RunConfig(train=TrainConfig(batch_size=batch_size), optimizer=optimizer, clip=clip)
     plan = RunPlan.of(config, Schema("none", (), (), {}), Process(0, 1, 1, False, torch.device("cpu")))
     assert plan.scaled.clip == expected

@@ -33,7 +33,7 @@ def processes(count: int, machine: int = 0) -> Process:
 
 
 def run_of(plan: str, embedding: str = "adam", **kinds: str) -> RunConfig:
-    optimizer = OptimizerConfig(embedding=embedding, l2=0.0)
+    optimizer = OptimizerConfig(embedding=embedding, embedding_lr=2e-3, l2=0.0)
     return RunConfig(sharding=ShardingConfig(plan, kinds), optimizer=optimizer, train=TrainConfig(batch_size=1024))
 
 
@@ -74,13 +74,15 @@ def test_tables_in_unified_memory(tmp_path: Path, world_size: int, plan: Any) ->
     """Holds for either planner."""
     process = Process(0, world_size, world_size, True, torch.device("cuda", 0))
     sharding = ShardingConfig(plan, {"t1": "data_parallel"}, memory="uvm")
-    config = RunConfig(sharding=sharding, optimizer=OptimizerConfig(l2=0.0), train=TrainConfig(batch_size=1024))
+    config = RunConfig(
+        sharding=sharding, optimizer=OptimizerConfig(embedding_lr=2e-3, l2=0.0), train=TrainConfig(batch_size=1024)
+    )
     found = planned(tmp_path, config, process, [20_000_000, 30, 1000])
     kernels = {name: table.compute_kernel for name, table in found.items()}
     assert kernels == {"t0": "fused_uvm", "t1": "dense", "t2": "fused_uvm"}
 
 
-UNIFIED = RunConfig(sharding=ShardingConfig(memory="uvm"), optimizer=OptimizerConfig(l2=0.0))
+UNIFIED = RunConfig(sharding=ShardingConfig(memory="uvm"), optimizer=OptimizerConfig(embedding_lr=2e-3, l2=0.0))
 
 
 @pytest.mark.parametrize(
