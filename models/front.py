@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers import glorot_normal
+from .linear_relu import uses_kernels
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -38,6 +39,12 @@ class Features(NamedTuple):
     """Sum of the samples' wide weights, float [B]."""
     flat: Tensor
     """All embeddings, field-major, then the dense features: [B, F * D + N], under autocast in its dtype."""
+    padded: Tensor | None = None
+    """``flat`` and columns of zeros up to a multiple of 8, in the same memory, without a gradient; on CUDA, unless the
+    width is such a multiple. Products in TF32 and bfloat16 are fast where rows begin at 16 bytes."""
+    pairs: Tensor | None = None
+    """Sum of the inner products of all pairs of fields, float [B]; on CUDA, where the kernel that reads the rows
+    computes it."""
 
 
 class EmbeddingFront(nn.Module):
@@ -205,6 +212,11 @@ def _features(rows: Tensor, dense: Tensor, embedding_dim: int) -> Features:
     dtype = torch.promote_types(rows.dtype, dense.dtype)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
+    if uses_kernels(rows) and dtype.itemsize <= 4:
+        wide, pairs, flat = _OnDevice.apply(rows.contiguous(), dense, embedding_dim, dtype)
+        width = _padded_width(flat.shape[1])
+        padded = flat.detach().as_strided((len(rows), width), (width, 1)) if flat.stride(0) > flat.shape[1] else None
+        return Features(rows, wide, flat, padded, pairs)
     if not torch.is_inference_mode_enabled():
         return Features(rows, *_WideAndFlat.apply(rows, dense, embedding_dim, dtype))
     # The time of a server's few samples is that of the number of operations: here there are few.
@@ -235,3 +247,33 @@ class _WideAndFlat(torch.autograd.Function):
         grad_rows[:, :, dim + 1 :] = 0
         grad_dense = grad_flat[:, fields * dim :].to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_dense, None, None
+
+
+def _padded_width(columns: int) -> int:
+    return -(-columns // 8) * 8
+
+
+class _OnDevice(torch.autograd.Function):
+    """``wide``, ``pairs`` and ``flat`` of :class:`Features` in one pass over the rows, and one in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dense: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        from .triton_layers import features_on_device
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows)
+        ctx.dim, ctx.dense_dtype, columns = dim, dense.dtype, rows.shape[1] * dim + dense.shape[1]
+        wide, pairs, padded = features_on_device(rows, dense, dim, _padded_width(columns), dtype)
+        # Not a view, which a network could not change in place.
+        flat = padded.new_empty(0).set_(padded.untyped_storage(), 0, (len(rows), columns), padded.stride())
+        return wide, pairs, flat
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+        from .triton_layers import features_backward_on_device
+
+        (rows,), grad_flat, grad_dense = ctx.saved_tensors, grads[2], None
+        if ctx.needs_input_grad[1] and grad_flat is not None:
+            grad_dense = grad_flat[:, rows.shape[1] * ctx.dim :].to(ctx.dense_dtype)
+        return features_backward_on_device(rows, ctx.dim, *grads), grad_dense, None, None

@@ -12,11 +12,12 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from .linear_relu import LinearRelu, linear_relu
+from .linear_relu import LinearRelu, linear_relu, logits_of, logits_of_layers
 
 # One operation each for TorchRec's pipeline, which traces modules inside a ModuleList.
 torch.fx.wrap("linear_relu")
 torch.fx.wrap("logits_of")
+torch.fx.wrap("logits_of_layers")
 
 
 @runtime_checkable
@@ -52,16 +53,6 @@ def glorot_normal(*shape: int) -> nn.Parameter:
     # A unit normal truncated at +-2 has a standard deviation of 0.8796.
     std = math.sqrt(2 / (leading * (shape[-2] + shape[-1]))) / 0.87962566103423978
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std))
-
-
-def logits_of(x: Tensor, kernel: Tensor) -> Tensor:
-    """``x @ kernel``, [B], of x [B, K] and kernel [K, 1], in the kernel's dtype under autocast too."""
-    kind = x.device.type
-    x = x if x.dtype == kernel.dtype else x.to(kernel.dtype)
-    if not torch.is_autocast_enabled(kind):  # entering a context takes longer than a small product
-        return (x @ kernel).squeeze(1)
-    with torch.autocast(kind, enabled=False):
-        return (x @ kernel).squeeze(1)
 
 
 class LinearPart(nn.Module):
@@ -101,12 +92,20 @@ class Mlp(nn.Module):
             if self._drops:
                 self.layers.append(nn.Dropout(dropout))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, K] -> [B, hidden[-1]]."""
+    def forward(self, x: Tensor, padded: Tensor | None = None) -> Tensor:
+        """[B, K] -> [B, hidden[-1]]; ``padded`` as in :func:`linear_relu`."""
+        return self.layers(x) if self._drops else linear_relu(x, *self._parameters_in_order, padded=padded)
+
+    def logits(self, x: Tensor, padded: Tensor | None, kernel: Tensor) -> Tensor:
+        """``self(x) @ kernel``, [B]."""
         if self._drops:
-            return self.layers(x)
+            return logits_of(self.layers(x), kernel)
+        return logits_of_layers(x, kernel, *self._parameters_in_order, padded=padded)
+
+    @property
+    def _parameters_in_order(self) -> list[Tensor]:
         layers = cast(Iterable[LinearRelu], self.layers)
-        return linear_relu(x, *(each for layer in layers for each in (layer.kernel, layer.bias)))
+        return [each for layer in layers for each in (layer.kernel, layer.bias)]
 
 
 class LogitKernel(nn.Module):
@@ -124,7 +123,13 @@ class LogitKernel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] -> logits [B]."""
-        logits = logits_of(x, self.kernel)
+        return self._shifted(logits_of(x, self.kernel))
+
+    def of(self, mlp: Mlp, x: Tensor, padded: Tensor | None = None) -> Tensor:
+        """Logits [B] of the outputs of an MLP; one operation, where that is faster."""
+        return self._shifted(mlp.logits(x, padded, self.kernel))
+
+    def _shifted(self, logits: Tensor) -> Tensor:
         return logits if self.bias is None else logits + self.bias
 
 

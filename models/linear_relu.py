@@ -1,11 +1,11 @@
-"""Linear layers with ReLU, computed by oneDNN on CPU.
+"""Linear layers with ReLU: on CPU by oneDNN, on CUDA with bias and ReLU in the epilogue of the products.
 
-torch computes float32 products with MKL, which reaches less than half of oneDNN's rate on some processors; oneDNN also
-fuses the bias and the ReLU. Sizes: B samples, K inputs, H outputs.
+torch computes float32 products on CPU with MKL, which reaches less than half of oneDNN's rate on some processors;
+oneDNN also fuses the bias and the ReLU. Sizes: B samples, K inputs, H outputs.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,12 @@ _FEW_SAMPLES = 1024
 """Most samples for which a kernel's gradient is a product of transposed tensors: the copies would cost more."""
 
 
-def linear_relu(x: Tensor, *weights_and_biases: Tensor) -> Tensor:
+def linear_relu(x: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = None) -> Tensor:
     """Applies ``x <- relu(x @ weight.T + bias)`` for each layer's weight [H, K] and bias [H], in this order.
+
+    Args:
+        padded: the values of x and columns of zeros after them, float [B, K or more], which serve the products instead
+            of x where they can.
 
     Returns:
         [B, H] of x [B, K]; under autocast in its dtype.
@@ -28,15 +32,41 @@ def linear_relu(x: Tensor, *weights_and_biases: Tensor) -> Tensor:
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+    if uses_kernels(x):
+        return _Layers.apply(_OnDevice, x.to(dtype), padded, None, *weights_and_biases)
     by_one_dnn = kind == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     # Exported networks must run on any machine; recorded ones are for few samples, where torch's product is faster.
     by_one_dnn = by_one_dnn and not (torch.compiler.is_exporting() or torch.jit.is_tracing())
     if by_one_dnn and not torch.is_inference_mode_enabled():
-        return _OneDnn.apply(x.to(dtype), *weights_and_biases)
+        return _Layers.apply(_OneDnn, x.to(dtype), None, None, *weights_and_biases)
     x, *parameters = [each.to(dtype) if autocast else each for each in (x, *weights_and_biases)]
     for weight, bias in _layers(parameters):
-        x = _product(x, weight, bias, "relu") if by_one_dnn else F.linear(x, weight, bias).relu_()
+        x = _OneDnn.layer(x, weight, bias) if by_one_dnn else F.linear(x, weight, bias).relu_()
     return x
+
+
+def logits_of(x: Tensor, kernel: Tensor) -> Tensor:
+    """``x @ kernel``, [B], of x [B, K] and kernel [K, 1], in the kernel's dtype under autocast too."""
+    kind = x.device.type
+    x = x if x.dtype == kernel.dtype else x.to(kernel.dtype)
+    if not torch.is_autocast_enabled(kind):  # entering a context takes longer than a small product
+        return (x @ kernel).squeeze(1)
+    with torch.autocast(kind, enabled=False):
+        return (x @ kernel).squeeze(1)
+
+
+def logits_of_layers(x: Tensor, kernel: Tensor, *weights_and_biases: Tensor, padded: Tensor | None = None) -> Tensor:
+    """:func:`logits_of` of :func:`linear_relu`. On CUDA their backward passes are one over the last layer's outputs."""
+    if not uses_kernels(x):
+        return logits_of(linear_relu(x, *weights_and_biases), kernel)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    logits: Tensor = _Layers.apply(_OnDevice, x.to(dtype), padded, kernel, *weights_and_biases)
+    return logits
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """True if Triton's kernels compute passes over the samples: on CUDA, except for what torch compiles or exports."""
+    return x.is_cuda and x.dtype.itemsize <= 4 and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 class LinearRelu(nn.Linear):
@@ -61,48 +91,101 @@ class LinearRelu(nn.Linear):
         return {name: value for name, value in self.__dict__.items() if name != "_packed"}  # it cannot be copied
 
 
-class _OneDnn(torch.autograd.Function):
-    """Direct calls of oneDNN's operators: torch itself fuses a ReLU in compiled graphs only, and not in a backward.
+class _Layers(torch.autograd.Function):
+    """All layers are one operation for autograd, whose own work takes as long as a layer of a small batch.
 
-    All layers are one operation for autograd, whose own work takes as long as a layer of a small batch. The parameters
-    are converted to the dtype of x.
+    The parameters are converted to the dtype of x. With a ``kernel`` the result is that of :func:`logits_of`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, math: "_Math", x: Tensor, padded: Tensor | None, kernel: Tensor | None, *parameters: Tensor
+    ) -> Tensor:
         converted = [each.to(x.dtype) for each in parameters]
-        inputs, ctx.dtypes = [x], [each.dtype for each in parameters]
+        ctx.math, ctx.dtypes, ctx.columns = math, [each.dtype for each in parameters], x.shape[1]
+        if padded is not None and padded.dtype == x.dtype:
+            converted[0], x = F.pad(converted[0], (0, padded.shape[1] - ctx.columns)), padded
+        inputs = [x]
         for weight, bias in _layers(converted):
-            inputs.append(_product(inputs[-1], weight, bias, "relu"))
-        ctx.save_for_backward(*inputs, *converted[::2])
-        return inputs[-1]
+            inputs.append(math.layer(inputs[-1], weight, bias))
+        ctx.save_for_backward(kernel, *inputs, *converted[::2])
+        return inputs[-1] if kernel is None else logits_of(inputs[-1], kernel)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        depth = len(ctx.dtypes) // 2
-        inputs, weights = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
-        grad, of_parameters = grads[0], []
+        depth, math, (kernel, *tensors) = len(ctx.dtypes) // 2, ctx.math, ctx.saved_tensors
+        inputs, weights = tensors[: depth + 1], tensors[depth + 1 :]
+        grad, of_kernel, of_parameters = grads[0], None, list[Tensor]()
         for layer in reversed(range(depth)):
-            grad = torch.ops.aten.threshold_backward(grad, inputs[layer + 1], 0)
-            of_parameters += [grad.sum(0), _kernel_gradient(grad, inputs[layer], weights[layer])]
-            if layer or ctx.needs_input_grad[0]:
-                grad = _product(grad, weights[layer].t(), None, "none")
-        of_x = grad if ctx.needs_input_grad[0] else None
-        return of_x, *(each.to(dtype) for each, dtype in zip(reversed(of_parameters), ctx.dtypes, strict=True))
+            last = layer == depth - 1
+            grad, of_bias, sums = math.relu_backward(grad, inputs[layer + 1], kernel if last else None)
+            of_kernel = sums if last else of_kernel
+            of_parameters += [of_bias, math.kernel_gradient(grad, inputs[layer], weights[layer])]
+            if layer or ctx.needs_input_grad[1]:
+                grad = math.input_gradient(grad, weights[layer])
+        if ctx.columns < inputs[0].shape[1]:
+            grad, of_parameters[-1] = grad[:, : ctx.columns], of_parameters[-1][:, : ctx.columns]
+        of_x = grad if ctx.needs_input_grad[1] else None
+        converted = (each.to(dtype) for each, dtype in zip(reversed(of_parameters), ctx.dtypes, strict=True))
+        return None, of_x, None, of_kernel, *converted
 
 
-def _kernel_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """``grad.T @ x``, [H, K], of the gradient [B, H] of a layer's products and its inputs [B, K]."""
-    if grad.dtype != torch.float32:  # torch computes these products with oneDNN
+class _OneDnn:
+    """Direct calls of oneDNN's operators: torch itself fuses a ReLU in compiled graphs only, and not in a backward."""
+
+    @staticmethod
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return _product(x, weight, bias, "relu")
+
+    @staticmethod
+    def relu_backward(grad: Tensor, output: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
+        """Gradient of the ReLU's input, [B, H], its sum over the samples, [H], and the gradient of a kernel."""
+        grad = torch.ops.aten.threshold_backward(grad, output, 0)
+        return grad, grad.sum(0), None
+
+    @staticmethod
+    def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+        """``grad @ weight``, [B, K]."""
+        return _product(grad, weight.t(), None, "none")
+
+    @staticmethod
+    def kernel_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """``grad.T @ x``, [H, K], of the gradient [B, H] of a layer's products and its inputs [B, K]."""
+        if grad.dtype != torch.float32:  # torch computes these products with oneDNN
+            return grad.t() @ x
+        if 0 < len(grad) <= _FEW_SAMPLES:
+            return _product(grad.t(), x.t(), None, "none")
+        total, kernel = torch.zeros_like(weight), weight.to_mkldnn()  # only its shape is read
+        for some, inputs in zip(grad.split(_SAMPLES), x.split(_SAMPLES), strict=True):
+            part, _ = torch.ops.aten.mkldnn_linear_backward_weights(some.to_mkldnn(), inputs.to_mkldnn(), kernel, False)
+            total += part.to_dense()
+        return total
+
+
+class _OnDevice:
+    """cuBLAS with epilogues, by torch's operator that has them, and a Triton kernel for the backward of a ReLU."""
+
+    @staticmethod
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch._addmm_activation(bias, x, weight.t())
+
+    @staticmethod
+    def relu_backward(grad: Tensor, output: Tensor, kernel: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        from .triton_layers import relu_backward_on_device
+
+        return relu_backward_on_device(grad, output, kernel)
+
+    @staticmethod
+    def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight
+
+    @staticmethod
+    def kernel_gradient(grad: Tensor, x: Tensor, _: Tensor) -> Tensor:
         return grad.t() @ x
-    if 0 < len(grad) <= _FEW_SAMPLES:
-        return _product(grad.t(), x.t(), None, "none")
-    total, kernel = torch.zeros_like(weight), weight.to_mkldnn()  # only its shape is read
-    for some, inputs in zip(grad.split(_SAMPLES), x.split(_SAMPLES), strict=True):
-        part, _ = torch.ops.aten.mkldnn_linear_backward_weights(some.to_mkldnn(), inputs.to_mkldnn(), kernel, False)
-        total += part.to_dense()
-    return total
+
+
+_Math: TypeAlias = type[_OneDnn] | type[_OnDevice]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

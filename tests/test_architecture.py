@@ -31,7 +31,7 @@ LIBRARIES = {
         "redis",
         "confluent_kafka",
     },
-    "models": {"torch", "torchrec", "fbgemm_gpu", "pydantic"},
+    "models": {"torch", "torchrec", "fbgemm_gpu", "pydantic", "triton"},
     "sparse_opt": {"torch", "torchrec", "fbgemm_gpu", "numpy", "numba", "llvmlite", "triton"},
 }
 NEVER_IMPORTED = {"tests", "scripts"}
@@ -70,9 +70,10 @@ FOLDERS: dict[str, dict[str, str]] = {
     },
     "models": {
         "config": "",
-        "linear_relu": "",
+        "triton_layers": "",
+        "linear_relu": "triton_layers",
         "layers": "linear_relu",
-        "front": "layers",
+        "front": "triton_layers linear_relu layers",
         "own_code": "front",
         "options": "",
         "losses": "own_code options",

@@ -75,5 +75,5 @@ class AutoInt(nn.Module):
         x = self.front(dense, sparse)
         parts = [self.interacting(self.embeddings(x.rows, dense)).flatten(1)]
         if self.mlp is not None:
-            parts.append(self.mlp(x.flat))
+            parts.append(self.mlp(x.flat, x.padded))
         return self.output(torch.cat(parts, dim=1))

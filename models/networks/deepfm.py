@@ -16,6 +16,8 @@ from cowrec.models.layers import LinearPart, LogitKernel, Mlp
 class PairwiseProducts(nn.Module):
     """Sum of the inner products of all pairs of fields, float [B], from rows [B, F, P] whose first D columns count.
 
+    On CUDA the front has computed it; then it is passed on.
+
     Source: Factorization Machines (Rendle 2010), lemma 3.1: half of (sum squared minus sum of squares).
 
     Args:
@@ -26,7 +28,9 @@ class PairwiseProducts(nn.Module):
         super().__init__()
         self._embedding_dim = embedding_dim
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, pairs: Tensor | None = None) -> Tensor:
+        if pairs is not None:
+            return pairs
         if not torch.is_inference_mode_enabled():
             return _PairwiseProducts.apply(rows, self._embedding_dim)
         # Few operations on contiguous rows. Two are those of the front, which a recording has once.
@@ -71,9 +75,9 @@ class DeepFM(nn.Module):
         x = self.front(dense, sparse)
         logits = self.linear(x.wide, dense)
         if self.pairs is not None:
-            logits = logits + self.pairs(x.rows)
+            logits = logits + self.pairs(x.rows, x.pairs)
         if self.mlp is not None and self.output is not None:
-            logits = logits + self.output(self.mlp(x.flat))
+            logits = logits + self.output.of(self.mlp, x.flat, x.padded)
         return logits
 
 

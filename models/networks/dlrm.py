@@ -44,4 +44,4 @@ class DLRM(nn.Module):
             parts.append(bottom)
         products = vectors @ vectors.transpose(1, 2)
         parts.append(products[:, self.first, self.second])
-        return self.output(self.mlp(torch.cat(parts, dim=1)))
+        return self.output.of(self.mlp, torch.cat(parts, dim=1))

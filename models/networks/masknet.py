@@ -120,4 +120,4 @@ class ParallelMaskNet(_MaskNet):
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
         e, x = self.inputs(dense, sparse)
-        return self.output(self.mlp(torch.cat([block(e, x) for block in self.blocks], dim=1)))
+        return self.output.of(self.mlp, torch.cat([block(e, x) for block in self.blocks], dim=1))

@@ -59,7 +59,8 @@ class SharedBottom(nn.Module):
         self._num_tasks = num_tasks
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        return self.towers([self.mlp(self.front(dense, sparse).flat)] * self._num_tasks)
+        x = self.front(dense, sparse)
+        return self.towers([self.mlp(x.flat, x.padded)] * self._num_tasks)
 
 
 class MMoE(nn.Module):
@@ -83,9 +84,9 @@ class MMoE(nn.Module):
         self.towers = Towers(num_tasks, config.hidden[-1], tower, config.dropout)
 
     def forward(self, dense: Tensor, sparse: Sparse) -> Tensor:
-        x = self.front(dense, sparse).flat
-        outputs = [expert(x) for expert in self.experts]
-        return self.towers([gate(x, outputs) for gate in self.gates])
+        x = self.front(dense, sparse)
+        outputs = [expert(x.flat, x.padded) for expert in self.experts]
+        return self.towers([gate(x.flat, outputs) for gate in self.gates])
 
 
 class ExtractionLevel(nn.Module):

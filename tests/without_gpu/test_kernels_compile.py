@@ -5,6 +5,7 @@ decides about a compilation is in the arguments: types, widths, alignment, and n
 """
 
 import re
+import subprocess
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -16,7 +17,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton import knobs
+
 from ahead_of_time import Launch, recorded_launches
+from cowrec.models import triton_layers
+from cowrec.models.triton_layers import features_backward_on_device, features_on_device, relu_backward_on_device
 from cowrec.sparse_opt.algorithm.adam import AdamConfig, adam_constants
 from cowrec.sparse_opt.kernels import triton_rows
 from cowrec.sparse_opt.kernels.layout import (
@@ -118,6 +123,14 @@ def launch(variant: Variant) -> None:
     rows.sums()
     rows.count(results, per_table, per_table, variant.numbers(tables * 768).view(tables, 768), 19, 0)
 
+    looked_up = variant.tensor(variant.batch, tables, variant.width)
+    features = (looked_up, variant.tensor(variant.batch, 13), variant.width - 1, tables * variant.width + 13)
+    wide, pairs, flat = features_on_device(*features, variant.grad)
+    features_backward_on_device(looked_up, variant.width - 1, wide, pairs, flat)
+    output = variant.tensor(variant.batch, variant.width, dtype=variant.grad)
+    for kernel in (None, variant.tensor(variant.width, 1)):
+        relu_backward_on_device(output if kernel is None else variant.tensor(variant.batch), output, kernel)
+
 
 # All variants on Hopper; those on the others that differ most from each other, of which --thorough compiles more.
 every_variant = pytest.mark.parametrize(
@@ -151,10 +164,22 @@ def test_float32_is_rounded_as_on_the_cpu(architecture: int, variant: str) -> No
 
 
 def test_no_kernel_is_left_out() -> None:
-    folder = Path(triton_rows.__file__).parent
-    sources = [file.read_text(encoding="utf-8") for file in folder.glob("triton_*.py")]
+    folders = [Path(module.__file__).parent for module in (triton_rows, triton_layers)]
+    sources = [file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("triton_*.py")]
     launched = {name for source in sources for name in re.findall(r"(\w+)\[[^][]+\]\(", source)}
     assert {each.name for each in kernels(90, "odd batch")} == launched
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_registers_hold_what_a_thread_needs(variant: str, tmp_path: Path) -> None:
+    """Memory of a thread would be that of the device. ptxas saves two words rather than start fewer programs."""
+    for number, each in enumerate(kernels(90, variant)):
+        file = tmp_path / f"{number}.cubin"
+        file.write_bytes(each.kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        (stack,) = map(int, re.findall(r"STACK:(\d+)", usage))
+        assert stack <= 8, f"{each}: {usage}"
 
 
 def test_counts_that_programs_share_are_added_atomically() -> None:

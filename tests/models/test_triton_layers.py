@@ -1,0 +1,129 @@
+"""The CUDA kernels of the networks, in Triton's interpreter: values and gradients against plain torch in float64."""
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cowrec.models import MODELS, front, linear_relu
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Rounding of sums, as a share of the largest value."""
+# B, F, D, N: an empty batch, one field and no dense features, odd widths, and more than a tile.
+SHAPES = ((0, 3, 3, 2), (1, 1, 1, 0), (5, 26, 10, 13), (7, 5, 37, 70))
+
+
+def test_interpreted() -> None:
+    """Runs in a subprocess, because Triton reads TRITON_INTERPRET when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = [sys.executable, __file__]
+    done = subprocess.run(script, env=environment, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal"] * (2 * len(SHAPES) + 4 + len(MODELS))
+
+
+def check_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        largest = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance * max(largest, 1e-30))
+
+
+def compare_features(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    samples, fields, dim, num_dense = shape
+    generator = torch.Generator().manual_seed(samples)
+    rows = torch.randn(samples, fields, (dim // 4 + 1) * 4, generator=generator).to(dtype)
+    dense = torch.randn(samples, num_dense, generator=generator).to(dtype)
+
+    def expected(rows: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
+        embeddings = rows[:, :, :dim]
+        pairs = 0.5 * (embeddings.sum(1).square().sum(1) - embeddings.square().sum((1, 2)))
+        return rows[:, :, dim].sum(1), torch.cat([embeddings.flatten(1), dense], 1), pairs
+
+    def found(rows: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
+        x = front._features(rows, dense, dim)
+        assert x.pairs is not None
+        if x.padded is not None:
+            assert x.padded.shape[1] % 8 == 0
+            torch.testing.assert_close(
+                x.padded, F.pad(x.flat, (0, x.padded.shape[1] - x.flat.shape[1])), rtol=0, atol=0
+            )
+        return x.wide, x.flat, x.pairs
+
+    # Gradients of all results, and of those that a network uses alone.
+    for used in ((0, 1, 2), (2,), (1,), (0, 2)):
+        results = []
+        for compute, precise in ((found, dtype), (expected, torch.float64)):
+            leaves = [each.to(precise, copy=True).requires_grad_() for each in (rows, dense)]
+            values = compute(*leaves)
+            torch.manual_seed(1)
+            grads = [torch.randn(values[i].shape).to(dtype) for i in used]
+            torch.autograd.backward([values[i] for i in used], [each.to(precise) for each in grads])
+            of_leaves = [torch.zeros_like(each) if each.grad is None else each.grad for each in leaves]
+            results.append([*(each.detach() for each in values), *of_leaves])
+        check_close(*results, TOLERANCE[dtype])
+
+
+def compare_layers(dtype: torch.dtype, of_logits: bool) -> None:
+    """Layers on inputs with zeros after them; what is not a ReLU's positive side has no gradient."""
+    for samples in (0, 1, 70):
+        generator = torch.Generator().manual_seed(samples)
+        shapes = ((samples, 13), (70, 13), (70,), (5, 70), (5,), (5, 1))
+        *tensors, kernel = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        grad = torch.randn(samples, *(() if of_logits else (5,)), generator=generator).to(dtype)
+
+        def plain(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, shift: Tensor, kernel: Tensor) -> Tensor:
+            x = F.linear(F.linear(x, first, bias).relu(), second, shift).relu()
+            return (x @ kernel).squeeze(1) if of_logits else x
+
+        def fused(x: Tensor, *parameters: Tensor) -> Tensor:
+            *layers, kernel = parameters
+            padded = F.pad(x.detach(), (0, 3))
+            if of_logits:
+                return linear_relu.logits_of_layers(x, kernel, *layers, padded=padded)
+            return linear_relu.linear_relu(x, *layers, padded=padded)
+
+        results = []
+        for compute, precise in ((fused, dtype), (plain, torch.float64)):
+            leaves = [each.to(precise, copy=True).requires_grad_() for each in (*tensors, kernel)]
+            y = compute(*leaves)
+            y.backward(grad.to(y.dtype))
+            results.append([y.detach(), *(each.grad for each in leaves[: 6 if of_logits else 5])])
+        check_close(*results, 5 * TOLERANCE[dtype])
+
+
+def compare_network(name: str) -> None:
+    """A network's logits and gradients with the kernels are those without."""
+    from test_models import random_batch, small_model
+
+    results = []
+    for kernels in (True, False):
+        linear_relu.uses_kernels = front.uses_kernels = lambda _, kernels=kernels: kernels
+        model, (dense, sparse) = small_model(name), random_batch(9, ids_per_bag=None)
+        logits = model(dense, sparse)
+        logits.square().sum().backward()
+        grads = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
+        results.append([logits.detach(), *grads])
+    check_close(*results, 1e-4)
+
+
+if __name__ == "__main__":
+    linear_relu.uses_kernels = front.uses_kernels = lambda _: True
+    sys.path.insert(0, str(Path(__file__).parent / "networks"))
+    for case in product(SHAPES, TOLERANCE):
+        compare_features(*case)
+        print("equal")
+    for case in product(TOLERANCE, (False, True)):
+        compare_layers(*case)
+        print("equal")
+    for name in MODELS:
+        compare_network(name)
+        print("equal")
