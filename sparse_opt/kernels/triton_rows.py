@@ -182,10 +182,8 @@ def find_rows_on_device(layout: LookupLayout, bags: LookupBags, outside: Tensor)
     """
     count, number, blocks = bags.indices.numel(), len(bags.offsets) - 1, bags.blocks
     # Zeros, so that offsets that do not ascend cannot leave rows outside the tables.
-    address, row = (
-        torch.zeros(count, dtype=torch.int32 if size < 1 << 31 else torch.int64, device=bags.indices.device)
-        for size in (bags.size, layout.num_rows)
-    )
+    dtype = torch.int32 if max(bags.size, layout.num_rows) < 1 << 31 else torch.int64
+    address, row = torch.zeros(2, count, dtype=dtype, device=bags.indices.device)
     _locate[(triton.cdiv(number, _BAGS),)](
         bags.indices.contiguous(),
         bags.offsets.contiguous(),

@@ -74,9 +74,13 @@ def _pooled(lookup: Any, features: KeyedJaggedTensor) -> torch.Tensor:
         pooled: torch.Tensor = lookup(features)
         return pooled
     tbe, weights = kernels[0].emb_module, features.weights_or_none()
+    indices, offsets = features.values(), features.offsets()
+    if not indices.is_cuda:  # there FBGEMM converts them itself, and EmbeddingAdam's kernels take all types
+        indices = indices.to(kernels[0]._embedding_table_index_type)
+        offsets = offsets.to(kernels[0]._embedding_table_offset_type)
     pooled = tbe(
-        indices=features.values().to(kernels[0]._embedding_table_index_type),
-        offsets=features.offsets().to(kernels[0]._embedding_table_offset_type),
+        indices=indices,
+        offsets=offsets,
         per_sample_weights=weights if weights is not None and weights.is_floating_point() else None,
     )
     return pooled
