@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _PACKAGES = ("cowrec.", "torchrec.")
-# Operators that return memory without writing to it and whose schema does not mark them as views.
+# Operators that return memory without writing to its elements and whose schema does not mark them as views.
 _NO_KERNEL = {
     "empty",
     "empty_like",
@@ -19,6 +19,7 @@ _NO_KERNEL = {
     "empty_strided",
     "new_empty_strided",
     "_unsafe_view",
+    "set_",
     "is_pinned",
     "device",
 }

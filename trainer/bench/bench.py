@@ -18,8 +18,7 @@ from cowrec.trainer.runtime.errors import Interrupted
 from cowrec.trainer.runtime.subprocess_call import Subprocess
 
 from .measurement import INTERRUPTED, case_runner, measured_line
-from .mlperf import MODEL, TABLE_ROWS, measure_mlperf, mlperf_config
-from .settings import Bench
+from .settings import Bench, Preset
 from .table import short
 
 
@@ -52,14 +51,14 @@ def bench(settings: Bench, output: Path) -> list[dict[str, Any]]:
         return _written((runner.line(case) for case in runner.cases), output)
 
 
-def bench_mlperf(settings: Bench, output: Path) -> list[dict[str, Any]]:
-    """Measures MLPerf's DLRM-DCNv2 for each batch size, precision and clip of the settings, as :func:`bench`.
+def bench_preset(preset: Preset, settings: Bench, output: Path) -> list[dict[str, Any]]:
+    """Measures another shape for each batch size, precision and clip of the settings, as :func:`bench`.
 
     Batch sizes are those of all processes together; under torchrun all measure together, and the first has the lines.
 
     Returns:
-        The lines, without what is about Criteo's epochs; with world_size and samples_per_second_of_gpu (of
-        a process).
+        The lines, without what is about Criteo's epochs; MLPerf's with world_size and samples_per_second_of_gpu (of a
+        process).
 
     Raises:
         ValueError: a batch size is not a multiple of the number of processes.
@@ -69,19 +68,19 @@ def bench_mlperf(settings: Bench, output: Path) -> list[dict[str, Any]]:
     for size in settings.batch_sizes:
         if size % launched:
             raise ValueError(f"--batch-sizes {size} is not a multiple of the {launched} processes")
-    return _written(_mlperf_lines(settings, launched), output)
+    return _written(_preset_lines(preset, settings, launched), output)
 
 
-def _mlperf_lines(settings: Bench, launched: int) -> Iterator[dict[str, Any]]:
-    rows = [min(each, settings.max_rows or each) for each in TABLE_ROWS]
+def _preset_lines(preset: Preset, settings: Bench, launched: int) -> Iterator[dict[str, Any]]:
+    rows = [min(each, settings.max_rows or each) for each in preset.table_rows]
     with Subprocess() as process:
         for size, precision, clip in product(settings.batch_sizes, settings.precisions, settings.clips):
-            config = mlperf_config(size, precision, clip, settings.device)
-            about = {"mode": config.optimizer.embedding, "model": MODEL, "max_rows": settings.max_rows}
+            config = preset.config(size, precision, clip, settings.device)
+            about = {"mode": config.optimizer.embedding, "model": preset.name, "max_rows": settings.max_rows}
             arguments = (config, rows, settings.seconds)
-            here = partial(measure_mlperf, *arguments)
-            take = here if launched > 1 else partial(process.each, measure_mlperf, *arguments)
-            line = measured_line(about, config, take, sum(rows) * 516)
+            here = partial(preset.measure, *arguments)
+            take = here if launched > 1 else partial(process.each, preset.measure, *arguments)
+            line = measured_line(about, config, take, sum(rows) * preset.row_bytes)
             if settings.device == "cpu":
                 process.close()
             if launched_rank() == 0:

@@ -29,6 +29,7 @@ from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.training.pipeline import pipeline_of
 
 from .parts import WARMUP_STEPS, graph_captured, memory, reset_peak_memory, speed, step_times, step_values
+from .settings import Preset
 
 TABLE_ROWS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
@@ -149,3 +150,6 @@ def bytes_per_sample(batch: Batch) -> float:
     width, features = 4 * EMBEDDING_DIM, batch.sparse.to_dict().values()
     distinct = sum(feature.values().unique().numel() for feature in features) / batch.label.numel()
     return 4 * sum(IDS_PER_SAMPLE) + 4 * width * len(features) + (3 * width + 8) * distinct
+
+
+PRESET = Preset(MODEL, TABLE_ROWS, 516, BATCH_SIZE_OF_GPU, mlperf_config, measure_mlperf, takes_processes=True)

@@ -1,11 +1,11 @@
 """Settings of a benchmark."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
@@ -77,6 +77,28 @@ class Bench:
         """Samples of the stream before the measurement starts: complete steps of the largest batch."""
         largest = max(self.batch_sizes)
         return max(round(self.epoch_share * EPOCH_SAMPLES / largest), 1) * largest
+
+
+class Preset(NamedTuple):
+    """A shape to measure other than Criteo's.
+
+    Attributes:
+        name: of the shape.
+        table_rows: rows of its tables.
+        row_bytes: bytes of a row with its moments.
+        batch_size: samples of a step of each process.
+        config: makes the configuration of a batch size, precision, clip and device.
+        measure: yields the values of the line of a configuration, tables' rows and seconds.
+        takes_processes: whether several processes may measure together.
+    """
+
+    name: str
+    table_rows: Sequence[int]
+    row_bytes: int
+    batch_size: int
+    config: Callable[[int, str, str, str], RunConfig]
+    measure: Callable[[RunConfig, Sequence[int], float], Iterator[dict[str, Any]]]
+    takes_processes: bool = False
 
 
 def criteo_config(

@@ -23,7 +23,7 @@ from .flags import (
 
 app = typer.Typer()
 
-_PRESETS = ("criteo", "mlperf-dcnv2")
+_PRESETS = ("criteo", "mlperf-dcnv2", "embedding-adam")
 _OF_CRITEO_ALONE = ("absent_rows", "model", "epoch_share")
 _MOST_LINES = 12
 
@@ -93,12 +93,18 @@ def bench(
         typer.Option("--output", "-o", parser=parse_local, help="JSON lines file to write."),
     ] = Path("bench.jsonl"),
     preset: Annotated[
-        str, typer.Option(help="criteo: the CowClip paper's settings. mlperf-dcnv2: MLPerf Training's DLRM-DCNv2.")
+        str,
+        typer.Option(
+            help="criteo: the CowClip paper's settings. mlperf-dcnv2: MLPerf Training's DLRM-DCNv2. embedding-adam: "
+            "lookup and update of tables alone."
+        ),
     ] = "criteo",
     absent_rows: Annotated[str, typer.Option(help="Values of optimizer.absent_rows to compare.")] = "replay,lazy,dense",
     batch_sizes: Annotated[
         str | None,
-        typer.Option(help="Batch sizes. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process."),
+        typer.Option(
+            help="Batch sizes. Default: 1K,8K,64K; of mlperf-dcnv2: 6912 for each process; of embedding-adam: 104858."
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="Network, as model.name: deepfm, dcnv2 and others.")] = "deepfm",
     rows: Annotated[str, typer.Option(help="Most rows of a table, such as 100K. full: the published ones.")] = "full",
@@ -111,25 +117,26 @@ def bench(
     """Measures training speed and memory in the steady state, on generated ids.
 
     By default with Criteo's frequencies and the settings published for Criteo; with --preset mlperf-dcnv2 the network,
-    tables and numbers of ids of MLPerf Training's DLRM-DCNv2, on one GPU or, under torchrun, on several. Each line of
-    the output is one combination: speed, memory, time of the parts of a step, configuration, versions and hardware.
-    Prints tables at the end. After a combination that fails the others are measured, and the exit code is 2.
+    tables and numbers of ids of MLPerf Training's DLRM-DCNv2, on one GPU or, under torchrun, on several; with --preset
+    embedding-adam ten tables of 128 columns and 1.05 million ids, without a network. Each line of the output is one
+    combination: speed, memory, time of the parts of a step, configuration, versions and hardware. Prints tables at the
+    end. After a combination that fails the others are measured, and the exit code is 2.
 
     Example: `cowrec bench --rows full --absent-rows replay,lazy,dense --batch-sizes 1K,8K,64K --output bench.jsonl`
     """
     from cowrec.trainer.bench import bench as benches
-    from cowrec.trainer.bench.mlperf import BATCH_SIZE_OF_GPU
+    from cowrec.trainer.bench import mlperf, tables_alone
     from cowrec.trainer.bench.settings import Bench
     from cowrec.trainer.bench.table import table
     from cowrec.trainer.runtime.errors import ProcessFailed
 
     if preset not in _PRESETS:
         raise ValueError(f"--preset {preset!r} is not known; known: {', '.join(_PRESETS)}")
-    mlperf = preset == "mlperf-dcnv2"
-    _refuse_flags_of_criteo(context, mlperf)
-    if launched_world_size() > 1 and not mlperf:
+    shape = {each.name: each for each in (mlperf.PRESET, tables_alone.PRESET)}.get(preset)
+    _refuse_flags_of_criteo(context, preset)
+    if launched_world_size() > 1 and not (shape and shape.takes_processes):
         raise ValueError("bench starts its own processes; start it without torchrun")
-    sizes = batch_sizes or (str(BATCH_SIZE_OF_GPU * launched_world_size()) if mlperf else "1K,8K,64K")
+    sizes = batch_sizes or (str(shape.batch_size * launched_world_size()) if shape else "1K,8K,64K")
     settings = Bench(
         parse_list(absent_rows),
         parse_counts(sizes, "--batch-sizes"),
@@ -141,15 +148,15 @@ def bench(
         parse_list(precision),
         device,
     )
-    lines = benches.bench_mlperf(settings, output) if mlperf else benches.bench(settings, output)
+    lines = benches.bench_preset(shape, settings, output) if shape else benches.bench(settings, output)
     if measured := [line for line in lines if "error" not in line]:
         print(f"{table(measured)}\n\n{output}")
     if failed := len(lines) - len(measured):
         raise ProcessFailed(f"{failed} of {len(lines)} combinations failed; their lines in {output} say why")
 
 
-def _refuse_flags_of_criteo(context: typer.Context, mlperf: bool) -> None:
+def _refuse_flags_of_criteo(context: typer.Context, preset: str) -> None:
     for name in _OF_CRITEO_ALONE:
         source = context.get_parameter_source(name)
-        if mlperf and source is not None and source.name != "DEFAULT":
-            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --preset mlperf-dcnv2; leave it out")
+        if preset != "criteo" and source is not None and source.name != "DEFAULT":
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --preset {preset}; leave it out")

@@ -118,8 +118,8 @@ def train_task(model: nn.Module, plan: RunPlan, loss: MeanLoss | None = None) ->
     return task
 
 
-def shard(task: TrainTask, plan: RunPlan) -> DistributedModelParallel:
-    """Shards a task, of :func:`train_task`, over the process group.
+def shard(task: nn.Module, plan: RunPlan) -> DistributedModelParallel:
+    """Shards the tables of a module, such as that of :func:`train_task`, over the process group.
 
     Raises:
         ValueError: TorchRec's planner cannot fit the tables.

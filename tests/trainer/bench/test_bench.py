@@ -25,6 +25,7 @@ from cowrec.trainer.bench.mlperf import IDS_PER_SAMPLE, TABLE_ROWS, build_mlperf
 from cowrec.trainer.bench.parts import PARTS, bytes_per_sample, flops_per_sample
 from cowrec.trainer.bench.settings import Bench, criteo_config
 from cowrec.trainer.bench.table import table
+from cowrec.trainer.bench.tables_alone import PRESET, make_ids
 from cowrec.trainer.runtime.errors import Interrupted, ProcessFailed
 from cowrec.trainer.runtime.processes import Process, process_group
 from cowrec.trainer.runtime.subprocess_call import Subprocess
@@ -280,6 +281,28 @@ def test_a_small_bench_of_mlperf(cowrec: Cowrec, tmp_path: Path) -> None:
     assert line["roofline"]["step_ms"] > 0
     assert {"versions", "device", "git_commit", "peak_memory_bytes", "host_ms"} <= line.keys()
     assert "MLPerf, 8 x H200, batch 55,296: 1,880,000 samples/s each" in printed
+
+
+def test_a_small_bench_of_tables_alone(cowrec: Cowrec, tmp_path: Path) -> None:
+    output = tmp_path / "bench.jsonl"
+    flags = ["--preset", "embedding-adam", "--rows", "100", "--batch-sizes", "32", "--seconds", "0"]
+    _, printed, _ = cowrec("bench", *flags, "--clip", "on,off", "--output", output)
+    lines = [json.loads(text) for text in output.read_text().splitlines()]
+    assert [(line["clip"], line["table_bytes"], line["moments_bytes"]) for line in lines] == [
+        (clip, 1000 * 512, 1000 * 1024) for clip in ("on", "off")
+    ]
+    assert sum(lines[0]["step_parts_ms"].values()) == pytest.approx(lines[0]["step_ms"])
+    assert min(lines[0]["step_parts_ms"].values()) >= 0
+    assert "one H100: FBGEMM's Adam 1.35 ms, NVIDIA's dynamicemb 2.19 ms" in printed
+
+
+def test_ids_of_tables_alone_follow_their_power_law() -> None:
+    """Rank 1 has the share of the density on [1, 2); the published shape has 1.05 million ids."""
+    ids = make_ids((1000,), 100_000, 0).values()
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 1000
+    share = (1 - 2**-0.05) / (1 - 1001**-0.05)
+    assert (ids == 0).float().mean().item() == pytest.approx(share, rel=0.05)
+    assert PRESET.batch_size * len(PRESET.table_rows) == 1_048_580
 
 
 def bench_in_process(rank: int, folder: Path, port: int) -> None:

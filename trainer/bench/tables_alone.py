@@ -1,0 +1,124 @@
+"""`cowrec bench --preset embedding-adam`: lookup and update of tables alone, without a network.
+
+The shape is that of a published measurement: ten tables of 128 columns, one id of each a sample, 1.05 million ids in
+all. Other optimizers of that measurement update the rows of the batch, so absent rows are not replayed here either.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cowrec.data_pipeline import Schema
+from cowrec.sparse_opt import EmbeddingAdam
+from cowrec.sparse_opt.kernels.profiling import profiled
+from cowrec.trainer.config.run import RunConfig, config_from
+from cowrec.trainer.runtime.environment import prepare_process
+from cowrec.trainer.runtime.processes import process_group
+from cowrec.trainer.sharded_model.build import adam_config, shard
+from cowrec.trainer.sharded_model.run_plan import RunPlan
+
+from .parts import WARMUP_STEPS, memory, reset_peak_memory, speed, step_times, step_values
+from .settings import Preset
+
+MODEL, BATCH_SIZE, EMBEDDING_DIM = "embedding-adam", 104_858, 128
+TABLE_ROWS = (2_400_000,) * 10
+PUBLISHED = {"FBGEMM's Adam": 1.35, "NVIDIA's dynamicemb": 2.19}
+"""Milliseconds of forward and update on one H100, as quoted to us; not checked against their tables."""
+_BATCHES, _MOST_STEPS, _EXPONENT, _RATE = 16, 100, 1.05, 1e-3
+_KEYS = [f"C{number + 1}" for number in range(len(TABLE_ROWS))]
+
+
+class _PooledRows(nn.Module):
+    """The rows of all tables, float [B, sum D]."""
+
+    def __init__(self, tables: list[EmbeddingBagConfig]) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        rows: Tensor = self.embeddings(ids).values()
+        return rows
+
+
+def tables_config(batch_size: int, precision: str, clip: str, device: str) -> RunConfig:
+    """The settings for a batch; those of the network's optimizer have no meaning."""
+    rates = {"embedding_lr": _RATE, "dense_lr": _RATE, "l2": 0.0, "warmup_epochs": 0.0}
+    return config_from(
+        {
+            "train": {"batch_size": batch_size, "device": device, "precision": precision},
+            "optimizer": {"absent_rows": "lazy", "scaling": "none", "base_batch_size": batch_size, **rates},
+            "clip": {"rule": "cowclip" if clip == "on" else "none"},
+        }
+    )
+
+
+def measure_tables(config: RunConfig, rows: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yields the values of a configuration's line as they become known. No step is timed after so many seconds."""
+    prepare_process()
+    with process_group(config.train.device) as process:
+        device, size = process.device, config.train.batch_size
+        reset_peak_memory(device)
+        batches = [make_ids(rows, size, seed).to(device) for seed in range(_BATCHES)]
+        gradient, before = 1e-4 * torch.randn(size, len(rows) * EMBEDDING_DIM, device=device), memory("VmRSS", device)
+        torch.manual_seed(config.train.seed)
+        tables = [EmbeddingBagConfig(num_embeddings=each, embedding_dim=EMBEDDING_DIM, name=key, feature_names=[key])
+                  for key, each in zip(_KEYS, rows, strict=True)]  # fmt: skip
+        plan = RunPlan.of(config, Schema(MODEL, (), (), {}), process, bags=tables)
+        model = shard(_PooledRows(tables), plan)
+        EmbeddingAdam(model, adam_config(config, plan.scaled.hyperparameters), plan.scaled.clip)
+        coming = cycle(batches)
+
+        def step() -> None:
+            with profiled("## forward ##"):
+                pooled = model(next(coming))
+            with profiled("## backward ##"):
+                pooled.backward(gradient)
+
+        times, host_seconds = step_times(lambda _: step(), WARMUP_STEPS[device.type], _MOST_STEPS, seconds, device)
+        speeds, bytes_of_tables = speed(size, times), 4 * EMBEDDING_DIM * sum(rows)
+        yield {
+            **speeds,
+            "host_ms": 1e3 * host_seconds,
+            "table_rows": sum(rows),
+            "table_bytes": bytes_of_tables,
+            "moments_bytes": 2 * bytes_of_tables,
+            "rss_before_tables_bytes": before,
+            "peak_memory_bytes": memory("VmHWM", device),
+        }
+        traffic = bytes_per_sample(batches[0], size)
+        yield from step_values(speeds, size, step, {}, traffic, config.train.precision, device)
+
+
+def make_ids(table_rows: Sequence[int], size: int, seed: int) -> KeyedJaggedTensor:
+    """One id of each table for each sample; frequencies fall with the rank to the power of 1.05."""
+    generator, drawn = torch.Generator().manual_seed(seed), []
+    for rows in table_rows:
+        # Inverse of the distribution function of a continuous power law on [1, rows + 1).
+        share = torch.rand(size, generator=generator, dtype=torch.float64)
+        power = 1.0 - _EXPONENT
+        rank = (1.0 - share * (1.0 - (rows + 1.0) ** power)) ** (1.0 / power)
+        drawn.append((rank.long() - 1).clamp_(0, rows - 1).int())
+    lengths = torch.ones(len(table_rows) * size, dtype=torch.int32)
+    ids = KeyedJaggedTensor(_KEYS, torch.cat(drawn), lengths=lengths)
+    ids.offsets()
+    return ids
+
+
+def bytes_per_sample(ids: KeyedJaggedTensor, size: int) -> float:
+    """Bytes that must move, with float32 values and int32 ids.
+
+    Ids are read once; looked-up rows are read and written, and their gradients read; weights and both moments of the
+    distinct rows are read and written.
+    """
+    features = ids.to_dict().values()
+    distinct = sum(feature.values().unique().numel() for feature in features) / size
+    return len(features) * (4 + 3 * 4 * EMBEDDING_DIM) + 2 * 3 * 4 * EMBEDDING_DIM * distinct
+
+
+PRESET = Preset(MODEL, TABLE_ROWS, 3 * 4 * EMBEDDING_DIM, BATCH_SIZE, tables_config, measure_tables)
