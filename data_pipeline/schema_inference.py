@@ -1,6 +1,7 @@
 """Inference of a commented schema file from the first rows of a raw file."""
 
 import csv
+import io
 import json
 import math
 import os
@@ -19,11 +20,19 @@ from cowrec.data_pipeline.raw.inputs import find_inputs
 from cowrec.data_pipeline.raw.layouts import RawKind, RawLabel
 from cowrec.data_pipeline.raw.reading import look
 from cowrec.data_pipeline.raw.text import BYTE_ORDER_MARK, RawText
-from cowrec.data_pipeline.raw.values import LOOKS_MISSING, NUMBER_PATTERN, as_times, marker_numbers
+from cowrec.data_pipeline.raw.values import (
+    EXACT_INTEGERS,
+    LOOKS_MISSING,
+    NUMBER_PATTERN,
+    as_id_text,
+    as_times,
+    marker_numbers,
+    plain_array,
+)
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_conversion",
                "purchase", "purchased", "buy", "bought", "like", "liked", "response", "class", "rating")  # fmt: skip
-POSITIVE = ("1", "yes", "y", "true", "t", "click", "clicked", "positive", "pos", "buy", "like")
+POSITIVE = ("yes", "y", "true", "t", "click", "clicked", "positive", "pos", "buy", "like")
 RESERVED = (LABEL, TIME, TRUE_LOGIT, SAMPLE_WEIGHT, SAMPLE_NUMBER)
 
 
@@ -38,10 +47,11 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
         ValueError: the file cannot be read, has no such column, or no column looks like a label or a field.
     """
     sample = read_sample(path)
-    columns = zip(*sample.rows, strict=True) if sample.rows else [()] * len(sample.columns)
+    if not sample.rows:
+        raise ValueError(f"input file {os.fspath(path)} has no samples")
     guesses = {
-        name: guess_column(name, values, is_time=name in sample.times)
-        for name, values in zip(sample.columns, columns, strict=True)
+        name: guess_column(name, values, sample.types.get(name, ""))
+        for name, values in zip(sample.columns, zip(*sample.rows, strict=True), strict=True)
         if sample.columns.count(name) == 1 and name
     }
     repeated = sorted({name for name in sample.columns if sample.columns.count(name) > 1})
@@ -67,7 +77,8 @@ def infer_schema(path: str | os.PathLike[str], *, label: str = "") -> str:
     fields, left_out = _field_lines({name: each for name, each in guesses.items() if name not in (chosen, time)})
     if not fields:
         raise ValueError(f"{os.fspath(path)}: no column looks like a field; write the schema file by hand")
-    left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated]
+    left_out += [f"# left out: {_comment(repr(name))}: several columns have this name" for name in repeated if name]
+    left_out += ["# left out: a column without a name"] * ("" in sample.columns)
     return "\n".join([*lines, *left_out, *[""] * bool(left_out), "fields = [", *fields, "]", ""])
 
 
@@ -88,11 +99,15 @@ def _label(guesses: "Mapping[str, Guess]", asked: str, repeated: Sequence[str], 
         names = ", ".join(map(repr, repeated[:5]))
         remark = f" (those that share a name are left out: {names}; rename them)" if repeated else ""
         could = f"; with two values, and missing ones: {', '.join(map(repr, two[:5]))}" if two else ""
+        constant = [name for name, each in guesses.items() if name.lower() in LABEL_NAMES and len(each.distinct) == 1]
+        could += f"; {', '.join(map(repr, constant))} has one value only, so nothing can be learned" if constant else ""
         raise ValueError(f"{path}: no column looks like a label{remark}; name it with --label COLUMN{could}")
     chosen = asked or candidates[0]
     rule = _rule(guesses[chosen])
     if rule is None:
-        raise ValueError(f"column {chosen!r} cannot be the label: its values are neither two nor all numbers")
+        found = len(guesses[chosen].distinct)
+        problem = "its values are neither two nor all numbers" if found > 1 else f"it has {('no', 'one')[found]} value"
+        raise ValueError(f"column {chosen!r} cannot be the label: {problem}")
     lacking = _lacking(guesses[chosen])
     others = [name for name in two_valued if name != chosen]
     unsure = f"unsure: {_comment(', '.join(map(repr, others[:5])))} could be it too" if others and not asked else ""
@@ -114,10 +129,11 @@ def _rule(guess: "Guess") -> str | None:
     values, wrong = RawLabel().values(texts)
     if not wrong.any():
         return "" if len(set(values.tolist())) == 2 else None
-    if len(guess.distinct) == 2:
-        chosen = next((text for text in guess.distinct if text.lower() in POSITIVE), max(guess.distinct))
-        return f"positive = [{_toml(chosen)}]"
     numbers = sorted(marker_numbers(guess.distinct))
+    if len(guess.distinct) == 2:
+        largest = max(guess.distinct, key=float) if len(numbers) == 2 else max(guess.distinct)
+        named = () if len(numbers) == 2 else [text for text in guess.distinct if text.lower() in POSITIVE]
+        return f"positive = [{_toml(next(iter(named), largest))}]"
     return f"threshold = {numbers[len(numbers) // 2]!r}" if len(numbers) == len(guess.distinct) else None
 
 
@@ -175,7 +191,7 @@ class RawSample:
         rows: values as text, empty where null; None for a list.
         delimiter, quote, header: as in a schema file; of Parquet and Arrow files the defaults.
         notes: what is unsure.
-        times: columns whose type is a time.
+        types: what the types of columns say: "time", a kind of lists, or a type that has neither numbers nor ids.
     """
 
     columns: tuple[str, ...]
@@ -184,7 +200,7 @@ class RawSample:
     quote: str = '"'
     header: bool = True
     notes: tuple[str, ...] = ()
-    times: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_sample(path: str | os.PathLike[str]) -> RawSample:
@@ -194,18 +210,31 @@ def read_sample(path: str | os.PathLike[str]) -> RawSample:
     if types is None:
         return _text_sample(source.path)
     file = pq.ParquetFile(source.path) if source.format == "parquet" else ArrowFile(pa.memory_map(source.path))
-    table = next(file.iter_batches(SAMPLE_ROWS), types.empty_table()).slice(0, SAMPLE_ROWS)
-    columns = [_texts(column) for column in table.columns]
-    times = tuple(each.name for each in types if pa.types.is_timestamp(each.type) or pa.types.is_date(each.type))
-    return RawSample(tuple(table.column_names), list(zip(*columns, strict=True)), times=times)
+    batch = next(file.iter_batches(SAMPLE_ROWS), pa.RecordBatch.from_pylist([], types)).slice(0, SAMPLE_ROWS)
+    columns = [_texts(column) for column in batch.columns]
+    said = {each.name: _said(each.type) for each in types}
+    return RawSample(tuple(batch.schema.names), list(zip(*columns, strict=True)), types=said)
 
 
-def _texts(column: pa.ChunkedArray) -> list[str | None]:
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if pa.types.is_nested(column.type):
+def _said(kind: pa.DataType) -> str:
+    """What a type says of its values, see `RawSample`; "" if only these do."""
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return "time"
+    if pa.types.is_map(kind):
+        return "weighted"
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        names = [each.name for each in kind.value_type] if pa.types.is_struct(kind.value_type) else []
+        if not names or {"id", "weight"} <= set(names):
+            return "weighted" if names else "multi"
+    return "" if as_id_text(plain_array(pa.array([], kind))) else f"values of the type {kind}, which are not read"
+
+
+def _texts(column: pa.Array) -> list[str | None]:
+    """Values as text; None where they have none, such as lists and bytes that are no UTF-8."""
+    try:
+        return ["" if value is None else value for value in plain_array(column).cast(pa.string()).to_pylist()]
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return [None] * len(column)
-    return ["" if value is None else value for value in column.cast(pa.string()).to_pylist()]
 
 
 def _text_sample(path: str) -> RawSample:
@@ -217,14 +246,20 @@ def _text_sample(path: str) -> RawSample:
     lines = [line.removesuffix("\r") for line in data.decode(errors="replace").split("\n") if line.strip("\r")]
     if not lines:
         raise ValueError(f"input file {path} has no samples")
+    if re.match(rb'\s*(\[\s*)?{\s*"', data):
+        raise ValueError(f"{path} is JSON, which is not read; write it as Parquet or CSV first")
     notes = _encoding_notes(data, path)
     odd = sum(line.count('"') % 2 for line in lines)
     quote = "" if odd > len(lines) / 100 else '"'
     if odd:
+        _refuse_newlines(lines, path)
         meaning = "so quotes seem to have no meaning" if not quote else "which `prepare` reports as bad lines"
         notes.append(f"{odd} lines of the sample have an odd number of quotes, {meaning}")
     delimiter, width = _delimiter(lines[:PROBED_LINES], quote, path)
+    quote = "" if len(delimiter) > 1 else quote
     rows = [row for row in _split(lines[: SAMPLE_ROWS + 1], delimiter, quote) if len(row) == width]
+    if (first := len(_split(lines[:1], delimiter, quote)[0])) != width:
+        raise ValueError(f"{path}, line 1: {first} columns, but {width} in most lines; remove what is above the table")
     wrong = min(len(lines), SAMPLE_ROWS + 1) - len(rows)
     if wrong:
         notes.append(f"{wrong} lines of the sample do not have {width} columns; `prepare` reports them as bad lines")
@@ -248,6 +283,18 @@ def _encoding_notes(data: bytes, path: str) -> list[str]:
     return []
 
 
+def _refuse_newlines(lines: Sequence[str], path: str) -> None:
+    """Raises ValueError if the lines are the parts of records with newlines inside quotes, by any delimiter."""
+    for delimiter in DELIMITERS:
+        records = list(csv.reader(io.StringIO("\n".join(lines)), delimiter=delimiter))[:-1]  # the last may be cut
+        broken = next((value for record in records for value in record if "\n" in value), "")
+        if broken and len({len(record) for record in records} - {1}) == 1 < len(records[0]):
+            raise ValueError(
+                f"{path}: a quoted value contains a newline ({broken[:LONG_TEXT]!r}), which is not supported; replace"
+                " such newlines in the file, or write it as Parquet"
+            )
+
+
 def _split(lines: Sequence[str], delimiter: str, quote: str) -> list[tuple[str, ...]]:
     def split(line: str) -> Sequence[str]:
         quoted = quote and quote in line
@@ -258,22 +305,27 @@ def _split(lines: Sequence[str], delimiter: str, quote: str) -> list[tuple[str, 
 
 def _delimiter(lines: Sequence[str], quote: str, path: str) -> tuple[str, int]:
     """Returns the delimiter that divides most lines alike, into most columns, and their number."""
-    widths = {each: Counter(map(len, _split(lines, each, quote))).most_common(1)[0] for each in DELIMITERS}
+    spaced = [] if quote and any(quote in line for line in lines) else [", ", "; "]  # quotes need a single character
+    widths = {each: Counter(map(len, _split(lines, each, quote))).most_common(1)[0] for each in [*spaced, *DELIMITERS]}
     delimiter, (width, _) = max(widths.items(), key=lambda each: (each[1][0] > 1, each[1][1], each[1][0]))
     if width == 1:
-        raise ValueError(f"{path}: no delimiter found among {DELIMITERS!r}; write the schema file by hand")
+        raise ValueError(
+            f"{path}: no delimiter found among {DELIMITERS!r}; write the schema file by hand; if it has no"
+            " samples, name the files that do"
+        )
     return delimiter, width
 
 
 def _header(rows: Sequence[Sequence[str]]) -> tuple[bool, bool]:
     """Returns whether the first row is a header, and whether that is sure."""
-    first, others = rows[0], rows[1 : PROBED_LINES + 1]
-    if not all(first) or any(NUMBER_PATTERN.fullmatch(text) for text in first):
+    # Names may be empty: pandas writes none for the index, and a delimiter at the end of lines gives an empty column.
+    first, others = [name for name in rows[0] if name], rows[1 : PROBED_LINES + 1]
+    if not first or any(NUMBER_PATTERN.fullmatch(text) for text in first):
         return False, True
     if not others:
         return len(set(first)) == len(first), False
-    columns = list(zip(*others, strict=True))
-    numbers = [all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
+    columns = [column for name, column in zip(rows[0], zip(*others, strict=True), strict=True) if name]
+    numbers = [any(column) and all(NUMBER_PATTERN.fullmatch(text) or not text for text in column) for column in columns]
     if any(numbers):
         return True, True
     if len(set(first)) < len(first):
@@ -287,8 +339,13 @@ FEW_VALUES = 20
 LONG_TEXT = 60
 """Mean length of values from which on a column is probably free text."""
 ID_NAME = re.compile(
-    r"(^|_|\b)(id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip|hour|day|month)s?$", re.I
+    r"(^|_|\b)((id|uid|gid|code|zip|zipcode|type|category|cat|gender|key|hash|ip|hour|day|month)s?"
+    r"|user|item|product|movie|ad|campaign|advertiser|device|customer|shop|store|brand|city|country|region|site|app)$",
+    re.I,
 )
+WHOLE = re.compile(r"[+-]?[0-9]+(\.0*)?")
+NOTATION = re.compile(r"[+-]?[$€£¥]? ?[+-]?([0-9]{1,3}([., '][0-9]{3})+|[0-9]+)([.,][0-9]+)? ?[%$€£¥]?")
+"""Numbers as people write them: with signs of currencies, separators of thousands, a decimal comma."""
 TIME_NAME = re.compile(r"(time|date|stamp|^ts$|_at$|^at$)", re.I)
 
 
@@ -315,10 +372,13 @@ class Guess:
     is_time: bool = False
 
 
-def guess_column(name: str, values: Sequence[str | None], *, is_time: bool = False) -> Guess:
-    """Guesses what the values of a column are; is_time: whether its type says that they are times."""
-    if values and values[0] is None:
-        return Guess("multi", {"separator": "|"}, why="lists; the separator applies to text only")
+def guess_column(name: str, values: Sequence[str | None], said: str = "") -> Guess:
+    """Guesses what the values of a column are; `said`: what its type says, see `RawSample`."""
+    if said in ("multi", "weighted"):
+        keys = {"separator": "|"} | ({"weight_separator": ":"} if said == "weighted" else {})
+        return Guess(said, keys, why="lists; separators apply to text only")
+    if said not in ("", "time") or (values and values[0] is None):
+        return Guess(why=said or "bytes that are not UTF-8")
     texts = [value or "" for value in values]
     markers = tuple(sorted({text for text in texts if text and text.lower() in LOOKS_MISSING}))
     known = [text for text in texts if text and text not in markers]
@@ -327,7 +387,7 @@ def guess_column(name: str, values: Sequence[str | None], *, is_time: bool = Fal
     if re.fullmatch(r"__index_level_[0-9]+__", name):
         guess.why = "the index of a pandas data frame"
         return guess
-    if is_time:
+    if said:
         guess.is_time, guess.why = bool(distinct), "a time"
         return guess
     if len(distinct) < 2:
@@ -347,13 +407,15 @@ def guess_column(name: str, values: Sequence[str | None], *, is_time: bool = Fal
 
 def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
     distinct, rows = guess.distinct, len(known)
-    integers = all(text.lstrip("+-").isdecimal() for text in distinct)
+    integers = all(WHOLE.fullmatch(text) for text in distinct)
     if any(re.fullmatch(r"0[0-9]+", text) for text in distinct):
         guess.kind, guess.why = "categorical", "digits with leading zeros"
     elif integers and len(distinct) == rows > FEW_VALUES and (ID_NAME.search(name) or _consecutive(known)):
         guess.kind, guess.why = "", "another number in each row, so it identifies the row"
     elif integers and ID_NAME.search(name):
         guess.kind, guess.why = "categorical", f"{len(distinct)} different integers, and the name of an id"
+    elif integers and max(abs(float(text)) for text in distinct) >= EXACT_INTEGERS[64]:
+        guess.kind, guess.why = "categorical", "integers that are too large for numbers"
     elif integers and len(distinct) <= FEW_VALUES:
         guess.kind, guess.why = "categorical", f"unsure: {len(distinct)} different integers, codes or small numbers"
     else:
@@ -361,12 +423,17 @@ def _guess_number(guess: Guess, name: str, known: Sequence[str]) -> None:
 
 
 def _consecutive(known: Sequence[str]) -> bool:
-    numbers = [int(text) for text in known]
+    numbers = [int(text.partition(".")[0]) for text in known]
     return max(numbers) - min(numbers) < 2 * len(numbers)
 
 
 def _guess_text(guess: Guess, known: Sequence[str]) -> None:
     distinct = guess.distinct
+    noted = [text for text in distinct if NOTATION.fullmatch(text)]
+    odd = [text for text in noted if not NUMBER_PATTERN.fullmatch(text)]
+    if len(noted) > 0.95 * len(distinct) and len(odd) > 0.05 * len(distinct):
+        guess.why = f"unsure: seem to be numbers, but {odd[0]!r} is not read as one; write them as 1234.5 in the file"
+        return
     found = [each for each in (_as_list(separator, known, distinct) for separator in SEPARATORS) if each]
     if found:
         _, guess.kind, guess.keys, guess.why = max(found, key=lambda each: each[0])

@@ -75,8 +75,9 @@ class SampleColumns:
                 hint = f"if this means a missing value, set null = [{json.dumps(marker)}] in the schema file"
                 self._fail(wrong & mask(pc.equal(column, marker).fill_null(False)), name, column, f"{rule}; {hint}")
         if wrong.any() and pa.types.is_floating(column.type):
-            hint = 'if NaN means a missing value, set null = ["NaN"] in the schema file'
-            self._fail(wrong & mask(pc.is_nan(column).fill_null(False)), name, column, f"{rule}; {hint}")
+            for marker, is_marker in (("NaN", pc.is_nan), ("inf", pc.is_inf)):
+                hint = f'if {marker} means a missing value, set null = ["{marker}"] in the schema file'
+                self._fail(wrong & mask(is_marker(column).fill_null(False)), name, column, f"{rule}; {hint}")
         self._fail(wrong, name, column, rule)
         return without_marker_numbers(values, null)
 

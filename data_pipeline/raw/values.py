@@ -34,7 +34,7 @@ def as_numbers(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return (np.where(finite, values, np.nan) if invalid.any() else values), invalid
 
 
-LOOKS_MISSING = ("na", "n/a", "#n/a", "nan", "null", "none", "nil", "\\n", "-", "?", "undefined")
+LOOKS_MISSING = ("na", "n/a", "#n/a", "nan", "null", "none", "nil", "\\n", "-", "?", "undefined", "inf", "-inf")
 """Texts, in lower case, that programs write for a missing value."""
 
 
@@ -57,10 +57,11 @@ def without_marker_numbers(values: np.ndarray, markers: Collection[str]) -> np.n
 
 
 def without_nan(values: pa.Array, markers: Collection[str]) -> pa.Array:
-    """Returns values [R] of any type; in floating point numbers, null takes the place of NaN if that is a marker."""
-    if not pa.types.is_floating(values.type) or "nan" not in [marker.lower() for marker in markers]:
+    """Returns values [R] of any type; null takes the place of NaN, inf and -inf that are markers, in floats."""
+    marked = [float(marker) for marker in markers if marker.lower() in ("nan", "inf", "-inf")]
+    if not pa.types.is_floating(values.type) or not marked:
         return values
-    return pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
+    return pc.if_else(pc.is_in(values.cast(pa.float64()), pa.array(marked)), pa.scalar(None, values.type), values)
 
 
 def looks_missing(text: pa.Array) -> np.ndarray:

@@ -195,3 +195,67 @@ def test_types_of_parquet_are_believed_and_nulls_are_bad_rows(tmp_path: Path) ->
         "tabular", [tmp_path / "raw.parquet"], tmp_path / "data", settings, schema_file=tmp_path / "columns.toml"
     )
     assert sum(split.rows for split in schema.splits.values()) == rows - 3
+
+
+STRANGE = {
+    "a pandas index": (",shop,price", "{n},s{m},{n}.5", {"shop": "categorical", "price": "numeric"}),
+    "commas at the ends of lines": ("shop,price,", "s{m},{n}.5,", {"shop": "categorical", "price": "numeric"}),
+    "spaces after delimiters": ("shop, price", "s{m}, {n}.5", {"shop": "categorical", "price": "numeric"}),
+    "ids with decimals": ("item,price", "{k}.0,{n}.5", {"item": "categorical", "price": "numeric"}),
+    "ids beyond 2 ** 53": ("tag,price", "9{k:020d},{n}.5", {"tag": "categorical", "price": "numeric"}),
+    "infinity": ("shop,price", "s{m},{d}", {"shop": "categorical", "price": "numeric"}),
+    "other notations": ("shop,a,b,c", 's{m},"1,{n:03d}.5","{n},5",$3.{n}', {"shop": "categorical"}),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_files_as_strangers_have_them(tmp_path: Path, kind: str) -> None:
+    """What is guessed of them is prepared; numbers that would become ids are left out, with a remedy."""
+    header, line, expected = STRANGE[kind]
+    space = " " * (", " in header)
+    rows = [(n, line.format(n=n, m=n % 3, k=n % 50, d="inf" if n % 9 == 0 else n / 7)) for n in range(100)]
+    lines = [f"clicked,{space}{header}", *(f"{n // 2 % 2},{space}{text}" for n, text in rows)]
+    (tmp_path / "raw.csv").write_text("\n".join(lines))
+    text = infer_schema(tmp_path / "raw.csv")
+    layout, found = kinds(text, tmp_path)
+    assert (layout.header, found, text.count("write them as 1234.5")) == (True, expected, 3 * (kind[:5] == "other"))
+    settings = PrepareConfig(test_fraction=0)
+    prepared = prepare(
+        "tabular", [tmp_path / "raw.csv"], tmp_path / "data", settings, schema_file=tmp_path / "columns.toml"
+    )
+    assert prepared.splits["train"].rows == 100
+
+
+def test_files_that_are_no_table_are_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "raw.csv"
+    for text, problem in (
+        ("click,a\n", "raw.csv has no samples"),
+        ("# by a tool\nclick,a\n1,x\n0,y\n", "line 1: 1 columns, but 2 in most lines; remove what is above the table"),
+        ('{"click": 1, "a": 2}\n{"click": 0, "a": 3}\n', "is JSON, which is not read; write it as Parquet or CSV"),
+        ('click,a\n1,"x\ny"\n0,z\n1,"u\nv"\n', r"a quoted value contains a newline \('x\\ny'\)"),
+        ("click,a\n1,x\n1,y\n1,z\n", "'click' has one value only, so nothing can be learned"),
+    ):
+        path.write_text(text)
+        refused(problem, infer_schema, path)
+    refused("column 'click' cannot be the label: it has one value", infer_schema, path, label="click")
+
+
+def test_types_that_are_not_read_and_infinity_of_parquet(tmp_path: Path) -> None:
+    columns = {
+        "click": [0, 1] * 20,
+        "score": [1.5, float("inf"), float("nan"), -2.0] * 10,
+        "bytes": [b"\xff"] * 40,
+        "time of day": pa.array([1] * 40, pa.time32("s")),
+        "record": [{"a": 1}] * 40,
+        "weights": [[{"id": "x", "weight": 0.5}]] * 40,
+    }
+    pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
+    text = infer_schema(tmp_path / "raw.parquet")
+    _, found = kinds(text, tmp_path)
+    assert found == {"score": "numeric", "weights": "weighted"}
+    assert text.count("# left out: ") == 3
+    prepare(
+        "tabular", [tmp_path / "raw.parquet"], tmp_path / "data", PrepareConfig(test_fraction=0),
+        schema_file=tmp_path / "columns.toml",
+    )  # fmt: skip
+    assert read_split(tmp_path / "data", "train")["score"].count(0.0) == 20

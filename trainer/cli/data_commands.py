@@ -1,6 +1,7 @@
 """The commands that make data: ``cowrec schema infer | prepare | synthesize | stream``."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +75,8 @@ def infer(
         print(text, end="")
         return
     output.write_text(text, encoding="utf-8")
-    print(f"{output}: {text.count('{name')} fields, {text.count('unsure')} remarks to check")
+    shown = re.findall(r"^(?:label|positive|threshold|time) = .*|^# (?:unsure|left out): .*", text, re.MULTILINE)
+    print("\n".join([*shown, f"{output}: {text.count('{name')} fields, {text.count('unsure:')} remarks to check"]))
 
 
 @app.command(cls=_Prepare)

@@ -22,7 +22,7 @@ BAD_LINES = {
     "a label of 2": (b"2,2.5,x,a,k:1\n", ", column click: a label must be 0 or 1, got '2'. Name the positive"),
     "no label": (b",2.5,x,a,k:1\n", ", column click: the label is missing, got ''. To skip"),
     "a word for a number": (b"1,much,x,a,k:1\n", ", column price: must be a finite number or empty, got 'much'"),
-    "an infinite number": (b"1,inf,x,a,k:1\n", ", column price: must be a finite number or empty, got 'inf'"),
+    "an infinite number": (b"1,inf,x,a,k:1\n", "set null = [\"inf\"] in the schema file, got 'inf'"),
     "a missing number": (b"1,Null,x,a,k:1\n", "set null = [\"Null\"] in the schema file, got 'Null'"),
     "Hive's missing number": (b"1,\\N,x,a,k:1\n", r'set null = ["\\N"] in the schema file, got'),
     "a long bad number": (b"1," + b"9x" * 99 + b",x,a,k:1\n", "x9x9..."),

@@ -110,7 +110,7 @@ def test_an_inferred_schema_prepares_its_file(cowrec: Cowrec, folder: Path, tmp_
     raw, columns = folder / "raw.csv", tmp_path / "inferred.toml"
     code, printed, _ = cowrec("schema", "infer", raw, "-o", columns)
     assert code == 0
-    assert re.match(rf"{columns}: 4 fields, \d+ remarks to check\n", printed)
+    assert re.search(rf'^label = "\w+"(.|\n)*\n{columns}: 4 fields, \d+ remarks to check\n\Z', printed)
     code, printed, _ = cowrec("prepare", "tabular", "-i", raw, "--schema", columns, "-o", tmp_path / "data")
     assert "1 dense and 3 sparse fields" in printed
     code, _, error = cowrec("schema", "infer", raw, "-o", columns)
