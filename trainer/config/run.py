@@ -34,8 +34,10 @@ from .sections import (
     TrainConfig,
 )
 
-EMBEDDING_LR, RATE_SAMPLES = 2e-3, 450_000
+EMBEDDING_LR, RATE_SAMPLES = 2e-3, 2_000_000
 """Default of `optimizer.embedding_lr` at base batch 1,024, and the number of samples beyond which it is lower."""
+DECAY_SAMPLES = 100_000
+"""Samples from which the default rates decay."""
 FEW_STEPS = 200
 """With fewer steps, a run shows how short it is, not how good its values or its scaling rule are."""
 MOST_AUTO_BATCH = 1 << 16
@@ -178,13 +180,14 @@ def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequenc
 
 
 def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = None) -> RunConfig:
-    """The configuration with `train.batch_size`, `optimizer.embedding_lr` and `optimizer.l2`, where it has none.
+    """The configuration with the batch size, and `optimizer.embedding_lr`, `lr_decay` and `l2`, where it has none.
 
     The batch size is the largest power of two with at least 100 steps in an epoch, but from 64 to 512: fewer steps
     reach too little in the first epoch. "auto" is the largest with which the run has FEW_STEPS steps.
 
     The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number.
-    Adagrad's falls by itself.
+    Adagrad's falls by itself. From DECAY_SAMPLES samples on, rates decay linearly where neither `embedding_lr` is
+    given, which may have been found without, nor `train.patience`, under which the end is not known.
 
     L2 is 20 / samples times the number of epochs after the first, at most two, between 1e-6 and 1e-2. The sum of the
     losses then has the same penalty for every number of samples, as under a normal prior of the weights; in the first
@@ -196,7 +199,8 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
     """
     train, optimizer = config.train, config.optimizer
     if begun:
-        size, lr, l2 = begun.train.batch_size, begun.optimizer.embedding_lr, begun.optimizer.l2
+        size, l2 = begun.train.batch_size, begun.optimizer.l2
+        lr, decay = begun.optimizer.embedding_lr, begun.optimizer.lr_decay
     else:
         size = min(max(1 << max(samples // 100, 1).bit_length() - 1, 64), 512)
         if train.batch_size == AUTO_BATCH:
@@ -204,6 +208,8 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
             size = max(largest_batch(trained, train.epochs, MOST_AUTO_BATCH), 64)
         falls = "adam" in optimizer.embedding and samples > RATE_SAMPLES
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if falls else 1.0)
+        decays = samples >= DECAY_SAMPLES and optimizer.embedding_lr is None and not train.patience
+        decay = "linear" if decays else "none"
         l2 = min(max(20 * min(train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
     return dataclasses.replace(
         config,
@@ -211,6 +217,7 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
         optimizer=dataclasses.replace(
             optimizer,
             embedding_lr=lr if optimizer.embedding_lr is None else optimizer.embedding_lr,
+            lr_decay=decay if optimizer.lr_decay is None else optimizer.lr_decay,
             l2=l2 if optimizer.l2 is None else optimizer.l2,
         ),
     )

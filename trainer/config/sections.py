@@ -195,9 +195,9 @@ class OptimizerConfig:
         scaling: the rule that scales these values to train.batch_size; "none" keeps them. "half_life", the default,
             keeps the quality of the base batch; "cowclip" is the published rule.
         embedding_lr, dense_lr, l2: values at the base batch size. embedding_lr is by default 2e-3, and Adam's with more
-            than 450,000 samples in the training split 2e-3 * sqrt(450,000 / samples), for base batch 1,024. l2 is on
-            embeddings, wide weights and the linear kernel; by default 20 * (train.epochs - 1, at most 2) / (samples of
-            the training split), between 1e-6 and 1e-2.
+            than 2,000,000 samples in the training split 2e-3 * sqrt(2,000,000 / samples), for base batch 1,024. l2 is
+            on embeddings, wide weights and the linear kernel; by default 20 * (train.epochs - 1, at most 2) / (samples
+            of the training split), between 1e-6 and 1e-2.
         embedding_lr_factors: factors of the learning rate of single tables, embeddings and wide weights, by the name of
             their field, or of the table that fields share, such as `{ city = 0.5 }`; 0 leaves a table as it is.
             Scaling, warm-up and lr_decay apply to embedding_lr, of which each table keeps its share.
@@ -210,8 +210,9 @@ class OptimizerConfig:
         cross_l2: coefficient of the squares of the cross layers' parameters; not scaled.
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
         lr_decay: how both learning rates fall. "linear" and "cosine": to 0 over train.epochs, in a straight line or
-            half a wave. A number of epochs: to a tenth after every so many. "none": they stay, as published. A stream
-            has no epochs, so that neither this nor the warm-up has an effect online.
+            half a wave. A number of epochs: to a tenth after every so many. "none": they stay, as published. By default
+            "linear" from 100,000 training samples on if neither embedding_lr nor train.patience is set; else "none". A
+            stream has no epochs, so that neither this nor the warm-up has an effect online.
         betas, eps, adam_epsilon: Adam's values, dense and embedding, betas and eps at the base batch size;
             `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.
@@ -229,7 +230,7 @@ class OptimizerConfig:
     dense_weight_decay: float = 0.0
     cross_l2: float = 0.0
     warmup_epochs: float = 0.0
-    lr_decay: LrDecay = "none"
+    lr_decay: LrDecay | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     adam_epsilon: Literal["torch", "keras"] = "torch"

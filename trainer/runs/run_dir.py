@@ -72,9 +72,11 @@ def require_own(path: Path, config: RunConfig) -> None:
             given.get(section, {}).pop(key, None)
     different = first_difference(saved, given)
     if different:
+        decays = config.optimizer.rates_follow_epochs and "train.epochs" in different
+        remedy = ' with optimizer.lr_decay = "none", which more epochs can continue' if decays else ""
         raise ValueError(
             f"{path} is of another configuration: {different}; resume with the run's own {path / CONFIG}, or start"
-            " another run"
+            f" another run{remedy}"
         )
 
 

@@ -254,7 +254,7 @@ class Schedule:
             epoch_steps: steps of an epoch at the run's own batch size.
             total_steps: steps of the run, those of the ramp included.
         """
-        decay = config.lr_decay
+        decay = config.lr_decay or "none"
         steps = ramp.full_steps(total_steps) if isinstance(decay, str) else decay * epoch_steps
         return cls(
             warmup_steps=ceil(config.warmup_epochs * epoch_steps),

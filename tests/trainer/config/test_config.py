@@ -15,6 +15,7 @@ from cowrec.trainer.config.id_table import seconds
 from cowrec.trainer.config.reference import OWN_DATA, presets, run_file
 from cowrec.trainer.config.run import RunConfig, config_from, few_steps_warning, load_config, save_config, with_defaults
 from cowrec.trainer.config.sections import TrainConfig
+from cowrec.trainer.runs.run_dir import require_own
 from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.tables import table_specs
 
@@ -140,16 +141,35 @@ def test_example_files_agree_with_the_presets(name: str, batch_size: int) -> Non
             assert derived[key] == pytest.approx(value, rel=1e-12), key
 
 
-def test_the_rate_of_the_tables_falls_with_the_root_of_the_samples(tmp_path: Path) -> None:
-    """Adam's; the rate is saved, kept when the run is resumed, and a rate that is given stays."""
-    for samples, lr in ((0, 2e-3), (450_000, 2e-3), (1_800_000, 1e-3), (45_000_000, 2e-4)):
-        assert with_defaults(RunConfig(), samples).optimizer.embedding_lr == pytest.approx(lr)
-    for toml, lr in (('embedding = "adagrad"', 2e-3), ("embedding_lr = 3e-3", 3e-3), ("embedding_lr = 0.0", 0)):
-        found = with_defaults(load(tmp_path, f"[optimizer]\n{toml}"), 1_800_000)
-        assert found.optimizer.embedding_lr == lr
-    save_config(with_defaults(RunConfig(), 1_800_000), tmp_path / "saved.toml")
-    begun = load_config(tmp_path / "saved.toml")
-    assert with_defaults(RunConfig(), 300, begun).optimizer.embedding_lr == pytest.approx(1e-3)
+def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
+    """Adam's rate falls with the root of the samples and decays; saved, kept when resumed; given rates stay."""
+
+    def found(toml: str, samples: int, begun: RunConfig | None = None) -> tuple[float | None, Any]:
+        optimizer = with_defaults(load(tmp_path, toml), samples, begun).optimizer
+        return optimizer.embedding_lr, optimizer.lr_decay
+
+    for samples, lr in ((0, 2e-3), (2_000_000, 2e-3), (8_000_000, 1e-3), (200_000_000, 2e-4)):
+        assert found("", samples) == (pytest.approx(lr), "linear" if samples else "none")
+    assert [found("", samples)[1] for samples in (99_999, 100_000)] == ["none", "linear"]
+    given = {
+        '[optimizer]\nembedding = "adagrad"': (2e-3, "linear"),
+        "[optimizer]\nembedding_lr = 3e-3": (3e-3, "none"),
+        "[optimizer]\nembedding_lr = 0.0": (0.0, "none"),
+        '[optimizer]\nembedding_lr = 3e-3\nlr_decay = "cosine"': (3e-3, "cosine"),
+        '[optimizer]\nlr_decay = "none"': (pytest.approx(1e-3), "none"),
+        '[train]\npatience = 1\n[checkpoint]\nkeep_best = "auc"': (pytest.approx(1e-3), "none"),
+    }
+    assert {toml: found(toml, 8_000_000) for toml in given} == given
+    begun = with_defaults(RunConfig(), 8_000_000)
+    save_config(begun, tmp_path / "saved.toml")
+    assert found("", 300, load_config(tmp_path / "saved.toml")) == (begun.optimizer.embedding_lr, "linear")
+    (tmp_path / "run").mkdir()
+    save_config(begun, tmp_path / "run" / "config.toml")
+    longer = with_defaults(load(tmp_path, "[train]\nepochs = 3"), 8_000_000, begun)
+    with pytest.raises(
+        ValueError, match=r'epochs = 2, but 3 is requested; .* another run with optimizer.lr_decay = "none"'
+    ):
+        require_own(tmp_path / "run", longer)
 
 
 def test_batch_size_and_l2_follow_the_samples(tmp_path: Path) -> None:
