@@ -5,20 +5,34 @@
 Each line is a run of three epochs: AUC and logloss of the test split after each; of the defaults, which depend on the
 number of epochs, three runs. All train on nine tenths of the training split; the last tenth chooses the tuned values,
 for each number of epochs by itself. A run that has a line is not repeated. `--table` prints the file as a table.
+
+    python scripts/large_batch/defaults.py --rates 2e-3,1e-3,5e-4,1.25e-4 --decays none,linear --sizes 8192,65536 \
+        --epochs 2 --data DATA/days_4m,... --output results/HARDWARE/defaults_rates.jsonl
+
+compares the defaults, for runs of so many epochs, with values of `embedding_lr` and `lr_decay`, and with the peers:
+LightGBM with its defaults (`pip install lightgbm`; ids are categories) and, up to a million samples, logistic
+regression of one-hot ids.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder
 from torch import Tensor, nn
 
 from cowrec.data_pipeline import Batch, Reader, Schema
@@ -111,10 +125,15 @@ def train_plain(data: Path, batch_size: int, seed: int) -> dict[str, list[Any]]:
 
 
 def train_cowrec(
-    data: Path, batch_size: int, seed: int, optimizer: dict[str, Any], epochs: int = EPOCHS
+    data: Path,
+    batch_size: int,
+    seed: int,
+    optimizer: dict[str, Any],
+    epochs: int = EPOCHS,
+    hidden: list[int] | None = None,
 ) -> dict[str, list[Any]]:
     """Trains as `cowrec train` does, with an empty TOML but for the given values."""
-    config = config_of(data, batch_size, seed, optimizer, epochs)
+    config = config_of(data, batch_size, seed, optimizer, epochs, hidden)
     read = readers(data, config.train.batch_size, seed)
     found: dict[str, list[Any]] = {"validation": [], "test": []}
     with process_group("cpu") as process:
@@ -136,10 +155,52 @@ def train_defaults(data: Path, batch_size: int, seed: int) -> dict[str, list[Any
     return {name: [run[name][-1] for run in each] for name in each[0]}
 
 
-def config_of(data: Path, batch_size: int, seed: int, optimizer: dict[str, Any], epochs: int = EPOCHS) -> RunConfig:
+def train_peer(data: Path, name: str) -> dict[str, list[Any]]:
+    """LightGBM or logistic regression, on the samples that the networks train on."""
+    schema = Schema.load(data)
+    ids = [field.name for field in schema.sparse if field.kind == "categorical"]
+    parts = {split: pq.read_table(data / split) for split in ("train", "test")}
+    rows = len(parts["train"])
+    border = rows - round(rows * HELD_OUT)
+    parts |= {"train": parts["train"][:border], "validation": parts["train"][border:]}
+    label = {split: part["label"].to_numpy() for split, part in parts.items()}
+
+    def columns(names: list[str]) -> dict[str, np.ndarray]:
+        return {
+            split: np.column_stack([part[each].to_numpy() for each in names]).astype(np.float32)
+            for split, part in parts.items()
+        }
+
+    if name == "LightGBM":
+        x = columns([*(field.name for field in schema.dense), *ids])
+        categories = list(range(len(schema.dense), len(schema.dense) + len(ids)))
+        lightgbm = import_module("lightgbm")
+        model = lightgbm.LGBMClassifier(n_jobs=1, verbosity=-1).fit(
+            x["train"], label["train"], categorical_feature=categories
+        )
+    else:
+        x = columns(ids)
+        one_hot = OneHotEncoder(handle_unknown="ignore")
+        model = make_pipeline(one_hot, LogisticRegression(C=0.1, max_iter=200)).fit(x["train"], label["train"])
+    found: dict[str, list[Any]] = {}
+    for split in ("validation", "test"):
+        p = model.predict_proba(x[split])[:, 1]
+        found[split] = [{"auc": float(roc_auc_score(label[split], p)), "logloss": float(log_loss(label[split], p))}]
+    return found
+
+
+def config_of(
+    data: Path,
+    batch_size: int,
+    seed: int,
+    optimizer: dict[str, Any],
+    epochs: int = EPOCHS,
+    hidden: list[int] | None = None,
+) -> RunConfig:
     """The defaults, but for the seed and the given values; a batch size of 0 is the default."""
     train = {"batch_size": batch_size, "seed": seed, "device": "cpu", "epochs": epochs}
-    config = config_from({"train": train, "optimizer": optimizer})
+    model = {"model": {"hidden": hidden}} if hidden else {}
+    config = config_from({"train": train, "optimizer": optimizer, **model})
     return with_defaults(config, Schema.load(data).split("train").rows)
 
 
@@ -163,6 +224,28 @@ def result(data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any
     derived = {"batch_size": config.train.batch_size, **dataclasses.asdict(Scaled.of(config).hyperparameters)}
     found = train_cowrec(data, size, seed, optimizer) if optimizer else train_defaults(data, size, seed)
     return found | {"derived": derived}
+
+
+def compare_rates(given: argparse.Namespace, data: Path, sizes: list[int]) -> None:
+    """Adds the lines of the defaults, of the rates and of the peers, all of seed 0."""
+    epochs, hidden = given.epochs, [int(each) for each in given.hidden.split(",") if each]
+    rates = [float(each) for each in given.rates.split(",")]
+    values: list[dict[str, Any]] = [{}]
+    values += [{"embedding_lr": lr, "lr_decay": decay} for decay in given.decays.split(",") for lr in rates]
+    for size, optimizer in itertools.product(sizes, values):
+        key = {"run": "rates" if optimizer else "defaults", "batch_size": size, "seed": 0, "optimizer": optimizer}
+        key = {"data": data.name, **key, "epochs": epochs, "hidden": hidden}
+
+        def trained(size: int = size, optimizer: dict[str, Any] = optimizer) -> dict[str, Any]:
+            config = config_of(data, size, 0, optimizer, epochs, hidden)
+            derived = {"batch_size": config.train.batch_size, **dataclasses.asdict(Scaled.of(config).hyperparameters)}
+            derived["lr_decay"] = config.optimizer.lr_decay
+            return {**train_cowrec(data, size, 0, optimizer, epochs, hidden), "derived": derived}
+
+        add_line(given.output, key, trained)
+    few = Schema.load(data).split("train").rows <= 1_000_000
+    for name in ("LightGBM", "logistic regression")[: 1 + few]:
+        add_line(given.output, {"data": data.name, "run": name}, partial(train_peer, data, name))
 
 
 def tuned(lines: list[dict[str, Any]], epoch: int) -> dict[str, Any]:
@@ -195,6 +278,14 @@ def main() -> None:
     parser.add_argument("--output", "-o", type=Path, required=True, help="JSON lines to write or continue")
     parser.add_argument("--seeds", type=int, default=2, help="seeds of each run; of the grid those of the tuned values")
     parser.add_argument("--sizes", default="256,1024,4096", help="batch sizes beside the default")
+    parser.add_argument(
+        "--rates", default="", help="values of embedding_lr; compares these and peers with the defaults"
+    )
+    parser.add_argument("--decays", default="none,linear", help="values of lr_decay for each of them")
+    parser.add_argument("--epochs", type=int, default=2, help="of the runs with --rates")
+    parser.add_argument(
+        "--hidden", default="", help="layers of the networks with --rates, if not those of the defaults"
+    )
     parser.add_argument("--table", action="store_true", help="print the file as a table")
     arguments = parser.parse_args()
     if arguments.table:
@@ -202,6 +293,9 @@ def main() -> None:
         return
     sizes = [int(each) for each in arguments.sizes.split(",") if each]
     for data in map(Path, arguments.data.split(",")):
+        if arguments.rates:
+            compare_rates(arguments, data, sizes)
+            continue
         for each in runs(arguments.seeds, sizes):
             add(arguments.output, data, *each)
         lines = [line for line in read(arguments.output) if line["data"] == data.name]
@@ -217,12 +311,17 @@ def read(output: Path) -> list[dict[str, Any]]:
 def add(output: Path, data: Path, name: str, size: int, seed: int, optimizer: dict[str, Any] | None) -> None:
     """Adds the line of a run, unless the file has it."""
     key = {"data": data.name, "run": name, "batch_size": size, "seed": seed, "optimizer": optimizer}
+    add_line(output, key, partial(result, data, name, size, seed, optimizer))
+
+
+def add_line(output: Path, key: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
+    """Adds a line with the key and what the run returns, unless the file has one with the key."""
     if any(key.items() <= line.items() for line in read(output)):
         return
-    found = result(data, name, size, seed, optimizer)
+    found = run()
     with output.open("a") as file:
         file.write(json.dumps(key | found | environment(CPU)) + "\n")
-    print(data.name, name, size, seed, optimizer, *(f"{100 * each['auc']:.2f}" for each in found["test"]))
+    print(*key.values(), *(f"{100 * each['auc']:.2f}" for each in found["test"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -185,9 +185,10 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
     The batch size is the largest power of two with at least 100 steps in an epoch, but from 64 to 512: fewer steps
     reach too little in the first epoch. "auto" is the largest with which the run has FEW_STEPS steps.
 
-    The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number.
-    Adagrad's falls by itself. From DECAY_SAMPLES samples on, rates decay linearly where neither `embedding_lr` is
-    given, which may have been found without, nor `train.patience`, under which the end is not known.
+    The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number. From
+    DECAY_SAMPLES samples on, both rates decay linearly where neither `embedding_lr` is given, which may have been found
+    without, nor `train.patience`, under which the end is not known. Both are for Adam alone: Adagrad's rates fall by
+    themselves.
 
     L2 is 20 / samples times the number of epochs after the first, at most two, between 1e-6 and 1e-2. The sum of the
     losses then has the same penalty for every number of samples, as under a normal prior of the weights; in the first
@@ -206,9 +207,9 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
         if train.batch_size == AUTO_BATCH:
             trained = samples - round(samples * train.validation_fraction)
             size = max(largest_batch(trained, train.epochs, MOST_AUTO_BATCH), 64)
-        falls = "adam" in optimizer.embedding and samples > RATE_SAMPLES
-        lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if falls else 1.0)
-        decays = samples >= DECAY_SAMPLES and optimizer.embedding_lr is None and not train.patience
+        is_adam = "adam" in optimizer.embedding
+        lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
+        decays = is_adam and samples >= DECAY_SAMPLES and optimizer.embedding_lr is None and not train.patience
         decay = "linear" if decays else "none"
         l2 = min(max(20 * min(train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
     return dataclasses.replace(

@@ -152,7 +152,7 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
         assert found("", samples) == (pytest.approx(lr), "linear" if samples else "none")
     assert [found("", samples)[1] for samples in (99_999, 100_000)] == ["none", "linear"]
     given = {
-        '[optimizer]\nembedding = "adagrad"': (2e-3, "linear"),
+        '[optimizer]\nembedding = "adagrad"': (2e-3, "none"),
         "[optimizer]\nembedding_lr = 3e-3": (3e-3, "none"),
         "[optimizer]\nembedding_lr = 0.0": (0.0, "none"),
         '[optimizer]\nembedding_lr = 3e-3\nlr_decay = "cosine"': (3e-3, "cosine"),
