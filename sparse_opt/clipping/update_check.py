@@ -109,13 +109,11 @@ class StepCheck:
         index = row - clipped.layout.first_row[table]
         numbers = (table.tolist(), index.tolist(), counts.tolist(), norms.tolist(), limits.tolist())
         for i, (t, at, count, norm, limit) in enumerate(zip(*numbers, strict=True)):
-            dim = clipped.lookup.shards[t].embedding_dim
-            before, grad = self._update.kept[t][at].double(), grads[i, :dim]
-            after, *others = (
-                self._update.step(before, weights[i, :dim], grad + each)
-                for each in (0, noise[i, :dim], -noise[i, :dim])
-            )
-            rounding = 4 * torch.finfo(self._update.kept[t].dtype).eps * (before.abs() + after.abs())
+            kept, dim = self._update.kept[t], clipped.lookup.shards[t].embedding_dim
+            before, weight, grad, error = kept[at].double(), weights[i, :dim], grads[i, :dim], noise[i, :dim]
+            after, *others = (self._update.step(before, weight, each) for each in (grad, grad + error, grad - error))
+            kind = torch.finfo(kept.dtype)
+            rounding = 4 * kind.eps * (before.abs() + after.abs() + kind.smallest_normal)
             allowed = torch.stack([(each - after).abs() for each in others]).amax(0) + rounding
             clip = f"{count} times in the batch, with a gradient of norm {norm:.4g} and a limit of {limit:.4g}"
             self._rows.append(_Expected(t, at, before, after, allowed, clip))

@@ -91,6 +91,8 @@ def test_checks_the_first_steps_that_clip(tmp_path: Path) -> None:
         assert [bool(each) for each in messages(case, offloads)] == [True, False, False, False]
         assert [bool(each) for each in messages(case, offloads, verify=2)] == [True, True, False, False]
         assert not any(messages(case, offloads, verify=0))
+        # Limits below the least step of float16, for rows of zeros, are no fault.
+        assert not any(messages(small_problem(dtype="float16"), rule=CowClip(r=1.0, zeta=1e-5), verify=3))
         with pytest.raises(ValueError, match="verify must be a number of steps, at least 0, got -1"):
             messages(case, verify=-1)
 
