@@ -152,14 +152,24 @@ def _look_up(settings: _Settings, clipped: ClippedLookup, forward: Forward, inpu
         return run_in_backward(output, clipped, bags, given, loss_scale, run, parameter=parameter)
     single_id_bags = single_id_bags or clipped.lookup.is_sequence
     weights = None if single_id_bags else _scalable_weights(given, bags.indices)
+    features = len(clipped.lookup.feature_table)
     # Hooks on saved tensors, as those that offload activations, would give FBGEMM's backward and the clip's copies.
     with torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version):
-        output = forward(**inputs if weights is None else {**inputs, "per_sample_weights": weights})
+        output = forward(**inputs if weights is None else {**inputs, **_weighted(weights, features)})
         if not output.requires_grad:
             return output
         ids, check = (bags.indices, bags.offsets, given, weights), settings.checks[clipped].of_forward(output)
         clipping: Tensor = _ClipInBackward.apply(output, *ids, bags, clipped, settings, check)
     return clipping
+
+
+def _weighted(weights: Tensor, features: int) -> dict[str, Tensor]:
+    """Arguments for a lookup with ids' weights."""
+    weighted = {"per_sample_weights": weights}
+    if not (weights.is_cuda or weights.requires_grad):
+        # FBGEMM computes the weights' gradient whether it is needed or not, unless told so by feature.
+        weighted["feature_requires_grad"] = torch.zeros(features, dtype=torch.int32)
+    return weighted
 
 
 def _with_version(saved: Tensor) -> tuple[Tensor, int]:

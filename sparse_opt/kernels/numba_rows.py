@@ -166,10 +166,11 @@ def sum_rows(tables, layout, bags, id_weights, grad):
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def _norm(row, width):
-    # In float64, as row_norms in clip.py: the result does not depend on the order of the sum.
+    # Of float32 in float64, as row_norms in clip.py: the result does not depend on the order of the sum.
     total = 0.0
     for d in range(width):
-        total += np.float64(row[d]) * np.float64(row[d])
+        value = np.float64(np.float32(row[d]))
+        total += value * value
     return np.float32(np.sqrt(total))
 
 
@@ -183,6 +184,36 @@ def clip_factor(weight, grad, count, clips, t):
     if norm > limit:
         return limit / norm, norm / limit if limit > 0 else np.float32(np.inf)
     return np.float32(1), norm / limit if norm > 0 else np.float32(0)
+
+
+_AHEAD = 16
+"""Rows by which a row of weights is requested before its turn."""
+_LINE = 16
+"""float32 numbers of a cache line."""
+
+
+@intrinsic
+def prefetch(typing_context, array, index):
+    """Requests the cache line of ``array[index]`` for writing; a hint to the processor."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kinds = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kinds)
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
+        builder.call(prefetch, [address, number(1), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@njit(nogil=True, cache=True, inline="always", error_model="numpy")
+def prefetch_elements(flat, start, dim):
+    """Requests a row of a flat array, which may be anywhere in memory, while earlier rows are computed."""
+    for i in range(start, start + dim, _LINE):
+        prefetch(flat, i)
+    prefetch(flat, start + dim - 1)
 
 
 @njit(nogil=True, cache=True)
@@ -211,14 +242,15 @@ def count_rows(ratios, begins, rows, clipped, bins, shift, first_bin):
 def factors_of_ids(tables, distinct_rows, layout, bags, clips, ratios, weights, factors):
     """Writes the clip factor of every id of the given tables into ``factors`` [nnz]."""
     tops, rows, counts, slots, sums = distinct_rows
-    grads, factor = sums.astype(np.float32), np.empty(len(sums), np.float32)
+    factor = np.empty(len(sums), np.float32)
     done = 0
     for k, t in enumerate(tables):
-        begin, dim = bags.begins[t], layout.dim[t]
+        begin, dim, first = bags.begins[t], layout.dim[t], layout.start[t]
         for u in range(tops[k], tops[k + 1]):
-            start = layout.start[t] + rows[u] * dim
-            weight = weights[start : start + dim]
-            factor[u], ratios.values[begin + u - tops[k]] = clip_factor(weight, grads[u], counts[u], clips, t)
+            if u + _AHEAD < tops[k + 1]:
+                prefetch_elements(weights, first + rows[u + _AHEAD] * dim, dim)
+            weight = weights[first + rows[u] * dim : first + rows[u] * dim + dim]
+            factor[u], ratios.values[begin + u - tops[k]] = clip_factor(weight, sums[u], counts[u], clips, t)
         for i in range(begin, bags.begins[t + 1]):
             factors[i] = factor[slots[done]]
             done += 1
@@ -232,7 +264,7 @@ def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weig
     For bags of at most one id. The plain definition is that of TorchRows in row_backends.py.
     """
     tops, rows, counts, slots, sums = distinct_rows
-    grads, blocks = sums.astype(np.float32), bags.blocks
+    g, blocks = np.empty(sums.shape[1], np.float32), bags.blocks
     done, next_row = 0, 0  # distinct rows are numbered in the order of their first ids
     for k, t in enumerate(tables):
         begin, dim = bags.begins[t], layout.dim[t]
@@ -247,9 +279,11 @@ def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weig
                         continue
                     next_row += 1
                     start = layout.start[t] + rows[u] * dim
-                    w, g = weights[start : start + dim], grads[u]
+                    if u + _AHEAD < tops[k + 1]:
+                        prefetch_elements(weights, layout.start[t] + rows[u + _AHEAD] * dim, dim)
+                    w = weights[start : start + dim]
                     for d in range(dim):
-                        g[d] += twice_l2 * w[d]
+                        g[d] = np.float32(sums[u, d]) + twice_l2 * w[d]
                     factor, ratios.values[begin + u - tops[k]] = clip_factor(w, g, counts[u], clips, t)
                     for d in range(dim):
                         output_grad[address + d] = g[d] * factor if d < clips.columns[t] else g[d]
@@ -258,8 +292,6 @@ def write_row_gradients(tables, distinct_rows, layout, bags, clips, ratios, weig
 
 _ROWS = 32
 """Rows that are updated at a time; their buffers fit the first-level cache."""
-_LINE = 16
-"""float32 numbers of a cache line."""
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
@@ -276,32 +308,12 @@ step_of_element = njit(nogil=True, cache=True, inline="always")(adam_element)
 scalars_of_table = njit(nogil=True, cache=True, inline="always")(table_scalars)
 
 
-@intrinsic
-def prefetch(typing_context, array, index):
-    """Requests the cache line of ``array[index]`` for writing; a hint to the processor."""
-
-    def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kinds = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kinds)
-        address = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
-        builder.call(prefetch, [address, number(1), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate
-
-
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
 def prefetch_row(state, start, dim):
     """Requests a row and its moments, which may be anywhere in memory, while earlier rows are computed."""
-    for i in range(start, start + dim, _LINE):
-        prefetch(state.weights, i)
-        prefetch(state.exp_avg, i)
-        prefetch(state.exp_avg_sq, i)
-    prefetch(state.weights, start + dim - 1)
-    prefetch(state.exp_avg, start + dim - 1)
-    prefetch(state.exp_avg_sq, start + dim - 1)
+    prefetch_elements(state.weights, start, dim)
+    prefetch_elements(state.exp_avg, start, dim)
+    prefetch_elements(state.exp_avg_sq, start, dim)
 
 
 @njit(nogil=True, cache=True, inline="always", error_model="numpy")
