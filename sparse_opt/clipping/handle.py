@@ -177,12 +177,18 @@ def require_unattached(collections: Collection[ShardedCollection]) -> None:
 
 
 def _guard(attached: nn.Module, collection: ShardedCollection, lookups: Sequence[ClippedLookup]) -> Callable[..., None]:
-    """Makes a forward pre-hook that raises RuntimeError in a copy of the model, once TorchRec has rebuilt the lookups
-    of a collection, or if an exception has interrupted the accumulation of their backward passes.
+    """Makes a forward pre-hook that raises RuntimeError in a copy of the model or under torch.func, once TorchRec has
+    rebuilt the lookups of a collection, or if an exception has interrupted the accumulation of their backward passes.
     """
     wrapped = lookup_modules(collection)
 
     def check(called: nn.Module, *_: Any) -> None:
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"torch.func would transform the lookups of {type(collection).__name__}, whose backward pass updates"
+                " their tables; neither FBGEMM nor cowrec can be transformed: call the tables outside, and transform a"
+                " function of what they return"
+            )
         if called is not attached:
             raise RuntimeError(
                 f"this {type(collection).__name__} is a copy of one that is attached, and would read and train the"

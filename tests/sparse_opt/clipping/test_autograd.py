@@ -213,7 +213,7 @@ def test_evaluation_in_another_thread_changes_no_bit(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_copies_and_compiled_autograd_are_refused(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_transforms_and_compiled_autograd_are_refused(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is made as by DistributedModelParallel.copy, which takes torch's CUDA build."""
     monkeypatch.setattr(ProcessGroup, "__deepcopy__", lambda group, _: group, raising=False)
     with started(CASE, OPTIMIZERS[optimizer]) as model:
@@ -222,6 +222,8 @@ def test_copies_and_compiled_autograd_are_refused(optimizer: str, monkeypatch: p
         with pytest.raises(RuntimeError, match=r"is a copy of one that is attached.* call remove\(\)"):
             pooled(copy.deepcopy(model), batch)
         loss, before = losses(pooled(model, batch), batch, 1.0), state_of(model)
+        with pytest.raises(RuntimeError, match=r"torch.func would transform the lookups .*: call the tables outside"):
+            torch.func.grad(lambda share: losses(pooled(model, batch), batch, share))(torch.ones(()))
         with (
             compiled_autograd._enable(torch.compile(backend="eager")),
             pytest.raises(RuntimeError, match="compiled autograd would trace"),
