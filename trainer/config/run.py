@@ -36,8 +36,8 @@ from .sections import (
 
 EMBEDDING_LR, RATE_SAMPLES = 2e-3, 2_000_000
 """Default of `optimizer.embedding_lr` at base batch 1,024, and the number of samples beyond which it is lower."""
-DECAY_SAMPLES = 100_000
-"""Samples from which the default rates decay."""
+DECAY_SAMPLES, DECAY_STEPS = 100_000, 100
+"""Samples and steps of a run from which the default rates decay. Of few steps none may be a small one."""
 FEW_STEPS = 200
 """With fewer steps, a run shows how short it is, not how good its values or its scaling rule are."""
 MOST_AUTO_BATCH = 1 << 16
@@ -186,9 +186,9 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
     reach too little in the first epoch. "auto" is the largest with which the run has FEW_STEPS steps.
 
     The tables' rate is EMBEDDING_LR up to RATE_SAMPLES samples and then falls with the root of their number. From
-    DECAY_SAMPLES samples on, both rates decay linearly where neither `embedding_lr` is given, which may have been found
-    without, nor `train.patience`, under which the end is not known. Both are for Adam alone: Adagrad's rates fall by
-    themselves.
+    DECAY_SAMPLES samples and DECAY_STEPS steps on, both rates decay linearly where neither `embedding_lr` is given,
+    which may have been found without, nor `train.patience`, under which the end is not known. Both are for Adam alone:
+    Adagrad's rates fall by themselves.
 
     L2 is 20 / samples times the number of epochs after the first, at most two, between 1e-6 and 1e-2. The sum of the
     losses then has the same penalty for every number of samples, as under a normal prior of the weights; in the first
@@ -204,12 +204,14 @@ def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = Non
         lr, decay = begun.optimizer.embedding_lr, begun.optimizer.lr_decay
     else:
         size = min(max(1 << max(samples // 100, 1).bit_length() - 1, 64), 512)
+        trained = samples - round(samples * train.validation_fraction)
         if train.batch_size == AUTO_BATCH:
-            trained = samples - round(samples * train.validation_fraction)
             size = max(largest_batch(trained, train.epochs, MOST_AUTO_BATCH), 64)
         is_adam = "adam" in optimizer.embedding
         lr = EMBEDDING_LR * (sqrt(RATE_SAMPLES / samples) if is_adam and samples > RATE_SAMPLES else 1.0)
-        decays = is_adam and samples >= DECAY_SAMPLES and optimizer.embedding_lr is None and not train.patience
+        size = train.batch_size if train.batch_size > 0 else size
+        long = samples >= DECAY_SAMPLES and -(-trained // size) * train.epochs >= DECAY_STEPS
+        decays = is_adam and long and optimizer.embedding_lr is None and not train.patience
         decay = "linear" if decays else "none"
         l2 = min(max(20 * min(train.epochs - 1, 2) / max(samples, 1), 1e-6), 1e-2)
     return dataclasses.replace(

@@ -211,8 +211,8 @@ class OptimizerConfig:
         warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
         lr_decay: how both learning rates fall. "linear" and "cosine": to 0 over train.epochs, in a straight line or
             half a wave. A number of epochs: to a tenth after every so many. "none": they stay, as published. By default
-            "linear" from 100,000 training samples on for Adam, if neither embedding_lr nor train.patience is set; else
-            "none". A stream has no epochs, so that neither this nor the warm-up has an effect online.
+            "linear" from 100,000 training samples and 100 steps on for Adam, if neither embedding_lr nor train.patience
+            is set; else "none". A stream has no epochs, so that neither this nor the warm-up has an effect online.
         betas, eps, adam_epsilon: Adam's values, dense and embedding, betas and eps at the base batch size;
             `adam_epsilon` selects the position of eps in the formula ("torch" or "keras").
         embedding_init_std: standard deviation of the tables' initial values; wide weights start at 0.

@@ -151,6 +151,8 @@ def test_default_rates_follow_the_samples(tmp_path: Path) -> None:
     for samples, lr in ((0, 2e-3), (2_000_000, 2e-3), (8_000_000, 1e-3), (200_000_000, 2e-4)):
         assert found("", samples) == (pytest.approx(lr), "linear" if samples else "none")
     assert [found("", samples)[1] for samples in (99_999, 100_000)] == ["none", "linear"]
+    sizes = {size: found(f"[train]\nbatch_size = {size}", 1_600_000)[1] for size in (1 << 14, 1 << 15, 1 << 16)}
+    assert sizes == {1 << 14: "linear", 1 << 15: "none", 1 << 16: "none"}  # 196, 98 and 50 steps
     given = {
         '[optimizer]\nembedding = "adagrad"': (2e-3, "none"),
         "[optimizer]\nembedding_lr = 3e-3": (3e-3, "none"),
