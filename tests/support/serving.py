@@ -146,9 +146,9 @@ def serving(
 
 
 @contextmanager
-def serving_here(export_dir: Path, limits: Limits) -> Iterator[tuple[Client, Service]]:
+def serving_here(export_dir: Path, limits: Limits, follow: str | None = None) -> Iterator[tuple[Client, Service]]:
     """Serves in a thread of this process, with limits that the command has no flags for."""
-    service = Service(export_dir, limits=limits)
+    service = Service(export_dir, follow, limits)
     server = http_server(service_app(service, lambda: setattr(server, "should_exit", bool(service.failure))), limits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -160,6 +160,7 @@ def serving_here(export_dir: Path, limits: Limits) -> Iterator[tuple[Client, Ser
         finally:
             server.should_exit = True
             thread.join(600)
+            assert not thread.is_alive()
 
 
 def unfinished(server: Client) -> tuple[socket.socket, bytes]:

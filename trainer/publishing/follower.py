@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from cowrec.data_pipeline.urls import without_credentials
 
 from .blob import Blob, DamagedBlob, Kind, decode
-from .target import Target, open_target
+from .target import DEADLINE, Target, open_target
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class VersionReader:
         version, lineage: of the last version that was read; 0 and "" before the first.
         damaged_because: the problem of the last blob whose bytes differ from what was published, since a version was
             read.
-        unreachable_because: its error since it last answered; empty if it answered the last poll.
         is_empty: whether it answered the last poll and had no version.
         caught_up: whether the last version that was read, and since dealt with, was the newest that the target listed
             when it last answered.
@@ -51,10 +50,18 @@ class VersionReader:
     """
 
     def __init__(self, target: Target, after_poll: Callable[[], None] = lambda: None) -> None:
-        self.unreachable_because = self.damaged_because = ""
+        self.damaged_because = self._error = ""
+        self._asked = math.inf
+        """When a poll of the target began that has not returned yet."""
         self.is_empty = self.caught_up = self.waits_for_full = self._is_newest = False
         self._target, self._after_poll = target, after_poll
         self.restart()
+
+    @property
+    def unreachable_because(self) -> str:
+        """The target's error since it last answered, or that a poll does not return; empty if it answers."""
+        waited = time.monotonic() - self._asked
+        return f"a read has taken {waited:.0f} seconds so far" if waited > DEADLINE else self._error
 
     def restart(self) -> None:
         """Forgets the versions that were read, so that the next one is a full one."""
@@ -79,15 +86,18 @@ class VersionReader:
                 self.caught_up = self._is_newest  # even if the target does not answer the next poll
 
     def _poll(self) -> Blob | None:
+        self._asked = time.monotonic()
         try:
             available = self._target.blobs()
-            self.unreachable_because, self.is_empty = "", not available
+            self._error, self.is_empty = "", not available
             if not available or (available == self._useless and time.monotonic() < self._reread_at):
                 return None
             blob = self._next_of(available)
         except OSError as error:
-            self.unreachable_because = self.unreachable_because or str(error)
+            self._error = self._error or str(error)
             return None
+        finally:
+            self._asked = math.inf
         self.caught_up = blob is None and self.version > 0
         self._is_newest = blob is not None and blob.version == available[-1][0]
         # The same blobs need not be read again soon.
@@ -170,11 +180,12 @@ class VersionFollower:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops after the version that is being applied."""
+        """Stops after the version that is being applied; a target that does not answer is abandoned."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join()
-        self._target.close()
+            self._thread.join(DEADLINE)
+        if not self._thread.is_alive():
+            self._target.close()
 
     def _run(self) -> None:
         pause = _PAUSE

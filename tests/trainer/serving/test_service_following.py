@@ -1,6 +1,7 @@
 """`cowrec serve --follow` applies published versions while it answers, and keeps answering if the target fails."""
 
 import hashlib
+import os
 import re
 import signal
 import time
@@ -17,9 +18,10 @@ from cowrec.trainer.export.export import export_run
 from cowrec.trainer.publishing.blob import MAGIC, Blob, Change, TableChange, encode
 from cowrec.trainer.publishing.publisher import Publisher
 from cowrec.trainer.publishing.target import open_target
+from cowrec.trainer.serving.service import Limits
 from run_comparison import wait_for
 from servers.redis_server import redis_server
-from serving import DEADLINE, Serving, predictions, raw_samples, served_folder, serving
+from serving import DEADLINE, Client, predictions, raw_samples, served_folder, serving, serving_here
 from trained_runs import run
 
 HEADER_BYTES = len(MAGIC) + 32
@@ -54,7 +56,7 @@ def published(publisher: Publisher, change: Change) -> int:
     return version
 
 
-def answers_as(server: Serving, folder: Path, name: str, version: int) -> None:
+def answers_as(server: Client, folder: Path, name: str, version: int) -> None:
     """Compares predictions, with the tolerance of test_service.py."""
     status, answer = server.predict(raw_samples(folder))
     assert (status, answer["version"]) == (200, version)
@@ -190,3 +192,20 @@ def test_a_version_of_another_model_is_refused(folder: Path, tmp_path: Path) -> 
         (target / "full-000000000009.cow").write_bytes(MAGIC + hashlib.sha256(content).digest() + content)
         wait_for(lambda: r"\ud800" in server.health()["problem"])
         assert server.ask("GET", "/readyz")[0] == server.ask("GET", "/metrics")[0] == 200
+
+
+def test_a_target_that_does_not_answer_is_reported_and_abandoned(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opens a FIFO without a writer blocks, as on a network file system that hangs."""
+    monkeypatch.setattr("cowrec.trainer.publishing.follower.DEADLINE", 0.1)
+    target = tmp_path / "published"
+    with Publisher(open_target(str(target), publishing=True)) as publisher:
+        published(publisher, everything(folder / "longer-export", 5))
+    with serving_here(folder / "export", Limits(), str(target)) as (server, _):
+        os.mkfifo(target / "full-000000000002.cow")
+        problem = server.wait_for("status", "degraded")["problem"]
+        assert f"{target} cannot be reached (a read has taken 0 seconds so far)" in problem
+        assert server.metrics()["cowrec_following"] == 0
+        answers_as(server, folder, "longer", 1)
+    os.close(os.open(target / "full-000000000002.cow", os.O_WRONLY | os.O_NONBLOCK))
