@@ -28,7 +28,7 @@ def line(batch_size: int, step_ms: float, clip: str, mode: str = "replay") -> di
 def start(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)]
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=3600)
 
 
 def test_a_machine_without_a_gpu_is_an_error(tmp_path: Path) -> None:

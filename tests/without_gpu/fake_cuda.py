@@ -32,7 +32,7 @@ def build_guard(compiler: str, folder: Path) -> Path:
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-o", str(library)]
     command += [f"-I{path}" for path in include_paths()]
     command += [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True, timeout=300)
+    subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True, timeout=3600)
     return library
 
 
@@ -49,7 +49,7 @@ def run_with_guard(library: Path, module: str, input: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", launch, str(library)]
     done = subprocess.run(
-        command, env=environment, input=input, capture_output=True, text=True, timeout=600, check=False
+        command, env=environment, input=input, capture_output=True, text=True, timeout=3600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
