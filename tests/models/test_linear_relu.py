@@ -72,3 +72,19 @@ def test_under_autocast_products_are_bfloat16_and_logits_float32():
         logits = logits_of(hidden, kernel)
     assert (hidden.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
     assert logits.tolist() == (hidden.float() @ kernel).squeeze(1).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [13, 16])
+def test_on_cuda_the_products_with_epilogues_are_those_of_float64(width):
+    """NaN stays NaN, so that the loss shows it."""
+    *tensors, grad = (each.cuda() for each in drawn((3000, width), (40, width), (40,), (7, 40), (7,), (3000, 7)))
+
+    def layers(x, first, bias, second, shift):
+        return F.relu(F.linear(F.relu(F.linear(x, first, bias)), second, shift))
+
+    found = with_gradients(linear_relu, tensors, torch.float32, grad)
+    check_close(found, with_gradients(layers, tensors, torch.float64, grad), 1e-3)  # TF32, if it is allowed
+    tensors[0][0] = torch.nan
+    assert linear_relu(*(each.float() for each in tensors))[0].isnan().all()

@@ -23,7 +23,7 @@ from cowrec.trainer.runtime.processes import process_group
 from cowrec.trainer.sharded_model.build import adam_config, shard
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 
-from .parts import WARMUP_STEPS, memory, reset_peak_memory, speed, step_times, step_values
+from .parts import WARMUP_STEPS, bytes_per_sample, memory, reset_peak_memory, speed, step_times, step_values
 from .settings import Preset
 
 MODEL, BATCH_SIZE, EMBEDDING_DIM = "embedding-adam", 104_858, 128
@@ -91,7 +91,8 @@ def measure_tables(config: RunConfig, rows: Sequence[int], seconds: float) -> It
             "rss_before_tables_bytes": before,
             "peak_memory_bytes": memory("VmHWM", device),
         }
-        traffic = bytes_per_sample(batches[0], size)
+        distinct = sum(len(each.values().unique()) for each in batches[0].to_dict().values()) / size
+        traffic = bytes_per_sample(len(rows), EMBEDDING_DIM, distinct)
         yield from step_values(speeds, size, step, {}, traffic, config.train.precision, device)
 
 
@@ -108,17 +109,6 @@ def make_ids(table_rows: Sequence[int], size: int, seed: int) -> KeyedJaggedTens
     ids = KeyedJaggedTensor(_KEYS, torch.cat(drawn), lengths=lengths)
     ids.offsets()
     return ids
-
-
-def bytes_per_sample(ids: KeyedJaggedTensor, size: int) -> float:
-    """Bytes that must move, with float32 values and int32 ids.
-
-    Ids are read once; looked-up rows are read and written, and their gradients read; weights and both moments of the
-    distinct rows are read and written.
-    """
-    features = ids.to_dict().values()
-    distinct = sum(feature.values().unique().numel() for feature in features) / size
-    return len(features) * (4 + 3 * 4 * EMBEDDING_DIM) + 2 * 3 * 4 * EMBEDDING_DIM * distinct
 
 
 PRESET = Preset(MODEL, TABLE_ROWS, 3 * 4 * EMBEDDING_DIM, BATCH_SIZE, tables_config, measure_tables)
