@@ -1,232 +1,234 @@
-"""Measures cowrec on this machine's GPU, runs the tests that need one, and compares speeds with targets.
+"""Checks and measures cowrec on this machine's GPU, in parts of falling value, and compares speeds with targets.
 
-Needs the packages in ``PACKAGES`` (see machine.py) and a driver. Start it with `bash scripts/gpu_check.sh`, which makes
-`import cowrec` work in a checkout.
+Start it with `bash scripts/gpu_check.sh`, which makes `import cowrec` work in a checkout. The parts, in this order:
 
-The parts are, in this order: aims, the combinations with targets; kernels, those of EmbeddingAdam alone, which also run
-where FBGEMM is built for CPU; tests, `pytest -m gpu`; rest, the other combinations.
-results/HARDWARE/gpu_check.json is complete after each combination, and lists what was not reached in the time. The exit
-status is 0 if every part passed; a speed below its target is reported but is not a failure.
+smoke       kernels, a full step and a captured graph compute what they should
+eager       steps at batch 128K and 1K without a CUDA graph
+graph       the same with captured steps
+kernels     a table of the kernels of one replay
+clip_off    captured steps without CowClip
+memcheck, racecheck   compute-sanitizer on the small kernels of smoke
+tests       `pytest -m gpu -v`, graph and kernels first
+fused       FBGEMM's fused optimizer under attach_cowclip; needs FBGEMM's CUDA build
+bfloat16    captured steps with products in bfloat16
+
+The first five need neither numba nor pyarrow nor FBGEMM's CUDA build. Each part is a process with its own time; after
+it, SIGINT and then SIGKILL end the part, and the next one begins. Lines are added to results/HARDWARE/gpu_check.jsonl
+as they become known: figures, and how each part ended. Several runs add to one file. The exit status is 0 if all chosen
+parts passed; a speed below its target is reported but is not a failure.
 """
 
 import argparse
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .machine import PACKAGES, ROOT, TEST_PACKAGES, about, absent, how_to_install, reason_not_to_start
-from .report import has_target, slug, speeds, summary, targets
+from .machine import PACKAGES, ROOT, TEST_PACKAGES, about, append, gpu, lines_of, missing
+from .report import outcomes, slug, summary
 
-PARTS = ("aims", "kernels", "tests", "rest")
-SIZES = (128 * 1024, 1024, 8 * 1024, 64 * 1024)
-REHEARSED_SIZES = (64, 32, 16, 8)
-KERNELS_SECONDS, TESTS_SECONDS, COMBINATION_SECONDS, LEAST_SECONDS = 60.0, 150.0, 90.0, 10.0
-"""Most time for kernels, tests, and one combination; time left below which nothing is started."""
 TAIL_CHARACTERS = 4000
+GRACE_SECONDS = 20.0
+"""Time that a part has to end after SIGINT."""
+LEAST_SECONDS = 10.0
+"""Time left below which no part is started."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the check.
+
+    Attributes:
+        command: what to run.
+        seconds: most time that it may take, its imports included.
+        packages: what it imports.
+        program: what it needs on the PATH.
+        fused: whether it needs FBGEMM's CUDA build.
+        variables: environment variables.
+        tests: pytest's report, if it runs tests; with a GPU a skipped one is a failure.
+    """
+
+    command: Sequence[str]
+    seconds: float
+    packages: Mapping[str, str] = field(default_factory=lambda: PACKAGES)
+    program: str = ""
+    fused: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    tests: Path | None = None
+
+    def why_not(self) -> str:
+        """Returns what keeps the part from running and how to mend it; empty if nothing does."""
+        if absent := missing(self.packages):
+            remedy = "install with make setup, or unpack their wheels into a folder on PYTHONPATH"
+            return f"{', '.join(absent)} missing in {sys.executable}; {remedy}"
+        if self.program and shutil.which(self.program) is None:
+            return f"{self.program} is not on the PATH; it comes with the CUDA toolkit"
+        if self.fused:
+            try:
+                version("fbgemm-gpu")
+            except PackageNotFoundError:
+                return "fbgemm-gpu, the CUDA build of FBGEMM, is missing; install it in the place of fbgemm-gpu-cpu"
+        return ""
+
+
+def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
+    """Returns the parts in their order; ``folder`` is for files that are of no use later.
+
+    A rehearsal interprets the kernels, which takes minutes where the machine does other work.
+    """
+
+    def module(name: str, part: str, *flags: str) -> list[str]:
+        return [sys.executable, "-m", f"scripts.gpu.{name}", "--part", part, "--output", str(output), *flags]
+
+    interpreted = {"TRITON_INTERPRET": "1"} if rehearse else {}
+    tiny = ("--rehearse", "--precision", "float32", "--batch-sizes", "4", "--seconds", "0") if rehearse else ()
+    small = ("--device", "cpu", "--batch-size", "4", "--rows", "4") if rehearse else ()
+
+    def speed(part: str, seconds: float, *flags: str, **needs: Any) -> Part:
+        seconds = 900 if rehearse else seconds
+        return Part(module("speed", part, *flags, *tiny), seconds, variables=interpreted, **needs)
+
+    def sanitizer(tool: str) -> Part:
+        check = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+        flags = module("smoke", tool, "--checks", "kernels")
+        # Without the cache of torch's allocator an access beyond a tensor is one beyond an allocation.
+        variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        return Part([*check, *flags], 120, program=check[0], variables=variables)
+
+    report = folder / "tests.xml"
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files.sort(key=lambda path: not path.name.startswith(("test_captured", "test_triton")))
+    pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    pytest += ["-o", "faulthandler_timeout=60", *map(str, files)]
+    return {
+        "smoke": Part(module("smoke", "smoke", *small), 900 if rehearse else 180, variables=interpreted),
+        "eager": speed("eager", 120, "--uncaptured"),
+        "graph": speed("graph", 120),
+        "kernels": speed("kernels", 90, "--kernels"),
+        "clip_off": speed("clip_off", 90, "--clip", "off"),
+        "memcheck": sanitizer("memcheck"),
+        "racecheck": sanitizer("racecheck"),
+        "tests": Part(pytest, 240, packages=PACKAGES | TEST_PACKAGES, tests=report),
+        "fused": speed("fused", 120, "--mlperf", fused=True),
+        "bfloat16": speed("bfloat16", 90, *(() if rehearse else ("--precision", "bfloat16"))),
+    }
 
 
 def main() -> int:
+    names = list(parts(Path(), Path(), False))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, help="folder with one folder per device (default: results)")
-    parser.add_argument("--minutes", type=float, default=7.5, help="time for everything (default: 7.5)")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"parts to run (default: {','.join(PARTS)})")
+    parser.add_argument("--output", type=Path, help="file to add to (default: results/HARDWARE/gpu_check.jsonl)")
+    parser.add_argument("--minutes", type=float, default=20, help="time for everything (default: 20)")
+    parser.add_argument("--parts", default=",".join(names), help="parts to run (default: all, in their order)")
     parser.add_argument("--rehearse", action="store_true", help="run on CPU with tiny tables, to try this script")
     arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
-    if not set(parts) <= set(PARTS):
-        parser.error(f"--parts must be some of {','.join(PARTS)}, got {arguments.parts}")
-    problem = reason_not_to_start(arguments.rehearse)
-    if problem:
-        print(f"gpu_check: {problem}", file=sys.stderr)
+    chosen = arguments.parts.split(",")
+    if not set(chosen) <= set(names):
+        parser.error(f"--parts must be some of {','.join(names)}, got {arguments.parts}")
+    device = "rehearsal" if arguments.rehearse else gpu()
+    if not device:
+        print(
+            "gpu_check: nvidia-smi shows no CUDA device; run it on a machine with a GPU and a driver", file=sys.stderr
+        )
         return 1
-    results = arguments.results or ROOT / ("build" if arguments.rehearse else "results")
-    check = Check(results, arguments.rehearse, 60 * arguments.minutes)
+    results = ROOT / ("build" if arguments.rehearse else "results") / slug(device)
+    output = (arguments.output or results / "gpu_check.jsonl").absolute()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    check.run([part for part in PARTS if part in parts])
-    print(f"{summary(check.result)}\n{check.output}")
-    return 0 if check.result["passed"] else 1
+    with tempfile.TemporaryDirectory() as folder:
+        known = parts(output, Path(folder), arguments.rehearse)
+        run({name: known[name] for name in names if name in chosen}, output, device, 60 * arguments.minutes)
+    lines = list(lines_of(output))
+    print(f"{summary(lines)}\n{output}")
+    ended = outcomes(lines)
+    return 0 if all(name in ended and ended[name]["outcome"] == "passed" for name in chosen) else 1
 
 
-class Check:
-    """A run of the parts up to a deadline, and the file of its results.
-
-    Args:
-        results: folder with one folder per device.
-        rehearse: run on CPU with tiny tables.
-        seconds: time for everything.
-
-    Attributes:
-        output: the file of results.
-        result: its contents.
-    """
-
-    def __init__(self, results: Path, rehearse: bool, seconds: float) -> None:
-        self._rehearse, self._end = rehearse, time.monotonic() + seconds
-        self._about = about(rehearse)
-        self.output = results / slug(self._about["device"]) / "gpu_check.json"
-        self._parts: dict[str, dict[str, Any]] = {}
-        self._lines: list[dict[str, Any]] = []
-        self._not_reached: list[dict[str, str]] = []
-        self._tests: dict[str, int] | None = None
-        self._kernels: list[dict[str, Any]] = []
-        self.result: dict[str, Any] = {}
-
-    def run(self, parts: Sequence[str]) -> None:
-        """Runs the parts; those that cannot run, or are interrupted by Ctrl-C or SIGTERM, are recorded."""
+def run(chosen: Mapping[str, Part], output: Path, device: str, seconds: float) -> None:
+    """Runs parts one after the other, and adds a line on how each ended; Ctrl-C and SIGTERM end them all."""
+    provenance, end = about(device), time.monotonic() + seconds
+    for name, part in chosen.items():
+        started = time.monotonic()
         try:
-            self._run(parts)
+            ended = run_part(name, part, end - started)
         except KeyboardInterrupt:
-            for part in parts:
-                if part not in self._parts:
-                    self._parts[part] = {"passed": False, "why": "interrupted"}
-                    self._not_reached.append({"what": part, "why": "interrupted, at least in part"})
-            self._write()
-        else:
-            self._write(finished=True)
-
-    def _run(self, parts: Sequence[str]) -> None:
-        with ExitStack() as stack:
-            runner = None
-            for part in parts:
-                started = time.monotonic()
-                try:
-                    if part in ("kernels", "tests"):
-                        outcome = self._run_kernels() if part == "kernels" else self._run_tests()
-                    else:
-                        runner = runner or stack.enter_context(self._runner())
-                        outcome = self._measure(runner, part == "aims")
-                except ImportError as error:
-                    outcome = {"passed": False, "why": f"not run: {error}"}
-                self._parts[part] = {**outcome, "seconds": time.monotonic() - started}
-                self._write()
-
-    def _runner(self) -> Any:
-        """Makes what measures the combinations.
-
-        Raises:
-            ImportError: packages are missing or do not match.
-        """
-        if missing := absent(PACKAGES):
-            raise ImportError(f"{', '.join(missing.values())} missing; {how_to_install(missing)}")
-        from cowrec.trainer.bench.measurement import case_runner
-        from cowrec.trainer.bench.settings import Bench
-
-        what: dict[str, Any] = {"modes": ("replay", "lazy"), "clips": ("on", "off")}
-        if self._rehearse:
-            return case_runner(Bench(batch_sizes=REHEARSED_SIZES, max_rows=50, epoch_share=1e-5, seconds=0.0, **what))
-        return case_runner(Bench(batch_sizes=SIZES, seconds=2.0, precisions=("tf32",), device="cuda", **what))
-
-    def _measure(self, runner: Any, with_targets: bool) -> dict[str, Any]:
-        """Measures the combinations that have targets, or the others; writes the results after each."""
-        passed = True
-        for case in runner.cases:
-            mode, size = case.config.optimizer.absent_rows, case.batch_size
-            meant = SIZES[REHEARSED_SIZES.index(size)] if self._rehearse else size
-            if has_target(mode, meant) != with_targets:
-                continue
-            clip = "off" if case.config.clip.rule == "none" else "on"
-            name, left = f"{mode}, batch {size}, clip {clip}", self._end - time.monotonic()
-            if left < LEAST_SECONDS:
-                self._not_reached.append({"what": name, "why": f"{max(left, 0):.0f} s of the time were left"})
-                passed = False
-                continue
-            print(f"gpu_check: {name}", flush=True)
-            self._lines.append(runner.line(case, min(left, COMBINATION_SECONDS)))
-            passed &= "error" not in self._lines[-1]
-            self._write()
-        return {"passed": passed}
-
-    def _run_kernels(self) -> dict[str, Any]:
-        """Times the kernels of EmbeddingAdam."""
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "kernels.jsonl"
-            command = [sys.executable, "-m", "scripts.gpu.kernels", "--output", str(output)]
-            if self._rehearse:
-                tiny = ["--batch-sizes", "2", "--rows", "4", "--epoch-share", "1e-6", "--steps", "1"]
-                command = ["env", "TRITON_INTERPRET=1", *command, "--device", "cpu", *tiny]
-            outcome = self._run_command("kernels", PACKAGES, command, KERNELS_SECONDS)
-            text = output.read_text(encoding="utf-8").splitlines(keepends=True) if output.exists() else []
-            self._kernels = [json.loads(line) for line in text if line.endswith("\n")]
-        return outcome
-
-    def _run_tests(self) -> dict[str, Any]:
-        """Runs the tests that need a GPU; with one, a skipped test is a failure."""
-        files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "tests.xml"
-            command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *map(str, files)]
-            outcome = self._run_command("tests", PACKAGES | TEST_PACKAGES, command, TESTS_SECONDS)
-            self._tests = test_counts(report)
-        outcome["passed"] &= self._tests is not None and self._tests["skipped"] == 0
-        return outcome
-
-    def _run_command(self, part: str, packages: dict[str, str], command: list[str], seconds: float) -> dict[str, Any]:
-        """Runs a command within the time that is left.
-
-        Raises:
-            ImportError: packages are missing.
-        """
-        if missing := absent(packages):
-            raise ImportError(f"{', '.join(missing.values())} missing; {how_to_install(missing)}")
-        left = self._end - time.monotonic()
-        if left < LEAST_SECONDS:
-            self._not_reached.append({"what": part, "why": f"{max(left, 0):.0f} s of the time were left"})
-            return {"passed": False, "why": "not reached"}
-        print(f"gpu_check: {part}", flush=True)
-        return run_command(command, min(left, seconds))
-
-    def _write(self, finished: bool = False) -> None:
-        """Replaces the file of results, which is complete at every moment."""
-        self.result = {
-            "finished": finished,
-            "passed": finished and all(part["passed"] for part in self._parts.values()),
-            "aims": targets(self._lines),
-            "speeds": speeds(self._lines),
-            "tests": self._tests,
-            "kernels": self._kernels,
-            "parts": self._parts,
-            "not_reached": self._not_reached,
-            **self._about,
-            "bench": self._lines,
-        }
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.output.with_suffix(".partial")
-        partial.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.output)
+            ended = {"outcome": "interrupted", "why": "by Ctrl-C or SIGTERM"}
+        append(output, {"part": name, **ended, "seconds": time.monotonic() - started} | provenance)
+        print(f"gpu_check: {name}: {ended['outcome']} {ended['why']}", flush=True)
+        if ended["outcome"] == "interrupted":
+            break
 
 
-def run_command(command: Sequence[str], timeout: float) -> dict[str, Any]:
-    """Runs a command, prints its output and keeps its end; then kills all its processes."""
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        timed_out = False
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    print(text, flush=True)
+def run_part(name: str, part: Part, left: float) -> dict[str, Any]:
+    """Runs a part in at most ``left`` seconds. Returns its outcome and why, and how its process ended."""
+    if why := part.why_not():
+        return {"outcome": "not run", "why": why}
+    if left < LEAST_SECONDS:
+        return {"outcome": "not reached", "why": f"{max(left, 0):.0f} s of the time were left"}
+    print(f"gpu_check: {name}", flush=True)
+    seconds = min(left, part.seconds)
+    ended = run_command(part.command, seconds, part.variables)
+    why = f"killed after {seconds:.0f} s" if ended["timed_out"] else ""
+    why = why or (f"exit status {ended['exit_code']}" if ended["exit_code"] else "")
+    if part.tests:
+        ended["tests"] = test_counts(part.tests)
+        if not why and ended["tests"] and ended["tests"]["skipped"]:
+            why = f"{ended['tests']['skipped']} tests were skipped"
+    return {"outcome": "failed" if why else "passed", "why": why, **ended}
+
+
+def run_command(command: Sequence[str], timeout: float, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Runs a command, shows its output and keeps its end.
+
+    After the timeout, or Ctrl-C, its processes get SIGINT, with which tests write their report, and then SIGKILL.
+    """
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    tail = bytearray()
+    reader = threading.Thread(target=_show, args=(process, tail), daemon=True)
+    reader.start()
+    timed_out = False
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+    finally:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+                process.wait(GRACE_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    reader.join()
     return {
-        "passed": process.returncode == 0 and not timed_out,
         "exit_code": process.returncode,
         "timed_out": timed_out,
         "command": list(command),
-        "output_end": text[-TAIL_CHARACTERS:],
+        "output_end": tail[-TAIL_CHARACTERS:].decode(errors="replace"),
     }
+
+
+def _show(process: "subprocess.Popen[bytes]", tail: bytearray) -> None:
+    """Prints what a process prints as it comes, and keeps its end."""
+    assert process.stdout
+    while chunk := os.read(process.stdout.fileno(), 1 << 16):
+        sys.stdout.write(chunk.decode(errors="replace"))
+        sys.stdout.flush()
+        tail += chunk
+        del tail[:-TAIL_CHARACTERS]
 
 
 def test_counts(report: Path) -> dict[str, int] | None:

@@ -1,8 +1,13 @@
-"""What this machine has for the GPU check: packages, GPU, driver and versions."""
+"""What the parts of the GPU check share: packages, the machine's provenance, and the file of results.
 
+Imports neither torch nor numpy, so that a machine without them can be told what is missing.
+"""
+
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -12,67 +17,56 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "torch": "torch",
+    "triton": "triton",
     "fbgemm_gpu": "fbgemm-gpu",
     "torchrec": "torchrec",
     # What torchrec imports; tensordict needs pyvers and cloudpickle, pyre_extensions needs typing_inspect.
     "tensordict": "tensordict",
+    "torchmetrics": "torchmetrics",
     "pyvers": "pyvers",
     "cloudpickle": "cloudpickle",
     "pyre_extensions": "pyre-extensions",
     "typing_inspect": "typing-inspect",
     "numpy": "numpy",
-    "numba": "numba",
-    "pyarrow": "pyarrow",
     "pydantic": "pydantic",
-    "safetensors": "safetensors",
-    "tomli_w": "tomli-w",
     "tqdm": "tqdm",
 }
-"""What the benchmark imports, and the packages that have it."""
-TEST_PACKAGES = {"pytest": "pytest", "hypothesis": "hypothesis"}
+"""What steps of EmbeddingAdam import, and the packages that have it; a CPU build of fbgemm-gpu will do."""
+TEST_PACKAGES = {
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
+    "numba": "numba",
+    "pyarrow": "pyarrow",
+    "safetensors": "safetensors",
+    "tomli_w": "tomli-w",
+}
 """What the tests import in addition."""
+CPU_BUILD = "fbgemm-gpu-cpu"
+COMMIT = "COWREC_COMMIT"
+"""Environment variable with the commit of the source, for a copy without its repository."""
 
 
-def reason_not_to_start(rehearse: bool) -> str:
-    """Returns what keeps every part from running and how to mend it; empty if nothing does."""
-    if find_spec("torch") is None:
-        return f"torch is missing in {sys.executable}; {how_to_install(PACKAGES)}"
-    import torch
-
-    if not rehearse and torch.version.cuda is None:
-        return f"torch {torch.__version__} is built for CPU and sees no CUDA device; {how_to_install(PACKAGES)}"
-    if not rehearse and not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no CUDA device; run it on a machine with a GPU and a driver"
-    return ""
-
-
-def absent(packages: dict[str, str]) -> dict[str, str]:
+def missing(packages: Mapping[str, str]) -> list[str]:
     """Returns the packages whose modules cannot be imported."""
-    return {module: package for module, package in packages.items() if find_spec(module) is None}
+    return [package for module, package in packages.items() if find_spec(module) is None]
 
 
-def how_to_install(packages: dict[str, str]) -> str:
-    """Returns the commands that install packages; with its dependencies torchrec would replace fbgemm-gpu."""
-    pip = f"{sys.executable} -m pip install -c scripts/constraints.txt -c scripts/constraints_torch_2.13.txt"
-    others = [name for name in packages.values() if name != "torchrec"]
-    commands = [f"{pip} {' '.join(others)}"] if others else []
-    commands += [f"{pip} --no-deps torchrec"] if "torchrec" in packages else []
-    return f"install with: make setup, or: {' && '.join(commands)}"
+def gpu() -> str:
+    """Returns the name of the first GPU, as its driver gives it; empty if there is none."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return (output_of(query) or "").partition("\n")[0].strip()
 
 
-def about(rehearse: bool) -> dict[str, Any]:
-    """Returns the device, its driver, versions and the commit."""
-    import torch
-
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv"]
+def about(device: str) -> dict[str, Any]:
+    """Returns what every line of the results has: the device, its driver, the commit, and versions."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,memory.total,power.limit", "--format=csv"]
+    changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
+    commit = output_of(["git", "rev-parse", "HEAD"])
     return {
-        "device": "rehearsal" if rehearse else torch.cuda.get_device_name(0),
-        "compute_capability": None if rehearse else torch.cuda.get_device_capability(0),
+        "device": device,
         "nvidia_smi": output_of(query),
-        "cuda": torch.version.cuda,
-        "versions": {"python": sys.version.split()[0], **versions([*PACKAGES.values(), "fbgemm-gpu-cpu"])},
-        "git_commit": output_of(["git", "rev-parse", "HEAD"]),
-        "git_changes": output_of(["git", "status", "--porcelain", "--untracked-files=no"]),
+        "git_commit": os.environ.get(COMMIT) or (f"{commit}{'+' if changed else ''}" if commit else None),
+        "versions": {"python": sys.version.split()[0], **versions([*PACKAGES.values(), CPU_BUILD, "numba"])},
     }
 
 
@@ -91,3 +85,19 @@ def output_of(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def append(output: Path, line: dict[str, Any]) -> None:
+    """Adds a line to the results by a single write, so that no process that is killed leaves a part of one."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(file)
+
+
+def lines_of(output: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of the results."""
+    if output.exists():
+        yield from map(json.loads, output.read_text(encoding="utf-8").splitlines())

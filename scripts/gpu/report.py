@@ -1,7 +1,7 @@
-"""Report of the GPU check: speeds, their targets and a table, from the benchmark's lines."""
+"""Report of the GPU check: what each part found, and speeds beside their targets, from the lines of its results."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Lines = Sequence[dict[str, Any]]
@@ -12,48 +12,53 @@ MAX_CLIP_RATIO = {128 * 1024: 1.05}
 """Target for the ratio of step times with and without CowClip, with exact replay, by batch size."""
 MIN_ROOFLINE_SHARE = {128 * 1024: 0.5}
 """Target for the roofline's time over the time of a step, with exact replay and CowClip, by batch size."""
-_HEAD = ("mode", "batch", "clip", "samples/s", "step ms", "10 epochs min", "on/off", "roofline", "host ms", "kernels")
+_IDENTITY = ("part", "mode", "batch_size", "clip", "precision")
+_HEAD = (*_IDENTITY, "samples/s", "step ms", "10 epochs min", "on/off", "roofline", "host ms", "kernels")
+_MOST_KERNELS = 15
 
 
-def speeds(lines: Lines) -> list[dict[str, Any]]:
-    """Returns the speed of each measured line, its ratio of step times with and without the clip, and its share."""
-    measured = [line for line in lines if "error" not in line]
-    unclipped = {_combination(line): line["step_ms"] for line in measured if line["clip"] == "off"}
-    found = []
-    for line in measured:
-        without = unclipped.get(_combination(line))
-        keys = ("mode", "batch_size", "clip", "precision", "samples_per_second", "minutes_of_10_epochs", "step_ms")
-        found.append(
-            {
-                **{key: line[key] for key in keys},
-                "step_over_unclipped": line["step_ms"] / without if without else None,
-                "roofline_share": line["roofline"]["step_ms"] / line["step_ms"],
-                **{key: line[key] for key in ("host_ms", "kernels", "captured")},
-            }
-        )
-    return found
+def speeds(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the figures of each timed combination, of its latest run, joined from its lines.
+
+    Adds ``step_over_unclipped``, the ratio of its time to that without the clip, and ``roofline_share``; None where
+    they are not known.
+    """
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        if "batch_size" in line and "kernels_of_a_step" not in line:
+            key = tuple(line[each] for each in _IDENTITY)
+            begins = "step_ms" in line or key not in found
+            found[key] = dict(line) if begins else {**found[key], **line}
+    timed = [each for each in found.values() if "step_ms" in each]
+    unclipped = {_setting(each): each["step_ms"] for each in timed if each["clip"] == "off"}
+    for each in timed:
+        without = unclipped.get(_setting(each))
+        each["step_over_unclipped"] = each["step_ms"] / without if without else None
+        floor = each.get("roofline")
+        each["roofline_share"] = floor["step_ms"] / each["step_ms"] if floor else None
+    return timed
 
 
-def targets(lines: Lines) -> list[dict[str, Any]]:
-    """Compares each target with its measurement (None: not measured)."""
-    replay = {each["batch_size"]: each for each in speeds(lines) if (each["mode"], each["clip"]) == ("replay", "on")}
+def _setting(speed: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the settings that two combinations share if they differ only in the clip."""
+    return speed["mode"], speed["batch_size"], speed["precision"], speed["captured"]
+
+
+def targets(found: Lines) -> list[dict[str, Any]]:
+    """Compares each target with the speed of captured steps (None: not measured)."""
+    captured = {each["batch_size"]: each for each in found if each["part"] == "graph"}
     wanted = (
         ("minutes_of_10_epochs", "most", MAX_MINUTES),
         ("step_over_unclipped", "most", MAX_CLIP_RATIO),
         ("roofline_share", "least", MIN_ROOFLINE_SHARE),
     )
-    found = []
+    compared = []
     for what, bound, by_batch_size in wanted:
         for batch_size, limit in by_batch_size.items():
-            measured = replay.get(batch_size, {}).get(what)
+            measured = captured.get(batch_size, {}).get(what)
             met = measured is not None and (measured <= limit if bound == "most" else measured >= limit)
-            found.append({"what": what, "batch_size": batch_size, bound: limit, "measured": measured, "met": met})
-    return found
-
-
-def has_target(mode: str, batch_size: int) -> bool:
-    """True if a combination of this mode and batch size, with the clip on or off, is part of a target."""
-    return mode == "replay" and batch_size in MAX_MINUTES
+            compared.append({"what": what, "batch_size": batch_size, bound: limit, "measured": measured, "met": met})
+    return compared
 
 
 def slug(device: str) -> str:
@@ -61,45 +66,49 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
-def summary(result: dict[str, Any]) -> str:
-    """Returns a table of the speeds, the targets, the parts, and what failed or was not reached."""
-    rows = [_HEAD, *map(_cells, result["speeds"])]
+def summary(lines: Lines) -> str:
+    """Returns the checks, tables of speeds and kernels, the targets, and how the parts ended."""
+    text = []
+    for line in lines:
+        if "check" in line:
+            text.append(f"{line['part']}, {line['check']}: {'equal' if line['equal'] else 'NOT EQUAL'}")
+    found = speeds(lines)
+    rows = [_HEAD, *map(_cells, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    for target in result["aims"]:
+    text += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    for line in lines:
+        if "kernels_of_a_step" in line:
+            text.append(f"batch {line['batch_size']}: kernels take {line['kernels_us']:.0f} us a step, of which")
+            for row in line["kernels_of_a_step"][:_MOST_KERNELS]:
+                text.append(f"{row['us']:10.1f} us {row['count']:6.1f} x {row['kernel']}")
+        if "error" in line and "batch_size" in line:
+            text.append(f"{line['part']}, batch {line['batch_size']}, clip {line['clip']}: {line['error']}")
+    for target in targets(found):
         measured = "not measured" if target["measured"] is None else f"{target['measured']:.3g}"
         bound = "at most" if "most" in target else "at least"
         limit = target.get("most", target.get("least"))
         outcome = "met" if target["met"] else "NOT met"
-        lines.append(f"{target['what']} at batch {target['batch_size']}: {measured}, {bound} {limit:g}: {outcome}")
-    for line in result["kernels"]:
-        times = ", ".join(f"{kernel} {ms:.3f} ms" for kernel, ms in line["ms"].items())
-        lines.append(f"kernels alone at batch {line['batch_size']}, clip {line['clip']}: {times}")
-    for name, part in result["parts"].items():
-        lines.append(f"{name}: {'passed' if part['passed'] else part.get('why', 'FAILED')}")
-    for line in result["bench"]:
-        if "error" in line:
-            lines.append(f"{line['mode']}, batch {line['batch_size']}, clip {line['clip']}: {line['error']}")
-    lines += [f"not reached: {each['what']}: {each['why']}" for each in result["not_reached"]]
-    return "\n".join(lines)
+        text.append(f"{target['what']} at batch {target['batch_size']}: {measured}, {bound} {limit:g}: {outcome}")
+    for name, ended in outcomes(lines).items():
+        text.append(f"{name}: {ended['outcome']}{': ' if ended['why'] else ''}{ended['why']}")
+    return "\n".join(text)
+
+
+def outcomes(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns how each part ended that was run, at its latest run."""
+    return {line["part"]: line for line in lines if "outcome" in line}
 
 
 def _cells(speed: dict[str, Any]) -> tuple[str, ...]:
-    ratio, kernels = speed["step_over_unclipped"], speed["kernels"]
+    ratio, share, kernels = speed["step_over_unclipped"], speed["roofline_share"], speed.get("kernels")
+    minutes = speed.get("minutes_of_10_epochs")
     return (
-        speed["mode"],
-        str(speed["batch_size"]),
-        speed["clip"],
+        *(str(speed[key]) for key in _IDENTITY),
         f"{speed['samples_per_second']:,.0f}",
         f"{speed['step_ms']:.2f}",
-        f"{speed['minutes_of_10_epochs']:,.2f}",
+        "-" if minutes is None else f"{minutes:,.2f}",
         "-" if ratio is None else f"{ratio:.3f}",
-        f"{speed['roofline_share']:.0%}",
+        "-" if share is None else f"{share:.0%}",
         f"{speed['host_ms']:.2f}",
         ("-" if kernels is None else f"{kernels:.0f}") + (" (graph)" if speed["captured"] else ""),
     )
-
-
-def _combination(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the settings that two lines share if they differ only in the clip."""
-    return line["mode"], line["batch_size"], line["precision"]

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.sh`: messages, rehearsal, failing parts, calculations; `scripts/gpu/kernels.py`, interpreted."""
+"""`scripts/gpu_check.sh`: rehearsal, parts that fail, hang or miss a package, and what its checks rest on."""
 
 import fcntl
 import json
@@ -8,107 +8,143 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
-from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
 from scripts.gpu import check as gpu_check
+from scripts.gpu import machine
 from scripts.gpu import report as gpu_report
+from scripts.gpu.check import Part
+from scripts.gpu.rows import small_problem, steps
 
 ROOT = Path(__file__).resolve().parents[2]
+CASE = {"mode": "replay", "precision": "tf32", "captured": True, "host_ms": 0.1}
 
 
-def line(batch_size: int, step_ms: float, clip: str, mode: str = "replay") -> dict[str, Any]:
+def figures(part: str, batch_size: int, step_ms: float, clip: str = "on") -> list[dict[str, Any]]:
+    """The lines of a combination, as they become known."""
     rate = 1000 * batch_size / step_ms
     speed = {"step_ms": step_ms, "samples_per_second": rate, "minutes_of_10_epochs": 412_565_550 / rate / 60}
-    case = {"mode": mode, "clip": clip, "precision": "tf32", "batch_size": batch_size}
-    return {**case, **speed, "roofline": {"step_ms": 4.0}, "host_ms": 0.1, "kernels": 70.0, "captured": True}
+    identity = {**CASE, "part": part, "batch_size": batch_size, "clip": clip}
+    return [{**identity, **speed}, {**identity, "roofline": {"step_ms": 4.0}}, {**identity, "kernels": 70.0}]
 
 
-def start(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)]
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=3600)
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def test_a_machine_without_a_gpu_is_an_error(tmp_path: Path) -> None:
-    """Hides the GPU if there is one."""
-    done = start("--results", tmp_path / "results")
+def test_a_machine_without_a_gpu_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "gpu", lambda: "")
+    monkeypatch.setattr(sys, "argv", ["check", "--output", str(tmp_path / "gpu_check.jsonl")])
+    assert gpu_check.main() == 1
+    assert "shows no CUDA device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_runs_the_parts_and_names_what_one_of_them_misses(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    output = tmp_path / "gpu_check.jsonl"
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", "--output", str(output)]
+    environment = {**os.environ, machine.COMMIT: "c0ffee"}
+    command += ["--parts", "fused,smoke,kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "sees no CUDA device" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "results").exists()
+    lines = lines_of(output)
+    assert all((each["device"], each["git_commit"]) == ("rehearsal", "c0ffee") for each in lines)
+    assert all(each["versions"]["torch"] for each in lines)
+    assert [each["equal"] for each in lines if "check" in each] == [True, True, True]
+    (table,) = (each["kernels_of_a_step"] for each in lines if "kernels_of_a_step" in each)
+    assert table[0]["us"] >= table[-1]["us"] > 0
+    ended = gpu_report.outcomes(lines)
+    assert [(name, each["outcome"]) for name, each in ended.items()] == [
+        ("smoke", "passed"),
+        ("kernels", "passed"),
+        ("fused", "not run"),
+    ]
+    assert ended["fused"]["why"].startswith("fbgemm-gpu, the CUDA build of FBGEMM, is missing")
+    assert "smoke, graph: equal" in done.stdout
 
 
-def test_a_rehearsal_measures_what_it_can_in_its_time(tmp_path: Path) -> None:
-    """The combinations with targets come first; those that are not reached are listed. All GPU tests are skipped."""
-    done = start("--rehearse", "--minutes", "0.45", "--results", tmp_path)
-    assert done.returncode == 1
-    result = json.loads((tmp_path / "rehearsal" / "gpu_check.json").read_text())
-    assert (result["finished"], result["passed"]) == (True, False)
-    measured = [(line["mode"], line["batch_size"], line["clip"]) for line in result["bench"]]
-    first = [("replay", 64, "on"), ("replay", 64, "off"), ("replay", 32, "on"), ("replay", 32, "off")]
-    assert measured[:4] == first[: len(measured)]
-    assert len(measured) + sum("batch" in each["what"] for each in result["not_reached"]) == 16
-    assert result["not_reached"][-1]["what"] == "lazy, batch 8, clip off"
-    assert "s of the time were left" in result["not_reached"][-1]["why"]
-    assert result["versions"]["torch"]
-    assert not list(tmp_path.rglob("*.partial"))
-    assert "not reached: lazy, batch 8, clip off" in done.stdout
+def test_a_part_that_misses_a_package_or_fails_costs_only_itself(tmp_path: Path) -> None:
+    python, output = [sys.executable, "-c"], tmp_path / "gpu_check.jsonl"
+    chosen = {
+        "one": Part([*python, ""], 60, packages={"no_such_module": "no-such-package"}),
+        "two": Part([*python, "print('why'); raise SystemExit(3)"], 60),
+        "three": Part([*python, "import os; print(os.environ['GIVEN'])"], 60, variables={"GIVEN": "here"}),
+        "four": Part([*python, "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"], 60),
+        "five": Part([*python, ""], 60),
+    }
+    gpu_check.run(chosen, output, "device", 600)
+    one, two, three, four = lines_of(output)
+    assert (one["outcome"], one["why"].partition(" in ")[0]) == ("not run", "no-such-package missing")
+    assert (two["outcome"], two["why"], two["output_end"]) == ("failed", "exit status 3", "why\n")
+    assert (three["outcome"], three["output_end"]) == ("passed", "here\n")
+    assert four["outcome"] == "interrupted"
+    gpu_check.run({"five": chosen["five"]}, output, "device", 1)
+    assert gpu_report.outcomes(lines_of(output))["five"]["outcome"] == "not reached"
 
 
-def test_a_timeout_kills_all_processes_of_a_part(tmp_path: Path) -> None:
-    """The part's child holds a lock while it runs, and would write to the file at its end."""
+def test_a_timeout_interrupts_a_part_and_then_kills_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part's child ignores SIGINT, holds a lock while it runs, and would write to the file at its end."""
+    monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 1.0)
     file = tmp_path / "lock"
     child = (
-        f"import fcntl, time; file = open({str(file)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
-        " time.sleep(60); file.write('end')"
+        "import fcntl, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        f" file = open({str(file)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); time.sleep(60); file.write('end')"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    ended = gpu_check.run_command([sys.executable, "-c", parent], 3)
-    assert (ended["passed"], ended["timed_out"]) == (False, True)
-    failed = gpu_check.run_command([sys.executable, "-c", "print('why'); raise SystemExit(3)"], 60)
-    assert (failed["passed"], failed["exit_code"], failed["output_end"]) == (False, 3, "why\n")
-    with file.open() as opened:
+    ended = gpu_check.run_command([sys.executable, "-c", parent], 5, {})
+    assert ended["timed_out"]
+    assert "KeyboardInterrupt" in ended["output_end"]
+    with file.open("a+") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
+        opened.seek(0)
         assert opened.read() == ""
 
 
 def test_speeds_and_targets() -> None:
     """Calculated: 412,565,550 samples take 29.9 s at 9.5 ms per 131,072 and 16.79 minutes at 2.5 ms per 1,024."""
     lines = [
-        line(131072, 9.5, "on"),
-        line(131072, 9.0, "off"),
-        line(131072, 8.0, "on", "lazy"),
-        line(1024, 2.5, "on"),
-        {"mode": "replay", "clip": "off", "precision": "tf32", "batch_size": 1024, "error": "no memory"},
+        *figures("graph", 131072, 12.0),  # an earlier run
+        *figures("graph", 131072, 9.5),
+        *figures("clip_off", 131072, 9.0, "off"),
+        figures("graph", 1024, 2.5)[0],
+        {**CASE, "part": "clip_off", "batch_size": 1024, "clip": "off", "error": "no memory"},
     ]
     found = gpu_report.speeds(lines)
-    assert [each["clip"] for each in found] == ["on", "off", "on", "on"]
-    minutes = [each["minutes_of_10_epochs"] for each in found]
-    assert minutes == pytest.approx([0.49838, 0.47215, 0.41969, 16.7874], rel=1e-4)
-    assert [each["step_over_unclipped"] for each in found] == [pytest.approx(9.5 / 9), 1.0, None, None]
-    targets = gpu_report.targets(lines)
+    assert [each["minutes_of_10_epochs"] for each in found] == pytest.approx([0.49838, 0.47215, 16.7874], rel=1e-4)
+    assert [each["step_over_unclipped"] for each in found] == [pytest.approx(9.5 / 9), 1.0, None]
+    targets = gpu_report.targets(found)
     assert [each["batch_size"] for each in targets] == [131072, 1024, 131072, 131072]
     assert [each["met"] for each in targets] == [True, False, False, False]
     assert targets[3]["measured"] == pytest.approx(4 / 9.5)
     assert not any(each["met"] or each["measured"] for each in gpu_report.targets([]))
+    assert "clip_off, batch 1024, clip off: no memory" in gpu_report.summary(lines)
 
 
-def test_each_line_has_the_times_of_the_kernels_on_the_rows_of_the_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_the_recorded_bits_are_those_of_the_cpu(backend: str) -> None:
+    problem = small_problem(torch.device("cpu"))
+    bits = json.loads((ROOT / "scripts" / "gpu" / "cpu_bits.json").read_text())
+    assert [problem.digest() for _ in steps(problem, backend)] == bits
+
+
+def test_the_first_parts_need_neither_numba_nor_pyarrow() -> None:
+    """Triton's interpreter takes the steps of all of smoke's checks; the other parts' program is imported."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    output = tmp_path / "kernels.jsonl"
-    tiny = ["--batch-sizes", "2", "--rows", "4", "--epoch-share", "1e-6", "--steps", "1", "--device", "cpu"]
-    command = [sys.executable, "-m", "scripts.gpu.kernels", *tiny, "--output", str(output)]
+    absent = ["numba", "llvmlite", "pyarrow", "safetensors", "tomli_w", "typer", "pytest", "hypothesis"]
+    program = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({absent}))
+import scripts.gpu.speed
+sys.argv[1:] = ["--device", "cpu", "--batch-size", "4", "--rows", "4"]
+runpy.run_module("scripts.gpu.smoke", run_name="__main__")
+"""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    on, off = (json.loads(line) for line in output.read_text().splitlines())
-    assert (on["clip"], off["clip"], on["batch_size"]) == ("on", "off", 2)
-    before = round(1e-6 * 41_256_555 / 2)
-    # The second batch, after one that is not timed.
-    rows = CriteoIds(max_rows=4).rows(2 * (before + 1), 2)
-    assert on["distinct_rows"] == off["distinct_rows"] == sum(len(np.unique(each)) for each in rows)
-    for each in (on, off):
-        assert list(each["ms"]) == ["find", "replay", "update"]
-        assert min(each["ms"].values()) > 0
+    assert done.returncode == 0, done.stdout + done.stderr

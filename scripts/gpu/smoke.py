@@ -1,0 +1,146 @@
+"""Checks in half a minute of a GPU's time that the kernels and the captured graph compute what they should.
+
+* kernels: four steps on small tables leave the bits that the CPU's kernels left (cpu_bits.json; `--record` on a CPU
+  writes it anew), and what torch_rows.py leaves.
+* step: so does a step of the full batch on tables of Criteo's size.
+* graph: training with captured steps leaves the bits that training without a graph leaves.
+"""
+
+from cowrec.trainer.runtime.environment import prepare_process
+
+if __name__ == "__main__":
+    prepare_process()
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cowrec.data_pipeline.synthetic.criteo_ids import CriteoIds
+from cowrec.sparse_opt.clipping import clipped_lookup, row_backends
+from cowrec.sparse_opt.kernels import triton_replay, triton_rows
+from cowrec.trainer.bench.measurement import Case, steady_run
+from cowrec.trainer.bench.parts import graph_captured
+from cowrec.trainer.bench.settings import criteo_config
+
+from .machine import about, append
+from .rows import Problem, criteo_problem, small_problem, steps
+
+BITS = Path(__file__).with_name("cpu_bits.json")
+TOLERANCE = 1e-5
+"""Largest difference from torch, as a share of the largest value: norms are summed in another order."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="file that lines of results are added to")
+    parser.add_argument("--part", default="smoke", help="name of the part, for the lines")
+    parser.add_argument("--checks", default="kernels,step,graph", help="checks to do (default: all)")
+    parser.add_argument("--device", default="cuda", help="cpu only for a rehearsal under TRITON_INTERPRET=1")
+    parser.add_argument("--batch-size", type=int, default=128 * 1024, help="samples of the large step")
+    parser.add_argument("--rows", type=int, help="most rows of a table in the large step (default: Criteo's)")
+    parser.add_argument("--record", action="store_true", help="write cpu_bits.json with the CPU's kernels")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    if device.type == "cpu" and not arguments.record:
+        interpret()
+    if arguments.record:
+        BITS.write_text(json.dumps(digests(small_problem(torch.device("cpu")), "numba"), indent=1) + "\n")
+        return 0
+    provenance = about(torch.cuda.get_device_name() if device.type == "cuda" else "rehearsal")
+    checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "kernels": lambda: kernels(device),
+        "step": lambda: compared(criteo_problem(device, arguments.batch_size, 64, arguments.rows)),
+        "graph": lambda: graph(device),
+    }
+    passed = True
+    for name in arguments.checks.split(","):
+        started = time.monotonic()
+        try:
+            found = checks[name]()
+        except Exception as error:  # the other checks are worth their time all the same
+            traceback.print_exc()
+            found = {"equal": False, "error": f"{type(error).__name__}: {error}"}
+        line = {"part": arguments.part, "check": name, **found, "seconds": time.monotonic() - started}
+        passed &= line["equal"]
+        print(f"{name}: {line}", flush=True)
+        if arguments.output:
+            append(arguments.output, line | provenance)
+    return 0 if passed else 1
+
+
+def interpret() -> None:
+    """Puts Triton's kernels, which TRITON_INTERPRET=1 interprets, in the place of the CPU's; one program takes many
+    rows, since the interpreter takes as long for a small program as for a large one.
+    """
+    triton_replay.ELEMENTS = triton_rows.ELEMENTS = 512
+    triton_rows.BLOCK, triton_rows.IDS = 4, 2
+    clipped_lookup.NumbaRows = row_backends.TritonRows  # type: ignore[misc,assignment]
+
+
+def digests(problem: Problem, backend: str) -> list[str]:
+    """Hashes of the state after each step."""
+    return [problem.digest() for _ in steps(problem, backend)]
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """Compares small steps with the CPU's bits and with torch."""
+    expected, found = json.loads(BITS.read_text()), digests(small_problem(device), "triton")
+    same = [one == other for one, other in zip(expected, found, strict=True)]
+    against_torch = compared(small_problem(device))
+    return {**against_torch, "equal": against_torch["equal"] and all(same), "steps_with_the_bits_of_the_cpu": same}
+
+
+def compared(problem: Problem) -> dict[str, Any]:
+    """Takes a problem's steps with Triton and with torch; returns how much they differ.
+
+    Returns:
+        equal; by tensor, the largest difference as a share of the largest value, and how many elements differ at all.
+    """
+    other = problem.copy()
+    for each, kind in ((problem, "triton"), (other, "torch")):
+        list(steps(each, kind))
+    pairs = {
+        **{name: (getattr(problem.state, name), getattr(other.state, name)) for name in problem.state._fields},
+        "last_step": (problem.last_step, other.last_step),
+    }
+    differences, unequal = {}, {}
+    for name, (one, two) in pairs.items():
+        differences[name] = float((one - two).abs().max() / two.abs().max())
+        unequal[name] = int((one != two).sum())
+    equal = unequal["last_step"] == 0 and max(differences.values()) <= TOLERANCE
+    rows = int((problem.last_step == problem.step).sum())
+    return {"equal": equal, "difference": differences, "unequal": unequal, "rows_of_the_last_step": rows}
+
+
+def graph(device: torch.device) -> dict[str, Any]:
+    """Trains on a small table twice, with a captured graph and without."""
+    ids, size = CriteoIds(max_rows=1000 if device.type == "cuda" else 4), 1024 if device.type == "cuda" else 4
+    last = Path("build") / "gpu_check_last_samples.npy"
+    last.parent.mkdir(exist_ok=True)
+    np.save(last, ids.last_samples(40 * size))
+    config = criteo_config("deepfm", size, "replay", "on", "float32", device.type)
+    trained, captured = [], []
+    for on in (True, False):
+        train = replace(config.train, cuda_graph=on)
+        with steady_run(Case(replace(config, train=train), ids, 40 * size, last, 8, 0.0)) as run:
+            for index in range(12 if device.type == "cuda" else 2):
+                run.step(index)
+            run.adam.flush()
+            trained.append([each.detach().clone() for each in run.model.parameters()])
+            captured.append(graph_captured(run.pipeline, run.device))
+    unequal = sum(int((one != two).sum()) for one, two in zip(*trained, strict=True))
+    equal = unequal == 0 and captured in ([True, False], [None, None])
+    return {"equal": equal, "unequal": unequal, "captured": captured}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
