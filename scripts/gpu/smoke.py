@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import argparse
 import json
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -124,19 +125,20 @@ def compared(problem: Problem) -> dict[str, Any]:
 def graph(device: torch.device) -> dict[str, Any]:
     """Trains on a small table twice, with a captured graph and without."""
     ids, size = CriteoIds(max_rows=1000 if device.type == "cuda" else 4), 1024 if device.type == "cuda" else 4
-    last = Path("build") / "gpu_check_last_samples.npy"
-    last.parent.mkdir(exist_ok=True)
-    np.save(last, ids.last_samples(40 * size))
     config = criteo_config("deepfm", size, "replay", "on", "float32", device.type)
     trained, captured = [], []
-    for on in (True, False):
-        train = replace(config.train, cuda_graph=on)
-        with steady_run(Case(replace(config, train=train), ids, 40 * size, last, 8, 0.0)) as run:
-            for index in range(12 if device.type == "cuda" else 2):
-                run.step(index)
-            run.adam.flush()
-            trained.append([each.detach().clone() for each in run.model.parameters()])
-            captured.append(graph_captured(run.pipeline, run.device))
+    with tempfile.TemporaryDirectory() as folder:
+        last = Path(folder) / "last_samples.npy"
+        np.save(last, ids.last_samples(40 * size))
+        for on in (True, False):
+            train = replace(config.train, cuda_graph=on)
+            with steady_run(Case(replace(config, train=train), ids, 40 * size, last, 8, 0.0)) as run:
+                for index in range(12 if device.type == "cuda" else 2):
+                    run.step(index)
+                run.adam.flush()
+                tables = [each for adam in run.adam.lookups for each in adam.state]
+                trained.append([each.detach().clone() for each in (*run.model.parameters(), *tables)])
+                captured.append(graph_captured(run.pipeline, run.device))
     unequal = sum(int((one != two).sum()) for one, two in zip(*trained, strict=True))
     equal = unequal == 0 and captured in ([True, False], [None, None])
     return {"equal": equal, "unequal": unequal, "captured": captured}
