@@ -110,8 +110,8 @@ class StepCheck:
         numbers = (table.tolist(), index.tolist(), counts.tolist(), norms.tolist(), limits.tolist())
         for i, (t, at, count, norm, limit) in enumerate(zip(*numbers, strict=True)):
             kept, dim = self._update.kept[t], clipped.lookup.shards[t].embedding_dim
-            before, weight, grad, error = kept[at].double(), weights[i, :dim], grads[i, :dim], noise[i, :dim]
-            after, *others = (self._update.step(before, weight, each) for each in (grad, grad + error, grad - error))
+            before, grad, error = kept[at].double(), grads[i, :dim], noise[i, :dim]
+            after, *others = (self._update.step(before, each) for each in (grad, grad + error, grad - error))
             kind = torch.finfo(kept.dtype)
             rounding = 4 * kind.eps * (before.abs() + after.abs() + kind.smallest_normal)
             allowed = torch.stack([(each - after).abs() for each in others]).amax(0) + rounding

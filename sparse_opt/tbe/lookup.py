@@ -66,12 +66,12 @@ class TracedUpdate:
     Attributes:
         name: what that is, for messages.
         kept: it for each table, float [rows, D] or [rows].
-        step: (kept of a row, its weights, its gradient) -> kept after the step.
+        step: (kept of a row, its gradient) -> kept after the step.
     """
 
     name: str
     kept: Sequence[Tensor]
-    step: Callable[[Tensor, Tensor, Tensor], Tensor]
+    step: Callable[[Tensor, Tensor], Tensor]
 
 
 class TbeLookup:
@@ -171,25 +171,23 @@ class TbeLookup:
 
         Adagrad's first step is of one size whatever the gradient is, but the squares that it adds up are not.
         """
-        tbe, optimizer = self.module, self.module.optimizer
-        lr, args = tbe.get_learning_rate(), tbe.optimizer_args
+        tbe, optimizer, args = self.module, self.module.optimizer, self.module.optimizer_args
+        lr, beta1 = tbe.get_learning_rate(), args.beta1
         if optimizer == EmbOptimType.EXACT_SGD:
             views = [self.view_of(self.flat_weights(), table) for table in range(len(self.shards))]
-            return TracedUpdate("weights", views, lambda kept, weights, grad: kept - lr * grad)
-        is_l2 = args.weight_decay_mode == WeightDecayMode.L2.value
-        l2 = args.weight_decay if is_l2 else 0.0
-        rules: dict[Any, tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
-            EmbOptimType.EXACT_ADAGRAD: ("sum of squares", lambda kept, weights, grad: kept + grad.square()),
+            return TracedUpdate("weights", views, lambda kept, grad: kept - lr * grad)
+        rules: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+            EmbOptimType.EXACT_ADAGRAD: ("sum of squares", lambda kept, grad: kept + grad.square()),
             EmbOptimType.EXACT_ROWWISE_ADAGRAD: (
                 "sum of mean squares",
-                lambda kept, weights, grad: kept + (grad + l2 * weights).square().mean(),
+                lambda kept, grad: kept + grad.square().mean(),
             ),
-            EmbOptimType.ADAM: (
-                "first moment",
-                lambda kept, weights, grad: args.beta1 * kept + (1 - args.beta1) * grad,
-            ),
+            EmbOptimType.ADAM: ("first moment", lambda kept, grad: beta1 * kept + (1 - beta1) * grad),
         }
-        if optimizer not in rules or tbe.weight_decay_mode in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP):
+        # FBGEMM adds its own L2 to the gradient on CUDA, and on CPU does not.
+        adds_l2 = args.weight_decay != 0 and args.weight_decay_mode == WeightDecayMode.L2.value
+        counts = tbe.weight_decay_mode in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP)
+        if optimizer not in rules or adds_l2 or counts:
             return None
         name, step = rules[optimizer]
         return TracedUpdate(name, [own[0] for own in tbe.split_optimizer_states()], step)

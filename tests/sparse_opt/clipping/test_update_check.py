@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 
 from cowrec.sparse_opt import AdaptiveFieldClip, ClipRule, CowClip, attach_cowclip
@@ -47,13 +49,19 @@ def loses_what_it_wrote(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NumbaRows, "clipped_output_grad", lambda _, backward, l2: backward.output_grad.clone())
 
 
-def messages(case: Problem, guards: Any = None, rule: ClipRule = RULE, verify: int = 1) -> list[str]:
+def messages(
+    case: Problem,
+    guards: Any = None,
+    rule: ClipRule = RULE,
+    verify: int = 1,
+    fused_params: dict[str, Any] | None = None,
+) -> list[str]:
     """What each step of a problem raises in this process; "" for none."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         if guards:
             guards(patch)
-        model = sharded_model(case)
+        model = sharded_model(case, fused_params=fused_params)
         attach_cowclip(model, rule, verify=verify, single_id_bags=case.single_id_bags)
         for step in range(case.steps):
             try:
@@ -91,6 +99,13 @@ def test_checks_the_first_steps_that_clip(tmp_path: Path) -> None:
         assert [bool(each) for each in messages(case, offloads)] == [True, False, False, False]
         assert [bool(each) for each in messages(case, offloads, verify=2)] == [True, True, False, False]
         assert not any(messages(case, offloads, verify=0))
+        # FBGEMM's own L2 is in the gradient on CUDA alone.
+        l2 = {
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "weight_decay": 0.1,
+            "weight_decay_mode": WeightDecayMode.L2,
+        }
+        assert not any(messages(case, verify=3, fused_params=l2))
         # Limits below the least step of float16, for rows of zeros, are no fault.
         assert not any(messages(small_problem(dtype="float16"), rule=CowClip(r=1.0, zeta=1e-5), verify=3))
         with pytest.raises(ValueError, match="verify must be a number of steps, at least 0, got -1"):
