@@ -484,6 +484,8 @@ class Trainer:
         beta1, beta2 = derived.betas
         decays = (("weight decay", derived.weight_decay), ("dense weight decay", derived.dense_weight_decay))
         decay = "".join(f", {name} {value:g}" for name, value in decays if value)
+        falls = self.plan.schedule.decay
+        decay += f", lr decay {falls}" if falls != "none" else ""
         return (
             f"scaling {self.config.optimizer.scaling}, clip {self.config.clip.rule}: embedding lr"
             f" {derived.embedding_lr:g}, dense lr {derived.dense_lr:g}, l2 {derived.l2:g}{decay}, betas {beta1:g} and"
