@@ -11,7 +11,7 @@ for each number of epochs by itself. A run that has a line is not repeated. `--t
 
 compares the defaults, for runs of so many epochs, with values of `embedding_lr` and `lr_decay`, and with the peers:
 LightGBM with its defaults (`pip install lightgbm`; ids are categories) and, up to a million samples, logistic
-regression of one-hot ids.
+regression of one-hot ids and numbers; both without fields of several ids.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+from sklearn.compose import make_column_transformer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 from sklearn.pipeline import make_pipeline
@@ -165,23 +166,21 @@ def train_peer(data: Path, name: str) -> dict[str, list[Any]]:
     parts |= {"train": parts["train"][:border], "validation": parts["train"][border:]}
     label = {split: part["label"].to_numpy() for split, part in parts.items()}
 
-    def columns(names: list[str]) -> dict[str, np.ndarray]:
-        return {
-            split: np.column_stack([part[each].to_numpy() for each in names]).astype(np.float32)
-            for split, part in parts.items()
-        }
-
+    names = [*(field.name for field in schema.dense), *ids]
+    x = {
+        split: np.column_stack([part[each].to_numpy() for each in names]).astype(np.float32)
+        for split, part in parts.items()
+    }
+    categories = list(range(len(schema.dense), len(names)))
     if name == "LightGBM":
-        x = columns([*(field.name for field in schema.dense), *ids])
-        categories = list(range(len(schema.dense), len(schema.dense) + len(ids)))
         lightgbm = import_module("lightgbm")
         model = lightgbm.LGBMClassifier(n_jobs=1, verbosity=-1).fit(
             x["train"], label["train"], categorical_feature=categories
         )
     else:
-        x = columns(ids)
-        one_hot = OneHotEncoder(handle_unknown="ignore")
-        model = make_pipeline(one_hot, LogisticRegression(C=0.1, max_iter=200)).fit(x["train"], label["train"])
+        one_hot = (OneHotEncoder(handle_unknown="ignore"), categories)
+        encoder = make_column_transformer(one_hot, remainder="passthrough", sparse_threshold=1.0)
+        model = make_pipeline(encoder, LogisticRegression(C=0.1, max_iter=200)).fit(x["train"], label["train"])
     found: dict[str, list[Any]] = {}
     for split in ("validation", "test"):
         p = model.predict_proba(x[split])[:, 1]
@@ -272,6 +271,18 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def rates_table(lines: list[dict[str, Any]]) -> str:
+    """AUC in percent and logloss of the last epoch of each line of a file of --rates."""
+    rows = [("data", "layers", "batch", "epochs", "run", "embedding_lr", "lr_decay", "AUC", "logloss")]
+    for line in lines:
+        optimizer, last = line.get("optimizer", {}), line["test"][-1]
+        shape = ["-".join(map(str, line.get("hidden", []))), line.get("batch_size", ""), line.get("epochs", "")]
+        values = [optimizer.get(key, "") for key in ("embedding_lr", "lr_decay")]
+        measured = f"{100 * last['auc']:.2f}", f"{last['logloss']:.4f}"
+        rows.append((line["data"], *map(str, shape), line["run"], *map(str, values), *measured))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="", help="prepared data sets, separated by commas")
@@ -289,7 +300,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the file as a table")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table(read(arguments.output)))
+        lines = read(arguments.output)
+        print(rates_table(lines) if any("epochs" in line for line in lines) else table(lines))
         return
     sizes = [int(each) for each in arguments.sizes.split(",") if each]
     for data in map(Path, arguments.data.split(",")):
