@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,9 @@ def predictions(folder: Path, run: str) -> np.ndarray:
 
 
 class Client:
-    """Requests to a server."""
+    """Requests to a server; ``stop`` asks it to end as a signal does, if it is a thread."""
+
+    stop: Callable[[], None]
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -154,11 +156,12 @@ def serving_here(export_dir: Path, limits: Limits, follow: str | None = None) ->
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         client = Client(listener.getsockname()[1])
+        client.stop = lambda: setattr(server, "should_exit", True)
         try:
             client.wait_for("status", "ok")
             yield client, service
         finally:
-            server.should_exit = True
+            client.stop()
             thread.join(600)
             assert not thread.is_alive()
 

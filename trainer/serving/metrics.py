@@ -39,7 +39,7 @@ class ServiceMetrics:
         self._registry = registry = CollectorRegistry()
         self.latency = Histogram(
             "cowrec_request_seconds",
-            "Time from a request's header to its response.",
+            "Time from a request's arrival to its response.",
             ["route", "status"],
             buckets=SECONDS,
             registry=registry,

@@ -12,6 +12,8 @@ import os
 import resource
 import signal
 import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -28,6 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .request_samples import Rejected, SharedProblem, samples_of
 from .service import Late, Limits, Service, shown_text
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 _RETRY = {"Retry-After": "1"}
 _CLOSE = {"Connection": "close"}
 """Of a response to a request whose body is not read any further."""
+_LAST_DATA_RECEIVED = 52
+"""Offset of ``tcpi_last_data_recv`` in Linux's ``struct tcp_info``: milliseconds, uint32."""
 
 
 def serve(
@@ -112,11 +117,37 @@ def service_app(service: Service, loaded: Callable[[], object]) -> Starlette:
     return _app([predict, *_health_routes(service)], lifespan)
 
 
+class _Protocol(HttpToolsProtocol):
+    """Notes in the scope of a request when it has arrived in the socket, where it waits while a batch is computed."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        waited = 0
+        if sys.platform == "linux":
+            info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            (waited,) = struct.unpack_from("I", info, _LAST_DATA_RECEIVED)
+        self.scope["state"]["arrived"] = time.monotonic() - waited / 1000
+
+
+class _Server(uvicorn.Server):
+    """A server that answers what was sent before it is asked to stop."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops once all that waits in sockets is read: closing them would reset connections with such requests.
+
+        Connections that clients keep open meanwhile end with their next response.
+        """
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        for _ in range(3):  # accepts connections, reads from them, and again what has come during a batch
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
+
 def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
     """Creates the server of an application."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=_Protocol,
         ws="none",
         log_level="error",  # a warning for each bad request would let clients fill the log
         access_log=False,
@@ -127,15 +158,18 @@ def http_server(app: Starlette, limits: Limits) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 async def _predict(service: Service, request: Request) -> Response:
     """Predicts a sample or several. A request takes a slot once it has arrived; without a free one it is refused before
     it is parsed.
     """
-    since, limits, batcher = time.monotonic(), service.limits, service.batcher
+    since, limits, batcher = request.state.arrived, service.limits, service.batcher
     try:
+        if any(name == b"upgrade" for name, _ in request.scope["headers"]):  # uvicorn does not read its body
+            message = "the server does not change the protocol; speak plain HTTP/1.1, or put a proxy in front of it"
+            raise Rejected(400, "upgrade", message, _CLOSE)
         body = await _body(request, limits)
         if unable := service.cannot_predict():
             raise Rejected(503, "loading", f"{shown_text(unable)}; retry later", _RETRY)
@@ -143,14 +177,16 @@ async def _predict(service: Service, request: Request) -> Response:
         if batcher.calls >= limits.concurrent_requests:
             waiting = f"{batcher.calls} requests are in progress, which is the limit"
             raise Rejected(503, "busy", f"{waiting}; retry later", _RETRY)
+        late = Rejected(503, "late", f"no prediction could be made within {timeout:g} ms; retry later", _RETRY)
+        if time.monotonic() - since > timeout / 1000:  # not worth parsing
+            raise late
         samples, many = samples_of(body, limits.samples)
         content: dict[str, Any] = {"version": service.version, "probabilities": []}
         if samples:
             try:
                 answers = await batcher.submit(samples, since + timeout / 1000)
             except Late:
-                message = f"no prediction could be made within {timeout:g} ms; retry later"
-                raise Rejected(503, "late", message, _RETRY) from None
+                raise late from None
             results, version = [result for result, _ in answers], answers[0][1]
             for index, result in enumerate(results):
                 if isinstance(result, str):
@@ -169,9 +205,6 @@ async def _predict(service: Service, request: Request) -> Response:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    if any(name == b"upgrade" for name, _ in request.scope["headers"]):  # uvicorn does not read the body of such a one
-        message = "the server does not change the protocol; speak plain HTTP/1.1, or put a proxy in front of it"
-        raise Rejected(400, "upgrade", message, _CLOSE)
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.request_seconds):
@@ -209,21 +242,31 @@ def _timeout_ms(request: Request, limit: float) -> float:
 
 
 def _health_routes(service: Service) -> list[Route]:
-    async def livez(_: Request) -> Response:
+    def livez() -> Response:
         return _json(200, {"status": "alive"})
 
-    async def readyz(_: Request) -> Response:
+    def readyz() -> Response:
         problem = service.not_ready()
         return _json(503 if problem else 200, {"ready": not problem, "problem": shown_text(problem)})
 
-    async def health(_: Request) -> Response:
+    def health() -> Response:
         return _json(200, service.health())
 
-    async def metrics(_: Request) -> Response:
+    def metrics() -> Response:
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
+    def route(path: str, answer: Callable[[], Response]) -> Route:
+        async def bounded(request: Request) -> Response:
+            try:
+                await _body(request, service.limits)
+            except Rejected as error:
+                return _json(error.status, {"error": str(error)}, error.headers)
+            return answer()
+
+        return Route(path, bounded, methods=["GET"])
+
     handlers = {"/livez": livez, "/readyz": readyz, "/health": health, "/metrics": metrics}
-    return [Route(path, each, methods=["GET"]) for path, each in handlers.items()]
+    return [route(path, each) for path, each in handlers.items()]
 
 
 def _app(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> Starlette:

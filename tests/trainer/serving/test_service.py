@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import http.client
+import itertools
 import json
 import math
 import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,8 @@ def test_large_requests_are_rejected(server: Client) -> None:
     status, answer = server.predict([GOOD] * 61)
     assert (status, "61 samples, the limit is 60" in answer["error"]) == (413, True)
     status, answer = server.predict([{**GOOD, "city": "x" * (1 << 20)}])
+    assert (status, "the limit is 1,048,576 bytes" in answer["error"]) == (413, True)
+    status, answer = server.ask("GET", "/metrics", b" " * ((1 << 20) + 1))
     assert (status, "the limit is 1,048,576 bytes" in answer["error"]) == (413, True)
     with socket.create_connection(("127.0.0.1", server.port)) as raw:  # a body of unknown length
         raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -290,8 +294,10 @@ def answer_of(connection: socket.socket) -> tuple[int, bool, bool, str]:
     return answer.status, "Retry-After" in answer.headers, answer.will_close, json.loads(answer.read()).get("error", "")
 
 
-def at_once(limited: Limited, requests: list[tuple[socket.socket, bytes]]) -> Counter[tuple[int, bool, bool, str]]:
-    """Answers to requests that arrive while the server computes another one."""
+def at_once(
+    limited: Limited, requests: list[tuple[socket.socket, bytes]], then: Callable[[], object] = lambda: None
+) -> Counter[tuple[int, bool, bool, str]]:
+    """Answers to requests that arrive while the server computes another one, until ``then`` has returned."""
     client, service = limited
     computing, sent, compute = threading.Event(), threading.Event(), service.batcher._compute
 
@@ -307,6 +313,7 @@ def at_once(limited: Limited, requests: list[tuple[socket.socket, bytes]]) -> Co
     service.batcher._compute = compute
     for connection, content in requests:
         connection.sendall(content)
+    then()
     sent.set()
     first.join()
     return Counter(answer_of(connection) for connection, _ in requests)
@@ -335,6 +342,11 @@ def test_requests_that_are_late_are_refused(limited: Limited) -> None:
     late = "no prediction could be made within 0.001 ms; retry later"
     assert at_once(limited, [(each, request) for each in connections]) == {(503, True, False, late): 2}
     assert client.metrics()["cowrec_rejected_requests_total{reason=late}"] == 2
+    # The time that they wait in their sockets counts, here ten times as long as they may.
+    request = request.replace(b"0.001", b"20")
+    late = late.replace("0.001", "20")
+    held = functools.partial(threading.Event().wait, 0.2)
+    assert at_once(limited, [(each, request) for each in connections], held) == {(503, True, False, late): 2}
     for connection in connections:
         connection.close()
     status, answer = client.ask("POST", "/predict?timeout_ms=soon", GOOD)
@@ -377,6 +389,39 @@ def test_a_request_to_change_the_protocol_is_refused(limited: Limited) -> None:
         connection.sendall(HEAD + upgrade + body)
         status, _, closes, error = answer_of(connection)
         assert (status, closes, "speak plain HTTP/1.1" in error) == (400, True, True)
+    with socket.create_connection(("127.0.0.1", limited[0].port), timeout=60) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        assert answer_of(connection)[0] == 200
+
+
+def test_requests_that_wait_in_sockets_when_it_stops_are_answered() -> None:
+    """One arrives in each of two batches, at the end of one of which the server sees that it shall stop."""
+    with serving_here(served_folder() / "export", Limits()) as (client, service):
+        opened = [socket.create_connection(("127.0.0.1", client.port), timeout=60) for _ in range(6)]
+        requests = []
+        for samples in (GOOD, [GOOD] * 1000):  # a batch of its own each
+            body = json.dumps(samples).encode()
+            requests.append(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        for each in opened:
+            each.sendall(requests[0])
+            assert answer_of(each)[0] == 200
+        compute, batches = service.batcher._compute, itertools.count()
+
+        def slowly(samples: list) -> object:
+            batch = next(batches)
+            if batch == 2:
+                client.stop()
+            if batch in (2, 3):
+                opened[batch + 2].sendall(requests[0])
+            threading.Event().wait(0.2)  # it looks every tenth of a second whether it shall stop
+            return compute(samples)
+
+        service.batcher._compute = slowly
+        for each in opened[:4]:
+            each.sendall(requests[1])
+        assert [answer_of(each)[0] for each in opened] == [200] * 6
+    for each in opened:
+        each.close()
 
 
 def test_a_port_for_health_alone() -> None:
