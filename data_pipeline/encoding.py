@@ -23,17 +23,17 @@ from cowrec.data_pipeline.dataset.schema import (
     SAMPLE_NUMBER,
     SAMPLE_WEIGHT,
     TIME,
+    VOCABULARY_FOLDER,
     WEIGHT_SUFFIX,
     DenseField,
     DenseTransform,
     Schema,
     SparseField,
     label_columns,
+    vocabulary_file,
 )
 from cowrec.data_pipeline.hashing import bytes_hashes, string_buffers, string_hashes
 from cowrec.data_pipeline.raw.parsing import Parsed
-
-VOCABULARY_FOLDER = "vocabulary"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Encoder:
         """Writes the vocabularies to `folder/vocabulary/`."""
         (folder / VOCABULARY_FOLDER).mkdir()
         for name, vocabulary in self.vocabularies.items():
-            vocabulary.save(_file(folder, name))
+            vocabulary.save(vocabulary_file(folder, name))
 
     @staticmethod
     def load(folder: Path, schema: Schema) -> "Encoder":
@@ -105,10 +105,10 @@ class Encoder:
         vocabularies = {}
         for each in schema.sparse:
             if each.encoding == "vocabulary":
-                vocabulary = Vocabulary.load(_file(folder, each.name))
+                vocabulary = Vocabulary.load(vocabulary_file(folder, each.name))
                 if len(vocabulary) + RESERVED_ROWS != each.num_embeddings:
                     raise ValueError(
-                        f"{_file(folder, each.name)} has {len(vocabulary)} ids, schema.json has "
+                        f"{vocabulary_file(folder, each.name)} has {len(vocabulary)} ids, schema.json has "
                         f"{each.num_embeddings - RESERVED_ROWS}; the files do not match"
                     )
                 vocabularies[each.name] = vocabulary
@@ -119,10 +119,6 @@ def list_offsets(lists: pa.Array) -> pa.Array:
     """Returns offsets int32 [R + 1] that start at 0, even if the array is a slice of a longer one."""
     offsets = lists.offsets.to_numpy()
     return pa.array(offsets - offsets[0])
-
-
-def _file(folder: Path, field: str) -> Path:
-    return folder / VOCABULARY_FOLDER / f"{field}.parquet"
 
 
 VALUE, COUNT = "value", "count"

@@ -154,8 +154,7 @@ def _field_lines(guesses: "Mapping[str, Guess]") -> tuple[list[str], list[str]]:
         if not guess.kind:
             left_out.append(f"# left out: {_comment(repr(column))}: {guess.why}{missing}")
             continue
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", column).lstrip("-") or "field"
-        name = name + "_" if name.endswith(WEIGHT_SUFFIX) else name
+        name = column + "_" * column.endswith(WEIGHT_SUFFIX)
         while name in used or name.startswith(("label_", "kept_")):
             name = f"field_{name}"
         # A numeric field may get a second one, of its buckets.

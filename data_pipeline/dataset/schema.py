@@ -5,21 +5,24 @@ written last, so a folder without it is not a data set.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
 from cowrec.data_pipeline.files import replace_file
 
 FORMAT_VERSION = 1
-SCHEMA_FILE = "schema.json"
+SCHEMA_FILE, VOCABULARY_FOLDER = "schema.json", "vocabulary"
 LABEL = "label"
 TIME = "time"
 TRUE_LOGIT = "true_logit"
@@ -263,6 +266,25 @@ class Schema:
             raise ValueError(
                 f"{path} does not describe a data set ({key}: {first['msg']}); prepare it again"
             ) from error
+
+
+_LONGEST_NAME = 200
+
+
+def escaped_name(name: str) -> str:
+    """Returns a field's name as the name of a file and of a module of torch: different for different names.
+
+    Letters, digits, _ and - stay, other bytes of its UTF-8 become %XX; a long name is cut and gets its digest.
+    """
+    escaped = re.sub("[.~]", lambda found: f"%{ord(found[0]):02X}", quote(name, safe="")) or "%"
+    if len(escaped) <= _LONGEST_NAME:
+        return escaped
+    return f"{escaped[:_LONGEST_NAME]}%{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def vocabulary_file(folder: Path, field: str) -> Path:
+    """Returns the file of a field's vocabulary in the folder of a data set or run."""
+    return folder / VOCABULARY_FOLDER / f"{escaped_name(field)}.parquet"
 
 
 def label_columns(labels: Sequence[str]) -> tuple[str, ...]:

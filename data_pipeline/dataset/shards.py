@@ -125,7 +125,8 @@ def _read(path: Path, schema: Schema, size: int, expected: pa.Schema) -> pa.Tabl
     """Reads the expected columns of a shard; raises ValueError if they or its size differ from the schema."""
     with _opened(path, schema) as file:
         _check_columns(path, file.schema_arrow, expected)
-        table = file.read(columns=expected.names)
+        # A column that is called `a` stands for those called `a.b` as well.
+        table = file.read(columns=expected.names).select(expected.names)
     _check_size(path, table.num_rows, size)
     return table
 

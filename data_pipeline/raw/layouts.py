@@ -5,7 +5,6 @@ R samples."""
 import csv
 import dataclasses
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,10 +91,6 @@ RawKind = Literal["numeric", "categorical", "multi", "weighted"]
 LayoutName = Literal["criteo", "avazu", "tabular"]
 TimeFormat = Literal["timestamp", "hour"]
 
-# Names become Parquet columns, file names and PyTorch module names.
-FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
-NAME_RULE = "a name is made of at most 200 letters, digits, _ and -; give the raw name as `column`"
-
 
 @dataclass(frozen=True)
 class RawField:
@@ -128,8 +123,6 @@ class RawField:
 
     def __post_init__(self) -> None:
         where = f"field {self.name!r}"
-        if not FIELD_NAME.fullmatch(self.name):
-            raise ValueError(f"{where}: {NAME_RULE}")
         if self.name == LABEL or self.name.endswith(WEIGHT_SUFFIX):
             raise ValueError(f"{where}: this name is taken; choose another, and give the raw name as `column`")
         if self.kind not in get_args(RawKind):
@@ -435,8 +428,6 @@ def _labels_of(content: Mapping[str, Any]) -> tuple[RawLabel, ...]:
         if not isinstance(keys, dict) or "name" not in keys:
             raise ValueError(f"labels entry {number} must be a column or have a name, got {entry!r}")
         _check_types(f"labels entry {number}: ", keys, _LABEL_TYPES)
-        if not FIELD_NAME.fullmatch(keys["name"]):
-            raise ValueError(f"label {keys['name']!r}: {NAME_RULE}")
         labels.append(RawLabel(**_with_texts({"null": null, **keys})))
     return tuple(labels)
 

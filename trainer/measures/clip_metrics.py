@@ -54,10 +54,12 @@ class ClipWatch:
 
     Args:
         stats: returns the statistics of this process's tables since training began.
+        tables: names of the tables in the model, and as readings have them.
     """
 
-    def __init__(self, stats: Callable[[], Mapping[str, TableStats]], tables: Sequence[str], process: Process):
-        self._stats, self._tables, self._process = stats, tables, process
+    def __init__(self, stats: Callable[[], Mapping[str, TableStats]], tables: Mapping[str, str], process: Process):
+        self._stats, self._process = stats, process
+        self._tables, self._shown = list(tables), list(tables.values())
         self._latest = np.zeros((process.world_size, len(tables), 3))
         self._before = np.zeros((1, len(tables), 3))  # counts of the run before it was interrupted
 
@@ -66,11 +68,11 @@ class ClipWatch:
         before, self._latest = self._latest, self._gathered()
         since = self._latest.copy()
         since[..., :2] -= before[..., :2]
-        return _reading(since, self._tables)
+        return _reading(since, self._shown)
 
     def total(self) -> dict[str, Any]:
         """Statistics from the beginning to the last :meth:`read`."""
-        return _reading(np.concatenate([self._latest, self._before]), self._tables)
+        return _reading(np.concatenate([self._latest, self._before]), self._shown)
 
     def counts(self) -> dict[str, list[int]]:
         """Rows and clipped rows of each table from the beginning to the last :meth:`read`, for a checkpoint."""

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from cowrec.data_pipeline import MISSING, OUT_OF_VOCABULARY, RESERVED_ROWS, Schema, SparseField
-from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX
+from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, vocabulary_file
 from cowrec.data_pipeline.dataset.shards import read_columns
 from cowrec.data_pipeline.reading.id_counts import log_id_counts
 
@@ -147,7 +147,7 @@ def _id_names(data_dir: Path, field: SparseField, ids: np.ndarray) -> list[str]:
     """The ids as the vocabulary has them; numbers where there is none."""
     names = {OUT_OF_VOCABULARY: _UNKNOWN_NAME, MISSING: _MISSING_NAME}
     if field.encoding == "vocabulary":
-        values = pq.read_table(data_dir / "vocabulary" / f"{field.name}.parquet", columns=["value"])["value"]
+        values = pq.read_table(vocabulary_file(data_dir, field.name), columns=["value"])["value"]
         own = [each for each in ids.tolist() if each >= RESERVED_ROWS]
         rows = pa.array([each - RESERVED_ROWS for each in own], pa.int64())
         names |= dict(zip(own, values.take(rows).to_pylist(), strict=True))

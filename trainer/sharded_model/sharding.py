@@ -32,7 +32,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.runtime.processes import Process
 
-from .tables import by_table, require_tables
+from .tables import by_table, require_tables, shown_name
 
 _BY_ROWS = ("row_wise", "table_row_wise")
 _FOUR_COLUMNS = 4
@@ -304,7 +304,8 @@ def describe_sharding(model: DistributedModelParallel) -> dict[str, Any]:
                     held[rank] = held.get(rank, 0) + 4 * shard.shard_sizes[0] * shard.shard_sizes[1]
             for rank, size in held.items():
                 rank_bytes[rank] += size
-            tables[name] = {"kind": sharding.sharding_type, "rows": rows, "columns": columns, "bytes_of_rank": held}
+            size_of = {"rows": rows, "columns": columns, "bytes_of_rank": held}
+            tables[shown_name(name)] = {"kind": sharding.sharding_type, **size_of}
     largest_first = dict(sorted(tables.items(), key=lambda each: -each[1]["rows"] * each[1]["columns"]))
     return {"ranks": world_size, "bytes_of_rank": rank_bytes, "tables": largest_first}
 

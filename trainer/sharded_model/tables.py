@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import unquote
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from cowrec.data_pipeline import RESERVED_ROWS, Schema, SparseField
+from cowrec.data_pipeline.dataset.schema import escaped_name
 from cowrec.models import physical_dim
 from cowrec.sparse_opt import rows_for
 from cowrec.trainer.config.checks import hint
@@ -26,9 +28,14 @@ _TAKEN = frozenset(dir(nn.ModuleDict()))
 def table_name(name: str) -> str:
     """Name of the table of a field, or of the one that several share, in the model.
 
-    It becomes an attribute of torch's modules: what they have themselves, such as ``type``, gets a colon.
+    It becomes an attribute of torch's modules, which have some themselves, such as ``type``.
     """
-    return f"{name}:" if name in _TAKEN else name
+    return f"%{ord(name[0]):02X}{name[1:]}" if name in _TAKEN else escaped_name(name)
+
+
+def shown_name(table: str) -> str:
+    """Name of a table as the schema or the run's configuration has it; a very long one is cut."""
+    return "" if table == escaped_name("") else unquote(table)
 
 
 def by_table(settings: Mapping[str, Value]) -> dict[str, Value]:
@@ -117,9 +124,10 @@ def embedding_tables(schema: Schema, specs: Sequence[TableSpec]) -> list[Embeddi
 
 def require_tables(key: str, names: Iterable[str], tables: Sequence[EmbeddingBagConfig]) -> None:
     """Raises ValueError, with the nearest name, for one of the names under a key that is not that of a table."""
-    known = [table.name.removesuffix(":") for table in tables]
+    of_model = {table.name: shown_name(table.name) for table in tables}
     for name in names:
-        if name not in known:
+        if table_name(name) not in of_model:
+            known = list(of_model.values())
             raise ValueError(f"{key} names {name!r}, which is not a sparse field; {hint(name, known, 'sparse fields')}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from cowrec.data_pipeline import Reader, Schema, SparseField
-from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, RESERVED_ROWS, SAMPLE_NUMBER
+from cowrec.data_pipeline.dataset.schema import KEPT_PREFIX, RESERVED_ROWS, SAMPLE_NUMBER, vocabulary_file
 from cowrec.data_pipeline.dataset.shards import arrow_schema, shard_columns
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.remote import Place
@@ -25,7 +25,7 @@ from cowrec.trainer.measures.segments import Segments
 from cowrec.trainer.runs.checkpoint import Progress
 from cowrec.trainer.runs.own_code import load_code, warn_if_changed
 from cowrec.trainer.runs.remote_run import local_copy, local_data
-from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG, VOCABULARY
+from cowrec.trainer.runs.run_dir import CHECKPOINTS, CONFIG
 from cowrec.trainer.runtime.environment import launched_rank, launched_world_size
 from cowrec.trainer.runtime.processes import Process, from_first, on_first, process_group
 from cowrec.trainer.sharded_model.build import dense_tensors
@@ -194,8 +194,8 @@ def _require_same_ids(run_dir: Path, run: Schema, data_dir: Path, data: Schema) 
         different = "it is synthetic, of another seed or shape"
     else:
         for field in run.sparse:
-            file = Path(VOCABULARY) / f"{field.name}.parquet"
-            if field.encoding == "vocabulary" and not _same_vocabulary(run_dir / file, data_dir / file):
+            files = [vocabulary_file(folder, field.name) for folder in (run_dir, data_dir)]
+            if field.encoding == "vocabulary" and not _same_vocabulary(*files):
                 different = f"the ids of field {field.name!r} differ"
                 break
     if different:
@@ -293,10 +293,8 @@ def _earlier_rows(field: SparseField, earlier: SparseField, source: Path, data_d
                 f" {earlier.encoding}, now {field.num_embeddings} by {field.encoding}; only vocabularies may grow"
             )
         return torch.arange(field.num_embeddings)
-    file = Path(VOCABULARY) / f"{field.name}.parquet"
-    old, new = (
-        pq.read_table(folder / file, columns=["value"])["value"].combine_chunks() for folder in (source, data_dir)
-    )
+    files = (vocabulary_file(folder, field.name) for folder in (source, data_dir))
+    old, new = (pq.read_table(file, columns=["value"])["value"].combine_chunks() for file in files)
     index = pc.fill_null(pc.index_in(new, value_set=old), -1).to_numpy().astype(np.int64)
     rows = np.where(index >= 0, index + RESERVED_ROWS, -1)
     return torch.from_numpy(np.concatenate([np.arange(RESERVED_ROWS), rows]))

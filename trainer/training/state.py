@@ -30,7 +30,7 @@ from cowrec.trainer.sharded_model.dense_adam import DenseAdam
 from cowrec.trainer.sharded_model.id_translation import IdTranslation
 from cowrec.trainer.sharded_model.run_plan import RunPlan
 from cowrec.trainer.sharded_model.step_guard import StepGuard, not_finite, random_state
-from cowrec.trainer.sharded_model.tables import by_table
+from cowrec.trainer.sharded_model.tables import by_table, shown_name
 
 from .pipeline import CapturedSteps, pipeline_of, why_not_captured
 
@@ -89,7 +89,7 @@ class TrainState:
         self.ids = IdTranslation(plan, self.model, self.adam)
         self.clip_watch: ClipWatch | None = None
         if self.embedding_optimizer is not None and config.clip.rule != "none":
-            tables = [spec.name for spec in plan.tables]
+            tables = {spec.name: shown_name(spec.name) for spec in plan.tables}
             self.clip_watch = ClipWatch(self.embedding_optimizer.stats, tables, process)
         self._values = plan.scaled.hyperparameters
         self._guard = StepGuard(self.model, process) if on_nonfinite == "skip" else None

@@ -118,7 +118,7 @@ def process() -> Iterator[Process]:
 def test_readings_cover_the_time_since_the_last_and_tables_without_rows(process: Process) -> None:
     """Table c is never looked up, b not in the latest step, a has gradients of zero at first."""
     stats = {"a": TableStats(10, 0.2, 0.0), "b": TableStats(40, 0.5, np.nan), "c": TableStats(0, 0.0, np.nan)}
-    watch = ClipWatch(lambda: stats, ["c", "b", "a", "elsewhere"], process)
+    watch = ClipWatch(lambda: stats, {name: name for name in ("c", "b", "a", "elsewhere")}, process)
     first = watch.read()
     assert first["fields"]["a"] == {"rows": 10, "clipped_share": 0.2, "limit_to_norm": np.inf}
     assert first["fields"]["c"] == pytest.approx(

@@ -1,24 +1,32 @@
-"""Fields may have any name of letters, digits, _ and -: also those that torch's modules and pyarrow's tables use."""
+"""Fields may have any name, of any characters: also those that torch's modules and pyarrow's tables use."""
 
+import json
 import keyword
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from cowrec.data_pipeline import PrepareConfig, prepare
+from cowrec.data_pipeline.codec import SampleCodec
+from cowrec.data_pipeline.dataset.schema import escaped_name
 from cowrec.data_pipeline.dataset.shards import load_shards
 from cowrec.trainer.export.export import export_run
 from cowrec.trainer.serving.served_model import ServedModel
-from trained_runs import predicted, run
+from cowrec.trainer.training.saved_run import evaluate_run
+from trained_runs import metrics, predicted, run
 from trainer_cases import config_file
 
 NAMES = sorted({*dir(nn.ModuleDict()), *dir(nn.Parameter()), *keyword.kwlist, "City", "city", "x" * 200, "0", "a-b"})
-COMMON = ("type", "train", "forward", "half", "keys", "pop", "City", "city")
+COMMON = ("user.id", "", "Größe (cm)", "user", "名" * 300, "名" * 299 + "x", "a/b", "%61", "a", "..", "?", "user.id.x",
+          "~", " ", "type", "train", "forward", "half", "keys", "pop", "City", "city")  # fmt: skip
 CASES = {"rows": COMMON, "hash": tuple(random.Random(0).sample(NAMES, 12))}
 
 
@@ -28,10 +36,10 @@ def test_any_name_trains_and_is_served(tmp_path: Path, ids: str) -> None:
     columns = {name: [f"v{rng.randrange(6)}" for _ in range(rows)] for name in names}
     table = pa.table({"clicked here": [rng.randrange(2) for _ in range(rows)], **columns})
     pq.write_table(table, tmp_path / "raw.parquet")
-    fields = "".join(f'[[fields]]\nname = "{name}"\nkind = "categorical"\n' for name in names)
+    fields = "".join(f'[[fields]]\nname = {json.dumps(name)}\nkind = "categorical"\n' for name in names)
     (tmp_path / "columns.toml").write_text(f'label = "clicked here"\n{fields}')
-    settings = PrepareConfig(split="order", test_rows=20, raw_ids=ids == "hash")
-    prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "data", settings, schema_file=tmp_path / "columns.toml")
+    config = PrepareConfig(split="order", test_rows=20, raw_ids=ids == "hash")
+    prepare("tabular", [tmp_path / "raw.parquet"], tmp_path / "data", config, schema_file=tmp_path / "columns.toml")
     config_file(tmp_path)
     run(
         tmp_path,
@@ -43,8 +51,26 @@ def test_any_name_trains_and_is_served(tmp_path: Path, ids: str) -> None:
         f"id_table.kind={ids}",
         *([f'id_table.tables={{"{names[3]}" = {{capacity = 9}}}}'] if ids == "hash" else []),
     )
+    plan = json.loads((tmp_path / "run" / "sharding.json").read_text())
+    for shown in (metrics(tmp_path / "run", "clip")[-1]["fields"], plan["tables"]):
+        assert {name for name in names if len(name) < 200} <= shown.keys()
+    groups = evaluate_run(tmp_path / "run", tmp_path / "data", by=[names[1]])["by"][names[1]]["largest"]
+    assert ids == "hash" or {each["id"] for each in groups} == set(columns[names[1]][-20:])
     export_run(tmp_path / "run", tmp_path / "export")
     served = ServedModel.load(tmp_path / "export")
     block = load_shards(tmp_path / "data", served.schema, "test", [0])
     expected = predicted(tmp_path / "run", tmp_path / "data")
     np.testing.assert_allclose(served.predict(block), expected, rtol=0, atol=1e-6)
+    sample = {name: columns[name][-1] for name in names}
+    request, _ = SampleCodec.load(tmp_path / "export").encode_request([sample])
+    np.testing.assert_allclose(served.predict(request), expected[-1:], rtol=0, atol=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sets(st.text(st.characters(codec="utf-8"), max_size=300), min_size=2, max_size=9))
+def test_names_of_files_differ_and_are_portable(names: set[str]) -> None:
+    escaped = {name: escaped_name(name) for name in names}
+    assert len({*escaped.values()}) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9_%-]{1,240}", each) for each in escaped.values())
+    plain = {name for name in names if re.fullmatch(r"[\w-]{1,200}", name, re.ASCII)}
+    assert {name for name in names if escaped[name] == name} == plain
