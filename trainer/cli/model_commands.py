@@ -1,5 +1,6 @@
 """The commands that use a trained model: ``cowrec evaluate | predict | export | serve | versions``."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,20 +33,22 @@ def evaluate(
     ] = None,
     top: Annotated[int, count_flag("Groups of --by to list, those with most samples.")] = 20,
     checkpoint: Checkpoint = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as into a pipe or a file.")] = False,
 ) -> None:
-    """Evaluates a checkpoint of a run on a data set; prints the measures as JSON.
+    """Evaluates a checkpoint of a run on a data set; prints the measures, on a terminal as tables, else as JSON.
 
     With --by also GAUC, the mean AUC of the groups weighted by their samples, and the measures of the largest groups
     and of the rest. Takes about 120 bytes of memory for each sample, with --by 180.
 
     Example: `cowrec evaluate runs/criteo --data data/criteo --by C14`
     """
+    from cowrec.trainer.reports.text_table import quality_tables
     from cowrec.trainer.runs.run_dir import to_json
     from cowrec.trainer.training.saved_run import evaluate_run
 
     quality = evaluate_run(run_dir, data, split, by=by or (), top=top, checkpoint=checkpoint)
     if launched_rank() == 0:
-        print(to_json(quality))
+        print(quality_tables(quality) if sys.stdout.isatty() and not as_json else to_json(quality))
 
 
 @app.command()

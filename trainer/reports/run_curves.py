@@ -75,18 +75,22 @@ class RunCurves:
 
 
 def curves_table(runs: Sequence[RunCurves]) -> str:
-    """The last epoch of each run and its best AUC and logloss of the test split, a line each."""
-    rows = [["run", "epochs", "AUC", "best", "logloss", "best", "calibration", "samples/s"]]
+    """AUC and logloss of each run after its last epoch, and the best of any with its epoch, a line each."""
+    rows = [["run", "epochs", "last AUC", "best (epoch)", "last logloss", "best (epoch)", "calibration", "samples/s"]]
     for run in runs:
-        (_, auc), (_, logloss), (_, calibration) = (run.by_epoch(key) for key in ("auc", "logloss", "calibration"))
+        of_epochs = [run.by_epoch(key) for key in ("auc", "logloss", "calibration")]
+        last_auc, last_logloss, calibration = (_number(_last(values), ".4f") for _, values in of_epochs)
+        (epochs, auc), (logloss_epochs, logloss), _ = of_epochs
         speed = run.series("samples_per_second")[1][1:]  # in the first step kernels are compiled
         rows.append(
             [
                 run.name,
                 str(len(run.epochs)),
-                *(_number(each, ".4f") for each in (_last(auc), auc.max(initial=-np.inf))),
-                *(_number(each, ".4f") for each in (_last(logloss), logloss.min(initial=np.inf))),
-                _number(_last(calibration), ".3f"),
+                last_auc,
+                f"{auc.max():.4f} ({epochs[auc.argmax()]:.0f})" if len(auc) else "-",
+                last_logloss,
+                f"{logloss.min():.4f} ({logloss_epochs[logloss.argmin()]:.0f})" if len(logloss) else "-",
+                calibration,
                 _number(float(np.median(speed)) if len(speed) else nan, ",.0f"),
             ]
         )

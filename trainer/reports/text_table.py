@@ -1,7 +1,8 @@
 """Text tables and numbers for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
+from typing import Any
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -11,6 +12,24 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     )
+
+
+def quality_tables(values: Mapping[str, Any]) -> str:
+    """Tables of what `evaluate` returns: a line for each measure, and for each column a table of its groups."""
+    tables = [aligned([[name, _number(value)] for name, value in values.items() if isinstance(value, int | float)])]
+    for column, found in values.get("by", {}).items():
+        groups = [*found["largest"], *[{"id": "(the rest)", **(found["rest"] or {})}] * bool(found["rest"])]
+        measures = ("rows", "ctr", "auc", "logloss", "calibration")
+        rows = [[column, *measures], *([each["id"], *(_number(each.get(m)) for m in measures)] for each in groups)]
+        gauc = (
+            f"GAUC by {column}: {_number(found['gauc'])} over {found['groups_in_gauc']:,} of {found['groups']:,} groups"
+        )
+        tables.append(f"{gauc}\n{aligned(rows)}")
+    return "\n\n".join(tables)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or isnan(value) else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def speed_text(samples_per_second: float | None) -> str:

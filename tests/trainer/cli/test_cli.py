@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from commands.command_line import Cowrec
 from cowrec.data_pipeline import PrepareConfig
 from cowrec.trainer.cli.main import app
+from cowrec.trainer.reports.text_table import quality_tables
 from cowrec.trainer.training.saved_run import evaluate_run, predict_run
 from trained_runs import data_folder
 from trainer_cases import ENVIRONMENT, TEST_ROWS, newest_progress
@@ -25,7 +26,7 @@ folder = data_folder()
 
 # A line whenever metrics are written.
 LINES = ["--set", "train.log_seconds=1e-9", "--set", "train.log_every=50"]
-PROGRESS = r"epoch 1/100000  (48.8%  step 100|0.5%  step 1)  loss 0\.\d{4}  [\d,]+ samples/s  \d+:\d\d:\d\d left\n+"
+PROGRESS = r"epoch 1/100000  (48.8%  step 100|0.5%  step 1)  loss 0\.\d{4}  [\d,]+ samples/s(  \d+:\d\d:\d\d left)?\n+"
 
 
 def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
@@ -52,6 +53,9 @@ def test_sigterm_saves_and_a_pipe_sees_progress(folder: Path) -> None:
     kinds = ("deepfm on tabular: 205 training samples", "batch 1 (205 steps an epoch)", "epoch ")
     assert all(line.startswith((*kinds, "cowrec: stopped")) for line in seen), "a library printed something"
     assert any(re.fullmatch(PROGRESS, line) for line in seen), seen
+    known = {re.search(r"step ([\d,]+)", line)[1]: line.endswith("left\n") for line in seen if "samples/s" in line}
+    assert known.pop("1") is False, "the first step says nothing of the others"
+    assert all(known.values())
 
 
 def commands_of(app: Any, *names: str) -> Iterator[list[str]]:
@@ -102,6 +106,9 @@ def test_prepare_train_evaluate_predict(
     report = json.loads((made / "report.json").read_text())
     code, printed, _ = cowrec("evaluate", made, "--data", data)
     assert json.loads(printed)["auc"] == pytest.approx(report["auc"], abs=1e-7)
+    tables = quality_tables(json.loads(cowrec("evaluate", made, "--data", data, "--by", "shop", "--json")[1]))
+    assert re.search(rf"^auc +{report['auc']:.4f}$", tables, re.MULTILINE)
+    assert re.search(r"\n\nGAUC by shop: [-.\d]+ over \d+ of \d+ groups\nshop +rows +ctr +auc ", tables)
     predicted = cowrec("predict", made, "--data", data, "-o", tmp_path / "p.parquet")
     assert predicted[:2] == (0, f"{tmp_path}/p.parquet: {report['epochs'][0]['rows']} rows\n")
 

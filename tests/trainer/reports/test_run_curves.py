@@ -1,6 +1,7 @@
 """`cowrec plot`: what is read from the metrics of runs, the table and the figure; texts that commands share."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ def test_the_command_draws_runs_and_prints_a_table(cowrec: Cowrec, tmp_path: Pat
         file.write('{"kind": "tra')  # being written
     picture = tmp_path / "runs.png"
     header, first, second, _, last = cowrec("plot", *runs, "--output", picture)[1].splitlines()
-    assert header.split() == ["run", "epochs", "AUC", "best", "logloss", "best", "calibration", "samples/s"]
-    assert first.split() == [str(runs[0]), "2", "0.7900", "0.8000", "0.4000", "0.4000", "-", "106"]
+    columns = ["run", "epochs", "last AUC", "best (epoch)", "last logloss", "best (epoch)", "calibration", "samples/s"]
+    assert re.split("  +", header) == columns
+    assert re.split("  +", first) == [str(runs[0]), "2", "0.7900", "0.8000 (1)", "0.4000", "0.4000 (1)", "-", "106"]
     assert second.split() == [str(runs[1]), "0", *"-----", "102"]
     assert last == f"plot: {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -83,7 +85,7 @@ def test_a_test_split_measured_at_the_end_is_shown_at_its_epoch(tmp_path: Path) 
     curves = RunCurves.read("run", tmp_path / "metrics.jsonl")
     assert [each.tolist() for each in curves.by_epoch("auc")] == [[1, 3], [0.8, 0.7]]
     assert [line["step"] for line in curves.epochs] == [5, 10, 15]
-    assert curves_table([curves]).splitlines()[-1].split()[:4] == ["run", "3", "0.7000", "0.8000"]
+    assert curves_table([curves]).splitlines()[-1].split()[:5] == ["run", "3", "0.7000", "0.8000", "(1)"]
 
 
 def test_a_table_aligns_names_left_and_numbers_right() -> None:
