@@ -17,7 +17,8 @@ def require_at_least(section: str, config: Any, keys: str, least: int = 0) -> No
     for key in keys.split():
         value = getattr(config, key)
         finite = " and finite" if isinstance(value, float) else ""
-        require(f"{section}.{key}", value, value is None or least <= value < inf, f"at least {least}{finite}")
+        fits = value is None or (not isinstance(value, str) and least <= value < inf)
+        require(f"{section}.{key}", value, fits, f"at least {least}{finite}")
 
 
 def nearest_name(name: str, known: Collection[str]) -> str | None:

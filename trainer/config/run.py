@@ -42,11 +42,12 @@ FEW_STEPS = 200
 """With fewer steps, a run shows how short it is, not how good its values or its scaling rule are."""
 MOST_AUTO_BATCH = 1 << 16
 """Largest `train.batch_size = "auto"`: 128 times the largest default."""
+_TO_CHANGE = "load_config(path, ['section.key=value', ...]) and dataclasses.replace change values"
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of a run."""
+    """The configuration of a run; `dataclasses.replace` changes its values."""
 
     data: DataConfig = field(default_factory=DataConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
@@ -61,6 +62,9 @@ class RunConfig:
     online: OnlineConfig = field(default_factory=OnlineConfig)
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(RunConfig).items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueError(f"RunConfig.{name} must be a {kind.__name__}, got {value!r}; {_TO_CHANGE}")
         require_model(self.model)
         loss_of(self.train.loss, self.train.loss_options)
         if self.optimizer.embedding == "fbgemm_cowclip" and self.clip.rule != NoClip.name:
@@ -177,6 +181,13 @@ def _needed_for(error: str, overrides: Sequence[str], outcome: Callable[[Sequenc
     # Another error may be hidden by this one, and an override may repair an error of the file.
     changed = repaired or [index for index, result in without.items() if result != error]
     return [overrides[index] for index in changed]
+
+
+def require_config(config: RunConfig) -> None:
+    """Raises ValueError for what is no configuration, or has a value of a wrong type, as code may make one."""
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"config must be a RunConfig, got {config!r}; {_TO_CHANGE}")
+    config_from(to_plain(config))
 
 
 def with_defaults(config: RunConfig, samples: int, begun: RunConfig | None = None) -> RunConfig:

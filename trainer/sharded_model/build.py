@@ -27,7 +27,7 @@ from cowrec.sparse_opt import (
 )
 from cowrec.sparse_opt.tbe.discovery import set_initial_rates
 from cowrec.sparse_opt.tbe.one_process import look_up_directly
-from cowrec.trainer.config.checks import require_known
+from cowrec.trainer.config.checks import hint
 from cowrec.trainer.config.run import RunConfig
 from cowrec.trainer.config.sections import OptimizerConfig
 
@@ -98,8 +98,11 @@ def mean_weight(schema: Schema) -> float:
 
 def task_weights(config: RunConfig, schema: Schema) -> list[float]:
     """Weight of each label's loss. Raises ValueError for a weight of a label that the data do not have."""
-    for name in config.train.task_weights:
-        require_known("train.task_weights", name, schema.labels)
+    for name, weight in config.train.task_weights.items():
+        if name not in schema.labels:
+            raise ValueError(
+                f"train.task_weights.{name} = {weight:g}: the data have no label {name!r}; {hint(name, schema.labels)}"
+            )
     return [config.train.task_weights.get(name, 1.0) for name in schema.labels]
 
 

@@ -9,13 +9,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf, isfinite, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
 from cowrec.data_pipeline import Batch, Schema
 from cowrec.data_pipeline.remote import Place
-from cowrec.trainer.config.run import RunConfig, few_steps_warning, load_config, to_plain, with_defaults
+from cowrec.trainer.config.run import (
+    RunConfig,
+    few_steps_warning,
+    load_config,
+    require_config,
+    to_plain,
+    with_defaults,
+)
 from cowrec.trainer.config.sections import OnNonfinite
 from cowrec.trainer.measures.clip_metrics import clip_remark
 from cowrec.trainer.runs.checkpoint import Checkpoints, Progress, WriteFiles, best_epoch
@@ -67,6 +74,7 @@ def train(
         Interrupted: the run was asked to stop and has saved a checkpoint.
     """
     started = time.perf_counter()
+    require_config(config)
     data = dataclasses.replace(config.data, dir=str(local_data(data_dir)))
     config = dataclasses.replace(config, data=data)
     place = RunPlace(run_dir, resume=resume)
@@ -165,10 +173,12 @@ class _EpochRun:
         self.trainer.write_statistics(log, epoch=self.epoch)
         if 0 < self.config.train.log_seconds <= time.monotonic() - self.told:
             self.told, epochs, samples = time.monotonic(), self.config.train.epochs, self.plan.train_rows
-            left = _duration(((epochs - self.epoch) * samples - done) / rate if rate else inf)
+            rest, trained = (epochs - self.epoch) * samples - done, self.speed.samples
+            # Unknown in the first step, which compiles kernels.
+            left = f"  {_duration(rest * self.speed.seconds / trained)} left" if trained else ""
             self.say(
                 f"epoch {self.epoch + 1}/{epochs}  {done / samples:.1%}  step {self.trainer.steps:,}"
-                f"  loss {loss:.4f}  {rate:,.0f} samples/s  {left} left"
+                f"  loss {loss:.4f}  {rate:,.0f} samples/s{left}"
             )
 
     def _report_set_aside(self, log: MetricsLog, reason: str) -> None:
@@ -510,8 +520,6 @@ def require_run_dir(run_dir: Path, config: RunConfig, process: Process, resume: 
 
 
 def _duration(seconds: float) -> str:
-    """Hours, minutes and seconds; "?" where they are not known."""
-    if not isfinite(seconds):
-        return "?"
+    """Hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -3,8 +3,9 @@
 import dataclasses
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -18,6 +19,8 @@ from cowrec.trainer.config.sections import TrainConfig
 from cowrec.trainer.runs.run_dir import require_own
 from cowrec.trainer.sharded_model.run_plan import Scaled
 from cowrec.trainer.sharded_model.tables import table_specs
+from cowrec.trainer.training.loop import train
+from refusal import refused
 
 CONFIGS = Path(__file__).resolve().parents[3] / "trainer" / "configs"
 
@@ -307,3 +310,42 @@ def test_the_command_writes_new_files_only(cowrec: Cowrec, tmp_path: Path) -> No
     assert f"{file} exists; choose another --output" in cowrec("config", "init", "--output", file)[2]
     assert cowrec("config", "init") == (0, run_file(), "")
     assert "--for 'critoe' is not known; did you mean 'criteo'?" in cowrec("config", "init", "--for", "critoe")[2]
+
+
+def test_values_made_in_python_are_checked(tmp_path: Path) -> None:
+    config = RunConfig()
+    changed = replace(config, train=replace(config.train, batch_size=8192))
+    save_config(changed, tmp_path / "run.toml")
+    assert load_config(tmp_path / "run.toml") == changed
+    refused("train.batch_size must be at least 0, got '8K'", replace, config.train, batch_size="8K")
+    refused(
+        r"RunConfig.train must be a TrainConfig, got {.*dataclasses.replace change values", RunConfig, train={"x": 1}
+    )
+    wrong: Any = replace(config, train=replace(config.train, batch_size=5.5))
+    for given, message in (
+        (wrong, "train.batch_size = 5.5: "),
+        ("run.toml", "must be a RunConfig, got 'run.toml'; load_"),
+    ):
+        refused(message, train, given, tmp_path, tmp_path / "run")
+
+
+def test_every_count_takes_a_unit(tmp_path: Path) -> None:
+    """Whole numbers of all sections, in the file and by --set: as the number, which some refuse."""
+    keys = [
+        (section, key)
+        for section, kind in get_type_hints(RunConfig).items()
+        for key, hint in get_type_hints(kind).items()
+        if hint in (int, int | None)
+    ]
+    assert len(keys) > 25
+
+    def outcome(toml: str, *overrides: str) -> RunConfig | str:
+        try:
+            return load(tmp_path, toml, *overrides)
+        except ValueError as error:
+            return str(error).replace("100K", "102400")
+
+    for section, key in keys:
+        of_file, of_flag = (outcome(f"[{section}]\n{key} = 102400"), outcome("", f"{section}.{key}=102400"))
+        assert outcome(f'[{section}]\n{key} = "100K"') == of_file
+        assert outcome("", f"{section}.{key}=100K") == of_flag

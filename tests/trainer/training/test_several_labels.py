@@ -113,7 +113,7 @@ def test_two_processes_train_what_one_does(folder: Path, tmp_path: Path) -> None
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
     for setting, message in (
         ("model.name=deepfm model.options={}", r'"deepfm" computes one logit, but the data have 2 labels'),
-        ("train.task_weights={by=1}", r"train.task_weights = 'by' is not known; did you mean 'buy'[?]"),
+        ("train.task_weights={by=1}", r"train.task_weights.by = 1: the data have no label 'by'; did you mean 'buy'[?]"),
         ("train.task_weights={buy=-1}", "train.task_weights.buy must be at least 0 and finite, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
