@@ -12,10 +12,10 @@ tests       `pytest -m gpu -v`, graph and kernels first
 fused       FBGEMM's fused optimizer under attach_cowclip; needs FBGEMM's CUDA build
 bfloat16    captured steps with products in bfloat16
 
-The first five need neither numba nor pyarrow nor FBGEMM's CUDA build. Each part is a process with its own time; after
-it, SIGINT and then SIGKILL end the part, and the next one begins. Lines are added to results/HARDWARE/gpu_check.jsonl
-as they become known: figures, and how each part ended. Several runs add to one file. The exit status is 0 if all chosen
-parts passed; a speed below its target is reported but is not a failure.
+The first five need neither numba nor pyarrow nor FBGEMM's CUDA build; without that, tests leaves fused optimizers out.
+Each part is a process with its own time; after it, SIGINT and then SIGKILL end the part, and the next one begins. Lines
+are added to results/HARDWARE/gpu_check.jsonl as they become known: figures, and how each part ended. Several runs add
+to one file. The exit status is 0 if all chosen parts passed; a speed below its target is reported but is not a failure.
 """
 
 import argparse
@@ -30,17 +30,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .machine import PACKAGES, ROOT, TEST_PACKAGES, about, append, gpu, lines_of, missing
+from .machine import CUDA_BUILD, PACKAGES, ROOT, TEST_PACKAGES, about, append, gpu, lines_of, missing, versions
 from .report import outcomes, slug, summary
 
 TAIL_CHARACTERS = 4000
 GRACE_SECONDS = 20.0
 """Time that a part has to end after SIGINT."""
+FUSED_TESTS = "not sgd and not adagrad and not fbgemm"
+"""Tests that are left are those of EmbeddingAdam, which needs no CUDA build of FBGEMM."""
 LEAST_SECONDS = 10.0
 """Time left below which no part is started."""
 
@@ -74,11 +75,8 @@ class Part:
             return f"{', '.join(absent)} missing in {sys.executable}; {remedy}"
         if self.program and shutil.which(self.program) is None:
             return f"{self.program} is not on the PATH; it comes with the CUDA toolkit"
-        if self.fused:
-            try:
-                version("fbgemm-gpu")
-            except PackageNotFoundError:
-                return "fbgemm-gpu, the CUDA build of FBGEMM, is missing; install it in the place of fbgemm-gpu-cpu"
+        if self.fused and not versions([CUDA_BUILD]):
+            return "fbgemm-gpu, the CUDA build of FBGEMM, is missing; install it in the place of fbgemm-gpu-cpu"
         return ""
 
 
@@ -104,13 +102,15 @@ def parts(output: Path, folder: Path, rehearse: bool) -> dict[str, Part]:
         flags = module("smoke", tool, "--checks", "kernels")
         # Without the cache of torch's allocator an access beyond a tensor is one beyond an allocation.
         variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        return Part([*check, *flags], 120, program=check[0], variables=variables)
+        return Part([*check, *flags], 150, program=check[0], variables=variables)
 
     report = folder / "tests.xml"
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     files.sort(key=lambda path: not path.name.startswith(("test_captured", "test_triton")))
     pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
     pytest += ["-o", "faulthandler_timeout=60", *map(str, files)]
+    if not versions([CUDA_BUILD]):
+        pytest += ["-k", FUSED_TESTS]
     return {
         "smoke": Part(module("smoke", "smoke", *small), 900 if rehearse else 180, variables=interpreted),
         "eager": speed("eager", 120, "--uncaptured"),

@@ -41,7 +41,7 @@ TEST_PACKAGES = {
     "tomli_w": "tomli-w",
 }
 """What the tests import in addition."""
-CPU_BUILD = "fbgemm-gpu-cpu"
+CUDA_BUILD, CPU_BUILD = "fbgemm-gpu", "fbgemm-gpu-cpu"
 COMMIT = "COWREC_COMMIT"
 """Environment variable with the commit of the source, for a copy without its repository."""
 
