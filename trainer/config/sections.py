@@ -102,7 +102,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_at_least("train", self, "log_seconds batch_ramp patience")
-        require("train.batch_size", self.batch_size, self.batch_size >= AUTO_BATCH, 'at least 0 or "auto"')
+        is_size = isinstance(self.batch_size, int) and self.batch_size >= AUTO_BATCH
+        require("train.batch_size", self.batch_size, is_size, f'at least 0, or "auto", in Python {AUTO_BATCH}')
         require_at_least("train", self, "eval_batch_size epochs log_every timeout_seconds", 1)
         for name, weight in self.task_weights.items():
             require(f"train.task_weights.{name}", weight, 0 <= weight < inf, "at least 0 and finite")

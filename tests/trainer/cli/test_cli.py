@@ -137,7 +137,10 @@ def test_set_overrides_the_prepare_section_of_the_file(cowrec: Cowrec, folder: P
     settings = json.loads((tmp_path / "other" / "schema.json").read_text())["settings"]["prepare"]
     assert (settings["split"], settings["test_rows"], settings["min_count"]) == ("random", None, 2)
     config.write_text("[train]\nbatch_size = -2")
-    assert 'train.batch_size must be at least 0 or "auto", got -2' in cowrec(*command, tmp_path / "wrong")[2]
+    assert (
+        'train.batch_size must be at least 0, or "auto", in Python -1, got -2'
+        in cowrec(*command, tmp_path / "wrong")[2]
+    )
 
 
 TRAIN, AVAZU = "train {toml} --data {data}", "prepare avazu -i {toml} -o out"

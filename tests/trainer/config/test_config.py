@@ -37,7 +37,7 @@ def load(folder: Path, toml: str, *overrides: str) -> RunConfig:
         ("[train]\nbatchsize = 5", "unknown key train.batchsize (= 5); did you mean train.batch_size?"),
         ("[trian]\nseed = 5", "unknown key trian (= {'seed': 5}); did you mean train?"),
         ("batch_size = 5", "unknown key batch_size (= 5); did you mean train.batch_size?"),
-        ("[train]\nbatch_size = -2", 'train.batch_size must be at least 0 or "auto", got -2'),
+        ("[train]\nbatch_size = -2", 'train.batch_size must be at least 0, or "auto", in Python -1, got -2'),
         ("[train]\nl2 = 0.1", "unknown key train.l2 (= 0.1); did you mean optimizer.l2?"),
         ("[model]\nseed = 1", "unknown key model.seed (= 1); did you mean prepare.seed or train.seed?"),
         ("[optimizer]\nlr = 1", "unknown key optimizer.lr (= 1); did you mean optimizer.embedding_lr or"),
@@ -317,13 +317,15 @@ def test_values_made_in_python_are_checked(tmp_path: Path) -> None:
     changed = replace(config, train=replace(config.train, batch_size=8192))
     save_config(changed, tmp_path / "run.toml")
     assert load_config(tmp_path / "run.toml") == changed
-    refused("train.batch_size must be at least 0, got '8K'", replace, config.train, batch_size="8K")
+    refused(
+        'train.batch_size must be at least 0, or "auto", in Python -1, got .8K.', replace, config.train, batch_size="8K"
+    )
     refused(
         r"RunConfig.train must be a TrainConfig, got {.*dataclasses.replace change values", RunConfig, train={"x": 1}
     )
-    wrong: Any = replace(config, train=replace(config.train, batch_size=5.5))
+    wrong: Any = replace(config, train=replace(config.train, eval_batch_size=5.5))
     for given, message in (
-        (wrong, "train.batch_size = 5.5: "),
+        (wrong, "train.eval_batch_size = 5.5: "),
         ("run.toml", "must be a RunConfig, got 'run.toml'; load_"),
     ):
         refused(message, train, given, tmp_path, tmp_path / "run")
