@@ -116,6 +116,9 @@ def compare_network(name: str) -> None:
 
 
 if __name__ == "__main__":
+    from cowrec.models import triton_layers
+
+    triton_layers._MOST_SPLITS = 2  # so that programs take several tiles of small batches
     linear_relu.uses_kernels = front.uses_kernels = lambda _: True
     sys.path.insert(0, str(Path(__file__).parent / "networks"))
     for case in product(SHAPES, TOLERANCE):
