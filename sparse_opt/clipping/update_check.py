@@ -112,9 +112,8 @@ class StepCheck:
             kept, dim = self._update.kept[t], clipped.lookup.shards[t].embedding_dim
             before, grad, error = kept[at].double(), grads[i, :dim], noise[i, :dim]
             after, *others = (self._update.step(before, each) for each in (grad, grad + error, grad - error))
-            kind = torch.finfo(kept.dtype)
-            rounding = 4 * kind.eps * (before.abs() + after.abs() + kind.smallest_normal)
-            allowed = torch.stack([(each - after).abs() for each in others]).amax(0) + rounding
+            kind, errors = torch.finfo(kept.dtype), torch.stack([(each - after).abs() for each in others])
+            allowed = errors.amax(0) + 4 * kind.eps * (before.abs() + after.abs() + kind.smallest_normal)
             clip = f"{count} times in the batch, with a gradient of norm {norm:.4g} and a limit of {limit:.4g}"
             self._rows.append(_Expected(t, at, before, after, allowed, clip))
 

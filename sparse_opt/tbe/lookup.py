@@ -178,10 +178,7 @@ class TbeLookup:
             return TracedUpdate("weights", views, lambda kept, grad: kept - lr * grad)
         rules: dict[Any, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
             EmbOptimType.EXACT_ADAGRAD: ("sum of squares", lambda kept, grad: kept + grad.square()),
-            EmbOptimType.EXACT_ROWWISE_ADAGRAD: (
-                "sum of mean squares",
-                lambda kept, grad: kept + grad.square().mean(),
-            ),
+            EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("sum of mean squares", lambda kept, grad: kept + grad.square().mean()),
             EmbOptimType.ADAM: ("first moment", lambda kept, grad: beta1 * kept + (1 - beta1) * grad),
         }
         # FBGEMM adds its own L2 to the gradient on CUDA, and on CPU does not.
