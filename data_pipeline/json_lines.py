@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from typing import Any, Literal
 
 import numpy as np
@@ -34,9 +35,9 @@ RULES = {
     "number": "must be a number or null",
     "time": "must be Unix seconds or ISO 8601 text",
     "label": "must be true, false, a number or a string",
-    "id": "must be a string, an integer or null",
-    "ids": "must be a list of strings or integers, its text joined by {0!r}, or null",
-    "weighted": 'must be a list of {{"id": string or integer, "weight": number}}, its text (id{1}weight, by {0!r})'
+    "id": "must be a string, a number, true, false or null",
+    "ids": "must be a list of strings or numbers, its text joined by {0!r}, or null",
+    "weighted": 'must be a list of {{"id": string or number, "weight": number}}, its text (id{1}weight, by {0!r})'
     " or null",
 }
 _KINDS: Mapping[str, ValueKind] = {"numeric": "number", "categorical": "id", "multi": "ids", "weighted": "weighted"}
@@ -208,9 +209,14 @@ def _label(value: Any, column: ColumnType) -> str:
 
 
 def _id(value: Any, column: ColumnType) -> str:
-    if isinstance(value, float) and value.is_integer() and abs(value) < _INT64:  # as in Parquet
-        value = int(value)
-    text = _text(value, column)
+    """Returns the id that the same value has in Parquet."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, float) and isfinite(value):
+        whole = value.is_integer() and abs(value) < _INT64
+        text = str(int(value)) if whole else pa.array([value]).cast(pa.string())[0].as_py()
+    else:
+        text = _text(value, column)
     return "" if text in column.null else text
 
 

@@ -14,6 +14,7 @@ from cowrec.data_pipeline import PrepareConfig, SynthesizeConfig, prepare, synth
 from cowrec.data_pipeline.codec import SampleCodec
 from cowrec.data_pipeline.dataset.schema import MISSING
 from cowrec.data_pipeline.dataset.shards import load_shards
+from cowrec.data_pipeline.raw.values import as_id_text
 from raw_cases import NULLS_SCHEMA, raw_rows, write_rows
 from refusal import refused
 
@@ -93,19 +94,27 @@ def test_a_whole_number_with_a_point_is_an_integer_id(codec):
             assert (encoded.bad, encoded.table.to_pylist()) == ((), same.table.to_pylist())
 
 
+@pytest.mark.parametrize("values", [[True, False], [0.5, -0.0, 1e19, 1e-7, 5.0, 2.0**53], [1, 2], [2.5, 3, "x", True]])
+def test_an_id_of_json_is_that_of_the_value_in_parquet(codec, values):
+    samples = [good_sample(city=value, tags=[value]) for value in values]
+    expected = [as_id_text(pa.array([value]))[0][0].as_py() for value in values]
+    for raw in (codec.from_json([json.dumps(each).encode() for each in samples]), codec.from_objects(samples)):
+        assert raw.bad == ()
+        assert [str(value) for value in raw.table["city"].to_pylist()] == expected
+        assert [str(value) for tags in raw.table["tags"].to_pylist() for value in tags] == expected
+
+
 WRONG = {
     "a word for a number": ({"price": "much"}, "column price: must be a"),
     "a list for a number": ({"price": [1]}, "column price: must be a"),
     "a truth value for a number": ({"price": True}, "column price: must be a"),
     "an infinite number": ({"price": math.inf}, "column price: must be a finite number"),
-    "a number for an id": ({"city": 1.5}, "column city: must be a string, an integer or null, got 1.5"),
-    "a number beyond integers for an id": ({"city": 1e19}, "column city: must be a string, an integer or null, got 1e"),
-    "a truth value for an id": ({"city": False}, "column city: must be a string, an integer or null, got false"),
-    "an object for an id": ({"city": {}}, "column city: must be a string, an integer or null, got {}"),
+    "NaN for an id": ({"city": math.nan}, "column city: must be a string, a number, true, false or null, got NaN"),
+    "an object for an id": ({"city": {}}, "column city: must be a string, a number, true, false or null, got {}"),
     "half a character": ({"city": "\ud800"}, "column city: must be a string"),
-    "null in a list": ({"tags": ["a", None]}, "column tags: must be a list of strings or integers"),
-    "a number for a list": ({"tags": 7}, "column tags: must be a list of strings or integers"),
-    "lists in a list": ({"tags": [["a"]]}, "column tags: must be a list of strings or integers"),
+    "null in a list": ({"tags": ["a", None]}, "column tags: must be a list of strings or numbers"),
+    "a number for a list": ({"tags": 7}, "column tags: must be a list of strings or numbers"),
+    "lists in a list": ({"tags": [["a"]]}, "column tags: must be a list of strings or numbers"),
     "an id without a weight": ({"past views": [{"id": "a"}]}, 'column past views: must be a list of {"id"'),
     "a weight without an id": ({"past views": [{"weight": 1}]}, 'column past views: must be a list of {"id"'),
     "a large weight": ({"past views": [{"id": "a", "weight": -1e39}]}, "column past views: weights must be at most"),
