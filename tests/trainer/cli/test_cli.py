@@ -106,9 +106,9 @@ def test_prepare_train_evaluate_predict(
     report = json.loads((made / "report.json").read_text())
     code, printed, _ = cowrec("evaluate", made, "--data", data)
     assert json.loads(printed)["auc"] == pytest.approx(report["auc"], abs=1e-7)
-    tables = quality_tables(json.loads(cowrec("evaluate", made, "--data", data, "--by", "shop", "--json")[1]))
+    tables = quality_tables(json.loads(cowrec("evaluate", made, "--data", data, "--by", "city", "--json")[1]))
     assert re.search(rf"^auc +{report['auc']:.4f}$", tables, re.MULTILINE)
-    assert re.search(r"\n\nGAUC by shop: [-.\d]+ over \d+ of \d+ groups\nshop +rows +ctr +auc ", tables)
+    assert re.search(r"\n\nGAUC by city: [-.\d]+ over \d+ of \d+ groups\ncity +rows +ctr +auc ", tables)
     predicted = cowrec("predict", made, "--data", data, "-o", tmp_path / "p.parquet")
     assert predicted[:2] == (0, f"{tmp_path}/p.parquet: {report['epochs'][0]['rows']} rows\n")
 
