@@ -46,7 +46,8 @@ class PrepareConfig:
         negative_fraction: share of the negative training samples to keep, drawn by number and seed. Predictions of a
             model that is trained on them are corrected for those left out. Other splits keep all samples.
         seed: seed of the random split and of the negatives to keep.
-        on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out.
+        on_bad_row: "error" raises at the first bad row, "skip" leaves bad rows out. By default "error", or with
+            `--like` what that data set was prepared with.
         max_bad_rows: largest number of skipped bad rows.
         shard_rows: raw lines that become one Parquet file of each split; the unit of work, which is held in memory.
     """
@@ -66,7 +67,7 @@ class PrepareConfig:
     validation_from: str | int | None = None
     negative_fraction: float = 1.0
     seed: int = 0
-    on_bad_row: OnBadRow = "error"
+    on_bad_row: OnBadRow | None = None
     max_bad_rows: int = 1000
     shard_rows: int = SHARD_ROWS
 
@@ -79,10 +80,12 @@ class PrepareConfig:
             ("dense", get_args(DenseTransform)),
             ("fit_on", ("train", "all")),
             ("split", get_args(SplitKind)),
-            ("on_bad_row", get_args(OnBadRow)),
+            ("on_bad_row", (None, *get_args(OnBadRow))),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
+                )
         if self.hash_buckets and self.raw_ids:
             raise ValueError("hash_buckets and raw_ids exclude each other; give one of them")
         self.check_vocabulary("", self.min_count > 1, self.max_ids)

@@ -36,6 +36,7 @@ from cowrec.data_pipeline.encoding import (
     fitted,
 )
 from cowrec.data_pipeline.parallel import ordered_map
+from cowrec.data_pipeline.raw.columns import WEIGHTLESS
 from cowrec.data_pipeline.raw.inputs import Block, Partition, Report
 from cowrec.data_pipeline.raw.layouts import Layout, RawField
 from cowrec.data_pipeline.raw.parsing import BadRow, BadRowLedger, Parsed, parse
@@ -234,7 +235,13 @@ TWINS = "twins"
 BOUNDED = "bounded"
 """Numbers that the transform left beyond its bound."""
 
+UNSEEN, UNLABELLED = "unseen", "unlabelled"
+"""Of samples to predict: ids that the vocabulary lacks, and labels that are missing or wrong."""
+
 MESSAGES = {
+    UNLABELLED: "column {name!r}: {count:,} samples have no valid label; they are predicted, but not evaluated",
+    WEIGHTLESS: "column {name!r}: {count:,} samples have no valid weight; they are predicted, but not evaluated",
+    UNSEEN: "field {name!r}: {count:,} of its ids were not seen in training, or too rarely; they share one row",
     BOUNDED: (
         "field {name!r}: {count:,} of its numbers are so far from those that the transform was fitted on, or so large "
         "without a transform, that they are bounded; one of them could end training otherwise. Correct them, or set "
@@ -282,6 +289,13 @@ def twin_ids(encoder: Encoder, parsed: Parsed, encoded: pa.Table) -> Doubts:
             count = int(np.count_nonzero(vocabulary.rows(twins) != OUT_OF_VOCABULARY))
         doubts[each.name, TWINS] = count
     return +doubts
+
+
+def _unseen(encoder: Encoder, encoded: pa.Table) -> Doubts:
+    """Counts the `UNSEEN` of each field with a vocabulary."""
+    rows = {name: encoded[name].combine_chunks() for name in encoder.vocabularies}
+    flat = {name: each.flatten() if pa.types.is_list(each.type) else each for name, each in rows.items()}
+    return +Counter({(name, UNSEEN): int((each.to_numpy() == OUT_OF_VOCABULARY).sum()) for name, each in flat.items()})
 
 
 def _twins(numbers: pa.Array) -> pa.Array:
@@ -336,7 +350,8 @@ def write_splits(
         logger.warning(MESSAGES[doubt].format(name=name, count=count))
     for unfinished in plan.folder.glob(f"*/*{PARTIAL}*"):  # of a worker that was lost
         unfinished.unlink()
-    labelled = bool(plan.layout.found_labels)
+    rows = sum(size.rows for sizes in shards.values() for size in sizes)
+    labelled = any(doubts[label.column, UNLABELLED] < rows for label in plan.layout.found_labels)
     return {name: size_of_split(sizes, plan.schema, labelled=labelled) for name, sizes in shards.items()}
 
 
@@ -352,6 +367,10 @@ def write_partition(plan: WritePlan, number: int, blocks: Sequence[Block]) -> Wr
         table = plan.encoder.encode(parsed).select(columns.names).cast(columns)
         doubts += parsed.doubts + twin_ids(plan.encoder, parsed, table)
         doubts += {(name, BOUNDED): count for name, count in count_bounded(plan.encoder.dense, table).items()}
+        if plan.layout.for_prediction:
+            doubts += _unseen(plan.encoder, table)
+            unknown = {each.column: np.isnan(parsed.labels[each.name]) for each in plan.layout.found_labels}
+            doubts += Counter({(name, UNLABELLED): int(each.sum()) for name, each in unknown.items()})
         splits = plan.split.split_of(parsed)
         for index, name in enumerate(SPLITS):
             chosen = splits == index

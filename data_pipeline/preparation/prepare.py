@@ -55,11 +55,12 @@ def prepare(
         inputs: files, patterns and folders (`find_inputs`), in order: text, plain or compressed; Parquet; Arrow IPC.
             Any of them may be a URI.
         output: a new or empty folder, or its URI in an object store, created when everything is done.
-        config: settings; with `like`, only on_bad_row, max_bad_rows and shard_rows have an effect.
+        config: settings; with `like`, only on_bad_row (by default the earlier one), max_bad_rows and shard_rows have an
+            effect.
         schema_file: TOML file that describes the columns; for "tabular", and not with `like`.
         like: a folder with schema.json and vocabulary/ of an earlier data set, whose vocabularies and dense transforms
-            are applied. All samples go to the split "test", and the label may be absent: then `Split.labelled` is False
-            and labels are NaN.
+            are applied. All samples go to the split "test". Labels may be absent or wrong, and are then NaN; without
+            any, `Split.labelled` is False. Wrong weights are 0. Warnings say how many are, and how many ids are unseen.
         validation, test: files of these splits, as `inputs`, which then are the training samples, in place of the
             settings of splits; validation needs test. Not with `like`.
         keep: raw columns that predictions show, in addition to those of the schema file.
@@ -81,7 +82,9 @@ def prepare(
         files = engine.survey(work, sources, report)
         if not any(file.samples for file in files):
             raise ValueError(f"input file {files[0].source.path} has no samples, and neither has any other")
-        parts, ledger = partitions(files, config.shard_rows), BadRowLedger(config.on_bad_row, config.max_bad_rows)
+        inherited = earlier.settings.get("prepare", {}).get("on_bad_row") if earlier else None
+        on_bad_row = config.on_bad_row or inherited or "error"
+        parts, ledger = partitions(files, config.shard_rows), BadRowLedger(on_bad_row, config.max_bad_rows)
         if earlier is None:
             if config.negative_fraction < 1 and len(described.labels) > 1:
                 message = "negative_fraction takes one label, whose negatives are left out"
@@ -97,7 +100,7 @@ def prepare(
         splits = write_splits(engine, parts, WritePlan(folder, described, encoder, split, fields), skipped, report)
         schema = dataclasses.replace(
             fields,
-            splits=_checked_splits(splits, described, config),
+            splits=splits if earlier else _checked_splits(splits, described, config),
             settings=_settings(config, described, split) if earlier is None else earlier.settings,
             negative_fraction=split.negative_fraction,
             sources=tuple(
@@ -189,7 +192,7 @@ def _without_absent(layout: Layout, sources: Sequence[Source], keep: Sequence[st
         if lacking and name in layout.keep:
             logger.warning("the files have no column %r, which predictions would show", name)
         absent += [name] * bool(lacking)
-    return dataclasses.replace(layout, absent=tuple(absent))
+    return dataclasses.replace(layout, absent=tuple(absent), for_prediction=True)
 
 
 def _checked_splits(splits: dict[str, Split], layout: Layout, config: PrepareConfig) -> dict[str, Split]:

@@ -34,6 +34,8 @@ from .values import (
 LONGEST_QUOTED_VALUE = 60
 PAIR = pa.struct([("id", pa.string()), ("weight", pa.float64())])
 """An item of a weighted list."""
+WEIGHTLESS = "weightless"
+"""Samples to predict whose weight is missing or wrong."""
 MISSING_LABEL = "the label is missing"
 MAX_WEIGHT = 1e6
 """Largest magnitude of the weight of a sample or of an id."""
@@ -46,15 +48,18 @@ class SampleColumns:
     Args:
         table: typed columns; null is a missing value.
         null_items: whether null inside a list is a "missing" id or "wrong".
+        for_prediction: see `Layout`.
 
     Attributes:
         problems: column and what is wrong, by row.
         doubts: what is suspicious about ids, see `as_id_text`, by column and doubt.
     """
 
-    def __init__(self, table: pa.Table, null_items: Literal["missing", "wrong"]) -> None:
+    def __init__(
+        self, table: pa.Table, null_items: Literal["missing", "wrong"], *, for_prediction: bool = False
+    ) -> None:
         self._columns = {name: _one_array(table[name]) for name in table.column_names}
-        self._rows, self._null_items = table.num_rows, null_items
+        self._rows, self._null_items, self._for_prediction = table.num_rows, null_items, for_prediction
         self.problems: dict[int, tuple[str, str]] = {}
         self.doubts: Counter[tuple[str, str]] = Counter()
 
@@ -89,6 +94,8 @@ class SampleColumns:
             raise _wrong_type(label.column, column.type, "labels: numbers, truth values or text")
         text = without_markers(found[0].fill_null(""), label.null)
         values, wrong = label.values(text)
+        if self._for_prediction:
+            return values
         self._fail(wrong, label.column, self._columns[label.column], label.rule)
         if required:
             self._fail(np.isnan(values), label.column, self._columns[label.column], MISSING_LABEL)
@@ -98,6 +105,10 @@ class SampleColumns:
         """Returns sample weights, float32 [R]; a missing, negative or very large one is a problem."""
         values, wrong = self._numbers(name)
         wrong |= ~(values >= 0)
+        if self._for_prediction:
+            wrong |= values > MAX_WEIGHT
+            self.doubts[name, WEIGHTLESS] += int(wrong.sum())
+            return np.where(wrong, 0.0, values).astype(np.float32)
         self._fail(wrong, name, self._columns[name], "a sample weight must be a finite number of at least 0")
         wrong |= values > MAX_WEIGHT
         self._fail(wrong, name, self._columns[name], WEIGHTS_ARE_BOUNDED)
@@ -184,10 +195,10 @@ class SampleColumns:
         items = without_nan(items, field.null)
         if field.kind == "multi":
             ids, wrong = self._id_texts(items, name)
-            weights, rule = None, "must be a list of strings or integers"
+            weights, rule = None, "must be a list of strings or numbers"
         else:
             ids, weights, wrong = self._pairs(items, field)
-            rule = 'must be a list of {"id": string or integer, "weight": number}'
+            rule = 'must be a list of {"id": string or number, "weight": number}'
             rule = f"must be id{field.weight_separator}weight, joined by {field.separator!r}" if joined else rule
         if self._null_items == "wrong" and ids.null_count:
             wrong = wrong | mask(ids.is_null())

@@ -168,6 +168,7 @@ class Layout:
         weight: column of the sample's weight, a number of at least 0; empty if all samples count alike.
         keep: columns that predictions show beside the probability.
         absent: columns of labels, weight and those to keep that the files lack, which can be predicted only.
+        for_prediction: True if a wrong label is unknown and a wrong weight is 0, as what is predicted needs neither.
     """
 
     name: str
@@ -182,6 +183,7 @@ class Layout:
     weight: str = ""
     keep: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    for_prediction: bool = False
 
     def __post_init__(self) -> None:
         if not self.delimiter or "\r" in self.delimiter or "\n" in self.delimiter:

@@ -73,7 +73,7 @@ def parse(block: Block, layout: Layout) -> Parsed:
             and samples do not correspond.
     """
     raw = raw_table(block, layout)
-    columns = SampleColumns(raw.table, null_items="missing")
+    columns = SampleColumns(raw.table, null_items="missing", for_prediction=layout.for_prediction)
     labels = {label.name: np.full(len(raw.places), np.nan, np.float32) for label in layout.labels}
     for label in layout.found_labels:
         labels[label.name] = columns.labels(label, required=len(layout.labels) == 1)
