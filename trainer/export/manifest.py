@@ -89,7 +89,7 @@ class Manifest:
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
             raise ValueError(
-                f"{folder} is not an export: it has no {MANIFEST}; create one with cowrec export"
+                f"{folder} is not an export: it has no {MANIFEST}; cowrec export RUN --output EXPORT makes one"
             ) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read ({error}); export the model again") from error
