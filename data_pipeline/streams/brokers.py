@@ -22,7 +22,7 @@ from typing import Any
 
 from cowrec.data_pipeline.urls import open_redis
 
-from .source import Chunk, SourcePosition
+from .source import Chunk, SourcePosition, count_within
 
 ANSWER_SECONDS = 10.0
 BEGINNING = "0-0"
@@ -32,6 +32,9 @@ MIN_BACKOFF, MAX_BACKOFF = 0.05, 5.0
 REPLAY_SECONDS = 60.0
 PARTITIONS_SECONDS = 30.0
 """Time between two looks for partitions that were added."""
+FIRST_ENTRIES = 64
+"""Entries that Redis is asked for after there were none, or after a chunk was too large; doubled for each further poll.
+Redis cannot be told how many bytes to send."""
 WARNING_SECONDS = 60.0
 """Time between two warnings of the same kind: librdkafka reports every attempt to connect, up to twenty a second."""
 
@@ -56,7 +59,7 @@ class RedisSource:
 
     def seek(self, positions: Mapping[str, SourcePosition]) -> None:
         self._last = str(positions.get("", BEGINNING))
-        self._rewound = False
+        self._rewound, self._entries = False, FIRST_ENTRIES
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
         deadline = time.monotonic() + timeout
@@ -96,7 +99,7 @@ class RedisSource:
         """Reads available entries, in one transaction with the check for a gap so that none is trimmed between."""
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.xinfo_stream(self._stream)
-            pipeline.xread({self._stream: self._last}, max_samples)
+            pipeline.xread({self._stream: self._last}, min(max_samples, self._entries))
             about, found = pipeline.execute(raise_on_error=False)
         for answer in (about, found):
             if isinstance(answer, Exception) and "no such key" not in str(answer):
@@ -104,6 +107,7 @@ class RedisSource:
         if not isinstance(about, Exception):
             self._check_reach(about)
         if not found or isinstance(found, Exception):
+            self._entries = FIRST_ENTRIES
             return None
         ((_, entries),) = found.items() if isinstance(found, dict) else found
         entries = entries[0] if isinstance(found, dict) else entries
@@ -111,8 +115,11 @@ class RedisSource:
         if lost:
             self.counters["gaps"] += 1
             logger.warning("entries of %r after %s were trimmed before they were read", self._stream, self._last)
-        start, self._last = self._last, entries[-1][0].decode()
-        return Chunk("", start, self._last, [_sample(fields) for _, fields in entries], lost)
+        samples = [_sample(fields) for _, fields in entries]
+        count = count_within(samples)
+        self._entries = count if count < len(samples) else min(max_samples, 2 * self._entries)
+        start, self._last = self._last, entries[count - 1][0].decode()
+        return Chunk("", start, self._last, samples[:count], lost)
 
     def _is_gap(self, about: Mapping[str, Any]) -> bool:
         first = about["first-entry"]
@@ -257,24 +264,27 @@ class KafkaSource:
             self._assign(self._offsets)
 
     def _gather(self, messages: list[Any]) -> None:
-        """Groups messages into one chunk per partition."""
-        samples: dict[int, list[bytes]] = {}
-        ends: dict[int, int] = {}
+        """Groups messages into chunks of one partition each."""
+        found: dict[int, list[Any]] = {}
         out_of_range: set[int] = set()
         for message in messages:
             error = message.error()
             if error is None:
-                samples.setdefault(message.partition(), []).append(message.value() or b"")
-                ends[message.partition()] = message.offset() + 1
+                found.setdefault(message.partition(), []).append(message)
             elif error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:
                 out_of_range.add(message.partition())
             elif error.code() != self._kafka.KafkaError._PARTITION_EOF:
                 self.counters["errors"] += 1
                 self._log.log(logging.WARNING, "Kafka: %s", error.str())
-        for number, values in samples.items():
-            start, self._offsets[number] = self._offsets[number], ends[number]
-            lost = self._lost.pop(number, 0)
-            self._ready.append(Chunk(str(number), start, ends[number], values, lost))
+        for number, each in found.items():
+            samples = [message.value() or b"" for message in each]
+            begin = 0
+            while begin < len(each):
+                stop = begin + count_within(samples[begin:])
+                start, self._offsets[number] = self._offsets[number], each[stop - 1].offset() + 1
+                lost = self._lost.pop(number, 0)
+                self._ready.append(Chunk(str(number), start, self._offsets[number], samples[begin:stop], lost))
+                begin = stop
         for number in out_of_range:
             self._skip_lost(number)
         if out_of_range:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from cowrec.data_pipeline.files import replacing
 from cowrec.data_pipeline.grouped_file import ArrowFile, group_sizes
 
-from .source import Chunk, SourcePosition
+from .source import CHUNK_BYTES, Chunk, SourcePosition
 
 END = "_END"
 SUFFIXES = (".parquet", ".arrow")
@@ -98,6 +98,8 @@ class DirectorySource:
             except (OSError, pa.ArrowException) as error:
                 self._skip(name, error)
                 continue
+            while rows.num_rows > 1 and rows.nbytes > CHUNK_BYTES:
+                rows = rows.slice(0, rows.num_rows // 2)
             if rows.num_rows:
                 start = {"file": name, "row": row}
                 self._file, self._row = name, row + rows.num_rows

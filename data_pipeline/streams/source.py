@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+CHUNK_BYTES = 1 << 25
+"""Size of a chunk's samples at most, unless a single one is larger; decoded they take several times as much."""
+
 SourcePosition = Any
 """Start or end of a chunk within its partition: plain JSON that only the source interprets."""
 
@@ -38,6 +41,16 @@ class Chunk:
         return self.samples.num_rows if isinstance(self.samples, pa.Table) else len(self.samples)
 
 
+def count_within(samples: Sequence[bytes]) -> int:
+    """How many of the first samples have CHUNK_BYTES together, at least one."""
+    size = 0
+    for index, sample in enumerate(samples):
+        size += len(sample)
+        if size > CHUNK_BYTES:
+            return max(1, index)
+    return len(samples)
+
+
 class SampleSource(Protocol):
     """Endless samples, or samples until `ended`.
 
@@ -50,7 +63,8 @@ class SampleSource(Protocol):
     counters: dict[str, int]
 
     def poll(self, max_samples: int, timeout: float) -> Chunk | None:
-        """Returns the next chunk as soon as there is one; None after `timeout` seconds without one, or at the end."""
+        """Returns the next chunk, of at most CHUNK_BYTES or a single sample, as soon as there is one; None after
+        `timeout` seconds without one, or at the end."""
         ...
 
     def read(self, partition: str, start: SourcePosition, end: SourcePosition) -> Chunk:

@@ -47,6 +47,18 @@ def test_partitions_added_while_running_are_read_from_their_beginning(broker, mo
     source.close()
 
 
+def test_chunks_are_bounded_in_bytes(broker, monkeypatch):
+    monkeypatch.setattr("cowrec.data_pipeline.streams.source.CHUNK_BYTES", 1000)
+    broker.create("large")
+    broker.send_messages("large", lines(numbered(0, 200)))
+    source = open_source(f"kafka://{broker.address}/large")
+    chunks = polled(source, 200)
+    assert contents(chunks) == list(range(200))
+    assert contents(source.read("0", each.start, each.end) for each in chunks) == list(range(200))
+    assert all(sum(map(len, each.samples)) <= 1000 for each in chunks)
+    source.close()
+
+
 def test_a_broker_that_ends_and_comes_back_loses_nothing(broker, codec, tmp_path, caplog):
     """It is ended, and then frozen; the stream waits, and warns a few times rather than with each attempt."""
     caplog.set_level(logging.INFO)

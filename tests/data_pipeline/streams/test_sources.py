@@ -165,6 +165,26 @@ def test_redis_entries_are_read_in_order_and_again(server, opened):
     assert [numbers(batch) for batch in batches_of(again, 20)] == [numbers(batch) for batch in batches[1:]]
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("folder", 120), ("redis", 1000)])
+def test_chunks_are_bounded_in_bytes(kind, limit, server, tmp_path, monkeypatch):
+    """Small samples and, among them, one that is larger than the limit; they are the same again."""
+    for module in ("source", "directory"):
+        monkeypatch.setattr(f"cowrec.data_pipeline.streams.{module}.CHUNK_BYTES", limit)
+    samples = numbered(200)
+    samples[70]["id"] = "x" * 2000
+    if kind == "redis":
+        add(server, samples)
+        source = redis_source(server)
+    else:
+        write_file(tmp_path, "a.parquet", samples)
+        source = open_source(str(tmp_path))
+    chunks = polled(source, 200)
+    assert contents(chunks) == contents(source.read("", each.start, each.end) for each in chunks) == list(range(200))
+    sizes = [each.samples.nbytes if kind == "folder" else sum(map(len, each.samples)) for each in chunks]
+    assert [len(each) for each, size in zip(chunks, sizes, strict=True) if size > limit] == [1]
+    assert len(chunks) < 180
+
+
 def test_a_restarted_redis_loses_nothing_on_its_disk(server, opened, tmp_path, caplog):
     stream = opened(batch_size=5)
     add(server, numbered(20))
