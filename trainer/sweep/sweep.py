@@ -130,7 +130,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
     """
     if "on" in grid.clips and config.clip.rule == "none":
         raise ValueError('--clip on needs a clip rule, but the configuration has clip.rule = "none"; give --clip off')
-    config = on_data(config, data_dir, Schema.load(data_dir))
+    given, schema = config, Schema.load(data_dir)
+    config = on_data(given, data_dir, schema)
     cells = grid.cells(config.train.seed)
     with open_runs(output, config, RESULTS, "sweep") as runs:
         for number, cell in enumerate(cells, 1):
@@ -142,7 +143,8 @@ def sweep(config: RunConfig, data_dir: Path, output: Path, grid: Grid) -> list[d
             same = next(filter(None, twins), None)
             is_same = f" is {same['rule']}'s run: all rules are equal at the base batch size" if same else ""
             say(f"\nrun {number} of {len(cells)}: {cell.name}{is_same}")
-            runs.add({**(same or _trained(runs, cell.config(config), cell.name)), **dataclasses.asdict(cell)})
+            own = on_data(cell.config(given), data_dir, schema)  # some defaults depend on the batch size
+            runs.add({**(same or _trained(runs, own, cell.name)), **dataclasses.asdict(cell)})
             say(_in_short(runs.lines[-1]))
         return [line for cell in cells if (line := _find(runs.lines, cell))]
 

@@ -1,5 +1,6 @@
 """A sweep against single runs; failed runs, killed runs and sweeps, repeated calls; its table and plot."""
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -54,6 +55,20 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
 
 def key(line: dict[str, Any]) -> tuple:
     return line["rule"], line["batch_size"], line["clip"], line["seed"]
+
+
+def test_rates_decay_where_a_run_has_the_steps(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if `train` had been called with each batch size: ten steps, and six."""
+    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_SAMPLES", 1)
+    monkeypatch.setattr("cowrec.trainer.config.run.DECAY_STEPS", 8)
+    config = load_config(folder / "run.toml")
+    defaults = dataclasses.replace(config.optimizer, embedding_lr=None)
+    grid = Grid([51, 102], ["half_life"], ["off"], 1)
+    sweep(dataclasses.replace(config, optimizer=defaults), folder / "data", tmp_path / "grid", grid)
+    own = {
+        load_config(each).train.batch_size: load_config(each) for each in (tmp_path / "grid/runs").glob("*/config.toml")
+    }
+    assert {size: each.optimizer.lr_decay for size, each in own.items()} == {51: "linear", 102: "none"}
 
 
 def test_a_line_equals_the_report_of_a_single_run(folder: Path, tmp_path: Path) -> None:
