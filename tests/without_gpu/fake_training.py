@@ -38,7 +38,7 @@ from cowrec.data_pipeline.dataset.sample_block import SampleBlock
 from cowrec.models import build_model
 from cowrec.sparse_opt.clipping.update_check import UpdateCheck
 from cowrec.sparse_opt.tbe import lookup
-from cowrec.trainer.config.run import config_from
+from cowrec.trainer.config.run import config_from, with_defaults
 from cowrec.trainer.runtime.processes import Process
 from cowrec.trainer.runtime.stopping import LossWatch
 from cowrec.trainer.sharded_model import build
@@ -179,7 +179,7 @@ class _Run:
     """A training run whose data are on the device. ``launches`` is the list of :func:`recorded_launches`."""
 
     def __init__(self, case: Case, launches: list[Launch]) -> None:
-        config, self._schema = config_from(case.config), _schema(case.config)
+        config, self._schema = with_defaults(config_from(case.config), 0), _schema(case.config)
         self._process = Process(case.rank, case.world_size, case.world_size, False, torch.device("cuda", case.rank))
         with patch.object(pipeline, "CudaGraphCapture", lambda: self):
             self._state = TrainState(RunPlan.of(config, self._schema, self._process, schedule=Schedule(100)))

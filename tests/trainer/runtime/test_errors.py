@@ -32,7 +32,7 @@ def in_cowrec(body: str) -> Exception:
 
 def test_errors_of_user_input_and_of_runs_are_messages_and_those_of_libraries_are_not() -> None:
     assert is_message(raised(lambda: require_model(ModelConfig("deepfn"))))
-    assert is_message(raised(lambda: config_from({"train": {"batch_size": -1}})))
+    assert is_message(raised(lambda: config_from({"train": {"batch_size": -2}})))
     assert is_message(raised(lambda: Schema.load(Path("/no/such/folder"))))
     assert is_message(raised(lambda: Path("/no/such/file").read_text()))
     assert all(is_message(kind("the loss was not finite")) for kind in (NonFiniteLoss, ProcessLost, ProcessFailed))
